@@ -1,0 +1,32 @@
+# make demo: install and watch it work.  make test: install and run everything that proves it.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: install demo test check bench clean
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml setup.py constraints.txt $(wildcard outrider/native/src/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "outrider needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install
+	@$(BIN)/outrider demo
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+bench: install
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv build dist *.egg-info outrider/native/*.so

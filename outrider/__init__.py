@@ -1,0 +1,58 @@
+"""outrider: language models that generate faster and say the same. Speculative decoding, exact and proved.
+
+>>> from outrider import LLM, SamplingParams
+>>> llm = LLM("builtin:code", speculative_config={"model": "builtin:code-draft", "num_speculative_tokens": 5})
+>>> llm.generate("def quicksort(xs):", SamplingParams(temperature=0, max_tokens=64))
+
+Names are imported when they are first used, so that the kernel (`outrider.verify` and below) can be had without models.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from outrider._version import __version__
+
+if TYPE_CHECKING:
+    from outrider.config import SpeculativeConfig
+    from outrider.custom_generate import custom_generate
+    from outrider.llm import LLM
+    from outrider.outputs import CompletionOutput, Delta, RequestOutput, SpeculativeMetrics
+    from outrider.params import SamplingParams
+    from outrider.types import Guarantee
+
+_HOME = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "Delta": "outputs",
+    "Guarantee": "types",
+    "RequestOutput": "outputs",
+    "SamplingParams": "params",
+    "SpeculativeConfig": "config",
+    "SpeculativeMetrics": "outputs",
+    "custom_generate": "custom_generate",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Delta",
+    "Guarantee",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "SpeculativeMetrics",
+    "__version__",
+    "custom_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"outrider.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

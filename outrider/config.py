@@ -1,0 +1,74 @@
+"""What a user may say about speculation: `speculative_config`, with the names vLLM's users know."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from outrider.verify import VERIFIERS
+
+METHODS = ("none", "draft_model", "ngram", "suffix", "quantized_self")
+
+
+class SpeculativeConfig(BaseModel):
+    """How to speculate. Give it as a dict to `LLM(speculative_config=...)` or as JSON on the command line."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+
+    method: str = Field("none", description="who guesses: " + ", ".join(METHODS))
+    model: Any = Field(None, description="the draft model: a folder, a hub name, builtin:..., or a loaded model")
+    num_speculative_tokens: int = Field(5, ge=0, le=256, description="guesses per step")
+    prompt_lookup_min: int = Field(2, ge=1, description="shortest n-gram that counts as a match")
+    prompt_lookup_max: int = Field(5, ge=1, description="longest n-gram that is looked up")
+    verifier: str = Field("match", description="the rule: " + ", ".join(VERIFIERS))
+    rejection_sample_method: Literal["standard", "block"] | None = Field(None, description="vLLM's name for the rule")
+    quantization: Literal["int8", "int4"] | None = Field(None, description="precision of quantized_self, or of the draft")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise ValueError(f"speculative_config has no {key!r}{nearest(key, list(cls.model_fields))}")
+            if "method" not in data and data.get("model") is not None:
+                data = {**data, "method": "draft_model"}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpeculativeConfig:
+        if self.method not in METHODS:
+            raise ValueError(f"unknown method {self.method!r}{nearest(self.method, METHODS)}; known: {', '.join(METHODS)}")
+        if self.rejection_sample_method:
+            self.verifier = {"standard": "rejection", "block": "block"}[self.rejection_sample_method]
+        if self.verifier not in VERIFIERS:
+            raise ValueError(f"unknown verifier {self.verifier!r}{nearest(self.verifier, list(VERIFIERS))}")
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError('method "draft_model" needs a model: {"method": "draft_model", "model": "builtin:code-draft"}')
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        return self
+
+    @classmethod
+    def of(cls, given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig:
+        """Validate what a user gave. Raises ValueError with one readable line per mistake."""
+        if isinstance(given, SpeculativeConfig):
+            return given
+        try:
+            return cls.model_validate({} if given is None else dict(given))
+        except ValidationError as error:
+            lines = [
+                f"{'.'.join(str(p) for p in e['loc']) + ': ' if e['loc'] else ''}{e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors()
+            ]
+            raise ValueError("speculative_config: " + "; ".join(lines)) from None
+
+
+def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
+    """'; did you mean ...?' when something known is close, else nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

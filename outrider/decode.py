@@ -1,0 +1,291 @@
+"""The loop: propose, forward, verify, commit. Plain decoding is the same loop with a drafter that guesses nothing.
+
+Invariant before and after every step, for every row that decodes: `cache.length[row] == len(tokens) - 1`, and the last
+token is the root of the next draft.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from outrider.drafters.base import Batch, Drafter, NoDraft
+from outrider.models.base import LanguageModel
+from outrider.noise import Noise
+from outrider.params import SamplingParams
+from outrider.sampling import History, Laws, Warp
+from outrider.text import End, Ending
+from outrider.tune import Controller, Fixed
+from outrider.types import Budget, Draft, Guarantee, Kept, Step, Verdict
+from outrider.verify import VERIFIERS
+
+PREFILL_CHUNK = 256  # prompt tokens per forward; rows that decode wait for one chunk at most
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue. `id` is the caller's; prompt: token ids, not empty."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in a cache row, as it grows."""
+
+    request: Request
+    slot: int
+    tokens: list[int]  # committed: prompt, then output
+    history: History
+    ending: Ending
+    limit: int  # output tokens that may be written at most
+    steps: int = 0
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
+    arrived: float = field(default_factory=perf_counter)
+    first: float | None = None  # when the first token came
+    done: float | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def end(self) -> End | None:
+        return self.ending.end
+
+
+class Decoder:
+    """Continues requests in the rows of one cache; rows join and leave between steps."""
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter | None = None,
+        verifier: str = "match",
+        controller: Controller | None = None,
+        *,
+        rows: int = 8,
+        max_length: int | None = None,
+        end_ids: Sequence[int] = (),
+        tokenizer: Any | None = None,
+    ) -> None:
+        """max_length: tokens of prompt and output per row. end_ids: the model's end tokens. tokenizer: for text."""
+        self.target, self.drafter = target, drafter or NoDraft()
+        self.verifier = VERIFIERS[verifier]
+        self.controller = controller or Fixed(5)
+        self.max_length = min(max_length or target.max_length, target.max_length)
+        self.end_ids, self.tokenizer = tuple(end_ids), tokenizer
+        self.cache = target.new_cache(rows, self.max_length + 64)  # room for the scratch of the last step
+        self.free = list(range(rows))[::-1]
+        self.rows: dict[int, Row] = {}  # by slot, in order of admission
+        self.waiting: list[Row] = []  # rows whose prompt is not in the cache yet
+        self._batch: tuple[tuple[int, ...], Warp, torch.Tensor] | None = None
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return Guarantee.EXACT_TOKENS if isinstance(self.drafter, NoDraft) else self.verifier.guarantee
+
+    def check(self, request: Request) -> int:
+        """Raise ValueError if the request cannot be run; returns how many tokens may be written."""
+        p, n = request.params, len(request.prompt)
+        if not n:
+            raise ValueError("the prompt is empty; a model continues at least one token (its begin token will do)")
+        wrong = [t for t in request.prompt if not 0 <= t < self.target.vocab_size]
+        if wrong:
+            raise ValueError(f"prompt token {wrong[0]} is outside the vocabulary of {self.target.vocab_size} tokens")
+        p.check_vocab(self.target.vocab_size)
+        if n >= self.max_length:
+            raise ValueError(f"the prompt has {n} tokens and the model holds {self.max_length} of prompt and output; shorten it")
+        if p.max_tokens is not None and n + p.max_tokens > self.max_length:
+            raise ValueError(
+                f"prompt ({n} tokens) plus max_tokens ({p.max_tokens}) is more than the {self.max_length} that fit; "
+                f"use max_tokens={self.max_length - n} or less"
+            )
+        return self.max_length - n if p.max_tokens is None else p.max_tokens
+
+    def admit(self, request: Request) -> Row:
+        """Give the request a free row. Raises IndexError when there is none and ValueError for a bad request."""
+        limit = self.check(request)
+        slot = self.free.pop()
+        p, tokens = request.params, list(request.prompt)
+        ends = (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
+        history = History(p, ends, request.bad_words, tokens, len(tokens))
+        ending = Ending(p, self.end_ids, limit, self.tokenizer, tokens)
+        row = Row(request, slot, tokens, history, ending, limit)
+        self.rows[slot] = row
+        self.waiting.append(row)
+        return row
+
+    def release(self, slot: int) -> None:
+        """Free a row, finished or not."""
+        row = self.rows.pop(slot)
+        if row in self.waiting:
+            self.waiting.remove(row)
+        self.cache.release(slot)
+        self.drafter.release(slot)
+        self.controller.release(slot)
+        self.free.append(slot)
+
+    def step(self) -> Step | None:
+        """Prefill a chunk of the oldest waiting prompt, then one draft-verify round of the rows that decode, if any."""
+        if self.waiting:
+            self._prefill(self.waiting[0])
+        live = [row for row in self.rows.values() if row not in self.waiting and row.end is None]
+        if not live:
+            return None
+        at = [len(row.tokens) for row in live]
+        clock = [perf_counter()]
+        batch = self._view(live)
+        draft = self.drafter.propose(batch)
+        clock.append(perf_counter())
+        out = self.target.forward(draft.tokens, self.cache, batch.rows, parents=draft.parents, taps=self.drafter.taps)
+        clock.append(perf_counter())
+        verdict = self.verifier(Laws(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
+        clock.append(perf_counter())
+        kept = self._commit(live, draft, verdict, out.logits)
+        self.drafter.update(batch, kept, out.features)
+        clock.append(perf_counter())
+        times = dict(zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
+        step = Step(draft, verdict, kept, batch.rows, at, batch.budgets, times)
+        self.controller.observe(step)
+        return step
+
+    def steps(self, requests: Iterable[Request]) -> Iterator[tuple[Step | None, list[Row]]]:
+        """Run requests to their ends, as many at a time as there are rows. Yields each step with the rows it moved.
+
+        A reader that stops early leaves every row free.
+        """
+        queue, mine = iter(requests), set[int]()
+        following = next(queue, None)
+        try:
+            while following is not None or mine:
+                while following is not None and self.free:
+                    mine.add(self.admit(following).slot)
+                    following = next(queue, None)
+                step = self.step()
+                moved = [self.rows[slot] for slot in step.rows] if step else []
+                for row in moved:
+                    if row.end is not None:
+                        self.release(row.slot)
+                        mine.discard(row.slot)
+                yield step, moved
+        finally:
+            for slot in mine:
+                self.release(slot)
+
+    def generate(self, requests: Iterable[Request]) -> list[Row]:
+        """Run requests to their ends; the finished rows in the order of the requests."""
+        done: dict[int, Row] = {}
+        requests = list(requests)
+        for _, moved in self.steps(requests):
+            done.update({id(row.request): row for row in moved if row.end is not None})
+        return [done[id(r)] for r in requests]
+
+    def _prefill(self, row: Row) -> None:
+        """Put the next chunk of a prompt, all but its last token, into the cache."""
+        prompt, done = row.request.prompt, self.cache.length[row.slot]
+        part = prompt[done : min(done + PREFILL_CHUNK, len(prompt) - 1)]
+        wanted = row.request.params.prompt_logprobs
+        if part:
+            out = self.target.forward(
+                torch.tensor([part]), self.cache, [row.slot], want="none" if wanted is None else "all"
+            )
+            self.cache.commit([row.slot], [range(len(part))])
+            if wanted is not None:
+                following = prompt[done + 1 : done + 1 + len(part)]
+                row.prompt_logprobs += [logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)]
+        if self.cache.length[row.slot] == len(prompt) - 1:
+            self.waiting.remove(row)
+            if wanted is not None:
+                row.prompt_logprobs.insert(0, None)  # the first token has no law
+
+    def _view(self, live: list[Row]) -> Batch:
+        """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
+        key = tuple(id(row) for row in live)
+        if self._batch is None or self._batch[0] != key:
+            seeds = torch.tensor([_signed(row.request.seed) for row in live])
+            self._batch = (key, Warp([row.history for row in live], self.target.device), seeds)
+        _, warp, seeds = self._batch
+        budgets = [
+            budget.clipped(row.limit - row.ending.count - 1)
+            for row, budget in zip(live, self.controller.budgets([r.slot for r in live]), strict=True)
+        ]
+        return Batch(
+            rows=[row.slot for row in live],
+            tokens=[row.tokens for row in live],
+            budgets=budgets,
+            warp=warp,
+            noise=Noise(seeds, torch.tensor([row.steps for row in live])),
+            stream=self.verifier.draft_stream,
+            law=self.verifier.needs_probs,
+            prompt_lengths=[len(row.request.prompt) for row in live],
+        )
+
+    def _commit(self, live: list[Row], draft: Draft, verdict: Verdict, logits: torch.Tensor) -> list[Kept]:
+        """Move what was accepted into cache and text, cut at the first thing that ends it."""
+        tokens, paths = draft.tokens.tolist(), verdict.path.tolist()
+        kept = []
+        for b, (row, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
+            nodes = [n for n in path if n >= 0]
+            new = [*(tokens[b][n] for n in nodes[1:]), last]
+            end = None
+            for count, token in enumerate(new, 1):
+                end = row.ending.push(token)
+                if end is not None:
+                    new = new[:count]
+                    break
+            if new[-1] < 0:
+                new = new[:-1]  # a row without a law has no token
+            if (wanted := row.request.params.logprobs) is not None:
+                row.logprobs += [logprobs(logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
+            now = perf_counter()
+            row.first = row.first or now
+            row.done = now if end else None
+            row.tokens += new
+            row.steps += 1
+            drafted = min(len(new), len(nodes) - 1)
+            kept.append(Kept(new, nodes[: len(new)], drafted, end.finish if end else None))
+        self.cache.commit([row.slot for row in live], [k.nodes for k in kept])
+        return kept
+
+
+def logprobs(logits: torch.Tensor, token: int, alternatives: int) -> dict[int, float]:
+    """The log-probabilities, under the model's own law, of a token and of the likeliest `alternatives`."""
+    law = logits.float().log_softmax(-1)
+    best = law.topk(min(alternatives, len(law)))
+    return {token: float(law[token]), **dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))}
+
+
+def draw_seed() -> int:
+    """A fresh seed for a request that names none."""
+    return secrets.randbits(63)
+
+
+def nth_seed(seed: int, n: int) -> int:
+    """The seed of the n-th output of one prompt: the seed itself for the first, well mixed for the others (splitmix64)."""
+    if n == 0:
+        return seed
+    z = (seed + n * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return z ^ (z >> 31)
+
+
+def _signed(seed: int) -> int:
+    """64 unsigned bits as torch's int64 holds them."""
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+__all__ = ["Budget", "Decoder", "Request", "Row", "draw_seed", "logprobs", "nth_seed"]

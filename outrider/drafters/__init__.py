@@ -1,0 +1,39 @@
+"""Who guesses. Imports the kernel and the models; imported by the loop. One file per kind of drafter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.drafters.base import BaseDrafter, Batch, Drafter, Echo, NoDraft, Noisy, Wrong, chains
+from outrider.drafters.lookup import NgramDrafter, SuffixDrafter
+from outrider.drafters.model import ModelDrafter
+
+if TYPE_CHECKING:
+    from outrider.config import SpeculativeConfig
+    from outrider.models.load import Loaded
+
+
+def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str) -> Drafter:
+    """The drafter a configuration asks for. Raises ValueError when it cannot draft for this target."""
+    from outrider.models.load import load
+
+    if config.method == "none" or config.num_speculative_tokens == 0:
+        return NoDraft()
+    if config.method == "ngram":
+        return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method == "suffix":
+        return SuffixDrafter()
+    draft = load(config.model, device=device, quantization=config.quantization)
+    if draft.model.vocab_size != target.model.vocab_size:
+        raise ValueError(
+            f"the draft {draft.name} has a vocabulary of {draft.model.vocab_size} tokens and the target {target.name} one of "
+            f"{target.model.vocab_size}; they must share it. Use a draft of the same family, or a method that needs none: "
+            '{"method": "suffix"}. Drafts with another tokenizer are planned'
+        )
+    return ModelDrafter(draft.model, rows, max_length)
+
+
+__all__ = [
+    "BaseDrafter", "Batch", "Drafter", "Echo", "ModelDrafter", "NgramDrafter", "NoDraft", "Noisy", "SuffixDrafter", "Wrong",
+    "chains", "make_drafter",
+]

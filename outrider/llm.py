@@ -1,0 +1,225 @@
+"""LLM: a model with a drafter beside it, from prompts to texts. The names are vLLM's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from outrider.config import SpeculativeConfig
+from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
+from outrider.drafters import make_drafter
+from outrider.drafters.base import Drafter
+from outrider.models.load import load
+from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
+from outrider.params import SamplingParams
+from outrider.tune import Controller, Fixed
+
+Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
+
+
+class LLM:
+    """A model ready to generate.
+
+    model: a folder, a hub name, `builtin:code`, or a loaded transformers model. speculative_config: see
+    `SpeculativeConfig`, or None for plain decoding. dtype: "auto" keeps the checkpoint's precision. max_model_len: tokens
+    of prompt and output together. max_num_seqs: sequences that decode side by side.
+    drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        tokenizer: Any | None = None,
+        speculative_config: SpeculativeConfig | dict[str, Any] | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        *,
+        quantization: str | None = None,
+        drafter: Drafter | None = None,
+        controller: Controller | None = None,
+    ) -> None:
+        self.config = SpeculativeConfig.of(speculative_config)
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be 1 or more, got {max_num_seqs}")
+        self.loaded = load(model, tokenizer, dtype=dtype, device=device, quantization=quantization)
+        target = self.loaded.model
+        if max_model_len is not None and not 2 <= max_model_len <= target.max_length:
+            raise ValueError(f"max_model_len must be in 2..{target.max_length} for {self.loaded.name}, got {max_model_len}")
+        length = max_model_len or target.max_length
+        if drafter is None:
+            drafter = make_drafter(self.config, self.loaded, rows=max_num_seqs, max_length=length, device=device)
+        self.decoder = Decoder(
+            target,
+            drafter,
+            self.config.verifier,
+            controller or Fixed(self.config.num_speculative_tokens),
+            rows=max_num_seqs,
+            max_length=length,
+            end_ids=self.loaded.end_ids,
+            tokenizer=self.loaded.tokenizer,
+        )
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Any | None:
+        return self.loaded.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or a list. A prompt is a string, a list of chat messages, or {"prompt_token_ids": [...]}.
+
+        sampling_params: one for all, or one per prompt. Raises ValueError for a bad request before anything runs.
+        """
+        many = [prompts] if _is_one(prompts) else list(prompts)  # pyright: ignore[reportArgumentType]
+        params = self._params(sampling_params, len(many))
+        groups = [self._requests(p, s) for p, s in zip(many, params, strict=True)]
+        meters = {id(r): Meter() for group in groups for r in group}
+        rows: dict[int, Row] = {}
+        for step, moved in self.decoder.steps([r for group in groups for r in group]):
+            for b, row in enumerate(moved):
+                assert step is not None
+                meters[id(row.request)].add(len_drafted(step, b), step.kept[b].drafted)
+                if row.end is not None:
+                    rows[id(row.request)] = row
+        return [
+            self._output(prompt, [rows[id(r)] for r in group], [meters[id(r)] for r in group])
+            for prompt, group in zip(many, groups, strict=True)
+        ]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Continue one prompt and yield each step's text. The last delta carries the whole output."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"stream writes one text, got n={params.n}; use generate for several")
+        [request] = self._requests(prompt, params)
+        meter, sent, marks, told = Meter(), 0, list[tuple[int, bool]](), 0
+        for step, moved in self.decoder.steps([request]):
+            for b, row in enumerate(moved):
+                assert step is not None
+                kept = step.kept[b]
+                meter.add(len_drafted(step, b), kept.drafted)
+                marks += [(at, i < kept.drafted) for i, at in enumerate(row.ending.marks[told:])]
+                told = len(row.ending.marks)
+                text = row.ending.settled
+                pieces = _pieces(text, sent, marks)
+                new, sent = text[sent:], max(sent, len(text))
+                output = self._output(prompt, [row], [meter]) if row.end else None
+                yield Delta(new, kept.tokens, pieces, 0, output)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt. Raises ValueError for what cannot be encoded."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" not in prompt:
+                raise ValueError(f'a prompt given as a dict is {{"prompt_token_ids": [...]}}, got keys {sorted(prompt)}')
+            return [int(t) for t in prompt["prompt_token_ids"]]
+        if self.tokenizer is None:
+            raise ValueError(f'{self.loaded.name} has no tokenizer; pass tokenizer=..., or {{"prompt_token_ids": [...]}}')
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
+        encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        if len(given) != count:
+            raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all, or one per prompt")
+        return list(given)
+
+    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        ids = self.encode(prompt)
+        seed = draw_seed() if params.seed is None else params.seed
+        bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
+        requests = [Request(next(self._ids), ids, params, nth_seed(seed, i), bad) for i in range(params.n)]
+        self.decoder.check(requests[0])
+        return requests
+
+    def _bad_word(self, word: str | Sequence[int]) -> list[tuple[int, ...]]:
+        """The token sequences that write a forbidden word: at the start of a text and after a space."""
+        if not isinstance(word, str):
+            return [tuple(word)]
+        if self.tokenizer is None:
+            raise ValueError("bad_words given as strings need a tokenizer; give token ids, e.g. bad_words=[[17, 4]]")
+        forms = {tuple(self.tokenizer(f, add_special_tokens=False)["input_ids"]) for f in (word, " " + word.lstrip())}
+        return [f for f in forms if f]
+
+    def _output(self, prompt: Prompt, rows: list[Row], meters: list[Meter]) -> RequestOutput:
+        outputs = []
+        for index, row in enumerate(rows):
+            end, asked = row.end, row.request.params.logprobs is not None
+            outputs.append(
+                CompletionOutput(
+                    index=index,
+                    text=row.ending.text,
+                    token_ids=row.output,
+                    finish_reason=end.finish if end else "abort",
+                    stop_reason=end.reason if end else None,
+                    seed=row.request.seed,
+                    guarantee=self.decoder.guarantee,
+                    logprobs=row.logprobs if asked else None,
+                    cumulative_logprob=sum(x[t] for x, t in zip(row.logprobs, row.output, strict=True)) if asked else None,
+                )
+            )
+        first = rows[0]
+        speculative = None
+        if self.config.method != "none" and len(rows) == 1:
+            speculative = SpeculativeMetrics.of(meters[0].drafted, meters[0].accepted, self.config.num_speculative_tokens)
+        metrics = RequestMetrics(
+            time_to_first_token=None if first.first is None else first.first - first.arrived,
+            e2e_latency=max((r.done or r.arrived) - r.arrived for r in rows),
+            speculative_decoding=speculative,
+        )
+        wanted = first.request.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=str(first.request.id),
+            prompt=prompt,
+            prompt_token_ids=first.request.prompt,
+            outputs=outputs,
+            metrics=metrics,
+            prompt_logprobs=first.prompt_logprobs if wanted else None,
+        )
+
+
+class Meter:
+    """Counts of one sequence: guesses and accepted guesses of each step."""
+
+    def __init__(self) -> None:
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
+
+
+def len_drafted(step: Any, b: int) -> int:
+    """Guesses made for one row of a step."""
+    return int((step.draft.parents[b] >= 0).sum())
+
+
+def _pieces(text: str, start: int, marks: Sequence[tuple[int, bool]]) -> list[tuple[str, bool]]:
+    """text[start:] cut at the token borders: (text, from the draft)."""
+    out, at = [], start
+    for border, drafted in marks:
+        border = min(border, len(text))
+        if border > at:
+            out.append((text[at:border], drafted))
+            at = border
+    return out
+
+
+def _is_one(prompts: Any) -> bool:
+    """A string, a dict, or a list of chat messages is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return bool(prompts) and all(isinstance(p, Mapping) and "role" in p for p in prompts)

@@ -1,0 +1,62 @@
+"""A language model that fits on a page: the law of the next token is a table over the last few tokens, in float64.
+
+It keeps the tokens themselves in the slot cache and reads its context back from there, so a wrong commit, a wrong position
+or a rejected node left behind changes what it says. For tests, docs and explaining; exact on every machine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.models.attention import Nodes
+from outrider.models.base import Output, Want
+from outrider.models.cache import SlotCache
+
+
+class ToyModel:
+    """logits(context) = table[hash of the last `order` tokens]. `error` blends in another table: a draft for this model."""
+
+    def __init__(
+        self, vocab_size: int = 11, order: int = 3, seed: int = 0, *, error: float = 0.0, scale: float = 2.0,
+        max_length: int = 512,
+    ) -> None:
+        self.vocab_size, self.order, self.max_length = vocab_size, order, max_length
+        self.device = torch.device("cpu")
+        draw = torch.Generator().manual_seed(seed)
+        self.table = scale * torch.randn(997, vocab_size, generator=draw, dtype=torch.float64)
+        if error:
+            draw = torch.Generator().manual_seed(seed + 1)
+            self.table = self.table + error * torch.randn(997, vocab_size, generator=draw, dtype=torch.float64)
+
+    def new_cache(self, rows: int, max_length: int) -> SlotCache:
+        return SlotCache(rows, max_length)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: SlotCache,
+        rows: list[int],
+        *,
+        parents: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+        want: Want = "all",
+    ) -> Output:
+        """See `LanguageModel.forward`. Every tap is the same feature: the index of the table's line."""
+        cache.reserve(rows, tokens.shape[1])
+        nodes = Nodes(cache, rows, tokens.shape[1], parents, self.device)
+        held, _ = cache.layer(0, (1, 1), (1, 1), self.table)
+        for b, (row, start) in enumerate(zip(rows, nodes.lengths, strict=True)):
+            held[row, 0, start : start + tokens.shape[1], 0] = tokens[b].to(held.dtype)
+        lines = torch.zeros(tokens.shape, dtype=torch.long)
+        for b, row in enumerate(rows):
+            for n, slots in enumerate(nodes.slots[b]):
+                line = 0
+                for token in held[row, 0, slots[-self.order :], 0].tolist():
+                    line = (line * 31 + int(token) + 1) % len(self.table)
+                lines[b, n] = line
+        logits = self.table[lines].float()
+        last = (nodes.tree >= -1).sum(1) - 1
+        chosen = {"all": logits, "none": logits[:, :0], "last": logits[torch.arange(len(rows)), last][:, None]}[want]
+        features = lines[..., None].double().repeat(1, 1, len(taps)) if taps else None
+        return Output(chosen, features)

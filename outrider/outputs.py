@@ -1,0 +1,104 @@
+"""What a generation returns: vLLM's shapes and field names, plus the guarantee that held and the seed that was used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.types import Guarantee
+
+
+@dataclass(frozen=True)
+class SpeculativeMetrics:
+    """vLLM's `metrics.speculative_decoding`. Rates are fractions; lengths count the bonus token.
+
+    mean_acceptance_length: committed tokens per step = 1 + accepted / steps. draft_acceptance_rate: accepted / drafted.
+    acceptance_histogram: steps by number of accepted guesses. acceptance_histogram_by_draft_length: the same per draft length.
+    """
+
+    num_spec_steps: int
+    num_spec_tokens: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[int, list[int]]
+    per_step_accepted: list[int]
+    per_step_drafted: list[int]
+
+    @classmethod
+    def of(cls, drafted: Sequence[int], accepted: Sequence[int], num_spec_tokens: int) -> SpeculativeMetrics:
+        """From the guesses and the accepted guesses of each step."""
+        longest = max(accepted, default=0)
+        by_length: dict[int, list[int]] = {}
+        histogram = [0] * (longest + 1)
+        for d, a in zip(drafted, accepted, strict=True):
+            histogram[a] += 1
+            by_length.setdefault(d, [0] * (d + 1))[min(a, d)] += 1
+        steps, total = len(drafted), sum(drafted)
+        return cls(
+            num_spec_steps=steps,
+            num_spec_tokens=num_spec_tokens,
+            num_draft_tokens=total,
+            num_accepted_draft_tokens=sum(accepted),
+            mean_acceptance_length=1 + sum(accepted) / steps if steps else None,
+            draft_acceptance_rate=sum(accepted) / total if total else None,
+            acceptance_histogram=histogram,
+            acceptance_histogram_by_draft_length=dict(sorted(by_length.items())),
+            per_step_accepted=list(accepted),
+            per_step_drafted=list(drafted),
+        )
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Times in seconds from the moment the request got its row. speculative_decoding: None without speculation or n > 1."""
+
+    time_to_first_token: float | None
+    e2e_latency: float
+    speculative_decoding: SpeculativeMetrics | None
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.e2e_latency - (self.time_to_first_token or 0.0)
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation. finish_reason: stop | length | error | abort; stop_reason: the stop string or token id, or why."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    seed: int
+    guarantee: Guarantee
+    logprobs: list[dict[int, float]] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its n continuations."""
+
+    request_id: str
+    prompt: Any
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to a streamed text. pieces: (text, came from the draft) in order; output: set on the last one."""
+
+    text: str
+    token_ids: list[int]
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    index: int = 0
+    output: RequestOutput | None = None

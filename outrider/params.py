@@ -1,0 +1,90 @@
+"""SamplingParams: what a request asks for. Names and meanings are vLLM's; every one is honoured under speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a text ends. Raises ValueError with the line that would work.
+
+    temperature: 0 is greedy. top_k 0 or -1, top_p 1.0 and min_p 0.0 switch those filters off.
+    repetition_penalty: counts prompt and output; presence_penalty and frequency_penalty count the output only.
+    logit_bias: token id -> number added to its logit. bad_words: strings or token id lists that must not be written.
+    stop: strings that end the text and are cut from it; stop_token_ids end it too; ignore_eos switches the end token off.
+    min_tokens: no end before that many tokens. max_tokens: None means as many as the model's length allows.
+    seed: 64 bits; None draws one, and the output says which.
+    n: outputs per prompt. logprobs, prompt_logprobs: how many alternatives to report, of the model's own law.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stops: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+
+        check(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or more")
+        check(isinstance(self.top_k, int) and self.top_k >= -1, "top_k", "0 (off) or a positive whole number")
+        check(0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off")
+        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]; 0 is off")
+        check(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "above 0; 1 is off")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more, or None")
+        check(self.min_tokens >= 0, "min_tokens", "0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens")
+        check(self.n >= 1, "n", "1 or more")
+        check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None")
+        check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more, or None")
+        check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "None or not empty")
+        check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a whole number of at most 64 bits, or None")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if any(not isinstance(s, str) or not s for s in stops):
+            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}; for token ids use stop_token_ids")
+        object.__setattr__(self, "stops", stops)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def with_(self, **changes: object) -> SamplingParams:
+        """The same parameters with some changed."""
+        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise ValueError for token ids outside [0, vocab_size)."""
+        named = {
+            "logit_bias": list(self.logit_bias or ()),
+            "allowed_token_ids": list(self.allowed_token_ids or ()),
+            "stop_token_ids": list(self.stop_token_ids),
+            "bad_words": [t for w in self.bad_words if not isinstance(w, str) for t in w],
+        }
+        for name, ids in named.items():
+            wrong = [t for t in ids if not 0 <= int(t) < vocab_size]
+            if wrong:
+                raise ValueError(f"{name} holds {wrong[:5]}, outside the vocabulary of {vocab_size} tokens")

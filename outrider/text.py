@@ -1,0 +1,126 @@
+"""From tokens to text as it grows, and where it ends: end tokens, stop strings across token borders, length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.params import SamplingParams
+
+
+class Detokenizer:
+    """Decodes a growing list of tokens. Text appears once no later token can change it (a split UTF-8 character waits).
+
+    Decodes a short window twice and takes the difference, so it is right for tokenizers whose pieces depend on what is
+    before them (leading spaces) and costs the same at any length.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
+        self._decode = tokenizer.decode
+        self._skip = skip_special_tokens
+        self._tokens = list(prompt[-6:])
+        self._prefix = 0
+        self._read = len(self._tokens)
+        self.text = ""
+
+    def push(self, token: int, last: bool = False) -> str:
+        """Add a token; returns the new text. With `last`, an incomplete character is given out as it is."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._prefix : self._read], skip_special_tokens=self._skip)
+        after = self._decode(self._tokens[self._prefix :], skip_special_tokens=self._skip)
+        if after.endswith("�") and not last and len(self._tokens) - self._read < 5:
+            return ""
+        self._prefix, self._read = self._read, len(self._tokens)
+        new = after[len(before) :]
+        self.text += new
+        return new
+
+    def flush(self) -> str:
+        """The text still held back, given out as it is."""
+        before = self._decode(self._tokens[self._prefix : self._read], skip_special_tokens=self._skip)
+        after = self._decode(self._tokens[self._prefix :], skip_special_tokens=self._skip)
+        self._prefix, self._read = self._read, len(self._tokens)
+        self.text += after[len(before) :]
+        return after[len(before) :]
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a text ended: `stop` (with the string or token id), `length`, `error` or `abort`."""
+
+    finish: str
+    reason: str | int | None = None
+
+
+class Ending:
+    """Decides, token by token, whether a text has ended, and keeps its text when a tokenizer is at hand."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        end_ids: Sequence[int],
+        limit: int,
+        tokenizer: Any | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """end_ids: the model's own end tokens. limit: tokens that fit, max_tokens and the model's length considered."""
+        self.params, self.limit = params, limit
+        self._stop_ids = set(params.stop_token_ids)
+        self._end_ids = set() if params.ignore_eos else set(end_ids)
+        if params.stops and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, params.skip_special_tokens)
+        self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in params.stops), default=1) - 1
+        self._cut: int | None = None  # where a stop string ends the text
+        self.marks: list[int] = []  # length of the text after each token
+        self.count = 0
+        self.end: End | None = None
+
+    def push(self, token: int) -> End | None:
+        """Add one token; the reason when it ends the text."""
+        self.count += 1
+        new = self._detokenizer.push(token) if self._detokenizer and token >= 0 else ""
+        if token < 0:
+            self.end = End("error", "the model's logits are not numbers, or every token was forbidden")
+        elif self.count > self.params.min_tokens - 1 and token in self._end_ids:
+            self.end = End("stop")
+        elif self.count > self.params.min_tokens - 1 and token in self._stop_ids:
+            self.end = End("stop", token)
+        elif new and self.count >= self.params.min_tokens and (found := self._find(len(new))):
+            self.end = End("stop", found)
+        elif self.count >= self.limit:
+            self.end = End("length")
+        if self._detokenizer:
+            if self.end and self._cut is None:
+                self._detokenizer.flush()
+            self.marks.append(len(self._detokenizer.text))
+        return self.end
+
+    def _find(self, new: int) -> str | None:
+        """The first stop string that ends within the last `new` characters; among several the earliest in the text."""
+        if not self.params.stops or self._detokenizer is None:
+            return None
+        text, best = self._detokenizer.text, None
+        for stop in self.params.stops:
+            at = text.find(stop, max(0, len(text) - new - len(stop) + 1))
+            if at >= 0 and (best is None or at < best[0]):
+                best = (at, stop)
+        if best is None:
+            return None
+        at, stop = best
+        self._cut = at + len(stop) if self.params.include_stop_str_in_output else at
+        return stop
+
+    @property
+    def text(self) -> str:
+        """The whole text so far, cut at a stop string."""
+        text = self._detokenizer.text if self._detokenizer else ""
+        return text if self._cut is None else text[: self._cut]
+
+    @property
+    def settled(self) -> str:
+        """The text that no later token can take back: what could still turn out to be a stop string waits."""
+        if self.end is not None or not self._hold:
+            return self.text
+        return self.text[: max(0, len(self.text) - self._hold)]

@@ -1,0 +1,122 @@
+"""The records every layer speaks in. Frozen and small; behaviour lives in functions. Imports torch only.
+
+A draft is a tree that contains its root. Node 0 is the last committed token: committed, and not yet in the cache.
+`parents` is the only structure stored (root -1, padding -2, else a smaller index), so a chain is `[-1, 0, 1, 2]`, and
+no draft at all is a tree of one node, whose verification *is* plain decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from torch import Tensor
+
+ROOT = -1
+PADDING = -2
+
+
+class Siblings(Enum):
+    """How the children of a node were chosen. A verifier that needs a law refuses drafts that declare the wrong one."""
+
+    POINT = auto()  # chosen, not drawn: n-gram, top-k, argmax, or tokens drawn from the shared TOKEN noise
+    IID = auto()  # drawn with replacement from probs[parent]
+    WITHOUT_REPLACEMENT = auto()  # drawn one after another from probs[parent], each removed from the law
+
+
+class Guarantee(Enum):
+    """What an output promises about plain decoding. Printed with every output."""
+
+    EXACT_TOKENS = "exact-tokens"  # the very tokens plain decoding gives with the same seed
+    EXACT_DISTRIBUTION = "exact-distribution"  # the same law, other tokens
+    APPROXIMATE = "approximate"  # neither
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a drafter may spend on one row in one step, the root not counted."""
+
+    depth: int  # levels below the root
+    width: int = 1  # children of one node
+    nodes: int | None = None  # nodes below the root; None: depth * width
+
+    def __post_init__(self) -> None:
+        if self.depth < 0 or self.width < 0 or (self.nodes is not None and self.nodes < 0):
+            raise ValueError(f"a budget cannot be negative, got {self}")
+
+    @property
+    def max_nodes(self) -> int:
+        return self.depth * self.width if self.nodes is None else self.nodes
+
+    def clipped(self, depth: int) -> Budget:
+        """The same budget, at most `depth` levels deep."""
+        return self if depth >= self.depth else Budget(max(depth, 0), self.width, self.nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Guesses for each row of a batch, as trees.
+
+    tokens:   int64 [batch, node]; node 0 is the last committed token.
+    parents:  int64 [batch, node]; -1 for node 0, -2 for padding, else smaller than the node's own index.
+    probs:    float32 [batch, node, vocab] or None; row n is the law that the *children of n* were drawn from, after
+              all of the drafter's own processing. None with `Siblings.POINT`.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    probs: Tensor | None = None
+    siblings: Siblings = Siblings.POINT
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def drafted(self) -> Tensor:
+        """int64 [batch]: guesses per row, the root not counted."""
+        return (self.parents >= 0).sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What a verifier decided.
+
+    path:     int64 [batch, level]; accepted nodes from the root down (path[:, 0] == 0), then -1.
+    accepted: int64 [batch]; draft tokens accepted, the root not counted.
+    token:    int64 [batch]; the next token, drawn at the last accepted node: from the residual if a child was rejected
+              there, else from the target's own law (the bonus token when everything was accepted).
+    """
+
+    path: Tensor
+    accepted: Tensor
+    token: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What one row commits in one step, after stop conditions were applied.
+
+    tokens: the new committed tokens: accepted draft tokens, then the verdict's own, cut at the first stop.
+    nodes:  the nodes whose keys and values were committed to the cache, from the root down.
+    drafted: how many of `tokens` were the drafter's.
+    finish: why the row ended in this step, or None.
+    """
+
+    tokens: list[int]
+    nodes: list[int]
+    drafted: int
+    finish: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One draft-verify round, as a value. Its tensors are valid until the next step."""
+
+    draft: Draft
+    verdict: Verdict
+    kept: list[Kept]
+    rows: list[int]  # cache rows, one a batch entry
+    positions: list[int]  # committed tokens before the step, one a batch entry
+    budgets: list[Budget]
+    seconds: dict[str, float]  # draft, target, verify, commit
