@@ -1,0 +1,194 @@
+"""Planted faults: mistakes that real systems have shipped, each of which the oracle must catch.
+
+A fault that changed nothing would show that the proofs of `test_verify_exact.py` look away. (The fault of sharing noise
+between draft and residual needs noise, and is planted in `test_verify_sampling.py`.)
+"""
+
+from fractions import Fraction
+
+import pytest
+from oracle import RULES, Oracle, ReusedCoins, Toy, composed, drawn_chain, law, normal, plain, speculate, total_variation
+
+from outrider.verify import reference_block, reference_rejection
+from outrider.verify.reference import clipped_ratio, leftover, residual
+
+TOYS = [Toy(seed) for seed in range(10)] + [Toy(seed, "zeros") for seed in range(10)]
+
+
+def caught(rule, drafter, honest="rejection", toys=TOYS, length=3):
+    """On how many toys the oracle sees the fault, after it was seen to be silent without it."""
+    assert all(composed(toy, RULES[honest], drawn_chain(2), length) == plain(toy, length) for toy in toys[:2])
+    return sum(composed(toy, rule, drafter, length) != plain(toy, length) for toy in toys)
+
+
+def flattened(q):
+    """Another law on the same tokens: what a drafter returns that reports its logits before temperature."""
+    return normal([0 if mass == 0 else int(60 * mass) + 10 for mass in q])
+
+
+@pytest.mark.parametrize("honest", ["rejection", "block"])
+def test_wrong_q(honest):
+    def rule(tokens, parents, target, drafter, choose):
+        return RULES[honest](tokens, parents, target, lambda n: flattened(drafter(n)), choose)
+
+    assert caught(rule, drawn_chain(2), honest) >= 15
+
+
+@pytest.mark.parametrize("honest", ["rejection", "block"])
+def test_guesses_drawn_but_judged_as_chosen(honest):
+    """q taken as all mass on the guess: right for n-grams, wrong for a guess that was drawn... and yet exact.
+
+    A guess that does not look at the coins may be any function of anything, so this costs acceptance, never the law.
+    """
+
+    def rule(tokens, parents, target, drafter, choose):
+        hot = [[Fraction(x == t) for x in range(3)] for t in tokens[1:]]
+        return RULES[honest](tokens, parents, target, lambda n: hot[n], choose)
+
+    assert caught(rule, drawn_chain(2), honest) == 0
+
+
+def test_guesses_chosen_but_judged_as_drawn():
+    """argmax guesses with the soft q in the ratio: transformers #47932 and `jaymody` #3."""
+
+    def drafter(toy, text, choose):
+        guesses, laws = (), []
+        for _ in range(2):
+            laws.append(toy.q(text + guesses))
+            guesses += (laws[-1].index(max(laws[-1])),)
+        return [0, *guesses], [-1, 0, 1], laws
+
+    assert caught(reference_rejection, drafter) >= 15
+    assert caught(reference_block, drafter, "block") >= 15
+
+
+def test_argmax_accept():
+    """Keep the guess if it is the target's most likely token, as under greedy decoding, and else redraw."""
+
+    def rule(tokens, parents, target, drafter, choose):
+        for n in range(len(tokens) - 1):
+            p = target(n)
+            if p[tokens[n + 1]] != max(p):
+                return list(range(n + 1)), choose.token(residual(1, p, drafter(n)), depth=n + 1)
+        return list(range(len(tokens))), choose.token(target(len(tokens) - 1), depth=len(tokens))
+
+    assert caught(rule, drawn_chain(2)) >= 15
+
+
+def test_no_residual():
+    """After a refusal the token is drawn from p."""
+
+    def rule(tokens, parents, target, drafter, choose):
+        path, _ = reference_rejection(tokens, parents, target, drafter, choose)
+        return path, choose.token(target(path[-1]), depth=len(path))
+
+    assert caught(rule, drawn_chain(2)) >= 15
+
+
+def test_residual_of_the_bonus():
+    """The residual drawn although everything was accepted."""
+
+    def rule(tokens, parents, target, drafter, choose):
+        path, token = reference_rejection(tokens, parents, target, drafter, choose)
+        if len(path) == len(tokens):
+            token = choose.token(residual(1, target(path[-1]), drafter(path[-2])), depth=len(path))
+        return path, token
+
+    assert caught(rule, drawn_chain(2)) >= 15
+
+
+def block_with(first_failure=False, token_residual=False, mass_of=leftover):
+    """`reference_block`, with one thing wrong."""
+
+    def rule(tokens, parents, target, drafter, choose):
+        last = len(tokens) - 1
+        kept, kept_weight, weight = 0, 1, 1
+        for n in range(1, last + 1):
+            weight = clipped_ratio(weight * target(n - 1)[tokens[n]], drafter(n - 1)[tokens[n]])
+            part, whole = weight, 1
+            if n < last:
+                mass = sum(mass_of(weight, target(n), drafter(n)))
+                part, whole = mass, mass + 1 - weight
+            if choose.coin(part, whole, depth=n, node=n) or weight == 1:
+                kept, kept_weight = n, weight
+            elif first_failure:
+                break
+        law = target(last) if kept == last else residual(kept_weight, target(kept), drafter(kept))
+        if token_residual and kept < last:
+            law = residual(1, target(kept), drafter(kept))
+        return list(range(kept + 1)), choose.token(law, depth=kept + 1)
+
+    return rule
+
+
+def test_block_without_a_fault():
+    assert caught(block_with(), drawn_chain(2), "block") == 0
+
+
+def test_block_that_stops_at_the_first_failure():
+    assert caught(block_with(first_failure=True), drawn_chain(2), "block") >= 15
+
+
+def test_block_with_the_residual_of_rejection():
+    assert caught(block_with(token_residual=True), drawn_chain(2), "block") >= 10
+
+
+def test_block_with_the_residual_of_rejection_hides_among_two_tokens():
+    """Why the toys have three tokens and more."""
+    two = [Toy(seed, vocab=2) for seed in range(20)]
+    assert caught(block_with(token_residual=True), drawn_chain(2), "block", toys=two) == 0
+
+
+def test_block_that_leaves_the_weight_out_of_the_mass():
+    assert caught(block_with(mass_of=lambda w, p, q: leftover(1, p, q)), drawn_chain(2), "block") >= 10
+
+
+def test_block_with_coins_read_again_by_the_next_step():
+    """Coins keyed by position alone: a decision of step one looked at coins that step two reads again."""
+    drafter = drawn_chain(2)
+    toys = TOYS[:5]
+    distance = [
+        total_variation(law(speculate(toy, reference_block, drafter, 2), ReusedCoins), plain(toy, 2)) for toy in toys
+    ]
+    assert sum(d > 0 for d in distance) >= 3
+    assert max(distance) > 0.005
+    for toy in toys[:2]:  # silent with fresh coins; and under rejection, which never looks beyond what it refuses
+        assert law(speculate(toy, reference_block, drafter, 2), Oracle) == plain(toy, 2)
+        assert law(speculate(toy, reference_rejection, drafter, 2), ReusedCoins) == plain(toy, 2)
+
+
+def un_drawing(toy, text, choose):
+    """Draws two guesses and drops the second where q was not sure of it."""
+    tokens, parents, laws = drawn_chain(2)(toy, text, choose)
+    if laws[1][tokens[2]] < Fraction(1, 3):
+        tokens, parents, laws = tokens[:2], parents[:2], laws[:1]
+    return tokens, parents, laws
+
+
+def test_a_guess_un_drawn():
+    """Dropping a guess after seeing it is biased under the ratio tests and exact under match."""
+
+    def first_un_drawn(toy, text, choose):
+        tokens, parents, laws = drawn_chain(1)(toy, text, choose)
+        return (tokens, parents, laws) if laws[0][tokens[1]] >= Fraction(1, 3) else ([0], [-1], [])
+
+    for rule in ("rejection", "block"):
+        assert caught(RULES[rule], first_un_drawn, rule) >= 12
+        assert caught(RULES[rule], un_drawing, rule) >= 12
+    assert caught(RULES["match"], first_un_drawn, "match") == 0
+    assert caught(RULES["match"], un_drawing, "match") == 0
+
+
+@pytest.mark.parametrize("rule", [reference_rejection, reference_block])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_weak_inequality_keeps_what_the_target_never_says(rule, strict):
+    """u <= h with a coin that can be 0, as `torch.rand` can: a guess with p = 0 gets through. With u < h it cannot."""
+
+    class Zero(Oracle):
+        def coin(self, part, whole, *, depth, node):
+            u = Fraction(0)
+            return u * whole < part if strict else u * whole <= part
+
+    toy = Toy(1, "disjoint")
+    texts = law(speculate(toy, rule, drawn_chain(2), 2), Zero)
+    assert (set(texts) <= set(plain(toy, 2))) is strict
