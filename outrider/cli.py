@@ -36,8 +36,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="[bold]Start here[/bold]\n\noutrider demo\n\n"
-    'outrider generate "def quicksort(xs):" --temperature 0.8 --seed 7\n\n'
+    epilog="[bold]Start here[/bold]\noutrider demo\n"
+    'outrider generate "def quicksort(xs):" --temperature 0.8 --seed 7\n'
     "outrider generate --help",
 )
 
@@ -69,11 +69,11 @@ def outrider(
 
 
 @app.command(
-    epilog="[bold]Examples[/bold]\n\n"
-    'outrider generate "def quicksort(xs):"\n\n'
-    'outrider generate "import argparse" --temperature 0.8 --top-p 0.95 --seed 7\n\n'
-    'outrider generate "def f(x):" --method none\n\n'
-    "cat part.py | outrider generate - --method suffix --max-tokens 64 > rest.py\n\n"
+    epilog="[bold]Examples[/bold]\n"
+    'outrider generate "def quicksort(xs):"\n'
+    'outrider generate "import argparse" --temperature 0.8 --top-p 0.95 --seed 7\n'
+    'outrider generate "def f(x):" --method none\n'
+    "cat part.py | outrider generate - --method suffix --max-tokens 64 > rest.py\n"
     'outrider generate "Why is the sky blue?" --chat -m ./my-model -d ./my-small-model'
 )
 def generate(
@@ -98,7 +98,9 @@ def generate(
     min_p: Annotated[float, _option("Sampling", "0 is off.")] = 0.0,
     repetition_penalty: Annotated[float, _option("Sampling", "1 is off.")] = 1.0,
     max_tokens: Annotated[int, _option("Sampling", "Tokens to write at most.", "--max-tokens", "-n")] = 128,
-    stop: Annotated[list[str] | None, _option("Sampling", "A text to stop at; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, _option("Sampling", "A text to stop at; may be repeated.", metavar="<str>")
+    ] = None,
     ignore_eos: Annotated[bool, _option("Sampling", "Write on after the end token.", "--ignore-eos")] = False,
     seed: Annotated[int | None, _option("Sampling", "Drawn and shown if not given.")] = None,
     chat: Annotated[bool, _option("Output", "Send the prompt as a user's chat message.", "--chat")] = False,
@@ -140,7 +142,7 @@ def generate(
 
 
 @app.command(
-    epilog="[bold]Examples[/bold]\n\noutrider demo\n\noutrider demo --tokens 200 --repeats 5 --json numbers.json\n\n"
+    epilog="[bold]Examples[/bold]\noutrider demo\noutrider demo --tokens 200 --repeats 5 --json numbers.json\n"
     "outrider demo -m ./my-model -d ./my-small-model -k 4"
 )
 def demo(

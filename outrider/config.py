@@ -24,7 +24,9 @@ class SpeculativeConfig(BaseModel):
     prompt_lookup_max: int = Field(5, ge=1, description="longest n-gram that is looked up")
     verifier: str = Field("match", description="the rule: " + ", ".join(VERIFIERS))
     rejection_sample_method: Literal["standard", "block"] | None = Field(None, description="vLLM's name for the rule")
-    quantization: Literal["int8", "int4"] | None = Field(None, description="precision of quantized_self, or of the draft")
+    quantization: Literal["int8", "int4"] | None = Field(
+        None, description="precision of quantized_self, or of the draft"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -40,13 +42,17 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
         if self.method not in METHODS:
-            raise ValueError(f"unknown method {self.method!r}{nearest(self.method, METHODS)}; known: {', '.join(METHODS)}")
+            raise ValueError(
+                f"unknown method {self.method!r}{nearest(self.method, METHODS)}; known: {', '.join(METHODS)}"
+            )
         if self.rejection_sample_method:
             self.verifier = {"standard": "rejection", "block": "block"}[self.rejection_sample_method]
         if self.verifier not in VERIFIERS:
             raise ValueError(f"unknown verifier {self.verifier!r}{nearest(self.verifier, list(VERIFIERS))}")
         if self.method == "draft_model" and self.model is None:
-            raise ValueError('method "draft_model" needs a model: {"method": "draft_model", "model": "builtin:code-draft"}')
+            raise ValueError(
+                'method "draft_model" needs a model: {"method": "draft_model", "model": "builtin:code-draft"}'
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"

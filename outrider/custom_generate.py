@@ -1,7 +1,7 @@
 """outrider from inside transformers: `model.generate(**inputs, custom_generate=outrider.custom_generate(...))`.
 
-transformers prepares everything (generation config, logits processors, stopping criteria, expanded inputs) and calls us in
-place of its own sampling loop. What it prepared is read back here, object by object: each is either translated into
+transformers prepares everything (generation config, logits processors, stopping criteria, expanded inputs) and calls us
+in place of its own sampling loop. What it prepared is read back here, object by object: each is either translated into
 `SamplingParams` or refused by name, so nothing is ignored.
 """
 
@@ -62,10 +62,10 @@ def custom_generate(
     drafter: Drafter | None = None,
     controller: Controller | None = None,
 ) -> CustomGenerate:
-    """A callable for `model.generate(custom_generate=...)`. Keep it: the second call with the same model starts at once.
+    """A callable for `model.generate(custom_generate=...)`. Keep it: a second call with the same model starts at once.
 
-    tokenizer: needed for stop_strings (transformers hands none to a callable). seed: of the sampling; None draws one from
-    torch's generator, so `torch.manual_seed` decides. The others are `LLM`'s.
+    tokenizer: needed for stop_strings (transformers hands none to a callable). seed: of the sampling; None draws one
+    from torch's generator, so `torch.manual_seed` decides. The others are `LLM`'s.
     """
     options = {
         "tokenizer": tokenizer,
@@ -93,9 +93,9 @@ class LastCall:
 class CustomGenerate:
     """What `custom_generate` returns. `last` tells about the latest call.
 
-    Greedy rows equal `model.generate`'s own. Sampled rows follow the same law, with other draws. Two differences are meant:
-    padding does not count as written text for the repetition penalty, and the model runs in evaluation mode. Stop strings
-    are looked for in the new text only.
+    Greedy rows equal `model.generate`'s own. Sampled rows follow the same law, with other draws. Three differences are
+    meant: padding does not count as written text for the repetition penalty, stop strings are looked for in the new
+    text only, and the model runs in evaluation mode.
     """
 
     def __init__(self, options: dict[str, Any], seed: int | None = None) -> None:
@@ -118,7 +118,7 @@ class CustomGenerate:
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Called by `generate`. stop_strings and seed are arguments of generate that reach us because they are named here."""
+        """Called by `generate`, which hands over its arguments stop_strings and seed because they are named here."""
         streamer = streamer or _dropped(model, "streamer")
         if _dropped(model, "assistant_model") is not None:
             raise ValueError(
@@ -211,9 +211,9 @@ def check_config(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(
-            f"outrider decodes greedily or by sampling, and this generation config asks for {mode.value}; set num_beams=1 and "
-            "leave out assistant, prompt-lookup, penalty_alpha, constraint and dola settings, or call generate without "
-            "custom_generate"
+            f"outrider decodes greedily or by sampling, and this generation config asks for {mode.value}; set "
+            "num_beams=1 and leave out assistant, prompt-lookup, penalty_alpha, constraint and dola settings, or call "
+            "generate without custom_generate"
         )
     if config.cache_implementation == "quantized":
         raise ValueError(
@@ -244,8 +244,8 @@ def translate(
         kind = type(p)
         if kind not in _ORDER:
             raise ValueError(
-                f"outrider has no equal of {kind.__name__}, so the text would not be what was asked for; leave out the setting "
-                "or object that brings it, or call generate without custom_generate"
+                f"outrider has no equal of {kind.__name__}, so the text would not be what was asked for; leave out the "
+                "setting or object that brings it, or call generate without custom_generate"
             )
         if _ORDER.index(kind) <= rank:
             raise ValueError(
@@ -296,8 +296,8 @@ def translate(
                 stops += c.stop_strings
             case _:
                 raise ValueError(
-                    f"outrider cannot ask {type(c).__name__} in the middle of a step; use max_new_tokens, eos_token_id or "
-                    "stop_strings, or call generate without custom_generate"
+                    f"outrider cannot ask {type(c).__name__} in the middle of a step; use max_new_tokens, eos_token_id "
+                    "or stop_strings, or call generate without custom_generate"
                 )
     if most is None:
         raise ValueError("outrider needs a length to stop at; give max_new_tokens")

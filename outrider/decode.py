@@ -106,7 +106,9 @@ class Decoder:
             raise ValueError(f"prompt token {wrong[0]} is outside the vocabulary of {self.target.vocab_size} tokens")
         p.check_vocab(self.target.vocab_size)
         if n >= self.max_length:
-            raise ValueError(f"the prompt has {n} tokens and the model holds {self.max_length} of prompt and output; shorten it")
+            raise ValueError(
+                f"the prompt has {n} tokens and the model holds {self.max_length} of prompt and output; shorten it"
+            )
         if p.max_tokens is not None and n + p.max_tokens > self.max_length:
             raise ValueError(
                 f"prompt ({n} tokens) plus max_tokens ({p.max_tokens}) is more than the {self.max_length} that fit; "
@@ -156,7 +158,9 @@ class Decoder:
         kept = self._commit(live, draft, verdict, out.logits)
         self.drafter.update(batch, kept, out.features)
         clock.append(perf_counter())
-        times = dict(zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
+        times = dict(
+            zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True)
+        )
         step = Step(draft, verdict, kept, batch.rows, at, batch.budgets, times)
         self.controller.observe(step)
         return step

@@ -146,9 +146,9 @@ def write(decoder: Decoder, prompt: list[int], params: SamplingParams) -> Run:
     request = Request(0, prompt, params, params.seed or 0)
     row, steps, drafted, accepted = None, 0, 0, 0
     for step, moved in decoder.steps([request]):
-        for b, row in enumerate(moved):
-            assert step is not None
-            steps, drafted, accepted = steps + 1, drafted + len_drafted(step, b), accepted + step.kept[b].drafted
+        if step is not None:  # None: a chunk of the prompt
+            row, steps = moved[0], steps + 1
+            drafted, accepted = drafted + len_drafted(step, 0), accepted + step.kept[0].drafted
     assert row is not None
     assert row.done is not None
     return Run(row.output, row.done - row.arrived, steps, drafted, accepted)
@@ -283,20 +283,21 @@ def conclusion(comparisons: list[Comparison], guarantee: Guarantee, guesses: int
     numbers = (
         f"{total['speculative_tokens_per_second']:.0f} against {total['plain_tokens_per_second']:.0f} tokens/s in all"
     )
+    texts = total["texts"]
     if median >= 1:
-        yield f"[bold]Speculative decoding was {median:.2f} times as fast (median of {total['texts']} texts); {numbers}.[/bold]"
+        yield f"[bold]Speculative decoding was {median:.2f} times as fast (median of {texts} texts): {numbers}.[/bold]"
     else:
         yield (
-            f"[bold yellow]Speculative decoding was slower here: {median:.2f} times plain speed (median of {total['texts']} "
-            f"texts); {numbers}.[/bold yellow] The guesses cost more than they saved; fewer of them "
+            f"[bold yellow]Speculative decoding was slower here: {median:.2f} times plain speed (median of {texts} "
+            f"texts): {numbers}.[/bold yellow] The guesses cost more than they saved; fewer of them "
             "(--num-speculative-tokens 2) or a better draft may help."
         )
     yield (
-        f"A drafter guesses up to {guesses} tokens, the model checks them in one pass, and {length:.1f} tokens came out of each "
-        "pass on average (acceptance length, the model's own token counted). Every token is the model's own choice."
+        f"A drafter guesses up to {guesses} tokens and the model checks them in one pass, which gave {length:.1f} "
+        "tokens a pass (acceptance length, the model's own token counted). Every token is the model's own choice."
     )
-    if total["identical"] == total["texts"]:
-        yield f"All {total['texts']} texts were compared token by token and are identical to plain decoding ({guarantee.value})."
+    if total["identical"] == texts:
+        yield f"All {texts} texts were compared token by token: identical to plain decoding ({guarantee.value})."
         return
     for c in comparisons:
         if not c.identical:
@@ -306,8 +307,8 @@ def conclusion(comparisons: list[Comparison], guarantee: Guarantee, guesses: int
             yield f"[bold red]{_kind(c.temperature)} · {c.name} differs from plain decoding at token {at}.[/bold red]"
     if guarantee is Guarantee.EXACT_TOKENS:
         yield (
-            "That breaks the guarantee (exact-tokens). Without the native kernels, rounding can turn a near-tie between two "
-            "tokens; with them it is a bug: please report it with the output of --json."
+            "That breaks the guarantee (exact-tokens). Without the native kernels rounding can turn a near-tie between "
+            "two tokens; with them it is a bug: please report it with the output of --json."
         )
     else:
         yield f"The guarantee in force, {guarantee.value}, allows other tokens of the same law."

@@ -49,7 +49,9 @@ class LLM:
         self.loaded = load(model, tokenizer, dtype=dtype, device=device, quantization=quantization)
         target = self.loaded.model
         if max_model_len is not None and not 2 <= max_model_len <= target.max_length:
-            raise ValueError(f"max_model_len must be in 2..{target.max_length} for {self.loaded.name}, got {max_model_len}")
+            raise ValueError(
+                f"max_model_len must be in 2..{target.max_length} for {self.loaded.name}, got {max_model_len}"
+            )
         length = max_model_len or target.max_length
         if drafter is None:
             drafter = make_drafter(self.config, self.loaded, rows=max_num_seqs, max_length=length, device=device)
@@ -118,10 +120,14 @@ class LLM:
         """The token ids of a prompt. Raises ValueError for what cannot be encoded."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" not in prompt:
-                raise ValueError(f'a prompt given as a dict is {{"prompt_token_ids": [...]}}, got keys {sorted(prompt)}')
+                raise ValueError(
+                    f'a prompt given as a dict is {{"prompt_token_ids": [...]}}, got keys {sorted(prompt)}'
+                )
             return [int(t) for t in prompt["prompt_token_ids"]]
         if self.tokenizer is None:
-            raise ValueError(f'{self.loaded.name} has no tokenizer; pass tokenizer=..., or {{"prompt_token_ids": [...]}}')
+            raise ValueError(
+                f'{self.loaded.name} has no tokenizer; pass tokenizer=..., or {{"prompt_token_ids": [...]}}'
+            )
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         if not getattr(self.tokenizer, "chat_template", None):
@@ -167,13 +173,17 @@ class LLM:
                     seed=row.request.seed,
                     guarantee=self.decoder.guarantee,
                     logprobs=row.logprobs if asked else None,
-                    cumulative_logprob=sum(x[t] for x, t in zip(row.logprobs, row.output, strict=True)) if asked else None,
+                    cumulative_logprob=sum(x[t] for x, t in zip(row.logprobs, row.output, strict=True))
+                    if asked
+                    else None,
                 )
             )
         first = rows[0]
         speculative = None
         if self.config.method != "none" and len(rows) == 1:
-            speculative = SpeculativeMetrics.of(meters[0].drafted, meters[0].accepted, self.config.num_speculative_tokens)
+            speculative = SpeculativeMetrics.of(
+                meters[0].drafted, meters[0].accepted, self.config.num_speculative_tokens
+            )
         metrics = RequestMetrics(
             time_to_first_token=None if first.first is None else first.first - first.arrived,
             e2e_latency=max((r.done or r.arrived) - r.arrived for r in rows),

@@ -15,6 +15,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from outrider import native
+
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 _TOP = 1 - 2**-24  # the largest uniform: keeps log1p(-u) finite in float32
@@ -81,4 +83,11 @@ class Noise:
 
     def gumbel(self, stream: Stream, position: Tensor, n: int) -> Tensor:
         """float32 [batch, n] standard Gumbel: argmax(log p + gumbel) is a draw from p."""
+        if self.seed.device.type == "cpu" and native.available():
+            return torch.stack([native.gumbel(*key, n) for key in self.keys(stream, position)])
         return -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
+
+    def keys(self, stream: Stream, position: Tensor) -> list[tuple[int, int, int, int]]:
+        """(seed, stream, step, position) of each row, as the native kernels take them."""
+        rows = zip(self.seed.tolist(), self.step.tolist(), position.tolist(), strict=True)
+        return [(seed, stream.value, 0 if stream is Stream.TOKEN else step, at) for seed, step, at in rows]

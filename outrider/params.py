@@ -57,11 +57,15 @@ class SamplingParams:
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more, or None")
         check(self.min_tokens >= 0, "min_tokens", "0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens")
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens"
+            )
         check(self.n >= 1, "n", "1 or more")
         check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None")
         check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more, or None")
-        check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "None or not empty")
+        check(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "None or not empty"
+        )
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a whole number of at most 64 bits, or None")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if any(not isinstance(s, str) or not s for s in stops):

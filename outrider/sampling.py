@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outrider import native
 from outrider.noise import Noise, Stream
 from outrider.params import SamplingParams
 from outrider.types import Draft
@@ -37,9 +38,11 @@ class History:
     @property
     def active(self) -> bool:
         p = self.params
-        return bool(
-            p.logit_bias or self.bad_words or p.allowed_token_ids is not None or p.min_tokens
-        ) or (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+        return bool(p.logit_bias or self.bad_words or p.allowed_token_ids is not None or p.min_tokens) or (
+            p.repetition_penalty,
+            p.presence_penalty,
+            p.frequency_penalty,
+        ) != (1.0, 0.0, 0.0)
 
     def apply(self, logits: Tensor, extra: Sequence[int]) -> Tensor:
         """float32 [vocab] -> a changed copy, for the token that follows the committed tokens and then `extra`."""
@@ -91,11 +94,11 @@ class Warp:
         self.greedy = [p.greedy for p in params]
         self.all_greedy = all(self.greedy)
         self.active = [h.active for h in histories]
-        self.filtered = [
-            not p.greedy and (0 < p.top_k or p.top_p < 1 or p.min_p > 0) for p in params
-        ]
+        self.filtered = [not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params]
         temperature = [p.temperature if p.temperature > 0 else 1.0 for p in params]
-        self.temperature = None if all(t == 1 for t in temperature) else torch.tensor(temperature, device=device)[:, None]
+        self.temperature = (
+            None if all(t == 1 for t in temperature) else torch.tensor(temperature, device=device)[:, None]
+        )
 
     def processed(self, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
         """float32 [batch, vocab] -> the logits after everything that depends on tokens, before temperature."""
@@ -122,11 +125,31 @@ class Warp:
         self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
     ) -> Tensor:
         """int64 [batch]: argmax(log law + Gumbel noise); -1 where the logits hold NaN or no token is allowed."""
+        if logits.device.type == "cpu" and native.available():
+            keys = noise.keys(stream, position)
+            return torch.tensor([self._draw(b, logits[b], extra[b], key) for b, key in enumerate(keys)])
         if self.all_greedy:
             best = self.processed(logits, extra).max(-1)
         else:
             best = (self.scores(logits, extra) + noise.gumbel(stream, position, logits.shape[-1])).max(-1)
         return torch.where(best.values > _NO, best.indices, -1)  # false for NaN too
+
+    def _draw(self, b: int, logits: Tensor, extra: Sequence[int], key: tuple[int, int, int, int]) -> int:
+        """The same for one row, without a law: noise meets the scores in one native pass, and greedy needs none."""
+        history = self.histories[b]
+        params = history.params
+        scores = history.apply(logits, extra) if self.active[b] else logits
+        temperature = params.temperature
+        if self.filtered[b]:
+            scores, temperature = truncate(scores / temperature, params), 1.0
+        try:
+            if self.greedy[b]:
+                token = native.argmax(scores)
+            else:
+                token = native.argmax_gumbel(scores, *key, temperature=temperature)
+        except ValueError:  # NaN
+            return -1
+        return token if scores[token] > _NO else -1
 
     def select(self, rows: Sequence[int]) -> Warp:
         """The parameters of some of the rows."""

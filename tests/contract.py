@@ -1,7 +1,7 @@
 """The drafter contract, as checks that any drafter can be put through, ours or yours.
 
-    from contract import check_drafter
-    def test_mine(): check_drafter(lambda: MyDrafter(...), vocab_size=100)
+from contract import check_drafter
+def test_mine(): check_drafter(lambda: MyDrafter(...), vocab_size=100)
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from outrider.types import Budget, Draft, Kept
 
 
 def batch(
-    rows: list[int], tokens: list[list[int]], budgets: list[Budget], params: SamplingParams, *, step: int = 0, law: bool = False
+    rows: list[int],
+    tokens: list[list[int]],
+    budgets: list[Budget],
+    params: SamplingParams,
+    *,
+    step: int = 0,
+    law: bool = False,
 ) -> Batch:
     """A batch as the loop would hand it over; prompts are the first token."""
     count = len(rows)
@@ -56,7 +62,14 @@ def check_drafter(make: Callable[[], Drafter], vocab_size: int, seed: int = 0, *
     for step in range(25):
         rows = random_.sample(sorted(texts), random_.randrange(1, 5))
         budgets = [Budget(random_.randrange(6), random_.randrange(1, 3)) for _ in rows]
-        seen = batch(rows, [texts[r] for r in rows], budgets, random_.choice([greedy, hot]), step=step, law=draws and step % 2 > 0)
+        seen = batch(
+            rows,
+            [texts[r] for r in rows],
+            budgets,
+            random_.choice([greedy, hot]),
+            step=step,
+            law=draws and step % 2 > 0,
+        )
         before = [list(t) for t in seen.tokens]
         draft = drafter.propose(seen)
         assert [list(t) for t in seen.tokens] == before, "the committed tokens are read-only"
@@ -83,7 +96,9 @@ def check_drafter(make: Callable[[], Drafter], vocab_size: int, seed: int = 0, *
     _check_company(make, texts, hot)
 
 
-def _check_amnesia(make: Callable[[], Drafter], vocab_size: int, old: Drafter, texts: dict[int, list[int]], params: SamplingParams) -> None:
+def _check_amnesia(
+    make: Callable[[], Drafter], vocab_size: int, old: Drafter, texts: dict[int, list[int]], params: SamplingParams
+) -> None:
     """A state reached step by step proposes what a fresh one proposes from the whole text."""
     for row, tokens in texts.items():
         ask = batch([row], [tokens], [Budget(4)], params)

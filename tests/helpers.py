@@ -34,7 +34,9 @@ class RandomTree(BaseDrafter):
         rows = []
         for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
             nodes, level = [(tokens[-1], -1)], [0]
-            for _ in range(int(torch.randint(0, budget.max_nodes + 1, (1,), generator=self.draw)) if budget.depth else 0):
+            for _ in range(
+                int(torch.randint(0, budget.max_nodes + 1, (1,), generator=self.draw)) if budget.depth else 0
+            ):
                 open_ = [n for n, d in enumerate(level) if d < budget.depth]
                 parent = open_[int(torch.randint(0, len(open_), (1,), generator=self.draw))]
                 nodes.append((int(torch.randint(0, self.vocab_size, (1,), generator=self.draw)), parent))
@@ -58,7 +60,11 @@ class TargetTree(BaseDrafter):
                 logits = self.model.forward(torch.tensor([text]), cache, [0], want="last").logits[:, 0]
                 right = int(
                     batch.warp.select([b]).draw(
-                        logits, [text[len(tokens) :]], batch.noise.select([b]), Stream.TOKEN, batch.positions[[b]] + level
+                        logits,
+                        [text[len(tokens) :]],
+                        batch.noise.select([b]),
+                        Stream.TOKEN,
+                        batch.positions[[b]] + level,
                     )[0]
                 )
                 if right < 0:
@@ -88,6 +94,7 @@ def plain_texts(target: LanguageModel, requests: list[Request], **options) -> li
 
 def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Drafter]]:
     """Every drafter that can draft for a toy target, made anew by each call."""
+
     def draft(error: float) -> ModelDrafter:
         model = ToyModel(target.vocab_size, target.order, 0, error=error, max_length=target.max_length)
         return ModelDrafter(model, rows, target.max_length + 64)

@@ -30,23 +30,23 @@ class Oracle:
 
     def pick(self, weights: Sequence[Fraction | int]) -> int:
         """An index with probability proportional to its weight. Branches without weight do not exist."""
-        total = sum(weights)
-        live = [i for i, w in enumerate(weights) if w > 0]
-        assert total > 0, "a choice among nothing"
-        assert min(weights) >= 0, "a negative probability"
+        live = [i for i, w in enumerate(weights) if w]
+        assert live, "a choice among nothing"
+        assert all(weights[i].numerator > 0 for i in live), "a negative probability"
         if len(live) == 1:
             return live[0]
         branch = self.script[len(self.trail)] if len(self.trail) < len(self.script) else 0
         self.trail.append((branch, len(live)))
-        self.weight *= Fraction(weights[live[branch]]) / total
+        self.weight *= Fraction(weights[live[branch]]) / sum(weights)
         return live[branch]
 
     def token(self, law: Sequence[Any], *, depth: int) -> int:
         return self.pick(law)
 
     def coin(self, part: Any, whole: Any, *, depth: int, node: int) -> bool:
-        part = min(part, whole)
-        return whole > 0 and self.pick([part, whole - part]) == 0
+        if part >= whole:
+            return whole > 0
+        return self.pick([part, whole - part]) == 0
 
     def next_script(self) -> list[int] | None:
         """The script of the next unexplored run, depth first, or None after the last."""

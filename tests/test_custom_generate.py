@@ -87,15 +87,22 @@ def test_greedy_rows_equal_generate(model: PreTrainedModel, draft: PreTrainedMod
     ids=lambda s: next(iter(s)),
 )
 def test_settings_equal_generate(model: PreTrainedModel, fast: object, settings: dict) -> None:
-    settings = {"max_new_tokens": 24, **settings} if not {"max_length", "generation_config"} & set(settings) else settings
+    settings = (
+        {"max_new_tokens": 24, **settings} if not {"max_length", "generation_config"} & set(settings) else settings
+    )
     want = model.generate(PADDED, attention_mask=MASK, **settings)
-    assert model.generate(PADDED, attention_mask=MASK, **copy.deepcopy(settings), custom_generate=fast).tolist() == want.tolist()
+    assert (
+        model.generate(PADDED, attention_mask=MASK, **copy.deepcopy(settings), custom_generate=fast).tolist()
+        == want.tolist()
+    )
 
 
 def test_repetition_penalty_equals_generate(model: PreTrainedModel, fast: object) -> None:
     """Without padding: transformers counts padding as text, outrider does not."""
     settings = {"repetition_penalty": 1.3, "max_new_tokens": 30}
-    assert model.generate(PROMPT, **settings, custom_generate=fast).tolist() == model.generate(PROMPT, **settings).tolist()
+    assert (
+        model.generate(PROMPT, **settings, custom_generate=fast).tolist() == model.generate(PROMPT, **settings).tolist()
+    )
 
 
 def test_sampling_follows_the_warpers(model: PreTrainedModel, fast: object) -> None:
@@ -143,7 +150,9 @@ def test_streamer_gets_what_transformers_gives_it(model: PreTrainedModel, fast: 
     seen = []
     for way in ({}, {"custom_generate": fast}):
         streamer = Columns()
-        model.generate(PADDED, attention_mask=MASK, max_new_tokens=20, eos_token_id=[2, 11, 30], streamer=streamer, **way)
+        model.generate(
+            PADDED, attention_mask=MASK, max_new_tokens=20, eos_token_id=[2, 11, 30], streamer=streamer, **way
+        )
         assert streamer.ended == 1
         assert streamer.prompt is not None
         seen.append(streamer.columns)
@@ -229,7 +238,9 @@ class Ones(lp.LogitsProcessor):
     ],
     ids=lambda s: next(iter(s)) if isinstance(s, dict) else None,
 )
-def test_what_cannot_be_honoured_is_refused(model: PreTrainedModel, fast: object, settings: dict, message: str | None) -> None:
+def test_what_cannot_be_honoured_is_refused(
+    model: PreTrainedModel, fast: object, settings: dict, message: str | None
+) -> None:
     settings = {"max_new_tokens": 4, "custom_generate": fast, **settings}
     if message is None:  # a warper does not matter when nothing is sampled
         assert model.generate(PROMPT, **settings).shape == (1, PROMPT.shape[1] + 4)

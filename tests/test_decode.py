@@ -95,7 +95,10 @@ def test_a_row_that_leaves_early_disturbs_nobody() -> None:
 
 
 def test_a_model_that_drafts_for_itself_is_always_accepted() -> None:
-    for params in (PARAMETERS["greedy"].with_(ignore_eos=True, max_tokens=240), PARAMETERS["hot"].with_(max_tokens=240)):
+    for params in (
+        PARAMETERS["greedy"].with_(ignore_eos=True, max_tokens=240),
+        PARAMETERS["hot"].with_(max_tokens=240),
+    ):
         engine = decoder(TARGET, toy_drafters(TARGET)["self"](), 5)
         steps = [s for s, _ in engine.steps([request([1, 2], params, i) for i in range(4)]) if s]
         drafted, accepted = counts(steps)

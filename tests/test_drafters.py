@@ -84,7 +84,9 @@ def test_prompt_lookup_takes_the_longest_match_and_the_latest_place() -> None:
     drafter = NgramDrafter(1, 3)
 
     def guess(tokens: list[int], depth: int = 3) -> list[int]:
-        return [t for t, p in guesses(drafter.propose(batch([0], [tokens], [Budget(depth)], SamplingParams())), 0) if p >= 0]
+        return [
+            t for t, p in guesses(drafter.propose(batch([0], [tokens], [Budget(depth)], SamplingParams())), 0) if p >= 0
+        ]
 
     assert guess([1, 2, 3, 4, 9, 2, 3]) == [4, 9, 2]
     drafter.release(0)

@@ -22,7 +22,9 @@ def history(params: SamplingParams, tokens: list[int], prompt: int, ends: tuple[
     return History(params, ends, tuple(tuple(w) for w in params.bad_words), tokens, prompt)  # type: ignore[arg-type]
 
 
-def law(params: SamplingParams, logits: torch.Tensor, tokens: list[int], extra: list[int] = [], **options) -> torch.Tensor:  # noqa: B006
+def law(
+    params: SamplingParams, logits: torch.Tensor, tokens: list[int], extra: list[int] = [], **options
+) -> torch.Tensor:
     prompt = options.pop("prompt", len(tokens))
     warp = Warp([history(params, tokens, prompt, **options)])
     return warp.scores(logits[None], [extra]).softmax(-1)[0]

@@ -158,15 +158,14 @@ def node_text(text, tokens, parents, node):
 
 
 def test_coupled_match_is_exact_with_one_noise_for_both():
-    """Drafter and target read the same number at a position: u uniform on D points, token = inverse CDF of a law in
-    D-ths. Enumerated over every u: same text as plain decoding, and its law is the target's."""
+    """Drafter and target read the same number at a position: u uniform on four points, token = inverse CDF of a law in
+    quarters. Enumerated over every u: same text as plain decoding, and its law is the target's."""
 
     def cdf(u, law):
-        return next(token for token in range(len(law)) if u < sum(law[: token + 1]) * points)
+        return next(token for token in range(len(law)) if u < int(4 * sum(law[: token + 1])))
 
-    points = 6
     for seed in range(42):
-        toy = SixthsToy(seed)
+        toy = QuartersToy(seed)
 
         def program(choose, toy=toy):
             noise = {}
@@ -179,7 +178,7 @@ def test_coupled_match_is_exact_with_one_noise_for_both():
 
             def u(position):
                 if position not in noise:
-                    noise[position] = choose.pick([1] * points)
+                    noise[position] = choose.pick([1] * 4)
                 return noise[position]
 
             text = plain_text = ()
@@ -196,12 +195,12 @@ def test_coupled_match_is_exact_with_one_noise_for_both():
         assert {text: mass for (text, _), mass in outcomes.items()} == plain(toy, 3)
 
 
-class SixthsToy(Toy):
-    """Laws in sixths, zeros among them."""
+class QuartersToy(Toy):
+    """Laws in quarters, zeros among them."""
 
     def _make(self, rng):
-        cuts = [sorted(rng.choices(range(7), k=2)) for _ in "pq"]
-        p, q = ([F(a, 6), F(b - a, 6), F(6 - b, 6)] for a, b in cuts)
+        cuts = [sorted(rng.choices(range(5), k=2)) for _ in "pq"]
+        p, q = ([F(a, 4), F(b - a, 4), F(4 - b, 4)] for a, b in cuts)
         return p, q
 
 

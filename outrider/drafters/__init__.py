@@ -23,17 +23,42 @@ def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_le
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     if config.method == "suffix":
         return SuffixDrafter()
+    if config.method == "quantized_self":
+        return ModelDrafter(_quantized(target, config.quantization or "int8").model, rows, max_length)
     draft = load(config.model, device=device, quantization=config.quantization)
     if draft.model.vocab_size != target.model.vocab_size:
         raise ValueError(
-            f"the draft {draft.name} has a vocabulary of {draft.model.vocab_size} tokens and the target {target.name} one of "
-            f"{target.model.vocab_size}; they must share it. Use a draft of the same family, or a method that needs none: "
-            '{"method": "suffix"}. Drafts with another tokenizer are planned'
+            f"the draft {draft.name} has a vocabulary of {draft.model.vocab_size} tokens and the target {target.name} one "
+            f"of {target.model.vocab_size}; they must share it. Use a draft of the same family, or a method that needs "
+            'none: {"method": "suffix"}. Drafts with another tokenizer are planned'
         )
     return ModelDrafter(draft.model, rows, max_length)
 
 
+def _quantized(target: Loaded, weights: str) -> Loaded:
+    """The target's own function with coarser weights. Raises ValueError where they would not be coarser."""
+    from outrider.models.load import load
+
+    coarser = {"int8": ("float32", "float16", "bfloat16"), "int4": ("float32", "float16", "bfloat16", "int8")}
+    if target.weights not in coarser[weights]:
+        raise ValueError(
+            f"quantized_self with {weights} weights would draft for a target of {target.weights} weights and gain nothing; "
+            'use {"method": "quantized_self", "quantization": "int4"}, or a target of 16 or 32 bit'
+        )
+    return load(target.source, target.tokenizer, device="cpu", quantization=weights)
+
+
 __all__ = [
-    "BaseDrafter", "Batch", "Drafter", "Echo", "ModelDrafter", "NgramDrafter", "NoDraft", "Noisy", "SuffixDrafter", "Wrong",
-    "chains", "make_drafter",
+    "BaseDrafter",
+    "Batch",
+    "Drafter",
+    "Echo",
+    "ModelDrafter",
+    "NgramDrafter",
+    "NoDraft",
+    "Noisy",
+    "SuffixDrafter",
+    "Wrong",
+    "chains",
+    "make_drafter",
 ]

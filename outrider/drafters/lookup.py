@@ -25,11 +25,15 @@ class NgramDrafter(BaseDrafter):
         self._index.pop(row, None)
 
     def propose(self, batch: Batch) -> Draft:
-        return chains(batch, [self._guess(r, t, b.depth) for r, t, b in zip(batch.rows, batch.tokens, batch.budgets, strict=True)])
+        return chains(
+            batch, [self._guess(r, t, b.depth) for r, t, b in zip(batch.rows, batch.tokens, batch.budgets, strict=True)]
+        )
 
     def _guess(self, row: int, tokens: list[int], depth: int) -> Sequence[int]:
         read, index = self._index.get(row, (0, {}))
-        for end in range(max(read, 1), len(tokens)):  # n-grams that end before `end`; the last one has no continuation yet
+        for end in range(
+            max(read, 1), len(tokens)
+        ):  # n-grams that end before `end`; the last one has no continuation yet
             for n in range(self.shortest, min(self.longest, end) + 1):
                 index[tuple(tokens[end - n : end])] = end
         self._index[row] = (len(tokens), index)
