@@ -216,11 +216,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     _environment()
-    try:
-        app()
-    except BrokenPipeError:  # the reader has gone, as in `outrider generate ... | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    app()
 
 
 def _environment() -> None:
@@ -246,8 +242,11 @@ def _readable(debug: bool) -> Iterator[None]:
         except KeyboardInterrupt:
             print(paint("interrupted", RED, sys.stderr), file=sys.stderr)
             raise typer.Exit(130) from None
-        except BrokenPipeError:
+        except typer.Exit:  # a RuntimeError
             raise
+        except BrokenPipeError:  # the reader has gone, as in `outrider generate ... | head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
         except (ValueError, OSError, MemoryError, ImportError, RuntimeError) as error:
             if debug:
                 raise

@@ -149,7 +149,7 @@ class Decoder:
         at = [len(row.tokens) for row in live]
         clock = [perf_counter()]
         batch = self._view(live)
-        draft = self.drafter.propose(batch)
+        draft = self.drafter.propose(batch).to(self.target.device)
         clock.append(perf_counter())
         out = self.target.forward(draft.tokens, self.cache, batch.rows, parents=draft.parents, taps=self.drafter.taps)
         clock.append(perf_counter())
@@ -218,7 +218,7 @@ class Decoder:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
         key = tuple(id(row) for row in live)
         if self._batch is None or self._batch[0] != key:
-            seeds = torch.tensor([_signed(row.request.seed) for row in live])
+            seeds = torch.tensor([_signed(row.request.seed) for row in live], device=self.target.device)
             self._batch = (key, Warp([row.history for row in live], self.target.device), seeds)
         _, warp, seeds = self._batch
         budgets = [
@@ -230,7 +230,7 @@ class Decoder:
             tokens=[row.tokens for row in live],
             budgets=budgets,
             warp=warp,
-            noise=Noise(seeds, torch.tensor([row.steps for row in live])),
+            noise=Noise(seeds, torch.tensor([row.steps for row in live], device=seeds.device)),
             stream=self.verifier.draft_stream,
             law=self.verifier.needs_probs,
             prompt_lengths=[len(row.request.prompt) for row in live],

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
@@ -202,7 +203,7 @@ def run(
     command: str = "",
 ) -> int:
     """Show one text, measure all, print the table and what it means. Returns 1 if an exact text differs, else 0."""
-    show(llm, PROMPTS["a class"], SamplingParams(temperature=0, max_tokens=tokens))
+    show(llm, PROMPTS["a class"], SamplingParams(temperature=0, max_tokens=tokens, seed=SEED))
     results: dict[int, Comparison] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -246,7 +247,7 @@ def totals(comparisons: list[Comparison]) -> dict[str, Any]:
 
 def table(comparisons: list[Comparison]) -> Table:
     """A row per text, and the sums."""
-    out = Table(title="The same texts, plain and speculative", title_justify="left", show_footer=True)
+    out = Table(title="The same texts, plain and speculative", title_justify="left", show_footer=True, box=SIMPLE_HEAD)
     total = totals(comparisons)
     out.add_column("text", footer="all, tokens ÷ time", no_wrap=True)
     for head, foot in (
@@ -315,7 +316,7 @@ def conclusion(comparisons: list[Comparison], guarantee: Guarantee, guesses: int
 
 
 def _kind(temperature: float) -> str:
-    return "greedy" if temperature == 0 else f"sampled, temperature {temperature:g}"
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
 def _plain(llm: LLM) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider import native
+from outrider.types import ints
 
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
@@ -64,14 +65,11 @@ class Noise:
         index = torch.arange((n + 3) // 4, device=self.seed.device)[None, :]
         step = torch.zeros_like(self.step) if stream is Stream.TOKEN else self.step
         shape = (len(self.seed), index.shape[1])
-        counter = tuple(
-            c.expand(shape)
-            for c in (
-                index,
-                position[:, None] & _MASK,
-                torch.full_like(step, stream.value)[:, None],
-                step[:, None] & _MASK,
-            )
+        counter = (
+            index.expand(shape),
+            (position[:, None] & _MASK).expand(shape),
+            torch.full_like(index, stream.value).expand(shape),
+            (step[:, None] & _MASK).expand(shape),
         )
         key = ((self.seed & _MASK)[:, None], ((self.seed >> 32) & _MASK)[:, None])
         return torch.stack(philox4x32(counter, key), dim=-1).flatten(1)[:, :n]
@@ -89,5 +87,5 @@ class Noise:
 
     def keys(self, stream: Stream, position: Tensor) -> list[tuple[int, int, int, int]]:
         """(seed, stream, step, position) of each row, as the native kernels take them."""
-        rows = zip(self.seed.tolist(), self.step.tolist(), position.tolist(), strict=True)
+        rows = zip(ints(self.seed), ints(self.step), ints(position), strict=True)
         return [(seed, stream.value, 0 if stream is Stream.TOKEN else step, at) for seed, step, at in rows]

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider import native
 from outrider.noise import Noise, Stream
 from outrider.params import SamplingParams
-from outrider.types import Draft
+from outrider.types import Draft, ints
 
 _NO = float("-inf")
 _SHORTLIST = 256  # top-p looks at this many candidates first; the full sort is the same decision, slower
@@ -143,10 +143,8 @@ class Warp:
         if self.filtered[b]:
             scores, temperature = truncate(scores / temperature, params), 1.0
         try:
-            if self.greedy[b]:
-                token = native.argmax(scores)
-            else:
-                token = native.argmax_gumbel(scores, *key, temperature=temperature)
+            greedy = self.greedy[b]
+            token = native.argmax(scores) if greedy else native.argmax_gumbel(scores, *key, temperature=temperature)
         except ValueError:  # NaN
             return -1
         return token if scores[token] > _NO else -1
@@ -198,11 +196,12 @@ class Laws:
         rows = self.logits[self._every, node]
         if not any(self.warp.active):
             return rows, [[]] * len(rows)
-        return rows, [self._ancestors(b, n) for b, n in enumerate(node.tolist())]
+        return rows, [self._ancestors(b, n) for b, n in enumerate(ints(node))]
 
     def _ancestors(self, b: int, node: int) -> list[int]:
         """The draft tokens from below the root down to `node`."""
-        parents, tokens, path = self.draft.parents[b], self.draft.tokens[b], []
+        parents, tokens = self.draft.parents[b], self.draft.tokens[b]
+        path: list[int] = []
         while node > 0:
             path.append(int(tokens[node]))
             node = int(parents[node])

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import cast
 
+import torch
 from torch import Tensor
+
+
+def ints(tensor: Tensor) -> list[int]:
+    """A one-dimensional tensor of whole numbers, read to the host."""
+    return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
+
 
 ROOT = -1
 PADDING = -2
@@ -71,6 +79,13 @@ class Draft:
     @property
     def nodes(self) -> int:
         return self.tokens.shape[1]
+
+    def to(self, device: torch.device) -> Draft:
+        """The same draft on a device."""
+        if self.tokens.device == device:
+            return self
+        probs = None if self.probs is None else self.probs.to(device)
+        return Draft(self.tokens.to(device), self.parents.to(device), probs, self.siblings)
 
     @property
     def drafted(self) -> Tensor:

@@ -23,11 +23,11 @@ def history(params: SamplingParams, tokens: list[int], prompt: int, ends: tuple[
 
 
 def law(
-    params: SamplingParams, logits: torch.Tensor, tokens: list[int], extra: list[int] = [], **options
+    params: SamplingParams, logits: torch.Tensor, tokens: list[int], extra: list[int] | None = None, **options
 ) -> torch.Tensor:
     prompt = options.pop("prompt", len(tokens))
     warp = Warp([history(params, tokens, prompt, **options)])
-    return warp.scores(logits[None], [extra]).softmax(-1)[0]
+    return warp.scores(logits[None], [extra or []]).softmax(-1)[0]
 
 
 def theirs(processors: list, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:

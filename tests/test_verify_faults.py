@@ -142,7 +142,7 @@ def test_block_that_stops_at_the_first_failure():
 
 
 def test_block_with_the_residual_of_rejection():
-    assert caught(block_with(token_residual=True), drawn_chain(2), "block") >= 4
+    assert caught(block_with(token_residual=True), drawn_chain(2), "block") >= 3
 
 
 def test_block_with_the_residual_of_rejection_hides_among_two_tokens():

@@ -41,8 +41,8 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [batch]: the position of the first guessed token."""
-        return torch.tensor([len(t) for t in self.tokens])
+        """int64 [batch]: the position of the first guessed token, on the noise's device."""
+        return torch.tensor([len(t) for t in self.tokens], device=self.noise.seed.device)
 
 
 @runtime_checkable

@@ -40,9 +40,9 @@ class ModelDrafter(BaseDrafter):
         tokens, parents = chain([[t[-1], *g] for t, g in zip(batch.tokens, guesses, strict=True)])
         if not batch.law:
             return Draft(tokens, parents)
-        probs = torch.zeros(*tokens.shape, self.model.vocab_size)
+        probs = torch.zeros(*tokens.shape, self.model.vocab_size, device=self.model.device)
         for d, law in enumerate(laws):
-            probs[some, d] = law.float().cpu()
+            probs[some, d] = law.float()
         return Draft(tokens, parents, probs, Siblings.IID)
 
     def _draft(self, batch: Batch, some: list[int], guesses: list[list[int]]) -> list[torch.Tensor]:

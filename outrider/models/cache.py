@@ -1,6 +1,6 @@
 """The slot cache: a committed prefix and the scratch of one step per row. It is committed to, never rolled back.
 
-    slots of a row:  [0, length) committed | [length, length + nodes) scratch of this step | rest free
+slots of a row:  [0, length) committed | [length, length + nodes) scratch of this step | rest free
 """
 
 from __future__ import annotations

@@ -54,8 +54,10 @@ def _attention(
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     write(call.nodes, layer, key, value)
-    attend = _attend_native if query.device.type == "cpu" and native.available() else (
-        attend_reference if query.device.type == "cpu" else attend_masked
+    attend = (
+        _attend_native
+        if query.device.type == "cpu" and native.available()
+        else (attend_reference if query.device.type == "cpu" else attend_masked)
     )
     return attend(call.nodes, layer, query, scaling, sliding_window, softcap, s_aux), None
 
@@ -149,7 +151,10 @@ class HFModel:
         self._call.nodes = nodes
         try:
             out = self.model(
-                input_ids=tokens.to(self.device), position_ids=nodes.positions, use_cache=not self._interface, **arguments
+                input_ids=tokens.to(self.device),
+                position_ids=nodes.positions,
+                use_cache=not self._interface,
+                **arguments,
             )
         finally:
             self._call.nodes = None
@@ -221,12 +226,19 @@ def refuse(model: PreTrainedModel) -> None:
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or [])
     odd = kinds - {"full_attention", "sliding_attention"}
-    recurrent = any(hasattr(m, "A_log") or "Mamba" in type(m).__name__ or "RWKV" in type(m).__name__.upper() for m in model.modules())
+    recurrent = any(
+        hasattr(m, "A_log") or "Mamba" in type(m).__name__ or "RWKV" in type(m).__name__.upper()
+        for m in model.modules()
+    )
     if odd or recurrent:
         what = ", ".join(sorted(odd)) or "a recurrent state"
-        raise UnsupportedModel(f"{name} keeps {what}, which cannot be committed node by node; use an attention-only model")
+        raise UnsupportedModel(
+            f"{name} keeps {what}, which cannot be committed node by node; use an attention-only model"
+        )
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
-        raise UnsupportedModel(f"{name} uses ALiBi biases, which outrider's attention does not have; use a rotary model")
+        raise UnsupportedModel(
+            f"{name} uses ALiBi biases, which outrider's attention does not have; use a rotary model"
+        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
 

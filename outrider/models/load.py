@@ -34,6 +34,7 @@ class Loaded:
     tokenizer: Any | None
     end_ids: tuple[int, ...]
     weights: str
+    source: str | Path | PreTrainedModel  # what `load` was given: a second copy at another precision starts from it
 
 
 def load(
@@ -54,7 +55,9 @@ def load(
         raise ValueError(f"quantization must be None, 'int8' or 'int4', got {quantization!r}")
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if quantization and (where.type != "cpu" or not native.available()):
-        raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {native.why() or 'device is ' + str(where)}")
+        raise ValueError(
+            f"quantization={quantization!r} needs the native CPU kernels: {native.why() or 'device is ' + str(where)}"
+        )
     if isinstance(model, PreTrainedModel):
         name, own, raw = model.config._name_or_path or type(model).__name__, False, model
     else:
@@ -71,7 +74,7 @@ def load(
     end_ids = tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
     stored = str(raw.get_input_embeddings().weight.dtype).removeprefix("torch.")
     weights = quantization or (stored if dtype == "auto" else dtype)
-    return Loaded(_prepare(raw, own, where, weights), name, tokenizer, end_ids, weights)
+    return Loaded(_prepare(raw, own, where, weights), name, tokenizer, end_ids, weights, model)
 
 
 def _prepare(raw: PreTrainedModel, own: bool, where: torch.device, weights: str) -> LanguageModel:
@@ -119,10 +122,14 @@ def _path(name: str) -> str:
             raise FileNotFoundError(f"{path} has no config.json; give the folder that save_pretrained wrote")
         weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
         if not weights:
-            raise FileNotFoundError(f"{path} has a config.json and no weights (*.safetensors); the download is incomplete")
+            raise FileNotFoundError(
+                f"{path} has a config.json and no weights (*.safetensors); the download is incomplete"
+            )
         return str(path)
     if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
-        raise FileNotFoundError(f"there is no folder {path}; give a model folder, a hub name, or one of {', '.join(BUILTIN)}")
+        raise FileNotFoundError(
+            f"there is no folder {path}; give a model folder, a hub name, or one of {', '.join(BUILTIN)}"
+        )
     return name
 
 

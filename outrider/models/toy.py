@@ -18,7 +18,13 @@ class ToyModel:
     """logits(context) = table[hash of the last `order` tokens]. `error` blends in another table: a draft for this model."""
 
     def __init__(
-        self, vocab_size: int = 11, order: int = 3, seed: int = 0, *, error: float = 0.0, scale: float = 2.0,
+        self,
+        vocab_size: int = 11,
+        order: int = 3,
+        seed: int = 0,
+        *,
+        error: float = 0.0,
+        scale: float = 2.0,
         max_length: int = 512,
     ) -> None:
         self.vocab_size, self.order, self.max_length = vocab_size, order, max_length

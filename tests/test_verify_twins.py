@@ -1,0 +1,182 @@
+"""Twins: the batched verifiers decide as the references do, decision for decision, given the same noise."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.noise import Noise, Stream
+from outrider.tree import tree
+from outrider.types import Draft, Siblings
+from outrider.verify import (
+    VERIFIERS,
+    Table,
+    reference_block,
+    reference_match,
+    reference_rejection,
+)
+
+
+class NoiseChoices:
+    """Choices of a reference made from one row's noise, read where the batched forms read it."""
+
+    def __init__(self, noise, position, coupled):
+        self.noise, self.position, self.coupled = noise, position, coupled
+
+    def coin(self, part, whole, *, depth, node):
+        u = self.noise.uniform(Stream.ACCEPT, self.position + depth - 1, node + 1)[0, node]
+        return u.item() * whole < part
+
+    def token(self, law, *, depth):
+        stream, dtype = (Stream.TOKEN, torch.float32) if self.coupled else (Stream.RESIDUAL, torch.float64)
+        gumbel = self.noise.gumbel(stream, self.position + depth - 1, len(law))[0]
+        return int((torch.tensor(law, dtype=dtype).log() + gumbel).argmax())
+
+
+def expected(name, draft, laws, noise, position):
+    """[(path, token)] of the reference, row by row, each row alone and without its padding."""
+    outcomes = []
+    for b in range(len(position)):
+        nodes = int((draft.parents[b] >= -1).sum())
+        tokens, parents = draft.tokens[b, :nodes].tolist(), draft.parents[b, :nodes].tolist()
+        p = laws[b].tolist()
+        choose = NoiseChoices(Noise(noise.seed[b : b + 1], noise.step[b : b + 1]), position[b : b + 1], name == "match")
+        if name == "match":
+            outcomes.append(reference_match(tokens, parents, p.__getitem__, choose))
+            continue
+        if draft.siblings is Siblings.POINT:
+            q = [[float(v == t) for v in range(len(p[0]))] for t in tokens[1:]]
+        else:
+            q = draft.probs[b].tolist()
+        reference = {"rejection": reference_rejection, "block": reference_block}[name]
+        outcomes.append(reference(tokens, parents, p.__getitem__, q.__getitem__, choose))
+    return outcomes
+
+
+def check(name, draft, laws, noise, position):
+    verdict = VERIFIERS[name](Table(laws), draft, noise, position)
+    outcomes = expected(name, draft, laws, noise, position)
+    levels = verdict.path.shape[1]
+    assert verdict.path.tolist() == [path + [-1] * (levels - len(path)) for path, _ in outcomes]
+    assert verdict.accepted.tolist() == [len(path) - 1 for path, _ in outcomes]
+    assert verdict.token.tolist() == [token for _, token in outcomes]
+    assert verdict.path.dtype == verdict.accepted.dtype == verdict.token.dtype == torch.long
+    return verdict
+
+
+def random_laws(rng, batch, nodes, vocab):
+    """float32 [batch, node, vocab]: peaked, flat, with zeros, and one-hot."""
+    laws = torch.tensor(
+        [
+            [[rng.choice([0, 0, 1, 2, rng.random(), 9]) for _ in range(vocab)] for _ in range(nodes)]
+            for _ in range(batch)
+        ]
+    ).float()
+    laws[..., 0] += laws.sum(-1) == 0
+    return laws / laws.sum(-1, keepdim=True)
+
+
+def random_case(rng, trees):
+    """(draft, laws, noise, position): ragged rows, some without a guess, all kinds of siblings.
+
+    Half of the drafts are close to the target, so that deep nodes are reached too.
+    """
+    batch, nodes, vocab = rng.randint(1, 5), rng.randint(1, 7), rng.randint(2, 5)
+    laws = random_laws(rng, batch, nodes, vocab)
+    q = laws.clone() if rng.random() < 0.3 else random_laws(rng, batch, nodes, vocab)
+    if rng.random() < 0.3:
+        q = (q + laws) / 2
+    rows = []
+    for b in range(batch):
+        row = [(rng.randrange(vocab), -1)]
+        for n in range(1, rng.randint(1, nodes)):
+            parent = rng.randrange(n) if trees else n - 1
+            row.append((rng.choices(range(vocab), q[b, parent].tolist())[0], parent))
+        rows.append(row)
+    tokens, parents = tree(rows)
+    drawn = not trees and rng.random() < 0.7
+    width = tokens.shape[1]
+    draft = (
+        Draft(tokens, parents, q[:, :width].contiguous(), rng.choice([Siblings.IID, Siblings.WITHOUT_REPLACEMENT]))
+        if drawn
+        else Draft(tokens, parents)
+    )
+    noise = Noise(
+        torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(batch)]),
+        torch.tensor([rng.randrange(1000) for _ in range(batch)]),
+    )
+    return draft, laws[:, :width].contiguous(), noise, torch.tensor([rng.randrange(1, 100_000) for _ in range(batch)])
+
+
+@pytest.mark.parametrize("name", ["match", "match on trees", "rejection", "block"])
+def test_twins_agree_on_random_batches(name):
+    rng = random.Random(name)
+    accepted, refused, alone, complete = 0, 0, 0, 0
+    for _ in range(300):
+        draft, laws, noise, position = random_case(rng, trees="trees" in name)
+        verdict = check(name.split()[0], draft, laws, noise, position)
+        accepted += int(verdict.accepted.sum())
+        refused += int((verdict.accepted < draft.drafted).sum())
+        complete += int(((verdict.accepted == draft.drafted) & (draft.drafted > 1)).sum())
+        alone += int((draft.drafted == 0).sum())
+    # the cases reach every branch: chains kept in part and whole, and rows that had no guess
+    assert min(accepted, refused, alone) > 150
+    assert complete > 20
+
+
+@st.composite
+def cases(draw, trees):
+    """Like `random_case`, with every number open to hypothesis, so that a failure shrinks."""
+    batch, nodes, vocab = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(2, 4))
+    weights = st.lists(st.sampled_from([0.0, 1.0, 3.0, 1e-30]), min_size=vocab, max_size=vocab).filter(sum)
+    table = st.lists(st.lists(weights, min_size=nodes, max_size=nodes), min_size=batch, max_size=batch)
+    p, q = (x / x.sum(-1, keepdim=True) for x in (torch.tensor(draw(table)), torch.tensor(draw(table))))
+    rows = []
+    for b in range(batch):
+        row = [(0, -1)]
+        for n in range(1, draw(st.integers(1, nodes))):
+            parent = draw(st.integers(0, n - 1)) if trees else n - 1
+            possible = [t for t in range(vocab) if q[b, parent, t] > 0]
+            row.append((draw(st.sampled_from(possible)), parent))
+        rows.append(row)
+    tokens, parents = tree(rows)
+    width = tokens.shape[1]
+    drawn = not trees and draw(st.booleans())
+    draft = Draft(tokens, parents, q[:, :width], Siblings.IID) if drawn else Draft(tokens, parents)
+    numbers = st.lists(st.integers(0, 2**31), min_size=batch, max_size=batch).map(torch.tensor)
+    return draft, p[:, :width], Noise(draw(numbers), draw(numbers)), draw(numbers)
+
+
+@given(case=cases(trees=True))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_match_twins_agree(case):
+    check("match", *case)
+
+
+@given(case=cases(trees=False), name=st.sampled_from(["match", "rejection", "block"]))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_chain_twins_agree(case, name):
+    check(name, *case)
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_row_is_decided_alone(name):
+    """No neighbour effect: a row's verdict is the same alone, in another order, and beside longer drafts."""
+    rng = random.Random(5)
+    for _ in range(30):
+        draft, laws, noise, position = random_case(rng, trees=name == "match")
+        whole = VERIFIERS[name](Table(laws), draft, noise, position)
+        for b in range(len(position)):
+            nodes = int((draft.parents[b] >= -1).sum())
+            probs = None if draft.probs is None else draft.probs[b : b + 1, :nodes]
+            one = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes], probs, draft.siblings)
+            alone = VERIFIERS[name](
+                Table(laws[b : b + 1, :nodes]),
+                one,
+                Noise(noise.seed[b : b + 1], noise.step[b : b + 1]),
+                position[b : b + 1],
+            )
+            assert alone.token[0] == whole.token[b]
+            assert [n for n in alone.path[0].tolist() if n >= 0] == [n for n in whole.path[b].tolist() if n >= 0]
