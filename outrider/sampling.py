@@ -149,6 +149,10 @@ class Warp:
             return -1
         return token if scores[token] > _NO else -1
 
+    def simple(self, row: int) -> bool:
+        """Whether a row's law is its logits over its temperature, and no more."""
+        return not self.active[row] and not self.filtered[row]
+
     def select(self, rows: Sequence[int]) -> Warp:
         """The parameters of some of the rows."""
         device = "cpu" if self.temperature is None else self.temperature.device
