@@ -260,8 +260,7 @@ def _loading(what: str) -> Iterator[None]:
     """A spinner on a terminal; transformers' own bars and logs stay silent."""
     from rich.console import Console
 
-    console = Console(stderr=True, color_system=None if _plain(sys.stderr) else "auto")
-    with console.status(f"loading {what} ...") if console.is_terminal else nullcontext():
+    with nullcontext() if _plain(sys.stderr) else Console(stderr=True).status(f"loading {what} ..."):
         from transformers.utils import logging
 
         logging.set_verbosity_error()

@@ -216,7 +216,7 @@ class Decoder:
 
     def _view(self, live: list[Row]) -> Batch:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
-        key = tuple(id(row) for row in live)
+        key = tuple(id(row.history) for row in live)  # the Warp keeps them alive: no id is used twice
         if self._batch is None or self._batch[0] != key:
             seeds = torch.tensor([_signed(row.request.seed) for row in live], device=self.target.device)
             self._batch = (key, Warp([row.history for row in live], self.target.device), seeds)

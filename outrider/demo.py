@@ -206,7 +206,7 @@ def run(
     show(llm, PROMPTS["a class"], SamplingParams(temperature=0, max_tokens=tokens, seed=SEED))
     results: dict[int, Comparison] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=console.color_system is None) as progress:
         task = progress.add_task("measuring", total=len(PROMPTS) * 4 * repeats)
         for comparison, last in compare(llm, tokens, repeats):
             results[id(comparison)] = comparison
@@ -247,7 +247,8 @@ def totals(comparisons: list[Comparison]) -> dict[str, Any]:
 
 def table(comparisons: list[Comparison]) -> Table:
     """A row per text, and the sums."""
-    out = Table(title="The same texts, plain and speculative", title_justify="left", show_footer=True, box=SIMPLE_HEAD)
+    title = "The same texts, plain and speculative"
+    out = Table(title=title, title_justify="left", show_footer=True, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     total = totals(comparisons)
     out.add_column("text", footer="all, tokens ÷ time", no_wrap=True)
     for head, foot in (

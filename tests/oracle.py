@@ -176,12 +176,15 @@ def chosen_chain(gamma: int) -> Drafter:
     return draft
 
 
-def drawn_tree(shape: Sequence[int], replacement: bool) -> Drafter:
-    """shape[d] children of every node at level d, drawn from q with or without replacement."""
+def drawn_tree(shape: Sequence[int], replacement: bool, length: int | None = None) -> Drafter:
+    """shape[d] children of every node at level d, drawn from q with or without replacement.
+
+    length: where the text ends; no level is drawn that could not be kept, as the real loop clips its budgets.
+    """
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
         tokens, parents, texts, level = [0], [-1], [text], [0]
-        for width in shape:
+        for width in shape if length is None else shape[: length - len(text) - 1]:
             below = []
             for node in level:
                 left = list(toy.q(texts[node]))

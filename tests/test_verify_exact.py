@@ -80,8 +80,8 @@ def test_the_whole_program_keeps_the_law(rule):
 TREES = {
     "with replacement": drawn_tree([2], replacement=True),
     "without replacement": drawn_tree([2], replacement=False),
-    "two levels without replacement": drawn_tree([2, 1], replacement=False),
-    "two levels with replacement": drawn_tree([1, 2], replacement=True),
+    "two levels without replacement": drawn_tree([2, 2], replacement=False, length=3),
+    "two levels with replacement": drawn_tree([2, 2], replacement=True, length=3),
     "top tokens": top_tree([2, 2]),
     "uneven": top_tree([3, 1, 1]),
 }

@@ -1,126 +1,71 @@
-"""Any decoder-only model of transformers, run by its own modelling code with our attention, cache and linears.
+"""Any decoder-only model of transformers, run by its own modelling code with our attention, cache, linears and experts.
 
 transformers lets a model run with a registered attention function; ours receives the new queries, keys and values, writes
 the keys and values into the slot cache and attends under the tree mask. So trees, ragged batches and `commit` work for
-every architecture without a line of model code here. The few models whose code does not go through the interface (Falcon,
-GPT-J) get the same through the cache object they do use, with a four-dimensional mask.
+every architecture without a line of model code here. The few models whose code does not go through that interface get the
+same in other ways (hooks.py), found out by trying when the model is made; the last of them costs bit-equality, no more.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 from outrider import native
-from outrider.models.attention import Nodes, attend_masked, attend_reference, write
+from outrider.models.attention import Nodes
 from outrider.models.base import Output, Want
 from outrider.models.cache import SlotCache
-
-_NAME = "outrider"
-
-
-class UnsupportedModel(ValueError):
-    """The model cannot be run with a cache that keeps single nodes."""
-
-
-class _Call:
-    """Where the attention modules of one model find the nodes of the forward under way."""
-
-    nodes: Nodes | None = None
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: query, key, value [batch, head, node, head_dim] -> [batch, node, head, dim]."""
-    call: _Call | None = getattr(module, "_outrider_call", None)
-    if call is None or call.nodes is None:
-        raise RuntimeError(f"{type(module).__name__} ran outside of outrider's forward; use HFModel.forward")
-    layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    write(call.nodes, layer, key, value)
-    attend = (
-        _attend_native
-        if query.device.type == "cpu" and native.available()
-        else (attend_reference if query.device.type == "cpu" else attend_masked)
-    )
-    return attend(call.nodes, layer, query, scaling, sliding_window, softcap, s_aux), None
-
-
-def _attend_native(
-    nodes: Nodes,
-    layer: int,
-    query: Tensor,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return attend_reference(nodes, layer, query, scaling, window, softcap, sinks)
-
-
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
-
-
-class _CacheView(Cache):
-    """Our slot cache as the cache object of models whose attention is their own: one step, all slots, one mask."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self.nodes = nodes
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        keys, values = write(self.nodes, layer_idx, key_states, value_states)
-        index, slots = torch.tensor(self.nodes.rows, device=keys.device), self.nodes.visible.shape[-1]
-        return keys[index, :, :slots], values[index, :, :slots]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.nodes.visible.shape[-1] - self.nodes.count
-
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self.nodes.visible.shape[-1], 0
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
+from outrider.models.experts import pack_experts_
+from outrider.models.hooks import NAME, SURVEY, CacheView, Call, UnsupportedModel, Way, method
+from outrider.models.linear import PackedLinear, pack_linears_
+from outrider.models.rows import StableRows
 
 
 class HFModel:
     """A `LanguageModel` around a transformers causal language model.
 
-    `own=True` takes the model over: its attention and linears are replaced in place. Otherwise the weights are shared and
-    the caller's model stays as it was. Raises UnsupportedModel with the reason when the model cannot be run.
+    weights: the precision the linears' weights are kept in on the CPU ("auto": as they are, also "int8" and "int4");
+    activations are float32 there. Elsewhere the model stays as it is. own=True takes the model over: it is changed in
+    place, which saves memory. Otherwise the caller's model stays as it was, and what is not repacked is shared with it.
+    Raises UnsupportedModel with the reason when the model cannot be run.
+
+    rows_equal: whether each row's logits are bit for bit those of decoding it alone, as found when the model was made.
     """
 
-    def __init__(self, model: PreTrainedModel, *, own: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, weights: str = "auto", own: bool = False) -> None:
         refuse(model)
         self.model = model if own else shared_copy(model)
         self.model.eval()
-        config = self.model.config.get_text_config()
-        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 2048)
+        self.vocab_size: int = _vocab_size(self.model)
         self.device = next(self.model.parameters()).device
-        self.layers: int = config.num_hidden_layers
-        self._call = _Call()
-        for module in self.model.modules():
-            if hasattr(module, "layer_idx"):
-                module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
-        self._interface = self._goes_through_interface()
-        self._check()
+        if self.device.type == "cpu":
+            pack_linears_(self.model, weights)
+            pack_experts_(self.model, weights)
+            _activations_float32_(self.model)
+        text = self.model.config.get_text_config()
+        self.max_length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
+        self.layers: int = text.num_hidden_layers
+        self._keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self._call = Call()
+        self._attention_modules = [m for m in self.model.modules() if hasattr(m, "layer_idx")]
+        for module in self._attention_modules:
+            module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
+        self._ropes = [m for m in self.model.modules() if getattr(m, "rope_type", None) in ("longrope", "dynamic")]
+        self._long: bool | None = None
+        self._stable = StableRows(self._sdpa)
+        self._careful = self.device.type == "cpu"  # run under `_stable`
+        self._way = self._find_way()
+        self._stable.needed = 0
+        self.rows_equal = self._check()
+        self._careful &= self._stable.needed > 0 or self._way is Way.SDPA
 
     def new_cache(self, rows: int, max_length: int) -> SlotCache:
         return SlotCache(rows, max_length)
@@ -137,85 +82,147 @@ class HFModel:
         want: Want = "all",
     ) -> Output:
         """See `LanguageModel.forward`. Taps: layer i gives transformers' hidden_states[i + 1], -1 the final one."""
-        count = tokens.shape[1]
-        cache.reserve(rows, count)
-        nodes = Nodes(cache, rows, count, parents, self.device)
+        cache.reserve(rows, tokens.shape[1])
+        nodes = Nodes(cache, rows, tokens.shape[1], parents, self.device)
         arguments: dict[str, Any] = {"output_hidden_states": True} if taps else {}
-        ragged = want == "last" and parents is not None and bool((parents == -2).any())
-        if want != "all" and not ragged:
-            arguments["logits_to_keep"] = 1
-        if not self._interface:
-            mask = torch.zeros(nodes.visible.shape, dtype=self.model.dtype, device=self.device)
-            mask = mask.masked_fill_(~nodes.visible, torch.finfo(self.model.dtype).min)
-            arguments |= {"attention_mask": mask[:, None], "past_key_values": _CacheView(nodes)}
+        kept = sorted(set(nodes.last)) if want == "last" else [0]
+        if want != "all" and self._keeps:
+            arguments["logits_to_keep"] = torch.tensor(kept, device=self.device)
+        self._scale_ropes(cache.max_length)
         self._call.nodes = nodes
+        if self._way is not Way.INTERFACE:
+            arguments |= {"attention_mask": self._mask(nodes), "past_key_values": self._view()}
         try:
-            out = self.model(
-                input_ids=tokens.to(self.device),
-                position_ids=nodes.positions,
-                use_cache=not self._interface,
-                **arguments,
-            )
+            with self._stable if self._careful else nullcontext(), _one_thread(self.device):
+                out = self.model(
+                    input_ids=tokens.to(self.device),
+                    position_ids=nodes.positions,
+                    use_cache=self._way is not Way.INTERFACE,
+                    **arguments,
+                )
         finally:
             self._call.nodes = None
         logits = out.logits.float()
         if want == "none":
             logits = logits[:, :0]
-        elif ragged:
-            last = (nodes.tree >= -1).sum(1) - 1
-            logits = logits[torch.arange(len(rows)), last.to(self.device)][:, None]
+        elif want == "last":
+            at = [kept.index(n) for n in nodes.last] if self._keeps else nodes.last
+            logits = logits[torch.arange(len(rows)), at][:, None] if len(kept) > 1 or not self._keeps else logits
         features = torch.cat([out.hidden_states[t if t < 0 else t + 1] for t in taps], dim=-1) if taps else None
         return Output(logits, features)
 
-    def _goes_through_interface(self) -> bool:
-        implementations = {}
-        self.model.config._attn_implementation = _NAME
-        for config in _configs(self.model):
-            implementations[config] = config._attn_implementation
-            config._attn_implementation = _NAME
-        probe = torch.zeros(1, 1, dtype=torch.long)
-        self._interface = True
-        try:
-            cache = self.new_cache(1, 4)
-            self.forward(probe, cache, [0])
-            if len(cache.layers) == self.layers:
-                return True
-        except (RuntimeError, KeyError, ValueError, TypeError, AttributeError):
-            pass
-        for config in implementations:
-            config._attn_implementation = "eager"
-        return False
+    def _view(self) -> CacheView:
+        return CacheView(self._call, gathered=self._way is Way.MASK)
 
-    def _check(self) -> None:
-        """The same four tokens in two chunks through our cache and in one pass through the model's own code."""
-        ids = torch.arange(1, 5)[None] % self.vocab_size
-        cache = self.new_cache(1, 16)
-        try:
-            first = self.forward(ids[:, :2], cache, [0]).logits
-            cache.commit([0], [[0, 1]])
-            second = self.forward(ids[:, 2:], cache, [0]).logits
-            configs = {c: c._attn_implementation for c in _configs(self.model)}
+    def _mask(self, nodes: Nodes) -> Tensor:
+        """[batch, 1, node, slot], as models add it to their scores; a stand-in where we attend."""
+        dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
+        if self._way is not Way.MASK:
+            return torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
+        return torch.zeros(nodes.mask(None).shape, dtype=dtype, device=self.device).masked_fill_(
+            ~nodes.mask(None), torch.finfo(dtype).min
+        )
+
+    def _sdpa(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any
+    ) -> Tensor:
+        """In place of torch's attention when the model calls it itself, right after it wrote its keys."""
+        return self._call.attend(self._call.layer, query, scale).transpose(1, 2)
+
+    def _scale_ropes(self, length: int) -> None:
+        """Rotary scales that depend on the longest position of a forward would make a row depend on its neighbours, and
+        a text on how it was cut. What decides is how long a text the cache may hold, as in vLLM: the long factors where
+        that is beyond the length the model was first trained for, else the short ones."""
+        if not self._ropes:
+            return
+        first = getattr(self._ropes[0], "original_max_seq_len", None) or self.max_length
+        parameters = getattr(self._ropes[0].config, "rope_parameters", None) or {}  # pyright: ignore
+        first = parameters.get("original_max_position_embeddings") or first
+        long = length - 64 > first  # a cache has room for a step's scratch beyond its texts
+        if long is self._long:
+            return
+        for rope in self._ropes:
+            at = torch.tensor([[length - 1 if long else 0]], device=self.device)
+            kind: Any = rope.__dict__.setdefault("_outrider_kind", rope.rope_type)
+            rope.rope_type = kind  # pyright: ignore[reportArgumentType]
+            rope(torch.zeros(1, device=self.device), at)  # its own code sets the frequencies
+            rope.rope_type = "fixed"  # pyright: ignore[reportArgumentType]
+        self._long = long
+
+    def _find_way(self) -> Way:
+        """The first way in which every layer's attention is ours."""
+        configs = _configs(self.model)
+        names = {Way.INTERFACE: SURVEY, Way.METHOD: "eager", Way.SDPA: "sdpa", Way.MASK: "eager"}
+        error: Exception | None = None
+        for self._way, name in names.items():
             for config in configs:
-                config._attn_implementation = "eager"
+                config._attn_implementation = name
+            own = [m for m in self._attention_modules if callable(getattr(type(m), "_attn", None))]
+            for module in own:
+                if self._way is Way.METHOD:
+                    module._attn = partial(method, module)  # pyright: ignore[reportArgumentType]
+                else:
+                    module.__dict__.pop("_attn", None)
+            if self._way is Way.SDPA and self.device.type != "cpu":
+                continue
+            self._call.attended.clear()
             try:
-                with torch.inference_mode():
-                    own = self.model(input_ids=ids.to(self.device), use_cache=False).logits.float()
-            finally:
-                for config, implementation in configs.items():
-                    config._attn_implementation = implementation
-        except Exception as error:
+                self.forward(torch.zeros(1, 2, dtype=torch.long), self.new_cache(1, 4), [0])
+            except UnsupportedModel:
+                raise
+            except Exception as trouble:  # whatever a model's code says to arguments it does not know
+                error = error or trouble
+                continue
+            if len(self._call.attended) == self.layers:
+                break
+        else:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} does not run with outrider's cache and attention ({error}); "
-                "models with plain causal attention do"
+                f"{type(self.model).__name__} does not run with outrider's cache and attention ({error}); models with "
+                "plain causal attention over keys and values do"
             ) from error
-        ours = torch.cat([first, second], dim=1)
+        if self._way is Way.INTERFACE:
+            for config in configs:
+                config._attn_implementation = NAME
+        return self._way
+
+    def _check(self) -> bool:
+        """Raise UnsupportedModel unless a ragged batch of trees gives the logits of the model's own attention and cache.
+        Returns whether the rows are those of one node at a time, bit for bit."""
+        a, b, c, d, e, f = (n % self.vocab_size for n in (1, 2, 3, 4, 5, 6))
+        tokens, parents = torch.tensor([[c, e, d, f], [a, b, 0, 0]]), torch.tensor([[-1, 0, 0, 2], [-1, 0, -2, -2]])
+        cache = self.new_cache(2, 16)
+        self.forward(torch.tensor([[a, b]]), cache, [0], want="none")
+        cache.commit([0], [[0, 1]])
+        tree = self.forward(tokens, cache, [0, 1], parents=parents).logits
+        alone = self.forward(torch.tensor([[c]]), cache, [0]).logits[0, 0]
+        with self._by_itself() as model:
+            own = model(input_ids=torch.tensor([[a, b, c, d, f]], device=self.device)).logits[0].float()
+        ours = torch.stack([tree[1, 0], tree[1, 1], tree[0, 0], tree[0, 2], tree[0, 3]])
         gap = (ours - own).abs().max() / own.abs().max().clamp_min(1e-6)
-        if not gap < (1e-3 if self.model.dtype == torch.float32 else 0.1) and bool(own.isfinite().all()):
+        exact = self.device.type == "cpu" or self.model.dtype == torch.float32
+        if bool(own.isfinite().all()) and not gap < (1e-3 if exact else 0.1):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} gives other logits through outrider's cache than by itself (relative gap "
                 f"{gap:.2g}): its state is not plain causal attention over keys and values, which is all that can be "
                 "committed node by node"
             )
+        return torch.equal(tree[0, 0], alone) and self._way is not Way.MASK
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[PreTrainedModel]:
+        """The model with its own attention and cache, for a moment."""
+        configs = {id(c): (c, c._attn_implementation) for c in _configs(self.model)}
+        methods = [(m, m.__dict__.pop("_attn")) for m in self._attention_modules if "_attn" in m.__dict__]
+        try:
+            for config, _ in configs.values():
+                config._attn_implementation = "eager"
+            with torch.inference_mode():
+                yield self.model
+        finally:
+            for config, name in configs.values():
+                config._attn_implementation = name
+            for module, method in methods:
+                module._attn = method
 
 
 def refuse(model: PreTrainedModel) -> None:
@@ -223,33 +230,71 @@ def refuse(model: PreTrainedModel) -> None:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or [])
-    odd = kinds - {"full_attention", "sliding_attention"}
-    recurrent = any(
-        hasattr(m, "A_log") or "Mamba" in type(m).__name__ or "RWKV" in type(m).__name__.upper()
-        for m in model.modules()
-    )
-    if odd or recurrent:
-        what = ", ".join(sorted(odd)) or "a recurrent state"
-        raise UnsupportedModel(
-            f"{name} keeps {what}, which cannot be committed node by node; use an attention-only model"
-        )
-    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
-        raise UnsupportedModel(
-            f"{name} uses ALiBi biases, which outrider's attention does not have; use a rotary model"
-        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+    text = config.get_text_config()
+    odd = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
+    if odd or getattr(model, "_is_stateful", False):
+        what = " and ".join(odd) or "a recurrent state"
+        raise UnsupportedModel(
+            f"{name} keeps {what}, which cannot be committed node by node; use a model whose layers are all attention"
+        )
+    if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
+        raise UnsupportedModel(
+            f"{name} uses ALiBi biases, which outrider's attention does not have; use a model with rotary or learned "
+            "positions"
+        )
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Another model object over the very same weight tensors, so that changing its modules leaves the caller's alone."""
-    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    """Another model object over the memory of the same weights. Its parameters are objects of their own, so replacing or
+    converting one, and changing modules or configuration, leaves the caller's model alone."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    memo |= {id(b): b.detach() for b in model.buffers()}
     return copy.deepcopy(model, memo)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    head: Any = model.get_output_embeddings()
+    return int(head.out_features if isinstance(head, (nn.Linear, PackedLinear)) else head.weight.shape[0])
+
+
+def _activations_float32_(model: nn.Module) -> None:
+    """What linears and experts did not pack becomes float32, except plain embeddings, which are large: they keep their
+    precision, and what is looked up is converted."""
+    done: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if type(module) is nn.Embedding and module.weight.dtype != torch.float32:
+            module.register_forward_hook(lambda _, __, out: out.float())
+            continue
+        for name, p in module._parameters.items():
+            if p is not None and p.is_floating_point() and p.dtype != torch.float32:
+                p = done.setdefault(id(p), nn.Parameter(p.detach().float(), requires_grad=False))
+                module._parameters[name] = p
+        for name, b in module._buffers.items():
+            if b is not None and b.is_floating_point() and b.dtype != torch.float32:
+                module._buffers[name] = b.float()
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Torch's own threads cut elementwise work wherever it falls, which rounds some elements otherwise. What is left to
+    torch on the CPU is small; the native kernels have threads of their own, and without them the linears need torch's."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or not native.available():
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
     """Every distinct config object in the model: modules read the attention implementation from their own."""
     found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return list(found.values())
+
+
+__all__ = ["HFModel", "UnsupportedModel", "refuse", "shared_copy"]

@@ -1,0 +1,25 @@
+"""Measurements: one ruler for outrider and its peers. Imports outrider; nothing imports it. Not installed.
+
+python -m benchmarks                 the table of docs/performance.md, measured here (make bench)
+python -m benchmarks.machine         this machine: cores, instruction sets, read bandwidth
+python -m benchmarks.inflate         a Llama of any size that computes the function of a small one
+python -m benchmarks.forward         the time of a forward over M tokens, over one over a single token
+python -m benchmarks.decode          tokens/s of methods and peers, interleaved
+python -m benchmarks.identity        a million tokens: how many differ from plain decoding
+python -m benchmarks.table           the tables of docs/performance.md, from the files in benchmarks/results
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "work" / "bench"  # models made here; git-ignored
+PEERS = ROOT / "work" / "peers"  # peers built here; git-ignored
+RESULTS = Path(__file__).resolve().parent / "results"
+DATA = Path(__file__).resolve().parent / "data"
+
+
+def headline(doc: str | None) -> str:
+    """The first line of a module's docstring, for --help."""
+    return (doc or "").partition("\n")[0]

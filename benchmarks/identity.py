@@ -1,0 +1,191 @@
+"""The long exactness run: how many tokens differ between speculative and plain decoding. Wanted: none in a million.
+
+    python -m benchmarks.identity                       a million tokens, resumable
+    python -m benchmarks.identity --tokens 20000        a short one
+
+A round decodes eight texts plainly, one by one, for every precision and temperature; then every drafter decodes the same
+texts with the same seeds, in batches of 1 to 8 (another size each round) and with 1 to 8 guesses a step. Every token is
+compared. State is written after every round; the same command goes on where it stopped. Ends with 1 if a token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from benchmarks import RESULTS, WORK, headline, machine
+from benchmarks.pairs import fingerprint
+from benchmarks.prompts import encoded
+from outrider.config import SpeculativeConfig
+from outrider.decode import Decoder, Request, Row
+from outrider.drafters import Drafter, ModelDrafter, NgramDrafter, NoDraft, Noisy, SuffixDrafter, Wrong, make_drafter
+from outrider.models.load import DATA, Loaded, load
+from outrider.params import SamplingParams
+from outrider.tune import Fixed
+
+TEXTS = 8  # a round
+LENGTH = 640  # of prompt and text
+WEIGHTS = ("float32", "bfloat16", "int8")
+TEMPERATURES = (0.0, 1.0)
+
+
+class Bench:
+    """A target in one precision and everything that drafts for it."""
+
+    def __init__(self, target: str, draft: str, weights: str) -> None:
+        kind: dict[str, Any] = {"quantization": "int8"} if weights == "int8" else {"dtype": weights}
+        self.target: Loaded = load(target, device="cpu", **kind)
+        draft_model = load(draft, device="cpu", **kind).model
+        vocab = self.target.model.vocab_size
+        makers: dict[str, Callable[[], Drafter]] = {
+            "draft_model": lambda: ModelDrafter(draft_model, TEXTS, LENGTH),
+            "ngram": lambda: NgramDrafter(1, 4),
+            "suffix": lambda: SuffixDrafter(),
+            "wrong": lambda: Wrong(5),
+            "noisy": lambda: Noisy(ModelDrafter(draft_model, TEXTS, LENGTH), 0.7, vocab),
+        }
+        for kind_of in ("int8", "int4"):
+            config = SpeculativeConfig.of({"method": "quantized_self", "quantization": kind_of})
+            try:
+                own = make_drafter(config, self.target, rows=TEXTS, max_length=LENGTH, device="cpu")
+            except (ValueError, NotImplementedError, TypeError, AttributeError):
+                continue  # not there, or not for weights that are narrow already
+            makers[f"quantized_self {kind_of}"] = lambda own=own: own
+        self.makers = makers
+
+    def decode(self, drafter: Drafter, guesses: int, requests: Sequence[Request], batch: int) -> list[Row]:
+        decoder = Decoder(self.target.model, drafter, controller=Fixed(guesses), rows=batch, max_length=LENGTH)
+        return decoder.generate(requests)
+
+
+def requests_of(prompts: Sequence[list[int]], turn: int, tokens: int, temperature: float) -> list[Request]:
+    """The texts of a round: prompts in pairs, so that no two rounds within a thousand begin alike."""
+    out = []
+    for i in range(TEXTS):
+        n = turn * TEXTS + i
+        first, second = prompts[n % len(prompts)], prompts[(n // len(prompts) + n) % len(prompts)]
+        prompt = first if n < len(prompts) else [*second, *first][-(LENGTH - tokens - 1) :]
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+        out.append(Request(n, prompt, params, seed=n))
+    return out
+
+
+def differing(got: Sequence[int], wanted: Sequence[int]) -> int:
+    """Tokens that are not what plain decoding gives, a missing one counted too."""
+    return sum(a != b for a, b in zip(got, wanted, strict=False)) + abs(len(got) - len(wanted))
+
+
+def play(
+    bench: Bench, prompts: Sequence[list[int]], turn: int, tokens: int
+) -> Iterator[tuple[str, int, int, list[Any]]]:
+    """One round: (drafter, tokens compared, tokens that differ, where) for every drafter and temperature."""
+    for temperature in TEMPERATURES:
+        requests = requests_of(prompts, turn, tokens, temperature)
+        plain = [bench.decode(NoDraft(), 0, [r], 1)[0].output for r in requests]
+        for k, (name, make) in enumerate(bench.makers.items()):
+            batch, guesses = 1 + (turn + k) % TEXTS, 1 + (turn * 3 + k) % 8
+            rows = bench.decode(make(), guesses, requests, batch)
+            bad = [differing(r.output, p) for r, p in zip(rows, plain, strict=True)]
+            where = [
+                {
+                    "round": turn,
+                    "text": i,
+                    "temperature": temperature,
+                    "batch": batch,
+                    "guesses": guesses,
+                    "differing": n,
+                }
+                for i, n in enumerate(bad)
+                if n
+            ]
+            yield name, sum(map(len, plain)), sum(bad), where
+
+
+def run(
+    benches: dict[str, Bench], prompts: Sequence[list[int]], total: int, tokens: int, state: dict[str, Any],
+    after: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Rounds until `total` tokens are compared. `after` sees the state behind every round."""
+    while state["tokens"] < total:
+        start = perf_counter()
+        for weights, bench in benches.items():
+            for name, compared, bad, where in play(bench, prompts, state["round"], tokens):
+                unit = state["units"].setdefault(f"{weights}/{name}", [0, 0])
+                unit[0] += compared
+                unit[1] += bad
+                state["tokens"] += compared
+                state["differing"] += bad
+                state["where"] += where
+        state["round"] += 1
+        state["seconds"] += perf_counter() - start
+        after(state)
+    return state
+
+
+def result(state: dict[str, Any], target: str, draft: str) -> dict[str, Any]:
+    """The file that benchmarks.table reads."""
+    units = [
+        {"weights": key.split("/")[0], "drafter": key.split("/")[1], "tokens": n, "differing": bad}
+        for key, (n, bad) in state["units"].items()
+    ]
+    command = " ".join(["python -m benchmarks.identity", *sys.argv[1:]])
+    told = {k: state[k] for k in ("tokens", "differing", "round", "seconds", "where")}
+    return {
+        "name": "identity",
+        "command": command,
+        "machine": machine.facts(),
+        "pair": [target, draft],
+        **told,
+        "units": units,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.identity", description=headline(__doc__))
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="speculative tokens to compare")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a text")
+    parser.add_argument("--target", default="builtin:code")
+    parser.add_argument("--draft", default="builtin:code-draft")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
+    parser.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
+    args = parser.parse_args()
+    if not 1 <= args.length < LENGTH // 2:
+        parser.error(f"--length must be in 1..{LENGTH // 2 - 1}")
+    mark = [fingerprint(args.target), fingerprint(args.draft), args.length, args.weights, machine.facts()["commit"]]
+    path = WORK / "identity.json"
+    state: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not args.afresh else {}
+    if state.get("mark") != mark or state["tokens"] >= args.tokens:
+        state = {"mark": mark, "round": 0, "tokens": 0, "differing": 0, "seconds": 0.0, "units": {}, "where": []}
+    elif state["round"]:
+        print(f"going on after round {state['round']}, {state['tokens']:,} tokens compared")
+    folder = (
+        Path(args.target) if not args.target.startswith("builtin:") else DATA / args.target.removeprefix("builtin:")
+    )
+    prompts = [p[: LENGTH - args.length - 1] for p in encoded(folder, 32)]
+    benches = {w: Bench(args.target, args.draft, w) for w in args.weights}
+
+    def after(s: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(s))
+        speed = s["tokens"] / s["seconds"]
+        left = max(args.tokens - s["tokens"], 0) / speed / 60
+        print(
+            f"round {s['round']}: {s['tokens']:,} tokens, {s['differing']} differ, {left:.0f} minutes left", flush=True
+        )
+
+    run(benches, prompts, args.tokens, args.length, state, after)
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = result(state, args.target, args.draft)
+    (args.out / f"{out['machine']['date']}-identity.json").write_text(json.dumps(out, indent=1) + "\n")
+    print(f"{state['differing']} of {state['tokens']:,} tokens differ from plain decoding")
+    sys.exit(1 if state["differing"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The ways by which a model's attention is made ours: what transformers' modelling code calls instead of its own."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from outrider.models.attention import Nodes, attend, write
+
+NAME = "outrider"
+SURVEY = "outrider_survey"  # the same, while windows are read off the masks the model asks for
+
+
+class UnsupportedModel(ValueError):
+    """The model cannot be run with a cache that keeps single nodes."""
+
+
+class Way(Enum):
+    """How a model's attention is made ours."""
+
+    INTERFACE = auto()  # it asks transformers for a registered function
+    METHOD = auto()  # it has a method of its own for the scores (GPT-J, GPT-Neo, CodeGen)
+    SDPA = auto()  # it calls torch's attention itself (Falcon)
+    MASK = auto()  # none of these: its own arithmetic over gathered slots; correct, its rounding depends on neighbours
+
+
+class Call:
+    """Where the attention modules of one model find the nodes of the forward under way."""
+
+    def __init__(self) -> None:
+        self.nodes: Nodes | None = None
+        self.layer = -1  # the last one written to
+        self.attended: set[int] = set()
+        self.windows: dict[int, int | None] = {}  # of each layer, as the survey found
+
+    def attend(self, layer: int, query: Tensor, scaling: float | None, *options: Any) -> Tensor:
+        assert self.nodes is not None
+        self.attended.add(layer)
+        return attend(self.nodes, layer, query, query.shape[-1] ** -0.5 if scaling is None else scaling, *options)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query, key, value [batch, head, node, head_dim] -> [batch, node, head, dim]."""
+    call: Call | None = getattr(module, "_outrider_call", None)
+    if call is None or call.nodes is None:
+        raise RuntimeError(f"{type(module).__name__} ran outside of outrider's forward; use HFModel.forward")
+    for name in ("position_bias", "indices", "block_indices"):
+        if more.get(name) is not None:
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends by {name}, which outrider's attention does not have"
+            )
+    layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
+    if hasattr(attention_mask, "outrider_window"):  # the mask is what the model's own attention goes by
+        call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    window = call.windows.get(layer, sliding_window)
+    write(call.nodes, layer, key, value)
+    return call.attend(layer, query, scaling, window, softcap, s_aux), None
+
+
+def _survey_mask(*, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
+    """In place of a mask: what a model says of the layer's window when it asks for one."""
+    mask = torch.zeros(1, 1, 1, 1, device=device)
+    mask.outrider_window = local_size  # pyright: ignore[reportAttributeAccessIssue]
+    return mask
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+ALL_ATTENTION_FUNCTIONS.register(SURVEY, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(SURVEY, _survey_mask)
+
+
+def method(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """In place of `_attn` of older modelling code. Returns [batch, head, node, head_dim], as it does."""
+    window = module.config.window_size if getattr(module, "attention_type", None) == "local" else None
+    scaling = 1 / float(module.scale_attn) if hasattr(module, "scale_attn") else 1.0
+    return module._outrider_call.attend(int(module.layer_idx), query, scaling, window).transpose(1, 2), None
+
+
+class CacheView(Cache):
+    """Our slot cache as the cache object of models whose attention is their own. A step's keys are written by `update`,
+    which gives them back as they are where we attend, or with all slots of the row where the model does (MASK)."""
+
+    def __init__(self, call: Call, gathered: bool) -> None:
+        assert call.nodes is not None
+        self.call, self.nodes, self.gathered = call, call.nodes, gathered
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.call.layer = layer_idx
+        keys, values = write(self.nodes, layer_idx, key_states, value_states)
+        if not self.gathered:
+            return key_states, value_states
+        self.call.attended.add(layer_idx)
+        index, span = self.nodes.index, self.nodes.span
+        return keys[index, :, :span], values[index, :, :span]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.nodes.span - self.nodes.count
+
+    def get_query_offset(self, layer_idx: int | None = None) -> int:
+        return self.nodes.span - self.nodes.count
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return self.nodes.span, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        return False

@@ -1,0 +1,146 @@
+"""Finds and loads the shared library, and mirrors the structs of src/abi.hpp. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+ABI = 1
+ISAS = ("portable", "avx2", "avx512")
+
+
+class PackedStruct(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("panel_bytes", c_int64),
+        ("format", c_int32),
+        ("panels", c_int32),
+    ]
+
+
+class PlanStruct(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("index", "segment", "chain", "position", "slot", "parent")]
+
+
+class AttentionStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "segment", "row", "length", "chain")),
+        *((name, c_void_p) for name in ("position", "slot", "parent", "index", "sinks")),
+        *((name, c_int64) for name in ("segments", "heads", "kv_heads", "dim", "value_dim", "capacity", "ldq", "ldo")),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("chunk", c_int64),
+        ("task_segment", c_void_p),
+        ("task_first", c_void_p),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down", "norm1", "norm2", "q_norm", "k_norm")),
+        ("window", c_int64),
+    ]
+
+
+class ModelStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("layers", "head", "embedding", "final_norm", "inv_freq")),
+        *((n, c_int64) for n in ("count", "hidden", "intermediate", "heads", "kv_heads", "dim", "rotary", "vocab")),
+        ("embedding_format", c_int32),
+        ("activation", c_int32),
+        *(
+            (n, c_float)
+            for n in ("eps", "scale", "rope_factor", "embedding_factor", "residual_factor", "logits_factor")
+        ),
+    ]
+
+
+class ForwardStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "parents", "rows", "lengths", "cache", "logits", "features", "taps")),
+        *((name, c_int64) for name in ("batch", "nodes", "capacity", "taps_count")),
+        ("want", c_int32),
+    ]
+
+
+class ChainStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "cache", "drafted")),
+        *((name, c_int64) for name in ("count", "capacity", "depth")),
+        ("seed", c_uint64),
+        *((name, c_int32) for name in ("row", "length")),
+        *((name, c_uint32) for name in ("stream", "step", "position")),
+        ("temperature", c_float),
+    ]
+
+
+_NOISE = (c_uint64, c_uint32, c_uint32, c_uint32)  # seed, stream, step, position
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "abi": (c_int32, ()),
+    "isa": (c_char_p, ()),
+    "select_isa": (c_int32, (c_char_p,)),
+    "set_threads": (None, (c_int32,)),
+    "threads": (c_int32, ()),
+    "advise_huge": (None, (c_void_p, c_int64)),
+    "panel_bytes": (c_int64, (c_int32, c_int64)),
+    "pack": (None, (POINTER(PackedStruct), c_void_p, c_int32, c_int64, c_int64, c_int64, c_int64, c_int32)),
+    "linear": (None, (POINTER(PackedStruct), c_void_p, c_void_p, c_int64, c_int64, c_int64)),
+    "unpack_column": (None, (POINTER(PackedStruct), c_int64, c_void_p)),
+    "plan": (c_int64, (c_int64, c_int64, c_void_p, c_void_p, POINTER(PlanStruct))),
+    "attention": (None, (POINTER(AttentionStruct),)),
+    "decoder_new": (c_void_p, (POINTER(ModelStruct),)),
+    "decoder_free": (None, (c_void_p,)),
+    "forward": (c_int64, (c_void_p, POINTER(ForwardStruct))),
+    "draft_chain": (c_int64, (c_void_p, POINTER(ChainStruct))),
+    "words": (None, (*_NOISE, c_int64, c_void_p)),
+    "gumbel": (None, (*_NOISE, c_int64, c_void_p)),
+    "gumbel_at": (None, (*_NOISE, c_void_p, c_int64, c_void_p)),
+    "argmax": (c_int64, (c_void_p, c_int64)),
+    "argmax_gumbel": (c_int64, (c_void_p, c_int64, c_float, *_NOISE)),
+    "elementwise": (None, (c_int32, c_void_p, c_void_p, c_int64)),
+}
+
+
+class Library:
+    """The loaded functions, as attributes without the `outrider_` prefix."""
+
+    def __init__(self, path: Path) -> None:
+        self._dll = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._dll, f"outrider_{name}")
+            function.restype, function.argtypes = result, list(arguments)
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:  # pyright: ignore[reportPrivateUsage]
+        raise AttributeError(f"the native library has no function {name!r}")
+
+
+def load() -> tuple[Library | None, str | None]:
+    """The library, or None and the reason."""
+    folder = Path(__file__).parent
+    files = sorted(p for p in folder.glob("_kernels*") if p.suffix in (".so", ".dylib", ".pyd"))
+    if not files:
+        return None, "the package was installed without a C++ compiler; install g++ or clang and reinstall outrider"
+    try:
+        library = Library(files[0])
+    except (OSError, AttributeError) as error:
+        return None, f"{files[0].name} cannot be loaded ({error}); reinstall outrider on this machine"
+    if library.abi() != ABI:
+        return (
+            None,
+            f"{files[0].name} is from another version of outrider; rebuild with `python setup.py build_ext --inplace`",
+        )
+    isa = os.environ.get("OUTRIDER_ISA")  # for tests: run a slower variant than the processor allows
+    if isa:
+        if isa not in ISAS:
+            return None, f"OUTRIDER_ISA must be one of {', '.join(ISAS)}, got {isa!r}"
+        if not library.select_isa(isa.encode()):
+            return None, f"OUTRIDER_ISA={isa} was asked for and this processor does not have it"
+    return library, None

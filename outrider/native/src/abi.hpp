@@ -1,0 +1,125 @@
+// What crosses the C boundary, and what the instruction-set variants offer to the code above them.
+// Plain structs of fixed-width fields, mirrored field by field in ../_library.py.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#define OUTRIDER_API extern "C" __attribute__((visibility("default")))
+
+namespace outrider {
+
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
+enum Finish : int32_t { STORE = 0, ADD = 1, SWIGLU = 2, GEGLU = 3 };  // what is done with a finished output element
+
+constexpr int64_t LANES = 16;       // output columns of one panel
+constexpr int64_t GROUP = 4;        // panels of one unit of work
+constexpr int64_t INT4_GROUP = 32;  // inputs that share one int4 scale
+
+// Weights of y = x W^T + b, as panels of 16 output columns: [panel][k][16].
+struct Packed {
+    uint8_t* data;
+    float* scale;  // int8: one per column (padded to 16); else null
+    float* bias;   // padded to 16; or null
+    int64_t n, k;
+    int64_t panel_bytes;
+    int32_t format, panels;
+};
+
+struct LinearJob {
+    const Packed* w;
+    const float* x;
+    float* y;
+    int64_t rows, ldx, ldy;
+    float factor;  // STORE: y = factor * out; ADD: y += factor * out
+    int32_t finish;
+    const int32_t* place;  // STORE: the row of y each row goes to; null: in order
+};
+
+// Attention of T nodes over the slot cache. Nodes of one batch entry (a segment) are consecutive.
+struct AttentionJob {
+    const float* q;  // [node, heads, dim], ldq apart
+    const float* k;  // [rows, kv_heads, capacity, dim]
+    const float* v;  // [rows, kv_heads, capacity, value_dim]
+    float* out;      // [node, heads, value_dim], ldo apart
+    const int32_t* segment;   // [segments + 1] first node of each
+    const int32_t* row;       // [segments] cache row
+    const int32_t* length;    // [segments] committed tokens
+    const int32_t* chain;     // [segments] 1: every position is its own slot
+    const int32_t* position;  // [T]
+    const int32_t* slot;      // [T]
+    const int32_t* parent;    // [T] node index (flattened), -1 for a root
+    const int32_t* index;     // [T] where in q and out a node lies; null: in order
+    const float* sinks;       // [heads] or null
+    int64_t segments, heads, kv_heads, dim, value_dim, capacity, ldq, ldo;
+    int64_t window;  // 0: everything
+    float scale, softcap;  // softcap 0: none
+    int64_t chunk;  // nodes of one task
+    const int32_t* task_segment;  // [tasks / kv_heads]
+    const int32_t* task_first;    // first node of the task
+};
+
+// One layer of a Llama-like decoder: norm, attention, residual, norm, gated MLP, residual.
+struct Layer {
+    const Packed *qkv, *out, *gate_up, *down;
+    const float *norm1, *norm2, *q_norm, *k_norm;  // the last two [dim], or null
+    int64_t window;
+};
+
+struct Model {
+    const Layer* layers;
+    const Packed* head;
+    const void* embedding;  // [vocab, hidden] row-major; null: the head's own rows
+    const float* final_norm;
+    const float* inv_freq;  // [rotary / 2]
+    int64_t count, hidden, intermediate, heads, kv_heads, dim, rotary, vocab;
+    int32_t embedding_format, activation;
+    float eps, scale, rope_factor, embedding_factor, residual_factor, logits_factor;
+};
+
+struct ForwardJob {
+    const int64_t* tokens;   // [batch, nodes]
+    const int64_t* parents;  // [batch, nodes] or null
+    const int32_t* rows;     // [batch]
+    const int32_t* lengths;  // [batch]
+    float* const* cache;     // [2 * layers] keys, values of each layer
+    float* logits;
+    float* features;      // [batch, nodes, taps * hidden]
+    const int32_t* taps;  // layer numbers; -1: after the final norm
+    int64_t batch, nodes, capacity, taps_count;
+    int32_t want;  // 0 none, 1 last, 2 all
+};
+
+struct ChainJob {  // draft `depth` tokens one after another, starting behind the last of the given ones
+    const int64_t* tokens;  // [count] ingested first
+    float* const* cache;
+    int64_t* drafted;  // [depth]
+    int64_t count, capacity, depth;
+    uint64_t seed;
+    int32_t row, length;
+    uint32_t stream, step, position;  // of the first drafted token's noise
+    float temperature;                // 0: greedy
+};
+
+struct Kernels {
+    const char* name;
+    void (*linear)(void* job, int64_t begin, int64_t end);     // units of GROUP panels
+    void (*attention)(void* job, int64_t begin, int64_t end);  // tasks
+    void (*rmsnorm)(const float* x, const float* weight, float* y, int64_t n, float eps);
+    void (*rope)(float* x, const float* cosine, const float* sine, int64_t rotary);
+    void (*unpack_column)(const Packed* w, int64_t column, float* out, float factor);
+    void (*gumbel)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, float* out);
+    void (*gumbel_at)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, const int64_t* index, int64_t n,
+                      float* out);
+    void (*words)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, uint32_t* out);
+    int64_t (*argmax)(const float* scores, int64_t n);  // -1: a NaN was seen
+    int64_t (*argmax_gumbel)(const float* scores, int64_t n, float temperature, uint64_t seed, uint32_t stream, uint32_t step,
+                             uint32_t position);
+    void (*elementwise)(int32_t function, const float* x, float* y, int64_t n);  // for tests: exp, log, tanh
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();    // null where the compiler or the architecture has none
+const Kernels* avx512_kernels();
+const Kernels* kernels();         // the one in use
+
+}  // namespace outrider

@@ -1,0 +1,255 @@
+// One call per forward of a Llama-like decoder. Every piece gives a row the same bits whatever rows share the call, so the
+// whole does. Stretches that are short run on the calling thread; the pool stays awake between phases.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "abi.hpp"
+#include "plan.hpp"
+#include "pool.hpp"
+
+namespace outrider {
+namespace {
+
+int64_t padded(int64_t n) { return (n + 15) / 16 * 16 + 16; }  // a row length that is no power of two: rows must not all
+                                                               // fall on the same cache sets
+struct Buffer {
+    float* data = nullptr;
+    int64_t size = 0;
+    float* need(int64_t floats) {
+        if (floats > size) {
+            std::free(data);
+            size = floats + floats / 4;
+            data = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>((size * 4 + 63) / 64 * 64)));
+        }
+        return data;
+    }
+    ~Buffer() { std::free(data); }
+};
+
+struct Decoder {
+    Model m;
+    std::mutex busy;
+    Buffer x, h, qkv, att, act, angles, out, logits;
+    std::vector<int32_t> ints;
+    int64_t ldx, ldqkv, ldatt, ldact;
+
+    explicit Decoder(const Model& model) : m(model) {
+        ldx = padded(m.hidden);
+        ldqkv = padded((m.heads + 2 * m.kv_heads) * m.dim);
+        ldatt = padded(m.heads * m.dim);
+        ldact = padded(m.intermediate);
+    }
+};
+
+struct Step {  // what the small phases of one forward need
+    Decoder* d;
+    const ForwardJob* job;
+    const Layer* layer;
+    Plan plan;
+    int64_t count;
+    float *x, *h, *qkv, *angles;
+    float *keys, *values;
+    const float* weight;           // of a norm
+    const int32_t* segment_of;     // [count]
+    const int32_t* which;          // nodes to normalise; null: all
+};
+
+void embed(const Model& m, int64_t token, float* to) {
+    if (!m.embedding) {
+        kernels()->unpack_column(m.head, token, to, m.embedding_factor);
+        return;
+    }
+    for (int64_t i = 0, at = token * m.hidden; i < m.hidden; i++, at++) {
+        float v;
+        if (m.embedding_format == FLOAT32) {
+            v = static_cast<const float*>(m.embedding)[at];
+        } else {
+            uint16_t half = static_cast<const uint16_t*>(m.embedding)[at];
+            uint32_t bits = static_cast<uint32_t>(half) << 16;
+            std::memcpy(&v, &bits, 4);
+            if (m.embedding_format == FLOAT16) v = from_half(half);
+        }
+        to[i] = v * m.embedding_factor;
+    }
+}
+
+void start_nodes(void* context, int64_t begin, int64_t end) {
+    Step& s = *static_cast<Step*>(context);
+    const Model& m = s.d->m;
+    int64_t half = m.rotary / 2;
+    for (int64_t n = begin; n < end; n++) {
+        embed(m, s.job->tokens[s.plan.index[n]], s.x + n * s.d->ldx);
+        float* angle = s.angles + n * m.rotary;
+        for (int64_t i = 0; i < half; i++) {
+            double f = static_cast<double>(static_cast<float>(s.plan.position[n]) * m.inv_freq[i]);
+            angle[i] = static_cast<float>(std::cos(f)) * m.rope_factor;
+            angle[half + i] = static_cast<float>(std::sin(f)) * m.rope_factor;
+        }
+    }
+}
+
+void normalise(void* context, int64_t begin, int64_t end) {
+    Step& s = *static_cast<Step*>(context);
+    for (int64_t n = begin; n < end; n++) {
+        const float* from = s.x + (s.which ? s.which[n] : n) * s.d->ldx;
+        kernels()->rmsnorm(from, s.weight, s.h + n * s.d->ldx, s.d->m.hidden, s.d->m.eps);
+    }
+}
+
+// Norms and rotations of the heads of a node, and its keys and values into their slot.
+void place_nodes(void* context, int64_t begin, int64_t end) {
+    Step& s = *static_cast<Step*>(context);
+    const Model& m = s.d->m;
+    const Kernels* k = kernels();
+    for (int64_t n = begin; n < end; n++) {
+        float* q = s.qkv + n * s.d->ldqkv;
+        const float* cosine = s.angles + n * m.rotary;
+        for (int64_t head = 0; head < m.heads + m.kv_heads; head++) {
+            float* x = q + head * m.dim;
+            const float* norm = head < m.heads ? s.layer->q_norm : s.layer->k_norm;
+            if (norm) k->rmsnorm(x, norm, x, m.dim, m.eps);
+            k->rope(x, cosine, cosine + m.rotary / 2, m.rotary);
+        }
+        int64_t row = s.job->rows[s.segment_of[n]];
+        for (int64_t head = 0; head < m.kv_heads; head++) {
+            int64_t at = ((row * m.kv_heads + head) * s.job->capacity + s.plan.slot[n]) * m.dim;
+            std::memcpy(s.keys + at, q + (m.heads + head) * m.dim, static_cast<size_t>(m.dim) * 4);
+            std::memcpy(s.values + at, q + (m.heads + m.kv_heads + head) * m.dim, static_cast<size_t>(m.dim) * 4);
+        }
+    }
+}
+
+void over_nodes(Work work, Step& s, int64_t count, double cost) {  // cost: microseconds per node, roughly
+    int threads = static_cast<int>(cost * static_cast<double>(count) / 5) + 1;
+    parallel(work, &s, count, threads);
+}
+
+void tap(const Step& s, int64_t which, const float* from) {
+    int64_t hidden = s.d->m.hidden, width = s.job->taps_count * hidden;
+    for (int64_t n = 0; n < s.count; n++)
+        std::memcpy(s.job->features + s.plan.index[n] * width + which * hidden, from + n * s.d->ldx,
+                    static_cast<size_t>(hidden) * 4);
+}
+
+// 0, or what is wrong: -1 - i: parents[i]; -2^40 - i: tokens[i] is no token.
+int64_t forward(Decoder& d, const ForwardJob& job) {
+    const Model& m = d.m;
+    int64_t size = job.batch * job.nodes;
+    d.ints.resize(static_cast<size_t>(6 * size + 3 * job.batch + 1));
+    int32_t* p = d.ints.data();
+    Step s{};
+    s.d = &d, s.job = &job;
+    s.plan = {p, p + 5 * size, p + 5 * size + job.batch + 1, p + size, p + 2 * size, p + 3 * size};
+    int32_t *segment_of = p + 4 * size, *wanted = p + 5 * size + 2 * job.batch + 1;  // wanted: up to size (+ batch) entries
+    s.count = make_plan(job.batch, job.nodes, job.parents, job.lengths, s.plan);
+    if (s.count < 0) return s.count;
+    for (int64_t n = 0; n < s.count; n++) {
+        int64_t token = job.tokens[s.plan.index[n]];
+        if (token < 0 || token >= m.vocab) return -(int64_t(1) << 40) - s.plan.index[n];
+    }
+    for (int64_t b = 0; b < job.batch; b++)
+        if (s.plan.segment[b] == s.plan.segment[b + 1]) return -1 - b * job.nodes;  // nothing but padding
+    for (int64_t b = 0; b < job.batch; b++)
+        for (int64_t n = s.plan.segment[b]; n < s.plan.segment[b + 1]; n++) segment_of[n] = static_cast<int32_t>(b);
+    s.segment_of = segment_of;
+    int64_t T = s.count;
+    s.x = d.x.need(T * d.ldx), s.h = d.h.need(T * d.ldx), s.qkv = d.qkv.need(T * d.ldqkv);
+    s.angles = d.angles.need(T * m.rotary + 16);
+    float *att = d.att.need(T * d.ldatt), *act = d.act.need(T * d.ldact);
+    double width = static_cast<double>(m.hidden);
+
+    Hot hot;
+    over_nodes(start_nodes, s, T, width / 1e3 + static_cast<double>(m.rotary) / 50);
+    for (int64_t l = 0; l < m.count; l++) {
+        const Layer& layer = m.layers[l];
+        s.layer = &layer, s.keys = job.cache[2 * l], s.values = job.cache[2 * l + 1];
+        s.weight = layer.norm1;
+        over_nodes(normalise, s, T, width / 8e3);
+        LinearJob qkv{layer.qkv, s.h, s.qkv, T, d.ldx, d.ldqkv, 1.0f, STORE, nullptr};
+        run_linear(qkv);
+        over_nodes(place_nodes, s, T, static_cast<double>((m.heads + m.kv_heads) * m.dim) / 4e3);
+        AttentionJob a{};
+        a.q = s.qkv, a.k = s.keys, a.v = s.values, a.out = att;
+        a.segment = s.plan.segment, a.row = job.rows, a.length = job.lengths, a.chain = s.plan.chain;
+        a.position = s.plan.position, a.slot = s.plan.slot, a.parent = s.plan.parent;
+        a.segments = job.batch, a.heads = m.heads, a.kv_heads = m.kv_heads, a.dim = m.dim, a.value_dim = m.dim;
+        a.capacity = job.capacity, a.ldq = d.ldqkv, a.ldo = d.ldatt, a.window = layer.window, a.scale = m.scale;
+        run_attention(a);
+        LinearJob out{layer.out, att, s.x, T, d.ldatt, d.ldx, m.residual_factor, ADD, nullptr};
+        run_linear(out);
+        s.weight = layer.norm2;
+        over_nodes(normalise, s, T, width / 8e3);
+        LinearJob gate_up{layer.gate_up, s.h, act, T, d.ldx, d.ldact, 1.0f, m.activation, nullptr};
+        run_linear(gate_up);
+        LinearJob down{layer.down, act, s.x, T, d.ldact, d.ldx, m.residual_factor, ADD, nullptr};
+        run_linear(down);
+        for (int64_t t = 0; t < job.taps_count; t++)
+            if (job.taps[t] == l) tap(s, t, s.x);
+    }
+    s.weight = m.final_norm;
+    for (int64_t t = 0; t < job.taps_count; t++)
+        if (job.taps[t] == -1) {
+            over_nodes(normalise, s, T, width / 8e3);
+            tap(s, t, s.h);
+        }
+    if (job.want == 0) return 0;
+    int64_t count = T;
+    if (job.want == 1) {
+        count = job.batch;
+        for (int64_t b = 0; b < job.batch; b++) wanted[b] = s.plan.segment[b + 1] - 1;
+        s.which = wanted;
+    }
+    over_nodes(normalise, s, count, width / 8e3);
+    bool scattered = job.want == 2 && T < size;
+    if (scattered) {
+        std::vector<char> real(static_cast<size_t>(size), 0);
+        for (int64_t n = 0; n < T; n++) real[static_cast<size_t>(s.plan.index[n])] = 1;
+        for (int64_t i = 0; i < size; i++)
+            if (!real[static_cast<size_t>(i)]) std::memset(job.logits + i * m.vocab, 0, static_cast<size_t>(m.vocab) * 4);
+    }
+    LinearJob head{m.head, s.h, job.logits, count, d.ldx, m.vocab, m.logits_factor, STORE, scattered ? s.plan.index : nullptr};
+    run_linear(head);
+    return 0;
+}
+
+}  // namespace
+
+OUTRIDER_API void* outrider_decoder_new(const Model* model) { return new Decoder(*model); }
+OUTRIDER_API void outrider_decoder_free(void* decoder) { delete static_cast<Decoder*>(decoder); }
+
+OUTRIDER_API int64_t outrider_forward(void* decoder, const ForwardJob* job) {
+    Decoder& d = *static_cast<Decoder*>(decoder);
+    std::lock_guard<std::mutex> guard(d.busy);
+    return forward(d, *job);
+}
+
+// Returns how many tokens were drafted (fewer than asked: the logits held NaN), or an error of `forward`.
+OUTRIDER_API int64_t outrider_draft_chain(void* decoder, const ChainJob* chain) {
+    Decoder& d = *static_cast<Decoder*>(decoder);
+    std::lock_guard<std::mutex> guard(d.busy);
+    Hot hot;
+    int32_t length = chain->length;
+    const int64_t* tokens = chain->tokens;
+    int64_t count = chain->count;
+    for (int64_t i = 0; i < chain->depth; i++) {
+        ForwardJob job{};
+        job.tokens = tokens, job.rows = &chain->row, job.lengths = &length, job.cache = chain->cache;
+        job.logits = d.logits.need(d.m.vocab), job.batch = 1, job.nodes = count, job.capacity = chain->capacity, job.want = 1;
+        int64_t error = forward(d, job);
+        if (error) return error;
+        int64_t next = chain->temperature > 0
+                           ? kernels()->argmax_gumbel(job.logits, d.m.vocab, chain->temperature, chain->seed, chain->stream,
+                                                      chain->step, chain->position + static_cast<uint32_t>(i))
+                           : kernels()->argmax(job.logits, d.m.vocab);
+        if (next < 0) return i;
+        chain->drafted[i] = next;
+        length += static_cast<int32_t>(count);
+        tokens = chain->drafted + i, count = 1;
+    }
+    return chain->depth;
+}
+
+}  // namespace outrider

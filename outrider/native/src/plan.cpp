@@ -1,0 +1,74 @@
+#include "plan.hpp"
+
+#include <vector>
+
+#include "pool.hpp"
+
+namespace outrider {
+
+int64_t make_plan(int64_t batch, int64_t nodes, const int64_t* parents, const int32_t* lengths, Plan& plan) {
+    int64_t total = 0;
+    std::vector<int32_t> place(static_cast<size_t>(parents ? nodes : 0));  // node -> index in the flattened arrays
+    for (int64_t b = 0; b < batch; b++) {
+        plan.segment[b] = static_cast<int32_t>(total);
+        plan.chain[b] = 1;
+        for (int64_t n = 0; n < nodes; n++) {
+            int64_t parent = parents ? parents[b * nodes + n] : n - 1;
+            if (parent == -2) {
+                place[static_cast<size_t>(n)] = -1;
+                continue;
+            }
+            if (parent < -1 || parent >= n) return -1 - (b * nodes + n);
+            int32_t above = -1;
+            if (parent >= 0) {
+                above = parents ? place[static_cast<size_t>(parent)] : static_cast<int32_t>(total - 1);
+                if (above < 0) return -1 - (b * nodes + n);
+            }
+            plan.index[total] = static_cast<int32_t>(b * nodes + n);
+            plan.parent[total] = above;
+            plan.position[total] = above < 0 ? lengths[b] : plan.position[above] + 1;
+            plan.slot[total] = lengths[b] + static_cast<int32_t>(n);
+            if (plan.slot[total] != plan.position[total]) plan.chain[b] = 0;
+            if (parents) place[static_cast<size_t>(n)] = static_cast<int32_t>(total);
+            total++;
+        }
+    }
+    plan.segment[batch] = static_cast<int32_t>(total);
+    return total;
+}
+
+void run_attention(AttentionJob& job) {
+    double keys = 0;
+    for (int64_t s = 0; s < job.segments; s++) {
+        double count = job.segment[s + 1] - job.segment[s], span = job.length[s] + count / 2;
+        if (job.window > 0 && span > static_cast<double>(job.window)) span = static_cast<double>(job.window);
+        keys += count * span;
+    }
+    int threads = worth_threads(0, keys * static_cast<double>(job.heads * (job.dim + job.value_dim)) * 1.5);
+    // As many nodes as possible share a pass over the keys, but every thread should find a few tasks.
+    int64_t chunk = 32;
+    auto count_tasks = [&] {
+        int64_t n = 0;
+        for (int64_t s = 0; s < job.segments; s++) n += (job.segment[s + 1] - job.segment[s] + chunk - 1) / chunk;
+        return n * job.kv_heads;
+    };
+    while (threads > 1 && chunk > 1 && count_tasks() < 3 * threads) chunk /= 2;
+    thread_local std::vector<int32_t> segments, firsts;
+    segments.clear(), firsts.clear();
+    for (int64_t s = 0; s < job.segments; s++)
+        for (int64_t n = job.segment[s]; n < job.segment[s + 1]; n += chunk) {
+            segments.push_back(static_cast<int32_t>(s));
+            firsts.push_back(static_cast<int32_t>(n));
+        }
+    job.chunk = chunk, job.task_segment = segments.data(), job.task_first = firsts.data();
+    parallel(kernels()->attention, &job, static_cast<int64_t>(segments.size()) * job.kv_heads, threads);
+}
+
+OUTRIDER_API int64_t outrider_plan(int64_t batch, int64_t nodes, const int64_t* parents, const int32_t* lengths,
+                                   Plan* plan) {
+    return make_plan(batch, nodes, parents, lengths, *plan);
+}
+
+OUTRIDER_API void outrider_attention(AttentionJob* job) { run_attention(*job); }
+
+}  // namespace outrider

@@ -1,0 +1,20 @@
+// A small fork-join pool. A job is n units of work; whoever is awake claims ranges of them, and the job is done when every
+// *claimed* range is done. A worker that the operating system keeps off its core has claimed nothing and delays nobody.
+#pragma once
+#include <cstdint>
+
+namespace outrider {
+
+using Work = void (*)(void* context, int64_t begin, int64_t end);
+
+void parallel(Work work, void* context, int64_t units, int threads);  // threads: at most this many; 1 runs here
+int pool_threads();
+void set_pool_threads(int threads);
+
+// Between phases of one forward the workers stay awake; outside they fall asleep after some tens of microseconds.
+struct Hot {
+    Hot();
+    ~Hot();
+};
+
+}  // namespace outrider

@@ -1,0 +1,58 @@
+"""The two architectures, and how a folder of weights is written so that no reader ever sees half of one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from recipes.tokenizer import VOCABULARY
+
+SHAPES = {
+    "target": {"hidden_size": 320, "num_hidden_layers": 6, "intermediate_size": 896, "num_attention_heads": 10,
+               "num_key_value_heads": 2},
+    "draft": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 320, "num_attention_heads": 4,
+              "num_key_value_heads": 1},
+}  # fmt: skip
+FOLDERS = {"target": "code", "draft": "code-draft"}
+
+
+def build(role: str, seed: int = 0) -> LlamaForCausalLM:
+    """A fresh model. The last matrix of every branch starts at zero, so that a block starts as the identity."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **SHAPES[role],
+        vocab_size=VOCABULARY,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
+def export(model: LlamaForCausalLM, tokenizer: Path, folder: Path, card: str | None = None) -> None:
+    """Write beside the folder, then rename: whoever loads gets the old pair or the new one, never a mixture."""
+    fresh = folder.with_name(folder.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    model.to(torch.float32).save_pretrained(fresh)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(fresh)
+    if card is not None:
+        (fresh / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+    stale = folder.with_name(folder.name + ".old")
+    shutil.rmtree(stale, ignore_errors=True)
+    if folder.exists():
+        folder.rename(stale)
+    fresh.rename(folder)
+    shutil.rmtree(stale, ignore_errors=True)

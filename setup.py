@@ -1,0 +1,34 @@
+"""The native kernels: one plain shared library without Python's or torch's headers, loaded with ctypes.
+
+Optional: where no C++ compiler is to be had the package installs without it, and `outrider.native.why()` says so.
+"""
+
+from setuptools import Extension, setup
+
+SOURCES = ["api", "decoder", "isa_avx2", "isa_avx512", "isa_portable", "pack", "plan", "pool"]
+HEADERS = ["abi.hpp", "isa.hpp", "plan.hpp", "pool.hpp"]
+PIECES = ["attention", "kernels", "linear", "maths", "noise", "vec"]
+
+setup(
+    ext_modules=[
+        Extension(
+            "outrider.native._kernels",
+            sources=[f"outrider/native/src/{name}.cpp" for name in SOURCES],
+            depends=[f"outrider/native/src/{name}" for name in HEADERS]
+            + [f"outrider/native/src/{name}.inc" for name in PIECES],
+            # No -march and no -ffast-math: the instruction set is chosen at run time, and every rounding is meant.
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-g0",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-fvisibility=hidden",
+                "-Wno-psabi",
+            ],
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        )
+    ]
+)
