@@ -80,6 +80,15 @@ def test_text_does_not_depend_on_company_or_on_when_rows_join(trial: int) -> Non
     assert found == expected
 
 
+def test_a_decoder_used_again_remembers_nothing() -> None:
+    chosen = list(PARAMETERS.values()) * 3
+    requests = [request(p, s, seed) for seed, (p, s) in enumerate(zip(prompts(len(chosen), 7), chosen, strict=True))]
+    expected = plain_texts(TARGET, requests)
+    engine = decoder(TARGET, rows=1)
+    for one, text in zip(requests, expected, strict=True):
+        assert engine.generate([Request(0, one.prompt, one.params, one.seed, one.bad_words)])[0].output == text
+
+
 def test_a_row_that_leaves_early_disturbs_nobody() -> None:
     requests = [request(p, PARAMETERS["hot"], s) for s, p in enumerate(prompts(3, 5))]
     expected = plain_texts(TARGET, requests)
