@@ -127,15 +127,27 @@ class Warp:
         """int64 [batch]: argmax(log law + Gumbel noise); -1 where the logits hold NaN or no token is allowed."""
         if logits.device.type == "cpu" and native.available():
             keys = noise.keys(stream, position)
-            return torch.tensor([self._draw(b, logits[b], extra[b], key) for b, key in enumerate(keys)])
+            return torch.tensor([self.draw_row(b, logits[b], extra[b], key) for b, key in enumerate(keys)])
+        return self._draw(logits, extra, noise, stream, position)
+
+    def _draw(
+        self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
+    ) -> Tensor:
         if self.all_greedy:
             best = self.processed(logits, extra).max(-1)
         else:
             best = (self.scores(logits, extra) + noise.gumbel(stream, position, logits.shape[-1])).max(-1)
         return torch.where(best.values > _NO, best.indices, -1)  # false for NaN too
 
-    def _draw(self, b: int, logits: Tensor, extra: Sequence[int], key: tuple[int, int, int, int]) -> int:
-        """The same for one row, without a law: noise meets the scores in one native pass, and greedy needs none."""
+    def draw_row(self, b: int, logits: Tensor, extra: Sequence[int], key: tuple[int, int, int, int]) -> int:
+        """`draw` for row b alone, without a law: noise meets the scores in one native pass, and greedy needs none.
+
+        logits: float32 [vocab]. key: the row of `noise.keys`.
+        """
+        if not native.available():
+            seed, stream, step, at = (torch.tensor([part]) for part in key)
+            noise = Noise(seed, step)
+            return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream)), at)[0])
         history = self.histories[b]
         params = history.params
         scores = history.apply(logits, extra) if self.active[b] else logits
@@ -147,7 +159,7 @@ class Warp:
             token = native.argmax(scores) if greedy else native.argmax_gumbel(scores, *key, temperature=temperature)
         except ValueError:  # NaN
             return -1
-        return token if scores[token] > _NO else -1
+        return -1 if self.active[b] and scores[token] == _NO else token  # everything was forbidden
 
     def simple(self, row: int) -> bool:
         """Whether a row's law is its logits over its temperature, and no more."""
@@ -194,10 +206,9 @@ class Laws:
     def __init__(self, logits: Tensor, draft: Draft, warp: Warp) -> None:
         """logits: float32 [batch, node, vocab]."""
         self.logits, self.draft, self.warp = logits, draft, warp
-        self._every = torch.arange(len(logits), device=logits.device)
 
     def _at(self, node: Tensor) -> tuple[Tensor, list[list[int]]]:
-        rows = self.logits[self._every, node]
+        rows = self.logits[torch.arange(len(node), device=node.device), node]
         if not any(self.warp.active):
             return rows, [[]] * len(rows)
         return rows, [self._ancestors(b, n) for b, n in enumerate(ints(node))]
@@ -218,3 +229,8 @@ class Laws:
     def probs(self, node: Tensor) -> Tensor:
         logits, extra = self._at(node)
         return self.warp.scores(logits, extra).softmax(-1)
+
+    def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
+        """`sample` for one row; see `outrider.verify.batched.RowTarget`."""
+        extra = self._ancestors(row, node) if self.warp.active[row] else ()
+        return self.warp.draw_row(row, self.logits[row, node], extra, key)

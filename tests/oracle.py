@@ -149,13 +149,22 @@ Drafted = tuple[list[int], list[int], list[Law]]
 Drafter = Callable[[Toy, Text, Any], Drafted]
 
 
-def drawn_chain(gamma: int, stop: Callable[[Text, Text, Any], bool] = lambda text, guesses, choose: False) -> Drafter:
-    """Draws guesses from q, up to gamma; `stop(text, guesses, choose)` may end the chain before the next is drawn."""
+def drawn_chain(
+    gamma: int,
+    stop: Callable[[Text, Text, Any], bool] = lambda text, guesses, choose: False,
+    length: int | None = None,
+) -> Drafter:
+    """Draws guesses from q, up to gamma; `stop(text, guesses, choose)` may end the chain before the next is drawn.
+
+    length: where the text ends; no guess is drawn that could not be kept, as the real loop clips its budgets. Without
+    it the last step overshoots, which must not matter either.
+    """
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
         guesses: Text = ()
         laws = []
-        while len(guesses) < gamma and not stop(text, guesses, choose):
+        room = gamma if length is None else min(gamma, length - len(text) - 1)
+        while len(guesses) < room and not stop(text, guesses, choose):
             laws.append(toy.q(text + guesses))
             guesses += (choose.pick(laws[-1]),)
         return [0, *guesses], list(range(-1, len(guesses))), laws
@@ -177,10 +186,7 @@ def chosen_chain(gamma: int) -> Drafter:
 
 
 def drawn_tree(shape: Sequence[int], replacement: bool, length: int | None = None) -> Drafter:
-    """shape[d] children of every node at level d, drawn from q with or without replacement.
-
-    length: where the text ends; no level is drawn that could not be kept, as the real loop clips its budgets.
-    """
+    """shape[d] children of every node at level d, drawn from q with or without replacement. length: as above."""
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
         tokens, parents, texts, level = [0], [-1], [text], [0]

@@ -196,7 +196,7 @@ def test_bad_requests_say_what_would_work() -> None:
     for bad, words in (
         (request([], SamplingParams()), "empty"),
         (request([1, 99], SamplingParams()), "99 is outside the vocabulary of 11"),
-        (request([1] * 20, SamplingParams(max_tokens=24)), "max_tokens=30 or less"),
+        (request([1] * 20, SamplingParams(max_tokens=31)), "max_tokens=30 or less"),
         (request([1] * 60, SamplingParams()), "60 tokens"),
         (request([1], SamplingParams(logit_bias={44: 1.0})), "logit_bias holds"),
     ):

@@ -14,6 +14,7 @@ from outrider.noise import Stream
 from outrider.params import SamplingParams
 from outrider.sampling import History, Laws, Warp, truncate
 from outrider.types import Draft
+from outrider.verify import match
 
 V = 50
 
@@ -168,3 +169,32 @@ def test_laws_see_the_ancestors_of_their_node_and_nothing_else() -> None:
 def test_bad_parameters_say_what_would_work(bad: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("trial", range(8))
+def test_match_row_by_row_on_the_host_is_match_on_tensors(trial: int) -> None:
+    every = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        SamplingParams(frequency_penalty=1),
+    ]
+    generator = torch.Generator().manual_seed(trial)
+    logits = 2 * torch.randn(4, 9, 5, generator=generator)
+    parents = torch.stack(
+        [torch.tensor([-1, *(int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, 9))])] * 4
+    )
+    parents[2, 6:] = -2
+    draft = Draft(torch.randint(0, 5, (4, 9), generator=generator), parents)
+    laws = Laws(logits, draft, Warp([history(p, [1, 2], 1) for p in every]))
+
+    class Tensors:
+        sample, probs = staticmethod(laws.sample), staticmethod(laws.probs)
+
+    at = torch.tensor([2, 2, 2, 2])
+    host, tensors = (match(t, draft, noise([trial, 1, 2, 3]), at) for t in (laws, Tensors()))
+    assert host.token.tolist() == tensors.token.tolist()
+    assert host.accepted.tolist() == tensors.accepted.tolist()
+    width = host.path.shape[1]
+    assert torch.equal(host.path, tensors.path[:, :width])
+    assert bool((tensors.path[:, width:] == -1).all())

@@ -42,8 +42,8 @@ def ends_by_text(text, guesses, choose):
 
 CHAINS = {
     "drawn": drawn_chain(2),
-    "drawn, any length": drawn_chain(2, ends_at_random),
-    "drawn, stops after a zero": drawn_chain(2, ends_after_a_zero),
+    "drawn, any length": drawn_chain(2, ends_at_random, length=3),
+    "drawn, stops after a zero": drawn_chain(2, ends_after_a_zero, length=3),
     "drawn, length by text": drawn_chain(2, ends_by_text),
     "chosen": chosen_chain(2),
     "none": chosen_chain(0),
@@ -81,7 +81,7 @@ TREES = {
     "with replacement": drawn_tree([2], replacement=True),
     "without replacement": drawn_tree([2], replacement=False),
     "two levels without replacement": drawn_tree([2, 2], replacement=False, length=3),
-    "two levels with replacement": drawn_tree([2, 2], replacement=True, length=3),
+    "two levels with replacement": drawn_tree([2, 1], replacement=True, length=3),
     "top tokens": top_tree([2, 2]),
     "uneven": top_tree([3, 1, 1]),
 }

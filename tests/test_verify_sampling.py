@@ -112,7 +112,7 @@ def test_one_step_has_the_law_that_the_oracle_says(name):
         kept = [tokens[n] for n in path[1:]]
         return (len(kept), *kept, *[0] * (GAMMA - len(kept)), token)
 
-    _, first = simulate(toy, name, 1, stream=Stream.DRAFT)
+    _, first = simulate(toy, name, 1, stream=Stream.DRAFT, samples=SAMPLES // 2)
     assert p_value(first, law(program)) > 1e-3
 
 
@@ -165,7 +165,7 @@ class OneCoin(ManyRows):
 
 def test_fault_block_reads_its_coins_again():
     toy = Markov(5)
-    texts, _ = simulate(toy, "block", 2, noise_type=OneCoin)
+    texts, _ = simulate(toy, "block", 2, samples=SAMPLES // 2, noise_type=OneCoin)
     assert p_value(texts, plain(toy, 2)) < 1e-6
 
 

@@ -19,7 +19,6 @@ from outrider.verify import (
     reference_rejection,
 )
 
-
 MASK = 0xFFFFFFFF
 
 

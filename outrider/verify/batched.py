@@ -12,7 +12,7 @@ rounding of its own, and the twins agree decision for decision.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,14 @@ class Target(Protocol):
         ...
 
 
+class RowTarget(Protocol):
+    """A target that can also be asked for one row at a time: the way that costs least on the CPU."""
+
+    def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
+        """What `sample` gives for that row; key: the row of `Noise.keys` at the token's position."""
+        ...
+
+
 class Table:
     """A target whose laws are given: for tests, docs and teaching."""
 
@@ -60,6 +68,8 @@ def match(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdi
     """
     tokens, parents = draft.tokens, draft.parents
     batch, nodes = tokens.shape
+    if tokens.device.type == "cpu" and hasattr(target, "sample_row"):
+        return _match_on_host(cast(RowTarget, target), draft, noise, position)
     levels = int(depth(parents).max()) if batch else 0
     index = torch.arange(nodes, device=tokens.device)
     here = torch.zeros(batch, dtype=torch.long, device=tokens.device)
@@ -78,6 +88,27 @@ def match(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdi
         path[:, level] = torch.where(walks, child, -1)
         token = target.sample(here, noise, position + accepted)
     return Verdict(path, accepted, token)
+
+
+def _match_on_host(target: RowTarget, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+    """The same, row by row on plain lists: on the CPU a tensor operation on five numbers costs more than the walk."""
+    trees = zip(draft.tokens.tolist(), draft.parents.tolist(), noise.keys(Stream.TOKEN, position), strict=True)
+    paths: list[list[int]] = []
+    last: list[int] = []
+    for row, (tokens, parents, (seed, stream, step, at)) in enumerate(trees):
+        path = [0]
+        while True:
+            token = target.sample_row(row, path[-1], (seed, stream, step, at + len(path) - 1))
+            here = path[-1]
+            child = next((n for n in range(here + 1, len(tokens)) if parents[n] == here and tokens[n] == token), 0)
+            if not child:
+                break
+            path.append(child)
+        paths.append(path)
+        last.append(token)
+    levels = max(map(len, paths), default=1)
+    padded = torch.tensor([p + [-1] * (levels - len(p)) for p in paths])
+    return Verdict(padded, torch.tensor([len(p) - 1 for p in paths]), torch.tensor(last))
 
 
 def rejection(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:

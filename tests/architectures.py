@@ -1,0 +1,102 @@
+"""Tiny random models, one of each architecture: from their configuration, nothing is downloaded."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 97  # no multiple of anything
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+_HEADS = {"num_key_value_heads": 4}
+_WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_DEEPSEEK = {
+    **_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "n_shared_experts": 1,
+}  # fmt: skip
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": _BASE,
+    "qwen2": _BASE,
+    "qwen3": {**_BASE, "head_dim": 8},
+    "mistral": {**_BASE, "sliding_window": 7},
+    "gemma": {**_BASE, "head_dim": 8},
+    "gemma2": {
+        **_BASE, **_WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
+    },
+    "gemma3_text": {**_BASE, **_WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8},
+    "phi": {**_BASE, "partial_rotary_factor": 0.5},
+    "phi3": _BASE,
+    "gpt2": _GPT,
+    "gpt_neox": {**_BASE, **_HEADS, "rotary_pct": 0.25},
+    "gpt_neo": {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128,
+        "attention_types": [[["global", "local"], 1]], "window_size": 6, "eos_token_id": None, "pad_token_id": 0,
+    },
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "opt": {
+        "vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 128, "word_embed_proj_dim": 32, "eos_token_id": None, "pad_token_id": 0,
+    },
+    "olmo2": _BASE,
+    "stablelm": {**_BASE, "partial_rotary_factor": 0.25},
+    "falcon": {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False,
+        "max_position_embeddings": 128, "multi_query": True, "new_decoder_architecture": False, "eos_token_id": None,
+    },
+    "granite": {
+        **_BASE, "attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+    },
+    "starcoder2": {**_BASE, "sliding_window": 7},
+    "cohere2": {**_BASE, **_WINDOW},
+    "smollm3": {**_BASE, "no_rope_layers": [1, 0]},
+    "glm4": {**_BASE, "head_dim": 8, "partial_rotary_factor": 0.5},
+    "mixtral": {**_BASE, **_LOCAL},
+    "phimoe": {**_BASE, **_LOCAL, "sliding_window": 6},
+    "qwen2_moe": {**_BASE, **_EXPERTS, "shared_expert_intermediate_size": 20},
+    "qwen3_moe": {**_BASE, **_EXPERTS, "head_dim": 8, "norm_topk_prob": True},
+    "olmoe": {**_BASE, "num_experts": 5, "num_experts_per_tok": 3},
+    "gpt_oss": {**_BASE, **_LOCAL, **_WINDOW, "head_dim": 8},
+    "deepseek_v3": {**_BASE, **_DEEPSEEK},
+    "xglm": {
+        "vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48,
+        "max_position_embeddings": 128, "eos_token_id": None, "pad_token_id": 0,
+    },
+}  # fmt: skip
+
+# Their attention is their own and goes through no hook: correct, and rounded otherwise in a batch than alone.
+NOT_BIT_EQUAL = {"xglm"}
+
+
+def tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A model of this architecture, float32, with weights large enough that its likeliest token stands out."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name, **{**ARCHITECTURES[name], **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * (0.25 if parameter.dim() > 1 else 0.1))
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+@cache
+def prompts(*lengths: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(2, VOCAB, (n,), generator=draw).tolist() for n in lengths]
