@@ -47,7 +47,10 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 
 
 Model = Annotated[str, _option("Model", "A folder, a hub name or a built-in model.", "--model", "-m")]
-Draft = Annotated[str | None, _option("Speculation", "The small model that guesses.", "--draft-model", "-d")]
+Draft = Annotated[
+    str | None,
+    _option("Speculation", "The small model that guesses; builtin:code brings its own.", "--draft-model", "-d"),
+]
 Guesses = Annotated[int, _option("Speculation", "Guesses per step.", "--num-speculative-tokens", "-k")]
 Debug = Annotated[bool, _option("Output", "Show the traceback of an error.", "--debug")]
 
@@ -77,13 +80,17 @@ def outrider(
     'outrider generate "Why is the sky blue?" --chat -m ./my-model -d ./my-small-model'
 )
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input, as it is.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
+    ],
     model: Model = CODE,
     dtype: Annotated[str, _option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, _option("Model", "auto, cpu or cuda.")] = "auto",
     quantization: Annotated[str | None, _option("Model", "int8 or int4 weights, on the CPU.")] = None,
     max_model_len: Annotated[int | None, _option("Model", "Tokens of prompt and output together.")] = None,
-    method: Annotated[str | None, _option("Speculation", "Who guesses: none, draft_model, ngram or suffix.")] = None,
+    method: Annotated[
+        str | None, _option("Speculation", "Who guesses: none, draft_model, ngram, suffix or quantized_self.")
+    ] = None,
     draft_model: Draft = None,
     num_speculative_tokens: Guesses = 5,
     verifier: Annotated[
@@ -149,7 +156,7 @@ def demo(
     model: Model = CODE,
     draft_model: Draft = None,
     num_speculative_tokens: Guesses = 5,
-    tokens: Annotated[int, _option("Measurement", "Tokens of each text.", min=1)] = 96,
+    tokens: Annotated[int, _option("Measurement", "Tokens of each text.", min=1)] = 128,
     repeats: Annotated[int, _option("Measurement", "Runs of each text, plain and speculative.", min=1)] = 2,
     json_file: Annotated[
         Path | None, _option("Output", "Also write all numbers to a file.", "--json", metavar="FILE")
@@ -190,23 +197,25 @@ def models(debug: Debug = False) -> None:
     with _readable(debug):
         with _loading("the list"):
             from outrider.models.load import BUILTIN, DATA
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
-        table = Table(title="Built-in models", title_justify="left")
-        for head in ("name", "what"):
-            table.add_column(head, no_wrap=head == "name")
+        table = Table(title="Built-in models", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("name", no_wrap=True)
         for head in ("parameters", "on disk", "vocabulary", "context"):
             table.add_column(head, justify="right", no_wrap=True)
+        table.add_column("what")
         for name, what in BUILTIN.items():
             folder = DATA / name.removeprefix("builtin:")
-            if not (folder / "model.safetensors").exists() or not (folder / "config.json").exists():
-                table.add_row(name, f"{what} [red](its files are missing)[/red]")
+            weights = folder / "model.safetensors"
+            if not weights.exists() or not (folder / "config.json").exists():
+                table.add_row(name, "-", "-", "-", "-", f"{what} [red](its files are missing)[/red]")
                 continue
             config = json.loads((folder / "config.json").read_text())
             size = sum(f.stat().st_size for f in folder.iterdir())
-            numbers = [f"{_parameters(folder / 'model.safetensors') / 1e6:.2f} M", f"{size / 1e6:.1f} MB"]
+            numbers = [f"{_parameters(weights) / 1e6:.2f} M", f"{size / 1e6:.1f} MB"]
             numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
-            table.add_row(name, what, *numbers)
+            table.add_row(name, *numbers, what)
         _console().print(table)
         print(f'Use one: outrider generate "def main():" --model {CODE}')
 
@@ -247,10 +256,12 @@ def _readable(debug: bool) -> Iterator[None]:
         except BrokenPipeError:  # the reader has gone, as in `outrider generate ... | head -1`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(141) from None
-        except (ValueError, OSError, MemoryError, ImportError, RuntimeError) as error:
+        except Exception as error:
             if debug:
                 raise
             message = " ".join(str(error).split()) or type(error).__name__
+            if not isinstance(error, (ValueError, OSError, MemoryError)):
+                message = f"{type(error).__name__}: {message} (--debug shows where)"
             print(paint(f"error: {message}", RED, sys.stderr), file=sys.stderr)
             raise typer.Exit(2) from None
 

@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -143,10 +143,11 @@ class CustomGenerate:
         with self._lock:
             engine = self._engine(model)
             out = self._run(engine, prompts, wanted, seed, streamer, pad)
-        sequences = torch.cat([input_ids, torch.tensor(out, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
-        return (
-            GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
-        )  # pyright: ignore[reportArgumentType, reportReturnType]
+        new = torch.tensor(out, dtype=input_ids.dtype, device=input_ids.device)
+        sequences: Any = torch.cat([input_ids, new], dim=1)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
 
     def _engine(self, model: PreTrainedModel) -> LLM:
         """The model made ready, once. Made again when its weights were changed or exchanged since."""
@@ -156,11 +157,13 @@ class CustomGenerate:
             training = [m for m in model.modules() if m.training]
             self._engines.pop(model, None)  # before the new one takes its memory
             try:
-                known = (mark, LLM(model, device=str(model.device), **self._options))
+                engine = LLM(model, device=str(model.device), **self._options)
             finally:
                 for module in training:
                     module.training = True
-            self._engines[model] = known
+            # Without its source: an engine that kept the model, its own key here, alive would never go.
+            engine.loaded = replace(engine.loaded, source=engine.loaded.name)
+            known = self._engines[model] = (mark, engine)
         return known[1]
 
     def _run(

@@ -197,8 +197,8 @@ def run(
     console: Console,
     show: Callable[[LLM, str, SamplingParams], None],
     *,
-    tokens: int = 96,
-    repeats: int = 2,
+    tokens: int = 128,
+    repeats: int = 3,
     file: Path | None = None,
     command: str = "",
 ) -> int:
@@ -223,7 +223,7 @@ def run(
     if file is not None:
         report = {"command": command, "machine": host, "model": llm.loaded.name, "speculative_config": _plain(llm)}
         report |= {"totals": totals(comparisons), "texts": [c.report() for c in comparisons]}
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        file.write_text(json.dumps(report) + "\n")
         console.print(f"The numbers are in {file}.", highlight=False, style="dim")
     exact = llm.decoder.guarantee is Guarantee.EXACT_TOKENS
     return int(exact and not all(c.identical for c in comparisons))

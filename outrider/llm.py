@@ -113,6 +113,7 @@ class LLM:
                 text = row.ending.settled
                 pieces = _pieces(text, sent, marks)
                 new, sent = text[sent:], max(sent, len(text))
+                marks = [mark for mark in marks if mark[0] > sent]  # borders still ahead
                 output = self._output(prompt, [row], [meter]) if row.end else None
                 yield Delta(new, kept.tokens, pieces, 0, output)
 
