@@ -60,7 +60,7 @@ def child_table(parents: Tensor, width: int) -> Tensor:
 
 def path_to(parents: Tensor | Sequence[int], node: int) -> list[int]:
     """The nodes from the root down to `node`, in one row's parents [node]. Raises ValueError for a padding node."""
-    row = _lists(parents[None])[0] if isinstance(parents, Tensor) else list(parents)
+    row = lists(parents[None])[0] if isinstance(parents, Tensor) else list(parents)
     path = [node]
     while row[path[-1]] >= 0:
         path.append(row[path[-1]])
@@ -102,13 +102,14 @@ def validate(draft: Draft, vocab_size: int) -> None:
         )
     if tokens.dtype != torch.long or parents.dtype != torch.long:
         raise ValueError(f"tokens and parents are int64, got {tokens.dtype} and {parents.dtype}")
-    for b, (row, up) in enumerate(zip(_lists(tokens), _lists(parents), strict=True)):
+    for b, (row, up) in enumerate(zip(lists(tokens), lists(parents), strict=True)):
         _validate_row(b, row, up, vocab_size)
     if draft.siblings is not Siblings.POINT:
         _validate_laws(draft, vocab_size)
 
 
-def _lists(rows: Tensor) -> list[list[int]]:
+def lists(rows: Tensor) -> list[list[int]]:
+    """A tensor [batch, node] of whole numbers, read to the host."""
     return cast("list[list[int]]", rows.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -140,7 +141,7 @@ def _validate_laws(draft: Draft, vocab_size: int) -> None:
         raise ValueError(f"probs is [batch, node, vocab] = {[*draft.tokens.shape, vocab_size]}, got {[*probs.shape]}")
     if probs.dtype != torch.float32:
         raise ValueError(f"probs is float32, got {probs.dtype}: a law must not be rounded after it was drawn from")
-    for b, (row, up) in enumerate(zip(_lists(draft.tokens), _lists(draft.parents), strict=True)):
+    for b, (row, up) in enumerate(zip(lists(draft.tokens), lists(draft.parents), strict=True)):
         seen: set[tuple[int, int]] = set()
         for n, (token, parent) in enumerate(zip(row, up, strict=True)):
             if parent < 0:

@@ -81,7 +81,7 @@ def asked(rows: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True)

@@ -105,7 +105,7 @@ def describe(folder: Path, model: LlamaForCausalLM, stream: np.ndarray, bytes_pe
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--tokens", type=Path, required=True)

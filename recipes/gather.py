@@ -194,7 +194,7 @@ def write(documents: list[Document], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prose", type=Path, help="folder of *.jsonl question sets")
     parser.add_argument("--keep-out", type=Path, help="HumanEval.jsonl.gz: documents that quote it are dropped")

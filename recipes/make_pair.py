@@ -100,7 +100,7 @@ def write_card(role: str, run: Path, data: Path, results: dict[str, dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--work", type=Path, default=Path("work/pair"))
     parser.add_argument("--data", type=Path, default=Path("outrider/data"))
     parser.add_argument("--results", type=Path, default=Path("recipes/results.json"))

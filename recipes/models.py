@@ -50,6 +50,8 @@ def export(model: LlamaForCausalLM, tokenizer: Path, folder: Path, card: str | N
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(fresh)
     if card is not None:
         (fresh / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+    for path in fresh.iterdir():
+        path.chmod(0o644)  # safetensors writes for the owner alone, and a package is read by others
     stale = folder.with_name(folder.name + ".old")
     shutil.rmtree(stale, ignore_errors=True)
     if folder.exists():

@@ -88,7 +88,7 @@ def write_stream(tokenizer: PreTrainedTokenizerFast, text: Path, out: Path) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--text", type=Path, required=True, help="the folder that gather wrote")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -113,7 +113,7 @@ def save(path: Path, model: LlamaForCausalLM, optims: list[torch.optim.Optimizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=Path, required=True, help="the folder that tokenizer wrote")
     parser.add_argument("--run", type=Path, required=True, help="checkpoint, log and the exported model go here")
     parser.add_argument("--role", default="target", choices=("target", "draft"))

@@ -14,8 +14,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from outrider import native
 from outrider.drafters.base import BaseDrafter, Batch
 from outrider.drafters.model import ModelDrafter
+from outrider.models import hooks
+from outrider.models.attention import attend_masked
 from outrider.models.base import LanguageModel
 from outrider.models.hf import HFModel, UnsupportedModel
+from outrider.models.load import load
 from outrider.params import SamplingParams
 from outrider.tree import tree
 from outrider.types import Budget, Draft
@@ -76,6 +79,14 @@ def outputs(model: LanguageModel, texts: list[list[int]], drafter: BaseDrafter |
 
 def test_greedy_tokens_are_those_of_transformers(subject: Subject) -> None:
     assert outputs(subject.model, subject.texts) == subject.texts
+
+
+def test_logits_are_those_of_transformers(subject: Subject) -> None:
+    ids = torch.tensor(subject.texts[1:])
+    with torch.inference_mode():
+        expected = subject.raw(ids).logits
+    logits = subject.model.forward(ids, subject.model.new_cache(1, 64), [0]).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_greedy_tokens_with_trees(subject: Subject) -> None:
@@ -139,6 +150,16 @@ def test_rows_do_not_depend_on_their_neighbours(subject: Subject) -> None:
     assert_rows_do_not_depend_on_their_neighbours(subject.model)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "granite"])
+def test_the_model_that_load_chooses(name: str) -> None:
+    """The Llama family has a native step of its own."""
+    raw = tiny(name)
+    model = load(raw).model
+    texts = [greedy(raw, prompt) for prompt in prompts(3, 13)]
+    assert outputs(model, texts, Guided(texts)) == texts
+    assert_rows_do_not_depend_on_their_neighbours(model)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gpt_oss", "falcon"])
 def test_rows_without_the_native_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
@@ -149,7 +170,16 @@ def test_rows_without_the_native_kernels(name: str, monkeypatch: pytest.MonkeyPa
     assert outputs(model, texts, Guided(texts)) == texts
 
 
-def test_rows_with_many_torch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neo"])
+def test_the_masked_form_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerators run, run here."""
+    monkeypatch.setattr(hooks, "attend", attend_masked)
+    raw = tiny(name)
+    texts = [greedy(raw, prompt) for prompt in prompts(3, 13)]
+    assert outputs(HFModel(raw), texts, Guided(texts)) == texts
+
+
+def test_rows_with_many_torch_threads() -> None:
     """Torch cuts elementwise work of more than 32768 elements among its threads."""
     if not native.available():
         pytest.skip("needs the native kernels")

@@ -10,7 +10,7 @@ from helpers import counts
 
 from outrider import native
 from outrider.decode import Decoder, Request
-from outrider.drafters import ModelDrafter, NgramDrafter, Noisy, NoDraft, SuffixDrafter, Wrong
+from outrider.drafters import ModelDrafter, NgramDrafter, NoDraft, Noisy, SuffixDrafter, Wrong
 from outrider.drafters.base import Drafter
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams

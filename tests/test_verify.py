@@ -288,12 +288,3 @@ def test_nobody_asks_beyond_the_end_of_a_row():
     for name in ALL:
         VERIFIERS[name](target, Draft(*chain([[0, 1], [0, 1, 2, 3]])), noise(2), at(1, 1))
     assert max(first for first, _ in target.asked) == 1
-
-
-def test_an_empty_batch():
-    empty = Draft(*chain([]))
-    verdict = match(
-        Table(torch.zeros(0, 1, 3)), empty, Recorded(torch.tensor([]).long(), torch.tensor([]).long()), at().long()
-    )
-    assert verdict.path.shape == (0, 1)
-    assert verdict.token.shape == (0,)

@@ -69,8 +69,25 @@ def expected(name, draft, laws, noise, position):
     return outcomes
 
 
+class RowTable(Table):
+    """A table that can be asked row by row, which sends `match` on the CPU on its walk over plain lists."""
+
+    def sample_row(self, row, node, key):
+        seed, stream, step, position = (torch.tensor([k]) for k in key)
+        gumbel = Noise(seed, step).gumbel(Stream(int(stream)), position, self.table.shape[-1])[0]
+        best = (self.table[row, node].log() + gumbel).max(-1)
+        return int(best.indices) if best.values > float("-inf") else -1
+
+
 def check(name, draft, laws, noise, position):
     verdict = VERIFIERS[name](Table(laws), draft, noise, position)
+    if name == "match":
+        on_host = VERIFIERS[name](RowTable(laws), draft, noise, position)
+        assert torch.equal(on_host.accepted, verdict.accepted)
+        assert torch.equal(on_host.token, verdict.token)
+        levels = on_host.path.shape[1]
+        assert torch.equal(on_host.path, verdict.path[:, :levels])
+        assert (verdict.path[:, levels:] == -1).all()
     outcomes = expected(name, draft, laws, noise, position)
     levels = verdict.path.shape[1]
     assert verdict.path.tolist() == [path + [-1] * (levels - len(path)) for path, _ in outcomes]
@@ -138,6 +155,26 @@ def test_twins_agree_on_random_batches(name):
     # the cases reach every branch: chains kept in part and whole, and rows that had no guess
     assert min(accepted, refused, alone) > 100
     assert complete >= 5
+
+
+@pytest.mark.parametrize("table", [Table, RowTable])
+def test_match_alone_and_in_an_empty_batch(table):
+    """Nothing to judge, and laws of NaN, by both walks of `match`."""
+    none = torch.tensor([], dtype=torch.long)
+    verdict = VERIFIERS["match"](table(torch.zeros(0, 1, 3)), Draft(*tree([])), ManyRows(none, none), none)
+    assert [x.shape for x in (verdict.path, verdict.accepted, verdict.token)] == [(0, 1), (0,), (0,)]
+    assert {x.dtype for x in (verdict.path, verdict.accepted, verdict.token)} == {torch.long}
+    nan = table(torch.full((1, 2, 3), float("nan")))
+    one = torch.tensor([1])
+    verdict = VERIFIERS["match"](nan, Draft(*tree([[(0, -1), (0, 0)]])), Noise(one, one), one)
+    assert (verdict.path[0, 0], verdict.accepted[0], verdict.token[0]) == (0, 0, -1)
+
+
+class ManyRows(Noise):
+    """Noise by tensor operations, for any number of rows."""
+
+    def gumbel(self, stream, position, n):
+        return -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
 
 
 @st.composite

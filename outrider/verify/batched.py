@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.noise import Noise, Stream
-from outrider.tree import depth
+from outrider.tree import depth, lists
 from outrider.types import Draft, Siblings, Verdict
 
 
@@ -92,7 +92,7 @@ def match(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdi
 
 def _match_on_host(target: RowTarget, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
     """The same, row by row on plain lists: on the CPU a tensor operation on five numbers costs more than the walk."""
-    trees = zip(draft.tokens.tolist(), draft.parents.tolist(), noise.keys(Stream.TOKEN, position), strict=True)
+    trees = zip(lists(draft.tokens), lists(draft.parents), noise.keys(Stream.TOKEN, position), strict=True)
     paths: list[list[int]] = []
     last: list[int] = []
     for row, (tokens, parents, (seed, stream, step, at)) in enumerate(trees):
@@ -107,8 +107,9 @@ def _match_on_host(target: RowTarget, draft: Draft, noise: Noise, position: Tens
         paths.append(path)
         last.append(token)
     levels = max(map(len, paths), default=1)
-    padded = torch.tensor([p + [-1] * (levels - len(p)) for p in paths])
-    return Verdict(padded, torch.tensor([len(p) - 1 for p in paths]), torch.tensor(last))
+    padded = torch.tensor([p + [-1] * (levels - len(p)) for p in paths], dtype=torch.long).reshape(-1, levels)
+    accepted = torch.tensor([len(p) - 1 for p in paths], dtype=torch.long)
+    return Verdict(padded, accepted, torch.tensor(last, dtype=torch.long))
 
 
 def rejection(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
@@ -124,10 +125,9 @@ def rejection(target: Target, draft: Draft, noise: Noise, position: Tensor) -> V
     p = target.probs(accepted)
     _same_vocabulary(draft, p)
     for n in range(1, draft.nodes):
-        x = draft.tokens[:, n]
-        coin = _coin(noise, position, n)
+        p_x, q_x = _mass(p, draft.tokens[:, n]), _drafted_mass(draft, n)
         # multiply, never divide; strictly less, so that a guess the target gives no mass is never kept
-        walks = walks & (length >= n) & (coin * _mass(_proposal(draft, n - 1, p), x) < _mass(p, x))
+        walks = walks & (length >= n) & (_coin(noise, position, n) * q_x < p_x)
         if _nobody(walks):
             break
         accepted = accepted + walks
@@ -154,8 +154,8 @@ def block(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdi
     weight = torch.ones_like(p[:, 0], dtype=torch.float64)  # p~_n of the paper
     kept_weight, kept_p = weight, p
     for n in range(1, draft.nodes):
-        inside, x = length >= n, draft.tokens[:, n]
-        part, whole = weight * _mass(p, x), _mass(_proposal(draft, n - 1, p), x)
+        inside = length >= n
+        part, whole = weight * _mass(p, draft.tokens[:, n]), _drafted_mass(draft, n)
         # as clipped_ratio: 1 unless part < whole, and 0 where both are 0
         ratio = torch.where(part < whole, part / whole, (part > 0).double())
         weight = torch.where(inside, ratio, weight)
@@ -188,6 +188,13 @@ def _coin(noise: Noise, position: Tensor, node: int) -> Tensor:
 def _mass(law: Tensor, token: Tensor) -> Tensor:
     """float64 [batch]: the law's mass on one token per row."""
     return law.gather(1, token[:, None])[:, 0].double()
+
+
+def _drafted_mass(draft: Draft, node: int) -> Tensor:
+    """float64 [batch]: q's mass on the guess at chain node `node`; 1 where it was chosen."""
+    if draft.siblings is not Siblings.POINT and draft.probs is not None:
+        return _mass(draft.probs[:, node - 1], draft.tokens[:, node])
+    return torch.ones(len(draft.tokens), dtype=torch.float64, device=draft.tokens.device)
 
 
 def _leftover(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
