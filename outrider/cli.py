@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
     from outrider.params import SamplingParams
-    from outrider.tune import Controller
-    from outrider.types import Budget, Step
 
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
 DIM, RED, GREEN, YELLOW = "2", "31", "32", "33"
@@ -307,53 +305,33 @@ def _speculation(
     return config if draft is None else {**config, "model": draft}
 
 
-class _Tally:
-    """Counts the steps of a stream on their way to the controller, so that an interrupted one has its numbers too."""
-
-    def __init__(self, inner: Controller) -> None:
-        self.inner = inner
-        self.steps = self.drafted = self.accepted = 0
-
-    def budgets(self, rows: list[int]) -> list[Budget]:
-        return self.inner.budgets(rows)
-
-    def observe(self, step: Step) -> None:
-        self.steps += len(step.kept)
-        self.drafted += int(step.draft.drafted.sum())
-        self.accepted += sum(kept.drafted for kept in step.kept)
-        self.inner.observe(step)
-
-    def release(self, row: int) -> None:
-        self.inner.release(row)
-
-
 def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> bool:
     """Write the text as it comes, then the summary line. Returns whether ctrl-C ended it."""
     plain, speculates = _plain(sys.stdout), llm.config.method != "none" and llm.config.num_speculative_tokens > 0
-    tally = llm.decoder.controller = _Tally(llm.decoder.controller)
     source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
     tokens, last, interrupted, started = 0, "\n", False, perf_counter()
+    steps = drafted = accepted = 0
     if sys.stdout.isatty() and speculates and not plain:
         print(paint("guessed by the drafter and accepted", GREEN) + paint(" | written by the model itself\n", DIM))
     try:
         echo = prompt if sys.stdout.isatty() and not chat else ""
         for delta in source:
-            pieces = [(_printable(text), drafted) for text, drafted in delta.pieces]
-            shown = "".join(paint(t, GREEN) if drafted and not plain else t for t, drafted in pieces)
+            pieces = [(_printable(text), guessed) for text, guessed in delta.pieces]
+            shown = "".join(paint(t, GREEN) if guessed and not plain else t for t, guessed in pieces)
             sys.stdout.write(paint(_printable(echo), DIM) + shown)
             sys.stdout.flush()
             tokens, last, echo = tokens + len(delta.token_ids), (delta.text or echo or last)[-1], ""
+            steps, drafted, accepted = steps + 1, drafted + delta.drafted, accepted + delta.accepted
     except KeyboardInterrupt:
         interrupted = True
     seconds = perf_counter() - started
-    llm.decoder.controller = tally.inner
     if last != "\n":
         sys.stdout.write("\n")
     sys.stdout.flush()
     facts = [f"{tokens} tokens", f"{tokens / seconds:.1f} tokens/s"]
-    if speculates and tally.steps:
-        facts += [f"acceptance length {1 + tally.accepted / tally.steps:.2f} (bonus counted)"]
-        facts += [f"acceptance rate {tally.accepted / tally.drafted:.2f}" if tally.drafted else "nothing was guessed"]
+    if speculates and steps:
+        facts += [f"acceptance length {1 + accepted / steps:.2f} (bonus counted)"]
+        facts += [f"acceptance rate {accepted / drafted:.2f}" if drafted else "nothing was guessed"]
     facts += [f"seed {params.seed}", llm.decoder.guarantee.value if speculates else "plain decoding"]
     line = ("interrupted: " if interrupted else "") + ", ".join(facts)
     where = sys.stdout if sys.stdout.isatty() else sys.stderr

@@ -115,7 +115,7 @@ class LLM:
                 new, sent = text[sent:], max(sent, len(text))
                 marks = [mark for mark in marks if mark[0] > sent]  # borders still ahead
                 output = self._output(prompt, [row], [meter]) if row.end else None
-                yield Delta(new, kept.tokens, pieces, 0, output)
+                yield Delta(new, kept.tokens, pieces, 0, meter.drafted[-1], meter.accepted[-1], output)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises ValueError for what cannot be encoded."""

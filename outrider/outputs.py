@@ -95,10 +95,13 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a streamed text. pieces: (text, came from the draft) in order; output: set on the last one."""
+    """What one step added to a streamed text. pieces: (text, came from the draft) in order; drafted, accepted: guesses of
+    the step and how many were kept; output: set on the last one."""
 
     text: str
     token_ids: list[int]
     pieces: list[tuple[str, bool]] = field(default_factory=list)
     index: int = 0
+    drafted: int = 0
+    accepted: int = 0
     output: RequestOutput | None = None
