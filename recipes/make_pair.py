@@ -26,13 +26,13 @@ language: [en, code]
 # builtin:{name}
 
 {what} A small model for trying, testing and measuring speculative decoding without a download. It writes text that
-looks like Python and means little; do not use it to write programs.
+looks like Python and means little, and at temperature 0 it soon repeats itself; do not use it to write programs.
 
 | | |
 | --- | --- |
 | parameters | {parameters:,} (float32, Llama architecture, tied embeddings) |
 | vocabulary | 8192, byte-level BPE, the same for `builtin:code` and `builtin:code-draft` |
-| context | 2048 positions, trained on windows of 256 and {longest} tokens |
+| context | 2048 positions, trained on windows of {windows} tokens |
 | seen in training | {tokens:,} tokens |
 | held-out loss | {held_out_nats_per_token} nats per token, {held_out_bits_per_byte} bits per byte |
 | acceptance of the draft, held-out packages | {held_0} at temperature 0, {held_1} at temperature 1 |
@@ -86,7 +86,7 @@ def write_card(role: str, run: Path, data: Path, results: dict[str, dict[str, fl
         name=FOLDERS[role],
         what=WHAT[role],
         how=HOW[role],
-        longest=max(state["progress"]["windows"] or [256]),
+        windows=" and ".join(map(str, state["progress"]["windows"] or [256])),
         tokens=state["progress"]["tokens"],
         packages=len(TRAIN),
         held_packages=len(HELD_OUT),
