@@ -110,9 +110,10 @@ def costs(
     side: Generates, methods: Sequence[str], context: int, longest: int
 ) -> tuple[dict[int, float], dict[str, float]]:
     """Seconds of the target's forward by M, and of a guess of each method whose drafter is a model; least of some."""
-    rows = sorted({1, 2, 3, 5, 9, 17, 1 + longest})
-    for _ in range(2):
-        target = {m: min(side.forward(m, context, 5)) for m in rows if m <= 1 + longest}
+    rows = [m for m in sorted({1, 2, 3, 5, 9, 17, 1 + longest}) if m <= 1 + longest]
+    for m in rows:
+        side.forward(m, context, 1)
+    target = {m: min(side.forward(m, context, 8)) for m in rows}
     drafts = {}
     for method in methods:
         try:

@@ -53,6 +53,7 @@ def _draft(d: Record, result: Record) -> list[list[str]]:
     name, precision = f"{d['size']} {d['precision']}", d["precision"]
     plain = {s: _one(d, s, "plain") for s in (OURS, HF, CPP)}
     best = {s: _best(d, s, "draft:") for s in (OURS, HF, CPP)}
+    mine, base, hf, cpp = best[OURS], plain[OURS], plain[HF], plain[CPP]
     out = []
     if plain[OURS] and (read := result["machine"].get("read_gb_per_second", {}).get("all")):
         shares = {s: r["tokens_per_second"] * d["weight_bytes"] / 1e9 / read for s, r in plain.items() if r}
@@ -67,17 +68,17 @@ def _draft(d: Record, result: Record) -> list[list[str]]:
                 if (x := _one(d, s, r["method"])) and x.get("efficiency")
             )
             out.append([f"efficiency, {r['method']}: {name}", "0.92", show(r["efficiency"]), peer])
-    mine, base = best[OURS], plain[OURS]
-    if mine and best[HF] and precision in ASSISTED:
-        out.append(_over(f"over transformers' assisted generation: {name}", show(ASSISTED[precision]), mine, best[HF]))
-    if base and plain[HF]:
-        out.append(_over(f"plain over transformers' plain: {name}", "1.80", base, plain[HF]))
+    assisted, theirs = best[HF], best[CPP]
+    if mine and assisted and precision in ASSISTED:
+        out.append(_over(f"over transformers' assisted generation: {name}", show(ASSISTED[precision]), mine, assisted))
+    if base and hf:
+        out.append(_over(f"plain over transformers' plain: {name}", "1.80", base, hf))
         if mine:
-            out.append(_over(f"with a draft, over transformers' plain: {name}", "4.00", mine, plain[HF]))
-    if base and plain[CPP]:
-        out.append(_over(f"plain over llama.cpp's plain: {name}", "1.00", base, plain[CPP]))
-    if mine and best[CPP]:
-        out.append(_over(f"speculative over llama.cpp's best: {name}", show(SPECULATIVE[precision]), mine, best[CPP]))
+            out.append(_over(f"with a draft, over transformers' plain: {name}", "4.00", mine, hf))
+    if base and cpp:
+        out.append(_over(f"plain over llama.cpp's plain: {name}", "1.00", base, cpp))
+    if mine and theirs:
+        out.append(_over(f"speculative over llama.cpp's best: {name}", show(SPECULATIVE[precision]), mine, theirs))
     return out
 
 

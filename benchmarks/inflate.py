@@ -31,7 +31,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -84,7 +84,8 @@ class Inflater:
     """The tensors of the big model, group by group."""
 
     def __init__(self, source: LlamaForCausalLM, size: Size, dtype: torch.dtype, seed: int = 0) -> None:
-        self.config, self.size, self.dtype = source.config, size, dtype
+        self.config: Any = source.config
+        self.size, self.dtype = size, dtype
         self.weights = {k: v.detach().float() for k, v in source.state_dict().items()}
         self.draw = torch.Generator().manual_seed(seed)
         self._check()
@@ -311,11 +312,11 @@ def weaken(
     prompts = [tokenizer(p)["input_ids"] for p in humaneval(16)]
     texts = []
     for p in prompts:
-        out = source.generate(
+        out = cast(Any, source).generate(
             torch.tensor([p]), max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0
         )
         texts.append(out[0].tolist())
-    begin, low, high = [len(p) for p in prompts], 0.0, 1.0
+    begin, low, high = [len(p) for p in prompts], 0.0, 4.0
     weights = {k: v.clone() for k, v in source.state_dict().items()}
     draft = LlamaForCausalLM(source.config).eval()
 
@@ -323,7 +324,7 @@ def weaken(
         draft.load_state_dict(weights)
         return agreement(source, perturb(draft, sigma, seed), texts, begin)
 
-    for _ in range(10):
+    for _ in range(12):
         middle = (low + high) / 2
         low, high = (middle, high) if rated(middle) > rate else (low, middle)
     return draft, low, rated(low)
@@ -342,7 +343,7 @@ def compare(small: LlamaForCausalLM, big: LlamaForCausalLM, prompts: list[list[i
     gap, size, differ, total = 0.0, 0.0, 0, 0
     for p in prompts:
         kw: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-        a, b = (m.generate(torch.tensor([p]), **kw)[0] for m in (small, big))
+        a, b = (cast(Any, m).generate(torch.tensor([p]), **kw)[0] for m in (small, big))
         differ += int((a != b).sum())
         total += tokens
         x, y = (m(a[None]).logits.float() for m in (small, big))

@@ -46,10 +46,14 @@ class Nodes:
         return torch.arange(-1, self.count - 1).repeat(len(self.rows), 1)
 
     @cached_property
+    def _positions(self) -> Tensor:
+        level = torch.arange(self.count)[None] if self.parents is None else depth(self.tree)
+        return torch.tensor(self.lengths)[:, None] + level
+
+    @cached_property
     def positions(self) -> Tensor:
         """int64 [batch, node] on the model's device."""
-        level = torch.arange(self.count)[None] if self.parents is None else depth(self.tree)
-        return (torch.tensor(self.lengths)[:, None] + level).to(self.device)
+        return self._positions.to(self.device)
 
     @cached_property
     def last(self) -> list[int]:
@@ -89,7 +93,7 @@ class Nodes:
     @cached_property
     def distance(self) -> Tensor:
         """int64 [batch, node, slot]: how far back the token in a slot lies."""
-        offset, here = self._offset, self.positions.cpu()
+        offset, here = self._offset, self._positions
         own = here.gather(1, offset.clamp(0, self.count - 1))
         where = torch.where((offset >= 0) & (offset < self.count), own, torch.arange(self.span))
         return (here[:, :, None] - where[:, None, :]).to(self.device)

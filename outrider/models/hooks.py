@@ -68,8 +68,10 @@ def _attention(
                 f"{type(module).__name__} attends by {name}, which outrider's attention does not have"
             )
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
-    if hasattr(attention_mask, "outrider_window"):  # the mask is what the model's own attention goes by
-        call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    if attention_mask is not None and not hasattr(attention_mask, "outrider_window"):
+        raise RuntimeError(f"{type(module).__name__} brings a mask of its own")
+    if attention_mask is not None:  # the mask is what the model's own attention goes by
+        call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportAttributeAccessIssue]
     window = call.windows.get(layer, sliding_window)
     write(call.nodes, layer, key, value)
     return call.attend(layer, query, scaling, window, softcap, s_aux), None
@@ -88,10 +90,12 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(SURVEY, _survey_mask)
 
 
 def method(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """In place of `_attn` of older modelling code. Returns [batch, head, node, head_dim], as it does."""
+    """In place of `_attn` of older modelling code, called right after the keys were written. Returns [batch, head, node,
+    head_dim], as it does."""
+    call: Call = module._outrider_call
     window = module.config.window_size if getattr(module, "attention_type", None) == "local" else None
-    scaling = 1 / float(module.scale_attn) if hasattr(module, "scale_attn") else 1.0
-    return module._outrider_call.attend(int(module.layer_idx), query, scaling, window).transpose(1, 2), None
+    divisor = getattr(module, "scale_attn", None) or getattr(module, "norm_factor", 1.0)
+    return call.attend(call.layer, query, 1 / float(divisor), window).transpose(1, 2), None
 
 
 class CacheView(Cache):

@@ -150,15 +150,16 @@ class LlamaModel:
                     f"taps are layers 0 to {self.layers - 1}, or -1 for the final norm's output; got {taps}"
                 )
         ints = ctypes.c_int32 * batch
+        row, length, tap = ints(*rows), ints(*[cache.length[r] for r in rows]), (ctypes.c_int32 * len(taps))(*taps)
         job = ForwardStruct(
             tokens.data_ptr(),
             None if parents is None else parents.data_ptr(),
-            ctypes.addressof(row := ints(*rows)),
-            ctypes.addressof(length := ints(*(cache.length[r] for r in rows))),
+            ctypes.addressof(row),
+            ctypes.addressof(length),
             ctypes.addressof(table),
             logits.data_ptr(),
             None if features is None else features.data_ptr(),
-            ctypes.addressof(tap := (ctypes.c_int32 * len(taps))(*taps)) if taps else None,
+            ctypes.addressof(tap),
             batch,
             nodes,
             cache.capacity,
@@ -212,13 +213,15 @@ class LlamaModel:
 
     def _table(self, cache: SlotCache, rows: list[int], nodes: int) -> Any:
         """Addresses of the cache's tensors; made anew when it has grown."""
+        if not all(0 <= r < cache.rows for r in rows):
+            raise IndexError(f"rows are 0 to {cache.rows - 1} of this cache, got {rows}")
         cache.reserve(rows, nodes)
         found = self._tables.get(cache)
         if found is not None and found[0] is cache.layers:
             return found[1]
         like, shape = torch.empty(0), (self.kv_heads, self.dim)
         for i in range(self.layers):
-            keys, values = cache.layer(i, shape, shape, like)
+            keys, _ = cache.layer(i, shape, shape, like)
             if keys.shape[1:] != (self.kv_heads, cache.capacity, self.dim) or not keys.is_contiguous():
                 raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
         table = (ctypes.c_void_p * (2 * self.layers))(*(t.data_ptr() for pair in cache.layers for t in pair))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+import transformers
+from huggingface_hub import HfApi, errors, try_to_load_from_cache
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from outrider import native
-from outrider.models import linear, llama
+from outrider.models import checkpoint, llama
 from outrider.models.base import LanguageModel
+from outrider.models.experts import mixtures
 from outrider.models.hf import HFModel, UnsupportedModel, refuse, shared_copy
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -22,7 +29,9 @@ BUILTIN = {
     "builtin:code-draft": "its draft model, distilled from it",
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.625}
+_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_QUANTIZATIONS = ("int8", "int4")
+_PATIENCE = 5.0  # seconds for the hub to answer; transformers would try for half a minute, per file
 
 
 @dataclass(frozen=True)
@@ -41,127 +50,216 @@ def load(
     model: str | Path | PreTrainedModel,
     tokenizer: Any | None = None,
     *,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     device: str = "auto",
     quantization: str | None = None,
 ) -> Loaded:
-    """Load a model. Raises FileNotFoundError, ValueError or UnsupportedModel, each with what would work.
+    """Load a model. Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel, each with what
+    would work, and each before anything large was done.
 
     dtype: "auto" keeps the checkpoint's own precision. quantization: "int8" or "int4" weights, on the CPU.
     """
-    if dtype not in ("auto", *_DTYPES):
-        raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}; got {dtype!r} (int8 and int4 go to quantization=)")
-    if quantization not in (None, "int8", "int4"):
-        raise ValueError(f"quantization must be None, 'int8' or 'int4', got {quantization!r}")
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if quantization and (where.type != "cpu" or not native.available()):
+    kind = _dtype(dtype)
+    if quantization not in (None, *_QUANTIZATIONS):
         raise ValueError(
-            f"quantization={quantization!r} needs the native CPU kernels: {native.why() or 'device is ' + str(where)}"
+            f"quantization must be None, 'int8' or 'int4', got {quantization!r}{_nearest(quantization, _QUANTIZATIONS)}"
         )
+    where = _device(device, model)
+    if quantization and (where.type != "cpu" or not native.available()):
+        why = native.why() if where.type == "cpu" else f"the device is {where}"
+        raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {why}; leave it out")
     if isinstance(model, PreTrainedModel):
         name, own, raw = model.config._name_or_path or type(model).__name__, False, model
     else:
         name, own = str(model), True
-        raw = _from_pretrained(name, dtype, where, quantization)
+        path = _path(name)
+        raw = _from_pretrained(name, path, kind, where, quantization)
         if tokenizer is None:
-            tokenizer = _tokenizer(name)
+            tokenizer = _tokenizer(path)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(_path(str(tokenizer)))
-    raw.eval()
     refuse(raw)
-    end = raw.generation_config.eos_token_id if raw.generation_config else None
-    end = raw.config.get_text_config().eos_token_id if end is None else end
-    end_ids = tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
     stored = str(raw.get_input_embeddings().weight.dtype).removeprefix("torch.")
-    weights = quantization or (stored if dtype == "auto" else dtype)
-    return Loaded(_prepare(raw, own, where, weights), name, tokenizer, end_ids, weights, model)
+    weights = quantization or (stored if kind == "auto" else kind)
+    ends = _end_ids(raw, tokenizer)
+    return Loaded(_prepare(raw, own, where, weights), name, tokenizer, ends, weights, model)
 
 
 def _prepare(raw: PreTrainedModel, own: bool, where: torch.device, weights: str) -> LanguageModel:
+    if not own:  # moving and converting must not reach the caller's model
+        raw = shared_copy(raw)
+    raw.eval()
     if where.type != "cpu":
-        return HFModel(raw.to(where, _DTYPES[weights]), own=own)  # pyright: ignore[reportArgumentType]
+        return HFModel(raw.to(where, _DTYPES[weights]), own=True)  # pyright: ignore[reportArgumentType]
+    raw.to(where)  # pyright: ignore[reportArgumentType]
     if not native.available():
         _say_once(f"outrider's native kernels are not in use ({native.why()}); running in float32 on oneDNN")
-        weights = "float32"
     elif llama.supports(raw) is None:
         return llama.LlamaModel(raw, weights=weights, own=own)
-    raw = raw if own else shared_copy(raw)
-    linear.pack_linears_(raw, weights=weights)
-    return HFModel(raw.float(), own=True)
+    return HFModel(raw, weights=weights, own=True)
 
 
-def _from_pretrained(name: str, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
-    path = _path(name)
+def _from_pretrained(
+    name: str, path: str, dtype: str, where: torch.device, quantization: str | None
+) -> PreTrainedModel:
+    config = _config(name, path)
+    sizes = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
+    if sizes:
+        checkpoint.fits(name, sizes, quantization or (None if dtype == "auto" else dtype), where)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype if dtype == "auto" else _DTYPES[dtype], output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise ValueError(f"{name} cannot be loaded: {error}") from error
+    raw, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"the weights of {name} are incomplete: {len(missing)} tensors of a {type(raw).__name__} are in no file, "
+            f"{missing[0]} among them. Download it again, or save it again with save_pretrained"
+        )
+    _unmap_(raw)
+    return raw
+
+
+def _unmap_(raw: PreTrainedModel) -> None:
+    """Weights read from safetensors are views of the mapped file. Linears and experts are repacked and let go of it; one
+    embedding left as it is would keep all of the file in memory beside them."""
+    repacked = {id(m) for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, (nn.Linear, Conv1D))))}
+    for module in raw.modules():
+        if id(module) not in repacked:
+            for p in module.parameters(recurse=False):
+                p.data = p.data.clone()
+
+
+def _config(name: str, path: str) -> Any:
+    """The configuration, of a causal language model that this transformers knows."""
+    stored = Path(path, "config.json")
+    if stored.exists():
+        try:
+            given = json.loads(stored.read_text())
+        except ValueError as error:
+            raise ValueError(f"{stored} is no JSON ({error}); download it again") from error
+        kind = given.get("model_type")
+        if kind not in CONFIG_MAPPING:
+            own = ", and its own code (trust_remote_code) is not run here" if "auto_map" in given else ""
+            raise ValueError(
+                f"{name} has model_type {kind!r} in its config.json, which transformers {transformers.__version__} does "
+                f"not know{own}{_nearest(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
+                "yourself and give the object: LLM(model)"
+            )
+        method = (given.get("quantization_config") or {}).get("quant_method")
+        if method not in (None, "mxfp4"):  # transformers writes mxfp4 out as bfloat16 by itself
+            raise UnsupportedModel(
+                f"the weights of {name} are quantised by {method}, which outrider does not read; give the unquantised "
+                "model, with quantization='int8' or 'int4' if it should be small"
+            )
     try:
         config = AutoConfig.from_pretrained(path)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise ValueError(f"the configuration of {name} cannot be read: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
-    _fits(name, path, quantization, dtype, where)
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype if dtype == "auto" else _DTYPES[dtype])
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ValueError(f"{name} cannot be loaded: {error}") from error
-    except Exception as error:  # safetensors raises its own type for a file that was cut short
-        raise ValueError(
-            f"the weights of {name} cannot be read ({type(error).__name__}: {error}); the file is damaged or incomplete, "
-            "download it again"
-        ) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
+        raise UnsupportedModel(f"{name} is a {config.model_type}, of which transformers has no causal language model")
+    return config
 
 
 def _path(name: str) -> str:
-    """A folder to load from, or a hub name as it is."""
+    """A folder to load from, or a hub name that the hub answers to."""
     if name.startswith("builtin:"):
         if name not in BUILTIN:
-            raise ValueError(f"unknown built-in model {name!r}; there are {', '.join(BUILTIN)}")
-        return str(DATA / name.removeprefix("builtin:"))
+            raise ValueError(f"there is no built-in model {name!r}{_nearest(name, BUILTIN)}; there are {_names()}")
+        name = str(DATA / name.removeprefix("builtin:"))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
             raise FileNotFoundError(f"{path} has no config.json; give the folder that save_pretrained wrote")
-        weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
-        if not weights:
-            raise FileNotFoundError(
-                f"{path} has a config.json and no weights (*.safetensors); the download is incomplete"
-            )
         return str(path)
-    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+    if path.is_file():
+        raise FileNotFoundError(f"{path} is a file; give the folder it lies in, with its config.json beside it")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"there is no folder {path}; give a model folder, a hub name, or one of {_names()}")
+    return _hub(name)
+
+
+def _hub(name: str) -> str:
+    """The name, if the hub has it; the folder of the cached copy, if the hub cannot be asked."""
+    otherwise = f"Give a folder that save_pretrained wrote, or one of {_names()}"
+    try:
+        HfApi().model_info(name, timeout=_PATIENCE)
+    except errors.HFValidationError as error:
+        raise ValueError(f"{name!r} is no folder here and cannot be a name on the hub. {otherwise}") from error
+    except errors.RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"there is no folder {path}; give a model folder, a hub name, or one of {', '.join(BUILTIN)}"
-        )
+            f"there is no folder {name!r} here, and no such model on the hub that can be read without logging in; check "
+            f"the spelling, or run `hf auth login`. {otherwise}"
+        ) from error
+    except Exception as error:  # whatever the hub's client makes of a network that does not answer
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return str(Path(cached).parent)
+        raise ConnectionError(
+            f"{name!r} is no folder here, no copy of it is in the hub's cache, and the hub cannot be reached "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no answer'}). {otherwise}; or "
+            f"fetch it where there is a network (`hf download {name}`) and bring the folder"
+        ) from error
     return name
 
 
-def _fits(name: str, path: str, quantization: str | None, dtype: str, where: torch.device) -> None:
-    """Raise MemoryError before loading weights that cannot fit."""
-    files = [*Path(path).glob("*.safetensors")] if Path(path).is_dir() else []
-    if not files or where.type != "cpu":
-        return
-    stored = json.loads((Path(path) / "config.json").read_text())
-    kind = stored.get("dtype") or stored.get("torch_dtype") or "float32"
-    count = sum(f.stat().st_size for f in files) / _BYTES.get(kind, 4)
-    weights = quantization or (kind if dtype == "auto" else dtype)
-    need, free = count * _BYTES.get(weights, 4), _free_memory()
-    if free and need * 1.1 > free:
-        fitting = [w for w in ("bfloat16", "int8", "int4") if count * _BYTES[w] * 1.1 < free]
-        hint = f"; {fitting[0]} weights would fit" if fitting else "; no precision of this model fits here"
-        raise MemoryError(f"{name} needs {need / 2**30:.1f} GiB as {weights} and {free / 2**30:.1f} GiB are free{hint}")
-
-
-def _free_memory() -> int:
+def _tokenizer(path: str) -> Any | None:
+    """A model without a tokenizer still continues token ids, so None is no error."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")), 0)
-
-
-def _tokenizer(name: str) -> Any | None:
-    try:
-        return AutoTokenizer.from_pretrained(_path(name))
+        found = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
-        return None  # a model without a tokenizer still continues token ids
+        return None
+    # of a folder without its files, transformers makes one that knows nothing and encodes every text as no token
+    return found if len(found) > len(found.all_special_ids) else None
+
+
+def _end_ids(raw: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
+    """The end tokens: what the checkpoint's generation settings say, else its configuration, else its tokenizer."""
+    said = (
+        raw.generation_config.eos_token_id if raw.generation_config else None,
+        getattr(raw.config.get_text_config(), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    end = next((e for e in said if e is not None), None)
+    return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
+
+
+def _dtype(given: str | torch.dtype) -> str:
+    kind = str(given).removeprefix("torch.")
+    if kind in ("auto", *_DTYPES):
+        return kind
+    if kind in _QUANTIZATIONS:
+        raise ValueError(f"{kind} is no dtype to compute in; for weights of {kind} give quantization={kind!r}")
+    hint = f"; did you mean {_ALIASES[kind]!r}?" if kind in _ALIASES else _nearest(kind, _DTYPES)
+    raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}; got {kind!r}{hint}")
+
+
+def _device(given: str, model: Any) -> torch.device:
+    if given == "auto":
+        if isinstance(model, PreTrainedModel):
+            return next(model.parameters()).device
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(given)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu or cuda, got {given!r}") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={given!r}: torch finds no CUDA device here; use device='cpu'")
+    return where
+
+
+def _nearest(word: str | None, known: Iterable[str]) -> str:
+    """'; did you mean ...?' when something known is close, else nothing."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _names() -> str:
+    return ", ".join(BUILTIN)
 
 
 _said: set[str] = set()

@@ -82,7 +82,7 @@ def _linear(
     if isinstance(weight, nn.Parameter):  # it stays the same object from call to call
         return mode.packed(weight, bias)(x)
     flat = x.reshape(-1, x.shape[-1])
-    return torch.cat([func(row, weight, bias) for row in flat.split(1)]).view(*x.shape[:-1], -1)
+    return torch.cat([func(row, weight, bias) for row in flat.split(1)]).view(*x.shape[:-1], len(weight))
 
 
 def _matmul(mode: StableRows, func: Callable[..., Any], x: Any, other: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -90,7 +90,7 @@ def _matmul(mode: StableRows, func: Callable[..., Any], x: Any, other: Any, *arg
         return func(x, other, *args, **kwargs)
     mode.needed += 1
     flat = x.reshape(-1, x.shape[-1])
-    return torch.cat([func(row, other) for row in flat.split(1)]).view(*x.shape[:-1], -1)
+    return torch.cat([func(row, other) for row in flat.split(1)]).view(*x.shape[:-1], other.shape[1])
 
 
 def _sdpa(mode: StableRows, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:

@@ -102,7 +102,10 @@ void pack_column(const PackJob& j, int64_t n) {
         }
         case INT8: {
             float peak = 0;
-            for (int64_t k = 0; k < to.k; k++) peak = std::fmax(peak, std::fabs(element(j, n, k)));
+            for (int64_t k = 0; k < to.k; k++) {  // no fmax: gcc 12 for Arm fails on that reduction
+                float size = std::fabs(element(j, n, k));
+                if (size > peak) peak = size;
+            }
             float scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
             to.scale[column] = scale;
             int8_t* out = reinterpret_cast<int8_t*>(panel) + lane;
@@ -120,9 +123,9 @@ void pack_column(const PackJob& j, int64_t n) {
                 std::memcpy(group + 2 * lane, &half, 2);
                 float scale = from_half(half), inverse = scale != 0 ? 1 / scale : 0;
                 for (int64_t i = 0; i < count; i++) {
-                    int q = clamp(w[i] * inverse, -8, 7) & 15;
-                    uint8_t& byte = group[32 + i / 2 * 16 + lane];
-                    byte = static_cast<uint8_t>(i % 2 ? (byte & 0x0f) | q << 4 : (byte & 0xf0) | q);
+                    uint32_t q = static_cast<uint32_t>(clamp(w[i] * inverse, -8, 7) + 8);
+                    uint32_t& word = reinterpret_cast<uint32_t*>(group + 32)[i / 8 * 16 + lane];
+                    word = (word & ~(15u << (4 * (i % 8)))) | q << (4 * (i % 8));
                 }
             }
             break;

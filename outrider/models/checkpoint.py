@@ -1,0 +1,125 @@
+"""What can be known of a checkpoint before its weights are read: that its files are whole, and whether they fit here."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.625}
+_CODES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SPARE = 1.1  # caches, activations and what is being converted, over the weights
+
+
+class Sizes(NamedTuple):
+    """stored: the precision most weights have. matrices: weights that can be kept at another one. rest: bytes of the
+    others (embeddings, norms), which stay as they are."""
+
+    stored: str
+    matrices: int
+    rest: int
+
+    def bytes(self, weights: str) -> float:
+        return self.matrices * _BYTES[weights] + self.rest
+
+
+def sizes(name: str, folder: Path) -> Sizes | None:
+    """Read the headers of a folder's safetensors files; None where it holds older weights only (*.bin).
+
+    Raises FileNotFoundError for weights that are not there and ValueError for a file that is not whole.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files = {folder / file for file in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index} is no index of weights ({error}); download it again") from error
+        missing = sorted(f.name for f in files if not f.exists())
+        if missing:
+            raise FileNotFoundError(
+                f"{name}: {len(missing)} of {len(files)} files of weights are missing from {folder}, {missing[0]} among "
+                "them; the download is incomplete"
+            )
+    else:
+        files = set(folder.glob("*.safetensors"))
+        if not files and not [*folder.glob("*.bin")]:
+            raise FileNotFoundError(
+                f"{folder} has a config.json and no weights (*.safetensors); the download is incomplete"
+            )
+    counts: dict[str, int] = {}
+    matrices = rest = 0
+    for file in sorted(files):
+        for tensor, entry in _header(file).items():
+            if tensor == "__metadata__":
+                continue
+            code, n = entry["dtype"], math.prod(entry["shape"])
+            counts[code] = counts.get(code, 0) + n
+            if len(entry["shape"]) > 1 and "embed" not in tensor and "wte" not in tensor:
+                matrices += n
+            else:
+                rest += n * _CODES.get(code, 4)
+    if not counts:
+        return None
+    return Sizes(_NAMES.get(max(counts, key=lambda c: counts[c]), "float32"), matrices, rest)
+
+
+def fits(name: str, need: Sizes, weights: str | None, where: torch.device) -> None:
+    """Raise MemoryError when the weights, kept as `weights` (None: as stored), are more than what is free."""
+    weights = weights or need.stored
+    wanted, free = need.bytes(weights), free_memory(where)
+    if not free or wanted * _SPARE <= free:
+        return
+    smaller = [w for w in _BYTES if _BYTES[w] < _BYTES[weights] and need.bytes(w) * _SPARE <= free]
+    if where.type != "cpu":
+        smaller = [w for w in smaller if w in _NAMES.values()]  # the others are the CPU's
+    hint = "no precision of this model fits here"
+    if smaller:
+        how = f"quantization={smaller[0]!r}" if smaller[0] in ("int8", "int4") else f"dtype={smaller[0]!r}"
+        hint = f"{smaller[0]} weights would fit ({need.bytes(smaller[0]) / 2**30:.1f} GiB): {how}"
+    raise MemoryError(
+        f"{name} needs {wanted / 2**30:.1f} GiB as {weights}, and {free / 2**30:.1f} GiB are free on {where}; {hint}"
+    )
+
+
+def free_memory(where: torch.device) -> int:
+    """Bytes that can still be had; 0 where that cannot be known."""
+    if where.type == "cuda":
+        return int(torch.cuda.mem_get_info(where)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    free = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")), 0)
+    try:  # a container's own limit; the page cache counted in it can be given back
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{f}").read_text().strip() for f in ("max", "current"))
+        stat = dict(x.split() for x in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        if limit != "max":
+            free = min(free, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        pass
+    return free
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The table of a safetensors file, which must be as long as the table says."""
+    size = file.stat().st_size
+    broken = f"{file} is not whole: "
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > size - 8:
+            f.seek(0)
+            if f.read(20).startswith(b"version https://git"):
+                raise ValueError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` there")
+            raise ValueError(f"{broken}its table alone is longer than the {size} bytes there are; download it again")
+        try:
+            table = json.loads(f.read(length))
+            end = max((e["data_offsets"][1] for k, e in table.items() if k != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{broken}its table cannot be read ({error}); download it again") from error
+    if size < 8 + length + end:
+        raise ValueError(f"{broken}it has {size} bytes of {8 + length + end}; download it again")
+    return table
