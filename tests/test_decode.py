@@ -13,7 +13,7 @@ from outrider.drafters.base import Echo, Wrong
 from outrider.models.cache import SlotCache
 from outrider.models.toy import ToyModel
 from outrider.params import SamplingParams
-from outrider.types import Budget
+from outrider.types import Budget, Guarantee
 
 TARGET = ToyModel(VOCAB, seed=0)
 PARAMETERS = {
@@ -203,3 +203,11 @@ def test_bad_requests_say_what_would_work() -> None:
         with pytest.raises(ValueError, match=words):
             engine.admit(bad)
     assert len(engine.free) == 4
+
+
+def test_the_guarantee_says_what_the_models_arithmetic_allows() -> None:
+    uneven = ToyModel(VOCAB)
+    uneven.rows_equal = False
+    assert decoder(TARGET, Wrong()).guarantee is Guarantee.EXACT_TOKENS
+    assert decoder(TARGET, Wrong(), verifier="block").guarantee is Guarantee.EXACT_DISTRIBUTION
+    assert decoder(uneven, Wrong()).guarantee is Guarantee.EXACT_DISTRIBUTION

@@ -73,6 +73,16 @@ def test_sharded_weights(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_the_file_is_let_go_of(name: str, tmp_path: Path) -> None:
+    """Else the weights as stored would stay in memory beside the packed ones."""
+    tiny(name).save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert loaded.model.vocab_size == VOCAB
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_loaded_model_is_left_alone(name: str) -> None:
     raw: PreTrainedModel = tiny(name).bfloat16()
