@@ -26,7 +26,9 @@ class LanguageModel(Protocol):
     vocab_size: int
     max_length: int
     device: torch.device
-    rows_equal: bool  # are a row's logits, bit for bit, those of decoding it alone? Then match gives plain decoding's tokens
+    rows_equal: (
+        bool  # are a row's logits, bit for bit, those of decoding it alone? Then match gives plain decoding's tokens
+    )
 
     def new_cache(self, rows: int, max_length: int) -> SlotCache: ...
 

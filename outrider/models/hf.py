@@ -68,7 +68,9 @@ class HFModel:
         self._stable = StableRows(self._sdpa)
         self._careful = self.device.type == "cpu"  # run under `_stable`
         self._way = Way.INTERFACE
-        self.rows_equal = self._find_way() and self.device.type == "cpu"  # elsewhere matrix kernels change with the batch
+        self.rows_equal = (
+            self._find_way() and self.device.type == "cpu"
+        )  # elsewhere matrix kernels change with the batch
         self._careful &= self._stable.needed > 0 or self._way is Way.SDPA
 
     def new_cache(self, rows: int, max_length: int) -> SlotCache:
