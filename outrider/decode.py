@@ -162,7 +162,7 @@ class Decoder:
         kept = self._commit(live, draft, verdict, out.logits)
         self.drafter.update(batch, kept, out.features)
         clock.append(perf_counter())
-        times = dict(
+        times: dict[str, float] = dict(
             zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True)
         )
         step = Step(draft, verdict, kept, batch.rows, at, batch.budgets, times)

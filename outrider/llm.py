@@ -80,7 +80,7 @@ class LLM:
 
         sampling_params: one for all, or one per prompt. Raises ValueError for a bad request before anything runs.
         """
-        many = [prompts] if _is_one(prompts) else list(prompts)  # pyright: ignore[reportArgumentType]
+        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         params = self._params(sampling_params, len(many))
         groups = [self._requests(p, s) for p, s in zip(many, params, strict=True)]
         meters = {id(r): Meter() for group in groups for r in group}

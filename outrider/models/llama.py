@@ -62,7 +62,7 @@ class LlamaModel:
         config: Any = model.config
         base: Any = model.model
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # pyright: ignore
-        tied = embedding.data_ptr() == head.data_ptr()
+        tied = embedding.data_ptr() == head.data_ptr()  # pyright: ignore[reportCallIssue]
         self.kind = str(embedding.dtype).removeprefix("torch.") if weights == "auto" else weights
         attention = base.layers[0].self_attn
         self.layers, self.hidden = len(base.layers), int(config.hidden_size)
@@ -78,7 +78,7 @@ class LlamaModel:
         top = self._packed(
             [model.get_output_embeddings()], "int8" if self.kind in ("int8", "int4") else self.kind, own and not tied
         )
-        table = None if tied else embedding.detach().contiguous()
+        table = None if tied else embedding.detach().contiguous()  # pyright: ignore[reportCallIssue]
         if own and tied:
             _free(model.get_input_embeddings(), model.get_output_embeddings())
         self.struct = ModelStruct(
