@@ -130,3 +130,28 @@ def test_positions_and_last_nodes() -> None:
     assert chain.last == [2, 2]
     assert chain.visible.shape == (2, 3, 8)
     assert chain.visible[0, 1].nonzero().flatten().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("form", [attend_reference, attend_masked, pytest.param(attend_native, marks=needs_native)])
+def test_a_tree_may_come_in_pieces(form, options: dict) -> None:
+    """Nodes written by an earlier forward of the same step are seen where they are ancestors, and only there."""
+    lengths, rows = [3, 62, 0], [2, 0, 1]
+    parents = random_parents([9, 14, 6], seed=5)
+    query, key, value = states(3, parents.shape[1])
+    nodes = Nodes(filled(lengths), rows, parents.shape[1], parents, CPU)
+    write(nodes, 0, key, value)
+    whole = form(nodes, 0, query, 0.3, **options)
+    cache, pieces, done = filled(lengths), [], 0
+    for upto in (1, 5, 6, parents.shape[1]):
+        part = Nodes(cache, rows, upto - done, parents[:, :upto], CPU)
+        new = slice(done, upto)
+        write(part, 0, key[:, :, new], value[:, :, new])
+        assert torch.equal(part.positions, nodes.positions[:, new])
+        pieces.append(form(part, 0, query[:, :, new], 0.3, **options))
+        done = upto
+    real = parents >= -1
+    if form is attend_masked:  # its rounding depends on the span
+        torch.testing.assert_close(torch.cat(pieces, 1)[real], whole[real], atol=2e-6, rtol=1e-5)
+    else:
+        assert torch.equal(torch.cat(pieces, 1)[real], whole[real])

@@ -21,17 +21,29 @@ from outrider.tree import ancestor_mask, depth
 
 @dataclass(eq=False)
 class Nodes:
-    """The nodes of one forward and where they live. parents: int64 [batch, node], None for a full chain.
+    """The nodes of one forward and where they live. parents: int64 [batch, held + count], None for a full chain.
 
-    What follows from them is made when first asked for, on the host, and moved to the device once per forward.
+    The first `held` nodes of the trees stand in the scratch already, from an earlier forward of the same step; the new
+    ones may have any of them as parents. What follows from them is made when first asked for, on the host, and moved to
+    the device once per forward.
     """
 
     cache: SlotCache
     rows: list[int]
-    count: int  # nodes a row, padding included
+    count: int  # new nodes a row, padding included
     parents: Tensor | None
     device: torch.device
     _masks: dict[int | None, Tensor] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def held(self) -> int:
+        """Nodes a row that stand in the scratch already."""
+        return 0 if self.parents is None else self.parents.shape[1] - self.count
+
+    @property
+    def total(self) -> int:
+        """Nodes a row, old and new."""
+        return self.held + self.count
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -40,35 +52,39 @@ class Nodes:
 
     @cached_property
     def tree(self) -> Tensor:
-        """int64 [batch, node] parents on the host, also for a chain."""
+        """int64 [batch, held + count] parents on the host, also for a chain."""
         if self.parents is not None:
             return self.parents.cpu()
         return torch.arange(-1, self.count - 1).repeat(len(self.rows), 1)
 
     @cached_property
     def _positions(self) -> Tensor:
+        """Of all nodes, the held ones too."""
         level = torch.arange(self.count)[None] if self.parents is None else depth(self.tree)
         return torch.tensor(self.lengths)[:, None] + level
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 [batch, node] on the model's device."""
-        return self._positions.to(self.device)
+        """int64 [batch, count]: of the new nodes, on the model's device."""
+        return self._positions[:, self.held :].to(self.device)
 
     @cached_property
     def last(self) -> list[int]:
-        """The last real node of each batch entry."""
-        return [self.count - 1] * len(self.rows) if self.parents is None else ((self.tree >= -1).sum(1) - 1).tolist()
+        """The last real one of the new nodes of each batch entry; 0 where there is none."""
+        if self.parents is None:
+            return [self.count - 1] * len(self.rows)
+        real = (self.tree[:, self.held :] >= -1) * torch.arange(1, self.count + 1)
+        return (real.amax(1) - 1).clamp_min(0).tolist()
 
     @cached_property
     def span(self) -> int:
         """Slots beyond every row's scratch are left out of masks."""
-        return max(self.lengths) + self.count
+        return max(self.lengths) + self.total
 
     @cached_property
     def plan(self) -> native.Plan:
         """The same for the native kernel."""
-        return native.Plan(self.rows, self.lengths, self.count, None if self.parents is None else self.tree)
+        return native.Plan(self.rows, self.lengths, self.count, None if self.parents is None else self.tree, *([self.held] if self.held else []))
 
     @cached_property
     def index(self) -> slice | Tensor:
@@ -87,16 +103,16 @@ class Nodes:
     def visible(self) -> Tensor:
         """bool [batch, node, slot]: committed slots and ancestors."""
         offset = self._offset[:, None].expand(-1, self.count, -1)
-        own = ancestor_mask(self.tree).gather(2, offset.clamp(0, self.count - 1))
-        return ((offset < 0) | (own & (offset < self.count))).to(self.device)
+        own = ancestor_mask(self.tree)[:, self.held :].gather(2, offset.clamp(0, self.total - 1))
+        return ((offset < 0) | (own & (offset < self.total))).to(self.device)
 
     @cached_property
     def distance(self) -> Tensor:
         """int64 [batch, node, slot]: how far back the token in a slot lies."""
         offset, here = self._offset, self._positions
-        own = here.gather(1, offset.clamp(0, self.count - 1))
-        where = torch.where((offset >= 0) & (offset < self.count), own, torch.arange(self.span))
-        return (here[:, :, None] - where[:, None, :]).to(self.device)
+        own = here.expand(len(self.rows), -1).gather(1, offset.clamp(0, self.total - 1))
+        where = torch.where((offset >= 0) & (offset < self.total), own, torch.arange(self.span))
+        return (here[:, self.held :, None] - where[:, None, :]).to(self.device)
 
     def mask(self, window: int | None) -> Tensor:
         """bool [batch, 1, node, slot]: what is visible and at most `window` tokens back, the node's own counted."""
@@ -107,22 +123,23 @@ class Nodes:
 
     @cached_property
     def slots(self) -> list[list[Tensor]]:
-        """For each batch entry and node: the slots it sees, in the order of their positions."""
+        """For each batch entry and new node: the slots it sees, in the order of their positions."""
         out = []
         for start, parents in zip(self.lengths, self.tree.tolist(), strict=True):
             paths: list[list[int]] = []
             for node, parent in enumerate(parents):
                 paths.append([*(paths[parent] if parent >= 0 else []), node])
-            out.append([torch.cat([torch.arange(start), start + torch.tensor(p)]).to(self.device) for p in paths])
+            new = paths[self.held :]
+            out.append([torch.cat([torch.arange(start), start + torch.tensor(p)]).to(self.device) for p in new])
         return out
 
 
 def write(nodes: Nodes, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Put keys and values [batch, kv_head, node, head_dim] into the scratch; returns the layer's tensors."""
     keys, values = nodes.cache.layer(layer, (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key)
-    for b, (row, start) in enumerate(zip(nodes.rows, nodes.lengths, strict=True)):
-        keys[row, :, start : start + nodes.count] = key[b]
-        values[row, :, start : start + nodes.count] = value[b]
+    for b, (row, length) in enumerate(zip(nodes.rows, nodes.lengths, strict=True)):
+        new = slice(length + nodes.held, length + nodes.total)
+        keys[row, :, new], values[row, :, new] = key[b], value[b]
     return keys, values
 
 

@@ -44,5 +44,9 @@ class LanguageModel(Protocol):
     ) -> Output:
         """tokens: int64 [batch, node]. parents: int64 [batch, node] (root -1, padding -2), None for a full chain.
         Positions and mask follow from `cache.length` and `parents`. Writes the nodes' keys and values to the scratch
-        of each row, slot `length + node`, and never changes `cache.length`."""
+        of each row, slot `length + node`, and never changes `cache.length`.
+
+        If `parents` is longer than `tokens`, its first nodes stand in the scratch already, from an earlier call of the
+        same step, and `tokens` are the nodes after them: so a tree is drafted level by level. Padding may then stand
+        anywhere. Logits and features are those of the given nodes."""
         ...

@@ -88,7 +88,7 @@ class HFModel:
         want: Want = "all",
     ) -> Output:
         """See `LanguageModel.forward`. Taps: layer i gives transformers' hidden_states[i + 1], -1 the final one."""
-        cache.reserve(rows, tokens.shape[1])
+        cache.reserve(rows, (tokens if parents is None else parents).shape[1])
         nodes = Nodes(cache, rows, tokens.shape[1], parents, self.device)
         arguments: dict[str, Any] = {"output_hidden_states": True} if taps else {}
         kept = sorted(set(nodes.last)) if want == "last" else [0]

@@ -50,11 +50,11 @@ class ToyModel:
         want: Want = "all",
     ) -> Output:
         """See `LanguageModel.forward`. Every tap is the same feature: the index of the table's line."""
-        cache.reserve(rows, tokens.shape[1])
+        cache.reserve(rows, (tokens if parents is None else parents).shape[1])
         nodes = Nodes(cache, rows, tokens.shape[1], parents, self.device)
         held, _ = cache.layer(0, (1, 1), (1, 1), self.table)
-        for b, (row, start) in enumerate(zip(rows, nodes.lengths, strict=True)):
-            held[row, 0, start : start + tokens.shape[1], 0] = tokens[b].to(held.dtype)
+        for b, (row, length) in enumerate(zip(rows, nodes.lengths, strict=True)):
+            held[row, 0, length + nodes.held : length + nodes.total, 0] = tokens[b].to(held.dtype)
         lines = torch.zeros(tokens.shape, dtype=torch.long)
         for b, row in enumerate(rows):
             for n, slots in enumerate(nodes.slots[b]):
@@ -63,7 +63,6 @@ class ToyModel:
                     line = (line * 31 + int(token) + 1) % len(self.table)
                 lines[b, n] = line
         logits = self.table[lines].float()
-        last = (nodes.tree >= -1).sum(1) - 1
-        chosen = {"all": logits, "none": logits[:, :0], "last": logits[torch.arange(len(rows)), last][:, None]}[want]
+        chosen = {"all": logits, "none": logits[:, :0], "last": logits[torch.arange(len(rows)), nodes.last][:, None]}[want]
         features = lines[..., None].double().repeat(1, 1, len(taps)) if taps else None
         return Output(chosen, features)
