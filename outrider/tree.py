@@ -157,6 +157,6 @@ def _validate_laws(draft: Draft, vocab_size: int) -> None:
                     f"row {b}: node {n} drew token {token}, which has no mass in probs of its parent, node {parent}. "
                     "The law returned is not the law drawn from"
                 )
-            if (parent, token) in seen and draft.siblings is Siblings.WITHOUT_REPLACEMENT:
+            if (parent, token) in seen and draft.siblings is not Siblings.IID:
                 raise ValueError(f"row {b}: node {n} repeats a sibling's token {token}, though siblings={how}")
             seen.add((parent, token))

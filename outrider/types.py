@@ -30,6 +30,7 @@ class Siblings(Enum):
     POINT = auto()  # chosen, not drawn: n-gram, top-k, argmax, or tokens drawn from the shared TOKEN noise
     IID = auto()  # drawn with replacement from probs[parent]
     WITHOUT_REPLACEMENT = auto()  # drawn one after another from probs[parent], each removed from the law
+    TOP_THEN_SAMPLED = auto()  # all but the last chosen; the last drawn from probs[parent] without those
 
 
 class Guarantee(Enum):
