@@ -94,6 +94,19 @@ def test_a_node_has_the_bits_of_a_committed_token(seed: int) -> None:
             assert torch.equal(one[0, 0], out[b, n])
 
 
+def test_a_plan_goes_on_from_nodes_in_the_scratch() -> None:
+    torch.manual_seed(0)
+    parents = torch.tensor([[-1, 0, -2, 1, 1, 3, 0], [-1, -2, 0, 2, -2, -2, 2]])
+    k, v, q = torch.randn(3, 2, 60, 8), torch.randn(3, 2, 60, 8), torch.randn(2, 7, 4, 8)
+    whole = attention(Plan([2, 0], [40, 5], 7, parents), q, k, v, scaling=0.3)
+    for held in range(1, 7):
+        for end in range(held + 1, 8):
+            plan = Plan([2, 0], [40, 5], end - held, parents[:, :end], held)
+            assert torch.equal(attention(plan, q[:, held:end], k, v, scaling=0.3), whole[:, held:end])
+    with pytest.raises(ValueError, match="give the parents of all 3"):
+        Plan([0], [0], 1, None, 2)
+
+
 def test_every_instruction_set_gives_the_same_bits() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 5, 6, 20), torch.randn(1, 2, 90, 20), torch.randn(1, 2, 90, 20)

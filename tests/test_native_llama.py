@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -166,6 +167,43 @@ def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str) -> None:
     assert torch.equal(after.logits[0, 0], one_at_a_time(model, text)[0][0, -1])
 
 
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, seed: int) -> None:
+    """Random trees and chains, padding anywhere, cut at random places: the bits of one forward over all nodes."""
+    rng, nodes = random.Random(f"{weights} {seed}"), 14
+    model = LlamaModel(build(NAMES[seed % len(NAMES)]), weights=weights)
+    lengths, rows = [33, 0, 5], [2, 0, 1][: rng.randint(1, 3)]
+    parents = torch.full((len(rows), nodes), -2)
+    for b in range(len(rows)):
+        real = [n for n in range(nodes) if n == 0 or rng.random() < 0.8]
+        for i, n in enumerate(real):
+            parents[b, n] = real[rng.randint(max(0, i - 3), i - 1)] if i else -1
+    if seed == 0:
+        parents = torch.arange(-1, nodes - 1).repeat(len(rows), 1)
+    tokens, cache, twin = torch.randint(0, VOCAB, parents.shape), model.new_cache(3, 512), model.new_cache(3, 512)
+    for row in rows:
+        if lengths[row]:
+            for c in (cache, twin):
+                model.forward(TEXT[:, : lengths[row]], c, [row], want="none")
+                c.commit([row], [range(lengths[row])])
+    whole = model.forward(tokens, twin, rows, parents=parents, taps=(0, -1))
+    cuts = [0, *sorted(rng.sample(range(1, nodes), 4)), nodes]
+    for start, end in itertools.pairwise(cuts):
+        part = {"parents": parents[:, :end], "taps": (0, -1)}
+        out = model.forward(tokens[:, start:end], cache, rows, **part)
+        last = model.forward(tokens[:, start:end], cache, rows, want="last", **part)
+        assert torch.equal(out.logits, whole.logits[:, start:end])
+        assert out.features is not None
+        assert whole.features is not None
+        assert torch.equal(out.features, whole.features[:, start:end])
+        for b in range(len(rows)):
+            real = [n for n in range(start, end) if parents[b, n] != -2]
+            assert torch.equal(last.logits[b, 0], whole.logits[b, real[-1]] if real else torch.zeros(VOCAB))
+    for mine, theirs in zip(cache.layers, twin.layers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
 def test_the_cache_grows_under_way() -> None:
     model = LlamaModel(build("llama"))
     text = TEXT.repeat(1, 4)[:, :400]
@@ -245,6 +283,10 @@ def test_errors_name_what_is_wrong() -> None:
         model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-1, 1]]))
     with pytest.raises(ValueError, match="every entry has a root"):
         model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-2, -2]]))
+    with pytest.raises(ValueError, match="one parent per node"):
+        model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-1]]))
+    with pytest.raises(ValueError, match="node 2 of entry 0 has parent 1"):  # node 1 is padding
+        model.forward(torch.tensor([[1]]), cache, [0], parents=torch.tensor([[-1, -2, 1]]))
     with pytest.raises(ValueError, match="taps are layers"):
         model.forward(torch.tensor([[1, 2]]), cache, [0], taps=(7,))
     with pytest.raises(ValueError, match="fit"):

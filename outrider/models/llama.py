@@ -133,13 +133,16 @@ class LlamaModel:
         batch, nodes = tokens.shape
         if tokens.dtype != torch.int64 or not tokens.is_contiguous():
             tokens = tokens.long().contiguous()
+        held = 0
         if parents is not None:
-            if parents.shape != tokens.shape:
+            held = parents.shape[-1] - nodes
+            if parents.shape != (batch, held + nodes) or held < 0:
                 raise ValueError(
-                    f"tokens are {tuple(tokens.shape)}, parents {tuple(parents.shape)}; one parent per node"
+                    f"tokens are {tuple(tokens.shape)}, parents {tuple(parents.shape)}; one parent per node, those that "
+                    "stand in the scratch already first"
                 )
             parents = parents.long().contiguous()
-        table = self._table(cache, rows, nodes)
+        table = self._table(cache, rows, held + nodes)
         shown = nodes if want == "all" else 1 if want == "last" else 0
         logits = torch.empty(batch, shown, self.vocab_size)
         features = None
@@ -162,6 +165,7 @@ class LlamaModel:
             None if features is None else features.data_ptr(),
             ctypes.addressof(tap),
             batch,
+            held,
             nodes,
             cache.capacity,
             len(taps),
@@ -275,7 +279,7 @@ def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -
         return ValueError(
             f"token {int(tokens[entry, node])} (entry {entry}, node {node}) is not in the vocabulary of {vocab}"
         )
-    entry, node = divmod(-1 - error, nodes)
+    entry, node = divmod(-1 - error, nodes if parents is None else parents.shape[1])
     parent = "none" if parents is None else int(parents[entry, node])
     return ValueError(
         f"node {node} of entry {entry} has parent {parent}: a parent is -1 for the root, -2 for padding, else a smaller "

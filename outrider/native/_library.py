@@ -7,7 +7,7 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 ISAS = ("portable", "avx2", "avx512")
 
 
@@ -65,7 +65,7 @@ class ModelStruct(ctypes.Structure):
 class ForwardStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "parents", "rows", "lengths", "cache", "logits", "features", "taps")),
-        *((name, c_int64) for name in ("batch", "nodes", "capacity", "taps_count")),
+        *((name, c_int64) for name in ("batch", "held", "nodes", "capacity", "taps_count")),
         ("want", c_int32),
     ]
 
@@ -93,7 +93,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pack": (None, (POINTER(PackedStruct), c_void_p, c_int32, c_int64, c_int64, c_int64, c_int64, c_int32)),
     "linear": (None, (POINTER(PackedStruct), c_void_p, c_void_p, c_int64, c_int64, c_int64)),
     "unpack_column": (None, (POINTER(PackedStruct), c_int64, c_void_p)),
-    "plan": (c_int64, (c_int64, c_int64, c_void_p, c_void_p, POINTER(PlanStruct))),
+    "plan": (c_int64, (c_int64, c_int64, c_int64, c_void_p, c_void_p, POINTER(PlanStruct))),
     "attention": (None, (POINTER(AttentionStruct),)),
     "decoder_new": (c_void_p, (POINTER(ModelStruct),)),
     "decoder_free": (None, (c_void_p,)),

@@ -15,39 +15,44 @@ class Plan:
     """The nodes of one forward: who sees whom, and where they lie. Made once, used by every layer.
 
     rows: cache row of each batch entry. lengths: its committed tokens. nodes: nodes an entry, padding included.
-    parents: int64 [batch, node] (root -1, padding -2), None for a full chain.
+    parents: int64 [batch, held + nodes] (root -1, padding -2), None for a full chain. held: nodes of the trees that stand
+    in the scratch already: the new ones follow them, and may hang on any.
     """
 
-    def __init__(self, rows: Sequence[int], lengths: Sequence[int], nodes: int, parents: Tensor | None = None) -> None:
-        batch = len(rows)
+    def __init__(
+        self, rows: Sequence[int], lengths: Sequence[int], nodes: int, parents: Tensor | None = None, held: int = 0
+    ) -> None:
+        batch, total = len(rows), held + nodes
         if parents is not None:
-            if parents.dtype != torch.int64 or parents.shape != (batch, nodes) or parents.device.type != "cpu":
+            if parents.dtype != torch.int64 or parents.shape != (batch, total) or parents.device.type != "cpu":
                 raise ValueError(
-                    f"parents must be int64 [{batch}, {nodes}] on the CPU, got {parents.dtype} {tuple(parents.shape)}"
+                    f"parents must be int64 [{batch}, {total}] on the CPU, got {parents.dtype} {tuple(parents.shape)}"
                 )
             parents = parents.contiguous()
+        elif held:
+            raise ValueError(f"{held} nodes stand in the scratch: give the parents of all {total}")
         self.batch, self.nodes = batch, nodes
-        size = batch * nodes
+        size, full = batch * nodes, batch * total
         self._row = torch.tensor([*rows], dtype=torch.int32)
         self._length = torch.tensor([*lengths], dtype=torch.int32)
-        self._arrays = torch.empty(4 * size + 2 * batch + 1, dtype=torch.int32)
-        self._parts = self._arrays.split([size, batch + 1, batch, size, size, size])
+        self._arrays = torch.empty(size + 2 * batch + 1 + 3 * full, dtype=torch.int32)
+        self._parts = self._arrays.split([size, batch + 1, batch, full, full, full])
         pointers = PlanStruct(*(p.data_ptr() for p in self._parts))
         count = library().plan(
-            batch, nodes, None if parents is None else parents.data_ptr(), self._length.data_ptr(), pointers
+            batch, held, nodes, None if parents is None else parents.data_ptr(), self._length.data_ptr(), pointers
         )
         if count < 0:
-            entry, node = divmod(-1 - count, nodes)
+            entry, node = divmod(-1 - count, total)
             raise ValueError(
                 f"node {node} of entry {entry} has parent {int(parents[entry, node]) if parents is not None else '?'}; "
                 "a parent is -1 for the root, -2 for padding, else a smaller node that is no padding"
             )
         self.count = count
-        self.end = max((int(n) + nodes for n in lengths), default=0)  # slots that must exist
+        self.end = max((int(n) + total for n in lengths), default=0)  # slots that must exist
 
     @property
     def positions(self) -> Tensor:
-        """int64 [count], in the order of the nodes without padding."""
+        """int64 [count]: of the new nodes, in their order, without padding."""
         return self._parts[3][: self.count].long()
 
 

@@ -45,9 +45,9 @@ struct AttentionJob {
     const int32_t* row;       // [segments] cache row
     const int32_t* length;    // [segments] committed tokens
     const int32_t* chain;     // [segments] 1: every position is its own slot
-    const int32_t* position;  // [T]
-    const int32_t* slot;      // [T]
-    const int32_t* parent;    // [T] node index (flattened), -1 for a root
+    const int32_t* position;  // of nodes, and of ancestors that are no node of this call
+    const int32_t* slot;
+    const int32_t* parent;    // an index into these three, -1 for a root
     const int32_t* index;     // [T] where in q and out a node lies; null: in order
     const float* sinks;       // [heads] or null
     int64_t segments, heads, kv_heads, dim, value_dim, capacity, ldq, ldo;
@@ -78,14 +78,14 @@ struct Model {
 
 struct ForwardJob {
     const int64_t* tokens;   // [batch, nodes]
-    const int64_t* parents;  // [batch, nodes] or null
+    const int64_t* parents;  // [batch, held + nodes], or null: a full chain
     const int32_t* rows;     // [batch]
     const int32_t* lengths;  // [batch]
     float* const* cache;     // [2 * layers] keys, values of each layer
     float* logits;
     float* features;      // [batch, nodes, taps * hidden]
     const int32_t* taps;  // layer numbers; -1: after the final norm
-    int64_t batch, nodes, capacity, taps_count;
+    int64_t batch, held, nodes, capacity, taps_count;  // held: nodes that stand in the scratch already
     int32_t want;  // 0 none, 1 last, 2 all
 };
 

@@ -62,7 +62,7 @@ void run_linear(LinearJob& job) {
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
 }
 
-OUTRIDER_API int32_t outrider_abi() { return 1; }
+OUTRIDER_API int32_t outrider_abi() { return 2; }
 
 OUTRIDER_API const char* outrider_isa() { return kernels()->name; }
 

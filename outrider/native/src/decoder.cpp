@@ -137,20 +137,21 @@ void tap(const Step& s, int64_t which, const float* from) {
 // 0, or what is wrong: -1 - i: parents[i]; -2^40 - i: tokens[i] is no token.
 int64_t forward(Decoder& d, const ForwardJob& job) {
     const Model& m = d.m;
-    int64_t size = job.batch * job.nodes;
-    d.ints.resize(static_cast<size_t>(6 * size + 3 * job.batch + 1));
-    int32_t* p = d.ints.data();
+    int64_t size = job.batch * job.nodes, all = job.batch * (job.held + job.nodes);
+    d.ints.resize(static_cast<size_t>(2 * size + 3 * all + 3 * job.batch + 1));
+    int32_t* next = d.ints.data();
+    auto ints = [&](int64_t count) { return next += count, next - count; };
     Step s{};
     s.d = &d, s.job = &job;
-    s.plan = {p, p + 5 * size, p + 5 * size + job.batch + 1, p + size, p + 2 * size, p + 3 * size};
-    int32_t *segment_of = p + 4 * size, *wanted = p + 5 * size + 2 * job.batch + 1;  // wanted: up to size (+ batch) entries
-    s.count = make_plan(job.batch, job.nodes, job.parents, job.lengths, s.plan);
+    s.plan = {ints(size), ints(job.batch + 1), ints(job.batch), ints(all), ints(all), ints(all)};
+    int32_t *segment_of = ints(size), *wanted = ints(job.batch);
+    s.count = make_plan(job.batch, job.held, job.nodes, job.parents, job.lengths, s.plan);
     if (s.count < 0) return s.count;
     for (int64_t n = 0; n < s.count; n++) {
         int64_t token = job.tokens[s.plan.index[n]];
         if (token < 0 || token >= m.vocab) return -(int64_t(1) << 40) - s.plan.index[n];
     }
-    for (int64_t b = 0; b < job.batch; b++)
+    for (int64_t b = 0; b < job.batch && !job.held; b++)
         if (s.plan.segment[b] == s.plan.segment[b + 1]) return -1 - b * job.nodes;  // nothing but padding
     for (int64_t b = 0; b < job.batch; b++)
         for (int64_t n = s.plan.segment[b]; n < s.plan.segment[b + 1]; n++) segment_of[n] = static_cast<int32_t>(b);
@@ -197,20 +198,22 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         }
     if (job.want == 0) return 0;
     int64_t count = T;
+    const int32_t* place = s.plan.index;  // rows of the logits; those of padding are zeros
+    int64_t shown = size;
     if (job.want == 1) {
-        count = job.batch;
-        for (int64_t b = 0; b < job.batch; b++) wanted[b] = s.plan.segment[b + 1] - 1;
-        s.which = wanted;
+        count = 0, shown = job.batch;
+        for (int32_t b = 0; b < job.batch; b++)
+            if (s.plan.segment[b] < s.plan.segment[b + 1]) {
+                segment_of[count] = b;  // not needed any more
+                wanted[count++] = s.plan.segment[b + 1] - 1;
+            }
+        s.which = wanted, place = segment_of;
     }
     over_nodes(normalise, s, count, width / 8e3);
-    bool scattered = job.want == 2 && T < size;
-    if (scattered) {
-        std::vector<char> real(static_cast<size_t>(size), 0);
-        for (int64_t n = 0; n < T; n++) real[static_cast<size_t>(s.plan.index[n])] = 1;
-        for (int64_t i = 0; i < size; i++)
-            if (!real[static_cast<size_t>(i)]) std::memset(job.logits + i * m.vocab, 0, static_cast<size_t>(m.vocab) * 4);
-    }
-    LinearJob head{m.head, s.h, job.logits, count, d.ldx, m.vocab, m.logits_factor, STORE, scattered ? s.plan.index : nullptr};
+    for (int64_t i = 0, n = 0; i < shown; i++)
+        if (n < count && place[n] == i) n++;
+        else std::memset(job.logits + i * m.vocab, 0, static_cast<size_t>(m.vocab) * 4);
+    LinearJob head{m.head, s.h, job.logits, count, d.ldx, m.vocab, m.logits_factor, STORE, place};
     run_linear(head);
     return 0;
 }

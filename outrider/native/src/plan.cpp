@@ -6,31 +6,26 @@
 
 namespace outrider {
 
-int64_t make_plan(int64_t batch, int64_t nodes, const int64_t* parents, const int32_t* lengths, Plan& plan) {
-    int64_t total = 0;
-    std::vector<int32_t> place(static_cast<size_t>(parents ? nodes : 0));  // node -> index in the flattened arrays
+int64_t make_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* parents, const int32_t* lengths, Plan& plan) {
+    int64_t total = 0, all = held + nodes;
+    std::vector<int32_t> place(static_cast<size_t>(all));  // node -> index in the flattened arrays, -1 for padding
     for (int64_t b = 0; b < batch; b++) {
         plan.segment[b] = static_cast<int32_t>(total);
         plan.chain[b] = 1;
-        for (int64_t n = 0; n < nodes; n++) {
-            int64_t parent = parents ? parents[b * nodes + n] : n - 1;
-            if (parent == -2) {
-                place[static_cast<size_t>(n)] = -1;
-                continue;
-            }
-            if (parent < -1 || parent >= n) return -1 - (b * nodes + n);
-            int32_t above = -1;
-            if (parent >= 0) {
-                above = parents ? place[static_cast<size_t>(parent)] : static_cast<int32_t>(total - 1);
-                if (above < 0) return -1 - (b * nodes + n);
-            }
-            plan.index[total] = static_cast<int32_t>(b * nodes + n);
-            plan.parent[total] = above;
-            plan.position[total] = above < 0 ? lengths[b] : plan.position[above] + 1;
-            plan.slot[total] = lengths[b] + static_cast<int32_t>(n);
-            if (plan.slot[total] != plan.position[total]) plan.chain[b] = 0;
-            if (parents) place[static_cast<size_t>(n)] = static_cast<int32_t>(total);
-            total++;
+        for (int64_t n = 0; n < all; n++) {
+            int64_t parent = parents ? parents[b * all + n] : n - 1;
+            int32_t& here = place[static_cast<size_t>(n)];
+            here = -1;
+            if (parent == -2) continue;
+            if (parent < -1 || parent >= n) return -1 - (b * all + n);
+            int32_t above = parent < 0 ? -1 : place[static_cast<size_t>(parent)];
+            if (parent >= 0 && above < 0) return -1 - (b * all + n);
+            here = static_cast<int32_t>(n < held ? batch * nodes + b * held + n : total);
+            plan.parent[here] = above;
+            plan.position[here] = above < 0 ? lengths[b] : plan.position[above] + 1;
+            plan.slot[here] = lengths[b] + static_cast<int32_t>(n);
+            if (plan.slot[here] != plan.position[here]) plan.chain[b] = 0;
+            if (n >= held) plan.index[total++] = static_cast<int32_t>(b * nodes + n - held);
         }
     }
     plan.segment[batch] = static_cast<int32_t>(total);
@@ -64,9 +59,9 @@ void run_attention(AttentionJob& job) {
     parallel(kernels()->attention, &job, static_cast<int64_t>(segments.size()) * job.kv_heads, threads);
 }
 
-OUTRIDER_API int64_t outrider_plan(int64_t batch, int64_t nodes, const int64_t* parents, const int32_t* lengths,
-                                   Plan* plan) {
-    return make_plan(batch, nodes, parents, lengths, *plan);
+OUTRIDER_API int64_t outrider_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* parents,
+                                   const int32_t* lengths, Plan* plan) {
+    return make_plan(batch, held, nodes, parents, lengths, *plan);
 }
 
 OUTRIDER_API void outrider_attention(AttentionJob* job) { run_attention(*job); }

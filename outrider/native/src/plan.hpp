@@ -6,17 +6,20 @@
 
 namespace outrider {
 
-struct Plan {  // the arrays are the caller's; sizes for `batch` entries of `nodes` nodes
-    int32_t* index;     // [batch * nodes] entry * nodes + node, padding left out
+// The arrays are the caller's, for `batch` entries of `held` nodes that stand in the scratch already and `nodes` new ones.
+// The new nodes come first, one after another, padding left out; the held ones from batch * nodes on, only as ancestors.
+struct Plan {
+    int32_t* index;     // [batch * nodes] entry * nodes + node
     int32_t* segment;   // [batch + 1]
     int32_t* chain;     // [batch]
-    int32_t* position;  // [batch * nodes]
-    int32_t* slot;      // [batch * nodes]
-    int32_t* parent;    // [batch * nodes] as an index into these arrays
+    int32_t* position;  // [batch * (held + nodes)]
+    int32_t* slot;      // [batch * (held + nodes)]
+    int32_t* parent;    // [batch * (held + nodes)] as an index into these arrays
 };
 
-// Returns how many nodes there are, or -1 - (entry * nodes + node) for a node whose parent does not precede it.
-int64_t make_plan(int64_t batch, int64_t nodes, const int64_t* parents, const int32_t* lengths, Plan& plan);
+// parents: [batch, held + nodes]; null for a full chain (held is 0). Returns how many new nodes there are, or
+// -1 - (entry * (held + nodes) + node) for a node whose parent does not precede it.
+int64_t make_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* parents, const int32_t* lengths, Plan& plan);
 
 // Cuts the nodes into tasks (at most NODES nodes each) and runs them.
 void run_attention(AttentionJob& job);
