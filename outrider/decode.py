@@ -37,6 +37,7 @@ class Request:
     params: SamplingParams
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prediction: tuple[int, ...] = ()  # tokens that the answer is expected to repeat
 
 
 @dataclass(eq=False)
@@ -82,6 +83,7 @@ class Decoder:
     ) -> None:
         """max_length: tokens of prompt and output per row. end_ids: the model's end tokens. tokenizer: for text."""
         self.target, self.drafter = target, drafter or NoDraft()
+        self._watch = getattr(self.drafter, "watch", None)
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
         self.max_length = min(max_length or target.max_length, target.max_length)
@@ -160,6 +162,8 @@ class Decoder:
         verdict = self.verifier(Laws(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
         clock.append(perf_counter())
         kept = self._commit(live, draft, verdict, out.logits)
+        if self._watch is not None:
+            self._watch(batch, draft, out.logits)
         self.drafter.update(batch, kept, out.features)
         clock.append(perf_counter())
         times: dict[str, float] = dict(
@@ -238,6 +242,7 @@ class Decoder:
             stream=self.verifier.draft_stream,
             law=self.verifier.needs_probs,
             prompt_lengths=[len(row.request.prompt) for row in live],
+            predictions=[row.request.prediction for row in live],
         )
 
     def _commit(self, live: list[Row], draft: Draft, verdict: Verdict, logits: torch.Tensor) -> list[Kept]:

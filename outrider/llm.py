@@ -147,9 +147,18 @@ class LLM:
         ids = self.encode(prompt)
         seed = draw_seed() if params.seed is None else params.seed
         bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
-        requests = [Request(next(self._ids), ids, params, nth_seed(seed, i), bad) for i in range(params.n)]
+        told = self._prediction(params.prediction)
+        requests = [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, told) for i in range(params.n)]
         self.decoder.check(requests[0])
         return requests
+
+    def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
+        """The tokens of a prediction; none without one."""
+        if not isinstance(given, str):
+            return tuple(given or ())
+        if self.tokenizer is None:
+            raise ValueError("a prediction given as text needs a tokenizer; give token ids, e.g. prediction=[17, 4]")
+        return tuple(self.tokenizer(given, add_special_tokens=False)["input_ids"])
 
     def _bad_word(self, word: str | Sequence[int]) -> list[tuple[int, ...]]:
         """The token sequences that write a forbidden word: at the start of a text and after a space."""

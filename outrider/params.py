@@ -16,6 +16,8 @@ class SamplingParams:
     stop: strings that end the text and are cut from it; stop_token_ids end it too; ignore_eos switches the end token off.
     min_tokens: no end before that many tokens. max_tokens: None means as many as the model's length allows.
     seed: 64 bits; None draws one, and the output says which.
+    prediction: a text, or token ids, that most of the answer will repeat (OpenAI's predicted outputs). The method
+    "prediction" guesses from it; the answer is the same with and without.
     n: outputs per prompt. logprobs, prompt_logprobs: how many alternatives to report, of the model's own law.
     """
 
@@ -37,6 +39,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     seed: int | None = None
+    prediction: str | Sequence[int] | None = None
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -86,6 +89,7 @@ class SamplingParams:
             "logit_bias": list(self.logit_bias or ()),
             "allowed_token_ids": list(self.allowed_token_ids or ()),
             "stop_token_ids": list(self.stop_token_ids),
+            "prediction": () if isinstance(self.prediction, str) else (self.prediction or ()),
             "bad_words": [t for w in self.bad_words if not isinstance(w, str) for t in w],
         }
         for name, ids in named.items():

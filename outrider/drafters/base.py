@@ -38,6 +38,7 @@ class Batch:
     stream: Stream
     law: bool
     prompt_lengths: list[int]
+    predictions: Sequence[Sequence[int]] = ()  # by row, the tokens its user expects of the answer; () when nobody does
 
     @property
     def positions(self) -> Tensor:
@@ -47,7 +48,11 @@ class Batch:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Three methods make a drafter: `propose`, `update`, `release`. `taps` names target layers it wants to see."""
+    """Three methods make a drafter: `propose`, `update`, `release`. `taps` names target layers it wants to see.
+
+    A fourth is optional: `watch(batch, draft, logits)`, called before `update` with the target's logits [batch, node,
+    vocab] at every node of the step's draft, kept or not. They are the loop's own and read-only; padding holds anything.
+    """
 
     taps: tuple[int, ...]
 
