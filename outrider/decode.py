@@ -11,15 +11,16 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from outrider.drafters.base import Batch, Drafter, NoDraft
 from outrider.models.base import LanguageModel
+from outrider.models.cache import SlotCache
 from outrider.noise import Noise
 from outrider.params import SamplingParams
-from outrider.sampling import History, Laws, Warp
+from outrider.sampling import History, Laws, Mask, Warp
 from outrider.text import End, Ending
 from outrider.tune import Controller, Fixed
 from outrider.types import Budget, Draft, Guarantee, Kept, Step, Verdict
@@ -38,6 +39,7 @@ class Request:
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to repeat
+    mask: Mask | None = None  # what may be written where, as by a grammar
 
 
 @dataclass(eq=False)
@@ -51,6 +53,7 @@ class Row:
     ending: Ending
     limit: int  # output tokens that may be written at most
     steps: int = 0
+    cached: int = 0  # prompt tokens that were not computed, because an earlier text began with them
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
     arrived: float = field(default_factory=perf_counter)
@@ -64,6 +67,18 @@ class Row:
     @property
     def end(self) -> End | None:
         return self.ending.end
+
+
+class Prefixes(Protocol):
+    """Keys and values of texts that were read before."""
+
+    def fetch(self, cache: SlotCache, row: int, tokens: Sequence[int]) -> int:
+        """Put the longest known start of `tokens` into an empty row and commit it; returns its length."""
+        ...
+
+    def keep(self, cache: SlotCache, row: int, tokens: Sequence[int]) -> None:
+        """Remember a row, which holds `tokens`."""
+        ...
 
 
 class Decoder:
@@ -80,14 +95,17 @@ class Decoder:
         max_length: int | None = None,
         end_ids: Sequence[int] = (),
         tokenizer: Any | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """max_length: tokens of prompt and output per row. end_ids: the model's end tokens. tokenizer: for text."""
+        """max_length: tokens of prompt and output per row. end_ids: the model's end tokens. tokenizer: for text. prefixes:
+        where prompts that begin alike are found; without it every prompt is computed."""
         self.target, self.drafter = target, drafter or NoDraft()
         self._watch = getattr(self.drafter, "watch", None)
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
         self.max_length = min(max_length or target.max_length, target.max_length)
         self.end_ids, self.tokenizer = tuple(end_ids), tokenizer
+        self.prefixes, self.chunk = prefixes, PREFILL_CHUNK
         self.cache = target.new_cache(rows, self.max_length + 64)  # room for the scratch of the last step
         self.free = list(range(rows))[::-1]
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
@@ -125,15 +143,22 @@ class Decoder:
     def admit(self, request: Request) -> Row:
         """Give the request a free row. Raises IndexError when there is none and ValueError for a bad request."""
         limit = self.check(request)
-        slot = self.free.pop()
         p, tokens = request.params, list(request.prompt)
         ends = (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
-        history = History(p, ends, request.bad_words, tokens, len(tokens))
+        history = History(p, ends, request.bad_words, tokens, len(tokens), request.mask)
         ending = Ending(p, self.end_ids, limit, self.tokenizer, tokens)
-        row = Row(request, slot, tokens, history, ending, limit)
-        self.rows[slot] = row
-        self.waiting.append(row)
+        row = Row(request, -1, tokens, history, ending, limit)
+        self.resume(row)
         return row
+
+    def resume(self, row: Row) -> None:
+        """Seat a row that `release` took out of the cache: what it holds is computed again, and its text goes on as if
+        nothing had happened, for the noise is keyed by position. Raises IndexError when no slot is free."""
+        row.slot = self.free.pop()
+        if not row.output:
+            row.prompt_logprobs.clear()
+        self.rows[row.slot] = row
+        self.waiting.append(row)
 
     def release(self, slot: int) -> None:
         """Free a row, finished or not."""
@@ -148,10 +173,17 @@ class Decoder:
     def step(self) -> Step | None:
         """Prefill a chunk of the oldest waiting prompt, then one draft-verify round of the rows that decode, if any."""
         if self.waiting:
-            self._prefill(self.waiting[0])
-        live = [row for row in self.rows.values() if row not in self.waiting and row.end is None]
-        if not live:
-            return None
+            self.prefill(self.waiting[0])
+        live = self.live
+        return self.round(live) if live else None
+
+    @property
+    def live(self) -> list[Row]:
+        """The rows that decode."""
+        return [row for row in self.rows.values() if row not in self.waiting and row.end is None]
+
+    def round(self, live: list[Row]) -> Step:
+        """One draft-verify round of some of the rows that decode."""
         at = [len(row.tokens) for row in live]
         clock = [perf_counter()]
         batch = self._view(live)
@@ -204,21 +236,29 @@ class Decoder:
             done.update({id(row.request): row for row in moved if row.end is not None})
         return [done[id(r)] for r in requests]
 
-    def _prefill(self, row: Row) -> None:
-        """Put the next chunk of a prompt, all but its last token, into the cache."""
-        prompt, done = row.request.prompt, self.cache.length[row.slot]
-        part = prompt[done : min(done + PREFILL_CHUNK, len(prompt) - 1)]
+    def prefill(self, row: Row) -> None:
+        """Put the next chunk of a row's tokens, all but the last, into the cache."""
+        tokens, last = row.tokens, len(row.tokens) - 1
         wanted = row.request.params.prompt_logprobs
+        if row.output:
+            wanted = None  # a row that was resumed has told them
+        done = self.cache.length[row.slot]
+        if done == 0 and self.prefixes is not None and wanted is None:
+            done = self.prefixes.fetch(self.cache, row.slot, tokens[:last])
+            row.cached = row.cached if row.output else done
+        part = tokens[done : min(done + self.chunk, last)]
         if part:
             out = self.target.forward(
                 torch.tensor([part]), self.cache, [row.slot], want="none" if wanted is None else "all"
             )
             self.cache.commit([row.slot], [range(len(part))])
             if wanted is not None:
-                following = prompt[done + 1 : done + 1 + len(part)]
+                following = tokens[done + 1 : done + 1 + len(part)]
                 row.prompt_logprobs += [logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)]
-        if self.cache.length[row.slot] == len(prompt) - 1:
+        if self.cache.length[row.slot] == last:
             self.waiting.remove(row)
+            if self.prefixes is not None:
+                self.prefixes.keep(self.cache, row.slot, tokens[:last])
             if wanted is not None:
                 row.prompt_logprobs.insert(0, None)  # the first token has no law
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ _NO = float("-inf")
 _SHORTLIST = 256  # top-p looks at this many candidates first; the full sort is the same decision, slower
 
 
+class Mask(Protocol):
+    """What may be written after a text, as a grammar decides it."""
+
+    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
+        """bool [vocab]: the tokens that may follow `tokens[start:]` and then `extra`. tokens are committed; extra is not,
+        and may never be."""
+        ...
+
+
 @dataclass(eq=False)
 class History:
     """What the prefix-dependent parameters of one row need to know, brought up to date as tokens are committed."""
@@ -31,6 +41,7 @@ class History:
     bad_words: tuple[tuple[int, ...], ...]
     tokens: list[int]  # prompt and output; shared with the row, never changed here
     prompt_length: int
+    mask: Mask | None = None
     prompt_seen: Tensor | None = field(default=None, init=False)  # bool [vocab]
     counts: Tensor | None = field(default=None, init=False)  # float32 [vocab], of the output
     counted: int = field(default=0, init=False)  # output tokens already in counts
@@ -38,6 +49,8 @@ class History:
     @property
     def active(self) -> bool:
         p = self.params
+        if self.mask is not None:
+            return True
         return bool(p.logit_bias or self.bad_words or p.allowed_token_ids is not None or p.min_tokens) or (
             p.repetition_penalty,
             p.presence_penalty,
@@ -53,6 +66,9 @@ class History:
             ids = torch.as_tensor(p.allowed_token_ids, device=out.device)
             kept[ids] = out[ids]
             out = kept
+        if self.mask is not None:
+            allowed = self.mask.allowed(self.tokens, self.prompt_length, extra)
+            out = out.masked_fill(~allowed.to(out.device), _NO)
         for word in self.bad_words:
             head, last = word[:-1], word[-1]
             context = [*self.tokens[-len(head) :], *extra][-len(head) :] if head else []
