@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import BaseDrafter, Batch, Drafter, Echo, NoDraft, Noisy, Wrong
+from outrider.drafters.growth import optimal_shape
 from outrider.drafters.lookup import NgramDrafter, SuffixDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.models.base import LanguageModel
@@ -95,9 +97,9 @@ def plain_texts(target: LanguageModel, requests: list[Request], **options) -> li
 def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Drafter]]:
     """Every drafter that can draft for a toy target, made anew by each call."""
 
-    def draft(error: float) -> ModelDrafter:
+    def draft(error: float, **options: Any) -> ModelDrafter:
         model = ToyModel(target.vocab_size, target.order, 0, error=error, max_length=target.max_length)
-        return ModelDrafter(model, rows, target.max_length + 64)
+        return ModelDrafter(model, rows, target.max_length, **options)
 
     return {
         "none": NoDraft,
@@ -107,6 +109,8 @@ def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Draf
         "suffix": lambda: SuffixDrafter(4.0, 0.01),
         "draft_model": lambda: draft(0.5),
         "self": lambda: draft(0.0),
+        "shape": lambda: draft(0.5, shape=optimal_shape),
+        "unsure": lambda: draft(0.5, min_probability=0.3),
         "random_tree": lambda: RandomTree(target.vocab_size),
         "target_tree": lambda: TargetTree(target),
         "echo": lambda: Echo({}),

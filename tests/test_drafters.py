@@ -20,7 +20,7 @@ from outrider.params import SamplingParams
 from outrider.types import Budget, Draft
 
 TARGET = ToyModel(VOCAB)
-DRAWN = ("draft_model", "self")
+DRAWN = ("draft_model", "self", "shape", "unsure")
 
 
 @pytest.mark.parametrize("name", [n for n in toy_drafters(TARGET) if n not in ("random_tree", "target_tree")])

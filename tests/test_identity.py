@@ -54,12 +54,12 @@ def expected(weights: str) -> list[list[int]]:
 
 
 def self_draft(weights: str) -> Drafter:
-    return ModelDrafter(target(weights).model, ROWS, LENGTH + 64)
+    return ModelDrafter(target(weights).model, ROWS, LENGTH)
 
 
 DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "none, in a batch": lambda weights: NoDraft(),
-    "draft_model": lambda weights: ModelDrafter(load("builtin:code-draft").model, ROWS, LENGTH + 64),
+    "draft_model": lambda weights: ModelDrafter(load("builtin:code-draft").model, ROWS, LENGTH),
     "quantized_self": lambda weights: self_draft("int4"),
     "self": self_draft,
     "ngram": lambda weights: NgramDrafter(),

@@ -1,81 +1,187 @@
-"""A second, smaller model drafts. Its cache is level after every outcome, because level is looked up, not remembered."""
+"""A second, smaller model drafts: chains and trees. Its cache holds committed tokens only, so it is level by looking."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from math import inf, log
+
 import torch
+from torch import Tensor
 
 from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.children import child_scores, children
+from outrider.drafters.growth import Growth, Shape, optimal_shape
 from outrider.models.base import LanguageModel
-from outrider.tree import chain
-from outrider.types import Draft, Siblings
+from outrider.noise import Stream
+from outrider.tree import chain, tree
+from outrider.types import PADDING, Budget, Draft, Kept, Siblings
 
 _CHUNK = 256  # prompt tokens ingested per forward
+_RIVALS = 8  # candidates that share a node's chances
+AGREEMENT = 0.6  # see `_chances`
 
 
 class ModelDrafter(BaseDrafter):
-    """Chains from an independent model with the target's vocabulary.
+    """Drafts from an independent model with the target's vocabulary.
 
-    `seen[row]` are the tokens whose keys and values stand in this drafter's cache, committed or guessed. Each proposal
-    first keeps the prefix of them that came true and ingests whatever else was committed, so full acceptance, rejection,
-    steps without a draft and reuse of a row are one case.
+    With `Budget.width` 1 a chain, else a tree, grown level by level: one forward for all nodes of a level, over a scratch
+    that holds the nodes before. Under `match` the children of a node are the largest of log q + the noise that the target
+    will use at that position: the tokens this very noise would make it choose. Where a law is asked for, they are drawn.
+
+    The cache takes in what was committed and nothing else: `update` keeps the accepted nodes of the scratch, and a
+    proposal ingests what is missing. Full acceptance, rejection, steps without a draft and reuse of a row are one case.
+
+    shape: a tree for each budget, fixed beforehand, instead of the likeliest nodes; also what a law needs. siblings: how
+    the children of a node are drawn where a law is asked for. min_probability: a node less likely than this to be visited
+    gets no children (under `match`).
     """
 
-    def __init__(self, model: LanguageModel, rows: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        rows: int,
+        max_length: int,
+        *,
+        shape: Callable[[Budget], Shape] | None = None,
+        siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
+        min_probability: float = 0.0,
+    ) -> None:
         self.model = model
         self.cache = model.new_cache(rows, max_length)
-        self.seen: list[list[int]] = [[] for _ in range(rows)]
-        self._true = [0] * rows  # how many of `seen` are known to be committed tokens
+        self.shape, self.siblings = shape, siblings
+        self.least = log(min_probability) if min_probability > 0 else -inf
+        self._scratch: dict[int, list[tuple[int, int]]] = {}  # row -> (token, parent) of what stands there, root first
 
     def release(self, row: int) -> None:
         self.cache.release(row)
-        self.seen[row], self._true[row] = [], 0
+        self._scratch.pop(row, None)
+
+    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+        """Commits the root and what came true below it, found by its tokens: others may have renumbered the draft."""
+        for row, one in zip(batch.rows, kept, strict=True):
+            scratch, path = self._scratch.pop(row, None), [0]
+            if scratch is None:
+                continue
+            for token in one.tokens[:-1]:  # the last one is the next root, and forwarded then
+                here = (token, path[-1])
+                node = next((n for n in range(path[-1] + 1, len(scratch)) if scratch[n] == here), None)
+                if node is None:
+                    break
+                path.append(node)
+            self.cache.commit([row], [path])
 
     def propose(self, batch: Batch) -> Draft:
         room = [self.model.max_length - len(t) for t in batch.tokens]  # a short-sighted drafter stops drafting, no more
         some = [b for b, budget in enumerate(batch.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
-        guesses: list[list[int]] = [[] for _ in batch.rows]
-        laws: list[torch.Tensor] = []
-        if some:
-            laws = self._draft(batch, some, guesses)
-        tokens, parents = chain([[t[-1], *g] for t, g in zip(batch.tokens, guesses, strict=True)])
+        if len(some) == 1 and self._has_chain(batch, some[0]):
+            guesses: list[list[int]] = [[] for _ in batch.rows]
+            guesses[some[0]] = self._chain(batch, some[0])
+            return Draft(*chain([[t[-1], *g] for t, g in zip(batch.tokens, guesses, strict=True)]))
+        grown = {b: self._start(batch, b) for b in some}
+        laws = self._grow(batch, grown) if some else {}
+        return self._draft(batch, grown, laws)
+
+    def _start(self, batch: Batch, b: int) -> Growth:
+        budget = batch.budgets[b]
+        shape = self.shape or (optimal_shape if batch.law and budget.width > 1 else None)
+        return Growth(batch.tokens[b][-1], budget, shape and shape(budget))
+
+    def _draft(self, batch: Batch, grown: dict[int, Growth], laws: dict[tuple[int, int], Tensor]) -> Draft:
+        """The grown trees, cut to their budgets and numbered anew."""
+        kept = {b: growth.kept() for b, growth in grown.items()}
+        rows: list[list[tuple[int, int]]] = []
+        for b, tokens in enumerate(batch.tokens):
+            growth, nodes = grown.get(b), kept.get(b, [0])
+            new = {old: n for n, old in enumerate(nodes)}
+            rows.append([(tokens[-1], -1)])
+            if growth is not None:
+                rows[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
+        tokens, parents = tree(rows)
         if not batch.law:
             return Draft(tokens, parents)
         probs = torch.zeros(*tokens.shape, self.model.vocab_size, device=self.model.device)
-        for d, law in enumerate(laws):
-            probs[some, d] = law.float()
-        return Draft(tokens, parents, probs, Siblings.IID)
+        for (b, node), law in laws.items():
+            probs[b, kept[b].index(node)] = law
+        return Draft(tokens, parents, probs, self._siblings(grown))
 
-    def _draft(self, batch: Batch, some: list[int], guesses: list[list[int]]) -> list[torch.Tensor]:
-        """Fills the guesses of the rows in `some`, level by level; returns the laws drawn from where they are asked for."""
-        if len(some) == 1 and not batch.law and hasattr(self.model, "draft_chain") and batch.warp.simple(some[0]):
-            guesses[some[0]] = self._chain(batch, some[0])
-            return []
+    def _siblings(self, grown: dict[int, Growth]) -> Siblings:
+        """An only child is drawn the same way by all; chains declare the plainest."""
+        return Siblings.IID if all(g.budget.width == 1 for g in grown.values()) else self.siblings
+
+    def _grow(self, batch: Batch, grown: dict[int, Growth]) -> dict[tuple[int, int], Tensor]:
+        """Level by level, one forward each. Returns the laws that were drawn from, by row and node."""
+        some, laws = list(grown), dict[tuple[int, int], Tensor]()
         logits = self._ingest(batch, some)
-        depth = [min(batch.budgets[b].depth, batch.budgets[b].max_nodes) for b in some]
-        rows, every = [batch.rows[b] for b in some], len(some) == len(batch.rows)
-        warp = batch.warp if every else batch.warp.select(some)
-        noise = batch.noise if every else batch.noise.select(some)
-        position, laws = batch.positions[some], []
-        for level in range(max(depth)):
-            extra = [guesses[b] for b in some]
-            if batch.law:
-                laws.append(warp.scores(logits, extra).softmax(-1))
-            drawn = warp.draw(logits, extra, noise, batch.stream, position + level).tolist()
-            for b, d, token in zip(some, depth, drawn, strict=True):
-                if level < d and len(guesses[b]) == level and token >= 0:
-                    guesses[b].append(token)
-            if level + 1 == max(depth):
+        at = [(b, 0) for b in some]  # whose children the lines of `logits` speak of
+        standing = {b: [-1] for b in some}  # parents of what stands in each row's scratch, padding included
+        level = 0
+        while True:
+            for (b, node), tokens, weights, law in self._children(batch, grown, at, logits, level):
+                grown[b].add(node, tokens, weights)
+                if law is not None:
+                    laws[b, node] = law
+            level += 1
+            opened = {b: nodes for b, g in grown.items() if (nodes := g.open(level, self.least)) and b in standing}
+            if not opened:
                 break
-            feed = [max(t, 0) for t in drawn]  # rows that have stopped ride along; what they write is never kept
-            logits = self.model.forward(torch.tensor(feed)[:, None], self.cache, rows).logits[:, 0]
-            for row, token in zip(rows, feed, strict=True):
-                self.cache.commit([row], [[0]])
-                self.seen[row].append(token)
+            width = max(map(len, opened.values()))
+            feed = torch.zeros(len(opened), width, dtype=torch.long)
+            for line, (b, nodes) in enumerate(opened.items()):
+                growth, row = grown[b], batch.rows[b]
+                for i, n in enumerate(nodes):
+                    feed[line, i] = growth.tokens[n]
+                    growth.places[n] = len(standing[b]) + i
+                parents = [growth.places[growth.parents[n]] for n in nodes]
+                padding = [PADDING] * (width - len(nodes))
+                standing[b] += parents + padding
+                self._scratch[row] += [(growth.tokens[n], p) for n, p in zip(nodes, parents, strict=True)]
+                self._scratch[row] += [(-1, PADDING)] * len(padding)
+            rows = [batch.rows[b] for b in opened]
+            parents = torch.tensor([standing[b] for b in opened])
+            out = self.model.forward(feed, self.cache, rows, parents=parents).logits
+            at = [(b, n) for b, nodes in opened.items() for n in nodes]
+            logits = out[[i for i, b in enumerate(opened) for _ in opened[b]],
+                         [i for nodes in opened.values() for i in range(len(nodes))]]  # fmt: skip
+            standing = {b: standing[b] for b in opened}  # who has stopped has stopped for good
         return laws
 
+    def _children(self, batch: Batch, grown: dict[int, Growth], at: list[tuple[int, int]], logits: Tensor, level: int):
+        """((row, node), tokens, log chances, law or None) of each node in `at`. logits: [len(at), vocab]."""
+        who, extra = [b for b, _ in at], [grown[b].path(n) for b, n in at]
+        warp, noise, position = batch.warp.select(who), batch.noise.select(who), batch.positions[who] + level
+        width = max(grown[b].width(n) for b, n in at)
+        if batch.law:
+            scores = warp.scores(logits, extra)
+            node = torch.tensor([n for _, n in at], device=position.device)
+            kind = self._siblings(grown)
+            # one call for each width: the last child of some kinds is drawn unlike the others
+            for size in {grown[b].width(n) for b, n in at} - {0}:
+                lines = [i for i, (b, n) in enumerate(at) if grown[b].width(n) == size]
+                made = children(scores[lines], size, kind, noise.select(lines), batch.stream, position[lines],
+                                node=node[lines])  # fmt: skip
+                laws = scores[lines].softmax(-1)
+                for i, tokens, law in zip(lines, made.tokens.tolist(), laws, strict=True):
+                    yield at[i], tokens, [0.0] * size, law
+            return
+        if width == 1 and self.least == -inf:  # the one child needs no chances
+            drawn = warp.draw(logits, extra, noise, batch.stream, position).tolist()
+            for key, token in zip(at, drawn, strict=True):
+                yield key, [token], [0.0], None
+            return
+        scores = child_scores(warp, logits, extra)
+        made = children(scores, max(width, _RIVALS), Siblings.POINT, noise, batch.stream, position, greedy=warp.greedy)
+        greedy = torch.tensor(warp.greedy, device=logits.device)[:, None]
+        chances = torch.where(greedy, made.log_q, _chances(made.keys))
+        for key, tokens, weights in zip(at, made.tokens.tolist(), chances.tolist(), strict=True):
+            yield key, tokens[:width], weights, None
+
+    def _has_chain(self, batch: Batch, b: int) -> bool:
+        simple = batch.budgets[b].width == 1 and not batch.law and self.shape is None and self.least == -inf
+        return simple and hasattr(self.model, "draft_chain") and batch.warp.simple(b) and batch.stream is Stream.TOKEN
+
     def _chain(self, batch: Batch, b: int) -> list[int]:
-        """The same for one row without a law, in one call of a model that offers it: a small model's token costs less
-        than the way through Python."""
+        """A chain for one row without a law, in one call of a model that offers it: a small model's token costs less than
+        the way through Python."""
         row, budget = batch.rows[b], batch.budgets[b]
         feed = self._level(batch, b)
         params = batch.warp.histories[b].params
@@ -91,32 +197,41 @@ class ModelDrafter(BaseDrafter):
             step=step,
             position=position,
         )
-        written = [*drawn[:-1]]  # the last one drawn was not forwarded
-        self.cache.commit([row], [range(len(feed) + len(written))])
-        self.seen[row] += written
+        self.cache.commit([row], [range(len(feed) - 1)])
+        self._scratch[row] = [
+            (feed[-1], -1),
+            *((token, n) for n, token in enumerate(drawn[:-1])),
+        ]  # the last: not forwarded
         return drawn
 
     def _level(self, batch: Batch, b: int) -> list[int]:
-        """Keeps what came true of a row and ingests what is long; returns the tokens that are left to forward."""
+        """Ingests what is long; returns the committed tokens that are left to forward, the root last."""
         row, tokens = batch.rows[b], batch.tokens[b]
-        seen, n = self.seen[row], self._true[row]
-        limit = min(len(seen), len(tokens) - 1)  # the root is forwarded anew: its logits are needed
-        while n < limit and seen[n] == tokens[n]:
-            n += 1
-        self.cache.keep(row, n)
+        n = self.cache.length[row]
         while len(tokens) - n > _CHUNK:
             part = torch.tensor([tokens[n : n + _CHUNK]])
             self.model.forward(part, self.cache, [row], want="none")
             self.cache.commit([row], [range(_CHUNK)])
             n += _CHUNK
-        self.seen[row], self._true[row] = tokens[:], len(tokens)
         return tokens[n:]
 
-    def _ingest(self, batch: Batch, some: list[int]) -> torch.Tensor:
-        """Brings the rows level with their committed tokens; returns logits [row, vocab] after the last of each."""
+    def _ingest(self, batch: Batch, some: list[int]) -> Tensor:
+        """Brings the rows level with their committed tokens; returns logits [row, vocab] after the root of each, which
+        then stands in the scratch as node 0."""
         feeds = [self._level(batch, b) for b in some]
         rows = [batch.rows[b] for b in some]
         tokens, parents = chain(feeds)
         logits = self.model.forward(tokens, self.cache, rows, parents=parents, want="last").logits[:, 0]
-        self.cache.commit(rows, [range(len(f)) for f in feeds])
+        self.cache.commit(rows, [range(len(f) - 1) for f in feeds])
+        for row, feed in zip(rows, feeds, strict=True):
+            self._scratch[row] = [(feed[-1], -1)]
         return logits
+
+
+def _chances(keys: Tensor) -> Tensor:
+    """float32 [row, candidate]: log chance of each of the best candidates to be the one the target chooses.
+
+    keys: log q + noise, downwards. If the target's log p is log q plus independent Gumbel noise of scale AGREEMENT, the
+    chance is softmax(keys / AGREEMENT). Measured on the built-in pair; it only ranks nodes, and no text depends on it.
+    """
+    return (keys / AGREEMENT).log_softmax(-1)

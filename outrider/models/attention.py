@@ -84,7 +84,7 @@ class Nodes:
     @cached_property
     def plan(self) -> native.Plan:
         """The same for the native kernel."""
-        return native.Plan(self.rows, self.lengths, self.count, None if self.parents is None else self.tree, *([self.held] if self.held else []))
+        return native.Plan(self.rows, self.lengths, self.count, None if self.parents is None else self.tree, self.held)
 
     @cached_property
     def index(self) -> slice | Tensor:

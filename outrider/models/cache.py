@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256  # the capacity grows by doubling, in blocks of this many slots
+_SCRATCH = 64  # slots beyond the longest text that the doubling may take; a larger tree takes what it needs
 
 
 class SlotCache:
@@ -18,6 +19,7 @@ class SlotCache:
 
     layers: a pair of tensors [row, kv_head, slot, head_dim] per layer (keys, values), made on first use.
     length: committed tokens of each row; position and slot of a committed token are the same number.
+    max_length: tokens a row may commit; the scratch of a step comes on top.
     """
 
     def __init__(self, rows: int, max_length: int) -> None:
@@ -37,26 +39,29 @@ class SlotCache:
         return self.layers[index]
 
     def reserve(self, rows: Sequence[int], nodes: int) -> None:
-        """Make room for `nodes` of scratch behind each of these rows. Raises ValueError past the cache's limit."""
+        """Make room for `nodes` of scratch behind each of these rows."""
         need = max(self.length[r] for r in rows) + nodes
         if need <= self.capacity:
             return
-        if need > self.max_length:
-            raise ValueError(
-                f"{need} tokens do not fit: this cache holds {self.max_length} per row; raise max_model_len or shorten "
-                "the prompt"
-            )
         capacity = self.capacity
         while capacity < need:
             capacity *= 2
-        capacity = min(capacity, self.max_length)
+        capacity = max(min(capacity, self.max_length + _SCRATCH), need)
         self.layers = [tuple(_grown(t, capacity) for t in pair) for pair in self.layers]  # pyright: ignore[reportAttributeAccessIssue]
         self.capacity = capacity
 
     def commit(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep these scratch nodes, in this order, behind each row's prefix. A path is increasing node numbers."""
+        """Keep these scratch nodes, in this order, behind each row's prefix. A path is increasing node numbers.
+
+        Raises ValueError past the cache's limit.
+        """
         for row, path in zip(rows, paths, strict=True):
             start = self.length[row]
+            if start + len(path) > self.max_length:
+                raise ValueError(
+                    f"{start + len(path)} tokens do not fit: this cache holds {self.max_length} per row; raise "
+                    "max_model_len or shorten the prompt"
+                )
             first = next((i for i, node in enumerate(path) if i != node), len(path))  # nodes in place already
             if first < len(path):
                 for tensors in self.layers:

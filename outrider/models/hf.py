@@ -146,7 +146,7 @@ class HFModel:
         first = getattr(self._ropes[0], "original_max_seq_len", None) or self.max_length
         parameters = getattr(self._ropes[0].config, "rope_parameters", None) or {}  # pyright: ignore
         first = parameters.get("original_max_position_embeddings") or first
-        long = length - 64 > first  # a cache has room for a step's scratch beyond its texts
+        long = length > first
         if long is self._long:
             return
         for rope in self._ropes:

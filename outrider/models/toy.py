@@ -63,6 +63,8 @@ class ToyModel:
                     line = (line * 31 + int(token) + 1) % len(self.table)
                 lines[b, n] = line
         logits = self.table[lines].float()
-        chosen = {"all": logits, "none": logits[:, :0], "last": logits[torch.arange(len(rows)), nodes.last][:, None]}[want]
+        chosen = {"all": logits, "none": logits[:, :0], "last": logits[torch.arange(len(rows)), nodes.last][:, None]}[
+            want
+        ]
         features = lines[..., None].double().repeat(1, 1, len(taps)) if taps else None
         return Output(chosen, features)
