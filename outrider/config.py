@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from outrider.verify import VERIFIERS
 
-METHODS = ("none", "draft_model", "ngram", "suffix", "quantized_self")
+METHODS = ("none", "draft_model", "ngram", "suffix", "prediction", "token_recycling", "quantized_self")
 
 
 class SpeculativeConfig(BaseModel):
@@ -22,6 +22,16 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int = Field(5, ge=0, le=256, description="guesses per step")
     prompt_lookup_min: int = Field(2, ge=1, description="shortest n-gram that counts as a match")
     prompt_lookup_max: int = Field(5, ge=1, description="longest n-gram that is looked up")
+    prediction: str | list[int] | None = Field(
+        None, description="a text, or token ids, that most of each answer will repeat; a request may name its own"
+    )
+    corpus: Any = Field(
+        None,
+        description='texts for suffix: a file, a folder, a saved corpus, {"text": ...}, token ids, or a list of these',
+    )
+    corpus_tokens: int = Field(2**22, ge=1, description="tokens that are read of the corpus at most")
+    suffix_shared_tokens: int = Field(2**18, ge=0, description="tokens of other answers that suffix remembers; 0: none")
+    suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1, description="estimated chance of a guess, at least")
     verifier: str = Field("match", description="the rule: " + ", ".join(VERIFIERS))
     rejection_sample_method: Literal["standard", "block"] | None = Field(None, description="vLLM's name for the rule")
     quantization: Literal["int8", "int4"] | None = Field(
@@ -53,6 +63,11 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(
                 'method "draft_model" needs a model: {"method": "draft_model", "model": "builtin:code-draft"}'
             )
+        for key, method in (("prediction", "prediction"), ("corpus", "suffix")):
+            if getattr(self, key) is not None and self.method != method:
+                raise ValueError(
+                    f'{key} is for the method "{method}", got "{self.method}": {{"method": "{method}", "{key}": ...}}'
+                )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"

@@ -48,8 +48,11 @@ def guesses(draft: Draft, b: int) -> list[tuple[int, int]]:
     return [p for p in pairs if p[1] != -2]
 
 
-def check_drafter(make: Callable[[], Drafter], vocab_size: int, seed: int = 0, *, draws: bool = True) -> None:
-    """Runs a drafter through everything the loop may ask of it. draws=False: it never declares a law."""
+def check_drafter(
+    make: Callable[[], Drafter], vocab_size: int, seed: int = 0, *, draws: bool = True, shares: bool = False
+) -> None:
+    """Runs a drafter through everything the loop may ask of it. draws=False: it never declares a law. shares=True: it
+    says that it learns from other requests, so its guesses may depend on them."""
     random_ = random.Random(seed)
     greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
 
@@ -92,8 +95,9 @@ def check_drafter(make: Callable[[], Drafter], vocab_size: int, seed: int = 0, *
             gone = rows[0]
             drafter.release(gone)
             texts[gone] = text(random_.randrange(1, 12))
-    _check_amnesia(make, vocab_size, drafter, texts, hot)
-    _check_company(make, texts, hot)
+    if not shares:
+        _check_amnesia(make, vocab_size, drafter, texts, hot)
+        _check_company(make, texts, hot)
 
 
 def _check_amnesia(

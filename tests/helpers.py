@@ -11,8 +11,11 @@ import torch
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import BaseDrafter, Batch, Drafter, Echo, NoDraft, Noisy, Wrong
 from outrider.drafters.growth import optimal_shape
-from outrider.drafters.lookup import NgramDrafter, SuffixDrafter
 from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.prediction import PredictionDrafter
+from outrider.drafters.recycling import RecyclingDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.models.base import LanguageModel
 from outrider.models.toy import ToyModel
 from outrider.noise import Noise, Stream
@@ -106,7 +109,10 @@ def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Draf
         "wrong": lambda: Wrong(1),
         "noisy": lambda: Noisy(draft(0.3), 0.7, target.vocab_size),
         "ngram": lambda: NgramDrafter(1, 3),
-        "suffix": lambda: SuffixDrafter(4.0, 0.01),
+        "suffix": lambda: SuffixDrafter(shared=0, least=0.01),
+        "suffix_shared": lambda: SuffixDrafter(least=0.01),
+        "prediction": lambda: PredictionDrafter([t * t % target.vocab_size for t in range(30)]),
+        "token_recycling": lambda: RecyclingDrafter(target.vocab_size, 4),
         "draft_model": lambda: draft(0.5),
         "self": lambda: draft(0.0),
         "shape": lambda: draft(0.5, shape=optimal_shape),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.drafters.base import BaseDrafter, Batch, Drafter, Echo, NoDraft, Noisy, Wrong, chains
-from outrider.drafters.lookup import NgramDrafter, SuffixDrafter
+from outrider.drafters.documents import read_corpus
 from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.prediction import PredictionDrafter
+from outrider.drafters.recycling import RecyclingDrafter
+from outrider.drafters.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
     from outrider.config import SpeculativeConfig
@@ -22,7 +27,13 @@ def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_le
     if config.method == "ngram":
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     if config.method == "suffix":
-        return SuffixDrafter()
+        vocab, limit = target.model.vocab_size, config.corpus_tokens
+        corpus = None if config.corpus is None else read_corpus(config.corpus, target.tokenizer, vocab, limit)
+        return SuffixDrafter(corpus, config.suffix_shared_tokens, least=config.suffix_decoding_min_token_prob)
+    if config.method == "prediction":
+        return PredictionDrafter(_encoded(config.prediction, target))
+    if config.method == "token_recycling":
+        return RecyclingDrafter(target.model.vocab_size)
     if config.method == "quantized_self":
         return ModelDrafter(_quantized(target, config.quantization or "int8").model, rows, max_length)
     draft = load(config.model, device=device, quantization=config.quantization)
@@ -33,6 +44,20 @@ def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_le
             'none: {"method": "suffix"}. Drafts with another tokenizer are planned'
         )
     return ModelDrafter(draft.model, rows, max_length)
+
+
+def _encoded(prediction: str | Sequence[int] | None, target: Loaded) -> Sequence[int]:
+    """The token ids of a configured prediction. Raises ValueError for ids that the target does not have."""
+    if isinstance(prediction, str):
+        if target.tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer; give the prediction as token ids")
+        return target.tokenizer(prediction, add_special_tokens=False)["input_ids"]
+    wrong = [t for t in prediction or () if not 0 <= t < target.model.vocab_size]
+    if wrong:
+        raise ValueError(
+            f"the prediction holds token {wrong[0]}, outside {target.name}'s {target.model.vocab_size} tokens"
+        )
+    return prediction or ()
 
 
 def _quantized(target: Loaded, weights: str) -> Loaded:
@@ -57,6 +82,8 @@ __all__ = [
     "NgramDrafter",
     "NoDraft",
     "Noisy",
+    "PredictionDrafter",
+    "RecyclingDrafter",
     "SuffixDrafter",
     "Wrong",
     "chains",

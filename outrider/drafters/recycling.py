@@ -1,0 +1,52 @@
+"""Token recycling: the candidates the target itself weighed after each token, used again."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.growth import optimal_shape
+from outrider.tree import tree
+from outrider.types import PADDING, Draft
+
+_shape = functools.lru_cache(maxsize=256)(optimal_shape)
+
+
+class RecyclingDrafter(BaseDrafter):
+    """Token recycling (arXiv 2408.08696): a table of the last top-k candidates after each token, no training.
+
+    table: int64 [vocab, k], -1 where nothing is known. Every node of every step, kept or not, writes the k tokens that the
+    target found likeliest after it. A draft is a tree of fixed shape, the best for usual chances by rank, filled by
+    looking tokens up from the root down. The table is shared by all rows and outlives them, so a second text of a kind
+    starts warm.
+    """
+
+    def __init__(self, vocab_size: int, k: int = 8) -> None:
+        if not 1 <= k <= vocab_size:
+            raise ValueError(f"k must be in 1..{vocab_size}, the vocabulary, got {k}")
+        self.k, self.table = k, torch.full((vocab_size, k), -1)
+
+    def watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
+        real = draft.parents != PADDING
+        self.table[draft.tokens[real].cpu()] = logits[real].topk(self.k).indices.cpu()
+
+    def propose(self, batch: Batch) -> Draft:
+        known: dict[int, list[int]] = {}
+        trees = []
+        for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
+            shape = _shape(budget)
+            nodes, index = [(tokens[-1], -1)], {0: 0}
+            for role, (parent, rank) in enumerate(zip(shape.parents[1:], shape.ranks[1:], strict=True), start=1):
+                if parent not in index or rank >= self.k:
+                    continue
+                above = nodes[index[parent]][0]
+                if above not in known:
+                    known[above] = self.table[above].tolist()
+                if known[above][rank] >= 0:
+                    index[role] = len(nodes)
+                    nodes.append((known[above][rank], index[parent]))
+            trees.append(nodes)
+        return Draft(*tree(trees))
