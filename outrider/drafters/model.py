@@ -18,7 +18,7 @@ from outrider.types import PADDING, Budget, Draft, Kept, Siblings
 
 _CHUNK = 256  # prompt tokens ingested per forward
 _RIVALS = 8  # candidates that share a node's chances
-AGREEMENT = 0.6  # see `_chances`
+ERROR = 0.4  # of a draft's logits, see `_chances`
 
 
 class ModelDrafter(BaseDrafter):
@@ -33,7 +33,7 @@ class ModelDrafter(BaseDrafter):
 
     shape: a tree for each budget, fixed beforehand, instead of the likeliest nodes; also what a law needs. siblings: how
     the children of a node are drawn where a law is asked for. min_probability: a node less likely than this to be visited
-    gets no children (under `match`).
+    gets no children (under `match`). noise_aware=False: children by q alone, as trees have them elsewhere; for comparison.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class ModelDrafter(BaseDrafter):
         shape: Callable[[Budget], Shape] | None = None,
         siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
         min_probability: float = 0.0,
+        noise_aware: bool = True,
     ) -> None:
         self.model = model
         self.cache = model.new_cache(rows, max_length)
-        self.shape, self.siblings = shape, siblings
+        self.shape, self.siblings, self.noise_aware = shape, siblings, noise_aware
         self.least = log(min_probability) if min_probability > 0 else -inf
         self._scratch: dict[int, list[tuple[int, int]]] = {}  # row -> (token, parent) of what stands there, root first
 
@@ -163,21 +164,27 @@ class ModelDrafter(BaseDrafter):
                 for i, tokens, law in zip(lines, made.tokens.tolist(), laws, strict=True):
                     yield at[i], tokens, [0.0] * size, law
             return
-        if width == 1 and self.least == -inf:  # the one child needs no chances
+        if width == 1 and self.least == -inf and self.noise_aware:  # the one child needs no chances
             drawn = warp.draw(logits, extra, noise, batch.stream, position).tolist()
             for key, token in zip(at, drawn, strict=True):
                 yield key, [token], [0.0], None
             return
         scores = child_scores(warp, logits, extra)
-        made = children(scores, max(width, _RIVALS), Siblings.POINT, noise, batch.stream, position, greedy=warp.greedy)
-        greedy = torch.tensor(warp.greedy, device=logits.device)[:, None]
-        chances = torch.where(greedy, made.log_q, _chances(made.keys))
+        quiet = [not self.noise_aware or greedy for greedy in warp.greedy]
+        made = children(scores, max(width, _RIVALS), Siblings.POINT, noise, batch.stream, position, greedy=quiet)
+        chances = _chances(made.keys, [h.params.temperature for h in warp.histories]) if self.noise_aware else made.log_q
         for key, tokens, weights in zip(at, made.tokens.tolist(), chances.tolist(), strict=True):
             yield key, tokens[:width], weights, None
 
     def _has_chain(self, batch: Batch, b: int) -> bool:
         simple = batch.budgets[b].width == 1 and not batch.law and self.shape is None and self.least == -inf
-        return simple and hasattr(self.model, "draft_chain") and batch.warp.simple(b) and batch.stream is Stream.TOKEN
+        return (
+            simple
+            and self.noise_aware
+            and hasattr(self.model, "draft_chain")
+            and batch.warp.simple(b)
+            and batch.stream is Stream.TOKEN
+        )
 
     def _chain(self, batch: Batch, b: int) -> list[int]:
         """A chain for one row without a law, in one call of a model that offers it: a small model's token costs less than
@@ -228,10 +235,13 @@ class ModelDrafter(BaseDrafter):
         return logits
 
 
-def _chances(keys: Tensor) -> Tensor:
-    """float32 [row, candidate]: log chance of each of the best candidates to be the one the target chooses.
+def _chances(keys: Tensor, temperature: Sequence[float]) -> Tensor:
+    """float32 [row, candidate]: log chance of each of the best candidates to be the one that the target chooses.
 
-    keys: log q + noise, downwards. If the target's log p is log q plus independent Gumbel noise of scale AGREEMENT, the
-    chance is softmax(keys / AGREEMENT). Measured on the built-in pair; it only ranks nodes, and no text depends on it.
+    keys: logits / temperature + noise, downwards; without noise where the temperature is 0. Take the target's logits for
+    the draft's plus independent Gumbel errors of scale ERROR. Both divide by the temperature, so the chances are
+    softmax(keys * temperature / ERROR). On the built-in pair the likeliest ERROR is 0.3, 0.3, 0.4 and 0.5 at temperatures
+    0, 0.3, 0.7 and 1 (docs/trees.md). It only ranks nodes; no text depends on it.
     """
-    return (keys / AGREEMENT).log_softmax(-1)
+    scale = keys.new_tensor([t or 1.0 for t in temperature])[:, None] / ERROR
+    return (keys * scale).log_softmax(-1)

@@ -1,0 +1,179 @@
+"""Trees against chains at equal node count: accepted tokens per step, whatever a node may cost.
+
+    python -m benchmarks.trees                                   the built-in pair, temperatures 0, 0.3, 0.7 and 1
+    python -m benchmarks.trees --nodes 8 --tokens 64 --prompts 4  shorter
+
+Every arm drafts the same number of nodes a step for the same prompts and seeds. Arms under `match` write the same text, so
+they are compared at the very same positions; the others keep the law and write their own. Counts, no times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import RESULTS, headline
+from benchmarks.prompts import humaneval
+from benchmarks.report import markdown
+from outrider.decode import Decoder, Request
+from outrider.drafters.growth import BY_RANK, Shape, optimal_shape
+from outrider.drafters.model import ModelDrafter
+from outrider.models.load import Loaded, load
+from outrider.params import SamplingParams
+from outrider.tune import Fixed
+from outrider.types import Budget, Siblings, Step
+
+LENGTH = 1024
+WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to spend the nodes."""
+
+    name: str
+    verifier: str
+    budget: Callable[[int], Budget]
+    noise_aware: bool = True
+    siblings: Siblings = Siblings.WITHOUT_REPLACEMENT
+    shaped: bool = False  # by the optimal shape for measured chances by rank
+
+
+def deep(nodes: int) -> int:
+    """Levels that a tree of so many nodes may have."""
+    return max(2, nodes // 2 + 1)
+
+
+ARMS = (
+    Arm("chain, match (shared noise)", "match", lambda n: Budget(n)),
+    Arm("tree, match: noise-aware, best first", "match", lambda n: Budget(deep(n), WIDTH, n)),
+    Arm("tree, match: noise-aware, optimal shape", "match", lambda n: Budget(deep(n), WIDTH, n), shaped=True),
+    Arm("tree, match: top of q, best first", "match", lambda n: Budget(deep(n), WIDTH, n), noise_aware=False),
+    Arm("chain, rejection", "rejection", lambda n: Budget(n)),
+    Arm("chain, block", "block", lambda n: Budget(n)),
+    Arm("tree, rejection without replacement", "rejection", lambda n: Budget(deep(n), WIDTH, n), shaped=True),
+    Arm(
+        "tree, rejection with replacement",
+        "rejection",
+        lambda n: Budget(deep(n), WIDTH, n),
+        siblings=Siblings.IID,
+        shaped=True,
+    ),
+    Arm(
+        "tree, top k-1 and one drawn",
+        "rejection",
+        lambda n: Budget(deep(n), WIDTH, n),
+        siblings=Siblings.TOP_THEN_SAMPLED,
+        shaped=True,
+    ),
+    Arm("tree, traversal", "traversal", lambda n: Budget(deep(n), WIDTH, n), shaped=True),
+)
+
+
+def by_rank(steps: Sequence[Step], width: int = WIDTH) -> list[float]:
+    """The chance that the child of rank r is the accepted one, at visited nodes that have it; made not increasing."""
+    hit, seen = np.zeros(width), np.zeros(width)
+    for step in steps:
+        for parents, path in zip(step.draft.parents.tolist(), step.verdict.path.tolist(), strict=True):
+            nodes = [n for n in path if n >= 0]
+            for at, follow in zip(nodes, [*nodes[1:], -1], strict=True):
+                children = [n for n, p in enumerate(parents) if p == at][:width]
+                seen[: len(children)] += 1
+                if follow in children:
+                    hit[children.index(follow)] += 1
+    chances = (hit + 0.01) / (seen + 1)
+    return np.minimum.accumulate(chances).tolist()
+
+
+def run(
+    arm: Arm, nodes: int, target: Loaded, draft: Any, prompts: Sequence[Sequence[int]], tokens: int, temperature: float,
+    shape: Callable[[Budget], Shape] | None,
+) -> list[Step]:  # fmt: skip
+    """All steps of an arm over the prompts, one text at a time."""
+    drafter = ModelDrafter(draft, 1, LENGTH, siblings=arm.siblings, shape=shape, noise_aware=arm.noise_aware)
+    budget = arm.budget(nodes)
+    engine = Decoder(target.model, drafter, arm.verifier, Fixed(budget.depth, budget.width, budget.nodes), rows=1,
+                     max_length=LENGTH)  # fmt: skip
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+    requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
+    return [step for step, _ in engine.steps(requests) if step is not None]
+
+
+def measure(
+    target: Loaded, draft: Any, prompts: Sequence[Sequence[int]], nodes: Sequence[int], tokens: int, temperature: float
+) -> list[dict[str, Any]]:
+    """One record per arm and node count: accepted tokens per step, and nodes drafted per step."""
+    records = []
+    for arm in ARMS:
+        if temperature == 0 and arm.verifier != "match":
+            continue  # all of them walk the same argmax
+        shape, chances = None, None
+        if arm.shaped:
+            wide = Budget(4, WIDTH, 32)
+            pilot = run(
+                arm, 32, target, draft, prompts[:2], tokens, temperature, lambda _: optimal_shape(wide, BY_RANK)
+            )
+            chances = by_rank(pilot)
+            shape = lambda b, chances=chances: optimal_shape(b, chances)  # noqa: E731
+        for n in nodes:
+            steps = run(arm, n, target, draft, prompts, tokens, temperature, shape)
+            accepted = [int(a) for s in steps for a in s.verdict.accepted]
+            drafted = [int(d) for s in steps for d in s.draft.drafted]
+            records.append(
+                {
+                    "arm": arm.name, "temperature": temperature, "nodes": n,
+                    "accepted": float(np.mean(accepted)), "drafted": float(np.mean(drafted)),
+                    "error": float(np.std(accepted) / len(accepted) ** 0.5), "steps": len(steps),
+                    "by_rank": chances and [round(c, 4) for c in chances],
+                }
+            )  # fmt: skip
+            print(f"T={temperature} n={n:2} {arm.name:45} {records[-1]['accepted']:.3f} ± {records[-1]['error']:.3f} "
+                  f"({records[-1]['drafted']:.1f} nodes)", flush=True)  # fmt: skip
+    return records
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: an arm a line, a column for each temperature and node count."""
+    columns = sorted({(r["temperature"], r["nodes"]) for r in records})
+    found = {(r["arm"], r["temperature"], r["nodes"]): r for r in records}
+    names = list(dict.fromkeys(r["arm"] for r in records))
+    head = ["accepted tokens per step", *(f"T={t:g}, {n} nodes" for t, n in columns)]
+    body = [[name, *(_cell(found.get((name, *c))) for c in columns)] for name in names]
+    return markdown(head, body)
+
+
+def _cell(record: dict[str, Any] | None) -> str:
+    return "" if record is None else f"{record['accepted']:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=headline(__doc__))
+    parser.add_argument("--target", default="builtin:code")
+    parser.add_argument("--draft", default="builtin:code-draft")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.7, 1.0])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    target = load(args.target, device="cpu")
+    draft = load(args.draft, device="cpu").model
+    prompts = [target.tokenizer(p)["input_ids"] for p in humaneval(args.prompts)]  # pyright: ignore[reportOptionalCall]
+    records = [r for t in args.temperatures for r in measure(target, draft, prompts, args.nodes, args.tokens, t)]
+    print(table(records))
+    today = datetime.now(UTC).date().isoformat()
+    out = args.out or RESULTS / f"{today}-trees.json"
+    made = {"date": today, "target": args.target, "draft": args.draft, "tokens": args.tokens, "prompts": args.prompts}
+    out.write_text(json.dumps({**made, "trees": records}, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
