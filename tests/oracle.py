@@ -7,13 +7,15 @@ that a proof in a test is one line.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from outrider.verify import reference_block, reference_match, reference_rejection
+from outrider.types import Siblings
+from outrider.verify import reference_block, reference_match, reference_rejection, reference_traversal
 
 Text = tuple[int, ...]
 Law = list[Fraction]
@@ -185,49 +187,54 @@ def chosen_chain(gamma: int) -> Drafter:
     return draft
 
 
-def drawn_tree(shape: Sequence[int], replacement: bool, length: int | None = None) -> Drafter:
-    """shape[d] children of every node at level d, drawn from q with or without replacement. length: as above."""
+Width = Callable[[Text], int]  # how many children a node gets, by its own path below the root
+
+
+def by_level(*widths: int) -> Width:
+    """widths[d] children of every node at level d, none below."""
+    return lambda path: widths[len(path)] if len(path) < len(widths) else 0
+
+
+def grown_tree(width: Width, siblings: Siblings, length: int | None = None) -> Drafter:
+    """Children chosen from q or drawn from it, as `siblings` says; level by level, and each node's at once.
+
+    length: where the text ends, as for `drawn_chain`. Fewer children where q has fewer tokens.
+    """
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
-        tokens, parents, texts, level = [0], [-1], [text], [0]
-        for width in shape if length is None else shape[: length - len(text) - 1]:
-            below = []
-            for node in level:
-                left = list(toy.q(texts[node]))
-                for _ in range(width):
-                    if sum(left) == 0:
-                        break
-                    token = choose.pick(left)
-                    if not replacement:
-                        left[token] = Fraction(0)
-                    below.append(len(tokens))
-                    tokens.append(token)
-                    parents.append(node)
-                    texts.append((*texts[node], token))
-            level = below
-        return tokens, parents, [toy.q(t) for t in texts]
+        tokens, parents, paths = [0], [-1], [()]
+        room = None if length is None else length - len(text) - 1
+        for node in itertools.count():
+            if node == len(tokens):
+                break
+            path = paths[node]
+            if len(path) == room:
+                continue
+            for token in children_of(toy.q(text + path), width(path), siblings, choose):
+                tokens.append(token)
+                parents.append(node)
+                paths.append((*path, token))
+        return tokens, parents, [toy.q(text + path) for path in paths]
 
     return draft
 
 
-def top_tree(shape: Sequence[int]) -> Drafter:
-    """The most likely tokens of q as children of every node; shape[d] children at level d."""
-
-    def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
-        tokens, parents, texts, level = [0], [-1], [text], [0]
-        for width in shape:
-            below = []
-            for node in level:
-                q = toy.q(texts[node])
-                for token in sorted(range(toy.vocab), key=lambda t, q=q: -q[t])[:width]:
-                    below.append(len(tokens))
-                    tokens.append(token)
-                    parents.append(node)
-                    texts.append((*texts[node], token))
-            level = below
-        return tokens, parents, []
-
-    return draft
+def children_of(q: Law, width: int, siblings: Siblings, choose: Any) -> list[int]:
+    """Up to `width` tokens, chosen or drawn from q as `siblings` says."""
+    best = sorted(range(len(q)), key=lambda t: -q[t])[:width]
+    if siblings is Siblings.POINT or not width:
+        return best
+    children = []
+    if siblings is Siblings.TOP_THEN_SAMPLED:
+        children = [t for t in best if q[t]][:-1]
+    left = [Fraction(0) if t in children else mass for t, mass in enumerate(q)]
+    draws = 1 if siblings is Siblings.TOP_THEN_SAMPLED else width
+    for _ in range(draws):
+        if sum(left):
+            children.append(choose.pick(left))
+            if siblings is Siblings.WITHOUT_REPLACEMENT:
+                left[children[-1]] = Fraction(0)
+    return children
 
 
 # The loop.
@@ -238,7 +245,13 @@ RULES: dict[str, Rule] = {
     "match": lambda tokens, parents, target, drafter, choose: reference_match(tokens, parents, target, choose),
     "rejection": reference_rejection,
     "block": reference_block,
+    "traversal": reference_traversal,
 }
+
+
+def judging(rule: str, siblings: Siblings) -> Rule:
+    """A rule of `RULES` that knows how siblings were made."""
+    return RULES[rule] if rule in ("match", "block") else functools.partial(RULES[rule], siblings=siblings)
 
 
 def node_texts(text: Text, tokens: Sequence[int], parents: Sequence[int]) -> list[Text]:

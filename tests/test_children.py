@@ -94,6 +94,19 @@ def test_the_first_coupled_child_is_the_token_the_noise_would_choose():
     assert torch.equal(got.tokens[:, 0], (scores + noise.gumbel(Stream.TOKEN, at, 30)).argmax(1))
     assert (got.keys[:, :-1] >= got.keys[:, 1:]).all()
     assert torch.allclose(got.log_q, scores.log_softmax(1).gather(1, got.tokens), atol=1e-6)
+    assert got.probs is None
+
+
+@pytest.mark.parametrize("kind", [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED])
+def test_the_law_returned_is_the_law_drawn_from_down_to_its_zeros(kind):
+    """A token whose mass float32 cannot hold is not drawn: a verifier that divides by the mass would be lost."""
+    scores = torch.tensor([[0.0, -120.0, -50.0, -math.inf]])
+    got = children(scores, 3, kind, rows_noise([1]), Stream.DRAFT, torch.tensor([4]))
+    assert torch.equal(got.probs, scores.softmax(1))
+    assert got.probs[0, 1] == 0
+    expected = [0, 0, 0] if kind is Siblings.IID else [0, 2, -1]
+    assert got.tokens[0].tolist() == expected
+    assert got.log_q[0].tolist() == [got.probs.log()[0, t] if t >= 0 else -math.inf for t in expected]
 
 
 @pytest.mark.parametrize("kind", list(Siblings))

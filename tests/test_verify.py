@@ -8,10 +8,11 @@ import torch
 from outrider.noise import Noise, Stream
 from outrider.tree import chain, tree
 from outrider.types import Draft, Guarantee, Siblings
-from outrider.verify import ALIASES, VERIFIERS, Table, block, match, rejection, verifier
+from outrider.verify import ALIASES, VERIFIERS, Table, block, match, rejection, traversal, verifier
 
 ALL = list(VERIFIERS)
-RATIO = ["rejection", "block"]
+RATIO = ["rejection", "block", "traversal"]
+TREES = [v.name for v in VERIFIERS.values() if v.trees]
 
 
 def noise(batch=1, seed=0, step=0):
@@ -46,10 +47,11 @@ def test_what_each_verifier_says_of_itself():
     facts = {name: (v.guarantee, v.draft_stream, v.needs_probs, v.trees) for name, v in VERIFIERS.items()}
     assert facts == {
         "match": (Guarantee.EXACT_TOKENS, Stream.TOKEN, False, True),
-        "rejection": (Guarantee.EXACT_DISTRIBUTION, Stream.DRAFT, True, False),
+        "rejection": (Guarantee.EXACT_DISTRIBUTION, Stream.DRAFT, True, True),
         "block": (Guarantee.EXACT_DISTRIBUTION, Stream.DRAFT, True, False),
+        "traversal": (Guarantee.EXACT_DISTRIBUTION, Stream.DRAFT, True, True),
     }
-    assert [VERIFIERS[n].function for n in ALL] == [match, rejection, block]
+    assert [VERIFIERS[n].function for n in ALL] == [match, rejection, block, traversal]
     assert all(v.name == name and v.help and "\n" not in v.help for name, v in VERIFIERS.items())
 
 
@@ -76,15 +78,14 @@ def test_a_name_near_nothing():
 # Refusals.
 
 
-@pytest.mark.parametrize("name", RATIO)
-def test_trees_are_refused_by_name_with_the_line_that_would_work(name):
+def test_block_refuses_trees_with_the_line_that_would_work():
     draft = Draft(*tree([[(0, -1)], [(0, -1), (1, 0), (2, 0)]]))
-    with pytest.raises(ValueError, match=f"two children.*verify='{name}' judges chains(.|\n)*verify='match'"):
-        VERIFIERS[name](Table(torch.full((2, 3, 5), 0.2)), draft, noise(2), at(1, 1))
+    with pytest.raises(ValueError, match=r"two children.*verify='block' judges chains(.|\n)*verify='traversal'"):
+        block(Table(torch.full((2, 3, 5), 0.2)), draft, noise(2), at(1, 1))
 
 
 @pytest.mark.parametrize("name", RATIO)
-@pytest.mark.parametrize("siblings", [Siblings.IID, Siblings.WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize("siblings", [s for s in Siblings if s is not Siblings.POINT])
 def test_drawn_guesses_need_their_law(name, siblings):
     draft = Draft(*chain([[0, 1]]), None, siblings)
     with pytest.raises(ValueError, match=rf"{siblings.name}.*verify='{name}' needs the law(.|\n)*verify='match'"):
@@ -149,6 +150,54 @@ def test_match_walks_trees_out_of_order_and_takes_the_lowest_of_equals():
     assert (verdict.path.tolist(), verdict.token.tolist()) == ([[0, 2, -1]], [2])
     verdict = match(Table(hot(1, 0, 0, 2, 3, 4)), draft, noise(), at(1))
     assert (verdict.path.tolist(), verdict.accepted.tolist(), verdict.token.tolist()) == ([[0, 2, 4]], [2], [3])
+
+
+@pytest.mark.parametrize("kind", list(Siblings), ids=lambda s: s.name)
+@pytest.mark.parametrize("name", TREES)
+def test_greedy_targets_are_followed_through_trees(name, kind):
+    """A greedy row: all of p on one token. The walk is the same under every rule, whatever the law of the guesses."""
+    #  0 -> 1 (3), 2 (1);  1 -> 3 (2);  2 -> 4 (0), 5 (2);  5 -> 6 (4)
+    draft = Draft(
+        *tree([[(0, -1), (3, 0), (1, 0), (2, 1), (0, 2), (2, 2), (4, 5)], [(0, -1), (3, 0)]]),
+        None if kind is Siblings.POINT else torch.full((2, 7, 5), 0.2),
+        kind,
+    )
+    verdict = VERIFIERS[name](Table(hot(1, 0, 2, 0, 0, 4, 3).expand(2, -1, -1)), draft, noise(2), at(9, 30))
+    assert verdict.path.tolist() == [[0, 2, 5, 6], [0, -1, -1, -1]]
+    assert (verdict.accepted.tolist(), verdict.token.tolist()) == ([3, 0], [3, 1])
+    verdict = VERIFIERS[name](Table(hot(1, 0, 3, 0, 0, 4, 3).expand(2, -1, -1)), draft, noise(2), at(9, 30))
+    assert (verdict.accepted.tolist(), verdict.token.tolist()) == ([1, 0], [3, 1])
+    assert [n for n in verdict.path[0].tolist() if n >= 0] == [0, 2]
+
+
+@pytest.mark.parametrize("kind", list(Siblings), ids=lambda s: s.name)
+@pytest.mark.parametrize("name", TREES)
+def test_a_law_of_nan_on_a_tree_is_reported_as_minus_one_and_disturbs_nobody(name, kind):
+    table = torch.full((2, 4, 4), math.nan)
+    table[1] = 0.25
+    draft = Draft(
+        *tree([[(0, -1), (1, 0), (2, 0), (3, 1)]] * 2),
+        None if kind is Siblings.POINT else torch.full((2, 4, 4), 0.25),
+        kind,
+    )
+    verdict = VERIFIERS[name](Table(table), draft, noise(2), at(1, 1))
+    assert (verdict.token[0], verdict.accepted[0]) == (-1, 0)
+    alone = VERIFIERS[name](Table(table[1:]), one_row(draft, 1), noise(1, seed=1), at(1))
+    assert verdict.token[1] == alone.token[0] >= 0
+    assert verdict.path[1].tolist() == alone.path[0].tolist()
+
+
+def one_row(draft, b):
+    probs = None if draft.probs is None else draft.probs[b : b + 1]
+    return Draft(draft.tokens[b : b + 1], draft.parents[b : b + 1], probs, draft.siblings)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_empty_batch(name):
+    none = torch.zeros(0, dtype=torch.long)
+    draft = Draft(*tree([]), torch.zeros(0, 1, 3), Siblings.IID)
+    verdict = VERIFIERS[name](Table(torch.zeros(0, 1, 3)), draft, Still(none, none), none)
+    assert [len(x) for x in (verdict.path, verdict.accepted, verdict.token)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", RATIO)
@@ -238,7 +287,8 @@ class Recorded(Noise):
 def test_coins_and_residual_are_read_at_their_own_places(name):
     seen = Recorded(torch.tensor([1]), torch.tensor([4]))
     VERIFIERS[name](Table(hot(1, 2, 3)), Draft(*chain([[0, 1, 2]])), seen, at(50))  # everything accepted: bonus at 52
-    assert seen.read == [(Stream.ACCEPT, 50), (Stream.ACCEPT, 51), (Stream.RESIDUAL, 52)]
+    coins = [(Stream.ACCEPT, 50), (Stream.ACCEPT, 51)]  # traversal begins at the leaf, which is kept
+    assert seen.read == [*(coins[1:] if name == "traversal" else coins), (Stream.RESIDUAL, 52)]
     seen = Recorded(torch.tensor([1]), torch.tensor([4]))
     VERIFIERS[name](Table(hot(0, 2, 3)), Draft(*chain([[0, 1]])), seen, at(50))  # refused at once: residual at 50
     assert seen.read == [(Stream.ACCEPT, 50), (Stream.RESIDUAL, 50)]
@@ -277,7 +327,12 @@ class Counted(Table):
 def test_only_visited_nodes_are_asked_for():
     guesses = Draft(*chain([[0, 1, 2, 0, 0, 0]]))
     table = hot(1, 2, 3, 4, 0, 0)
-    for name, asked in (("match", [[0], [1], [2]]), ("rejection", [[0], [1], [2]]), ("block", [[n] for n in range(6)])):
+    for name, asked in (
+        ("match", [[0], [1], [2]]),
+        ("rejection", [[0], [1], [2]]),
+        ("block", [[n] for n in range(6)]),
+        ("traversal", [[n] for n in range(6)]),
+    ):
         target = Counted(table)
         VERIFIERS[name](target, guesses, noise(), at(1))
         assert target.asked == asked

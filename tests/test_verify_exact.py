@@ -9,18 +9,22 @@ import pytest
 from oracle import (
     RULES,
     Toy,
+    by_level,
+    children_of,
     chosen_chain,
     composed,
     drawn_chain,
-    drawn_tree,
+    grown_tree,
+    judging,
     law,
     plain,
     point,
     speculate,
     step,
-    top_tree,
     toys,
 )
+
+from outrider.types import Siblings
 
 F = Fraction
 
@@ -57,13 +61,13 @@ def test_chains_keep_the_law(rule, drafter):
         assert composed(toy, RULES[rule], CHAINS[drafter], 3) == plain(toy, 3), toy.kind
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 def test_four_tokens_keep_the_law(rule):
     for toy in toys(14, vocab=4):
         assert composed(toy, RULES[rule], drawn_chain(2), 3) == plain(toy, 3), toy.kind
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 def test_longer_chains_keep_the_law(rule):
     for toy in toys(7):
         assert composed(toy, RULES[rule], drawn_chain(3, ends_after_a_zero), 4) == plain(toy, 4), toy.kind
@@ -77,20 +81,97 @@ def test_the_whole_program_keeps_the_law(rule):
         assert law(speculate(toy, RULES[rule], drawn_chain(1), 3)) == plain(toy, 3), toy.kind
 
 
-TREES = {
-    "with replacement": drawn_tree([2], replacement=True),
-    "without replacement": drawn_tree([2], replacement=False),
-    "two levels without replacement": drawn_tree([2, 2], replacement=False, length=3),
-    "two levels with replacement": drawn_tree([2, 1], replacement=True, length=3),
-    "top tokens": top_tree([2, 2]),
-    "uneven": top_tree([3, 1, 1]),
+def lopsided(path):
+    """Two children of the root; below the first token of the alphabet two more, and a chain below the last."""
+    return 2 if len(path) == 0 else {0: 2, 1: 0, 2: 1}[path[-1]] if len(path) == 1 else 0
+
+
+def by_own_path(path):
+    """The root's width is fixed; deeper nodes go by the tokens above them alone."""
+    return 2 if not path else (sum(path) + len(path)) % 3 if len(path) < 3 else 0
+
+
+SHAPES = {
+    "pair": (by_level(2), 2),
+    "three": (by_level(3), 2),
+    "fork below": (by_level(1, 2), 3),
+    "chains side by side": (by_level(2, 1), 3),
+    "lopsided": (lopsided, 3),
+    "by own path": (by_own_path, 3),
 }
 
 
-@pytest.mark.parametrize("drafter", TREES)
-def test_match_keeps_the_law_on_trees(drafter):
-    for toy in toys(7 if "levels" in drafter else 42):
-        assert composed(toy, RULES["match"], TREES[drafter], 3) == plain(toy, 3), toy.kind
+@pytest.mark.parametrize("siblings", list(Siblings), ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", ["match", "rejection", "traversal"])
+def test_trees_keep_the_law(rule, shape, siblings):
+    width, length = SHAPES[shape]
+    for toy in toys(42 if length == 2 else 7):
+        drafter = grown_tree(width, siblings, length)
+        assert composed(toy, judging(rule, siblings), drafter, length) == plain(toy, length), toy.kind
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_trees_that_overshoot_keep_the_law(rule):
+    """No clipping at the end of the text: the last step may write more than is wanted."""
+    for siblings in Siblings:
+        for toy in toys(7):
+            tree = grown_tree(by_level(2, 1), siblings)
+            assert composed(toy, judging(rule, siblings), tree, 2) == plain(toy, 2), toy.kind
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_trees_of_four_tokens_keep_the_law(rule):
+    for siblings in Siblings:
+        for toy in toys(7, vocab=4):
+            tree = grown_tree(by_level(3), siblings)
+            assert composed(toy, judging(rule, siblings), tree, 2) == plain(toy, 2), toy.kind
+
+
+def best_first(siblings, expansions, drop=False):
+    """Expands the node with the largest product of q, again and again: the shape follows everything drawn so far.
+
+    drop: the fault of leaving out a child after it was seen, here one that q was not sure of.
+    """
+
+    def draft(toy, text, choose):
+        tokens, parents, paths, value = [0], [-1], [()], {0: F(1)}
+        for _ in range(expansions):
+            node = max(value, key=lambda n: (value[n], -n))
+            q, worth = toy.q(text + paths[node]), value.pop(node)
+            for token in children_of(q, 2, siblings, choose):
+                if drop and q[token] < F(1, 3):
+                    continue
+                value[len(tokens)] = worth * q[token]
+                tokens.append(token)
+                parents.append(node)
+                paths.append((*paths[node], token))
+            if not value:
+                break
+        return tokens, parents, [toy.q(text + path) for path in paths]
+
+    return draft
+
+
+@pytest.mark.parametrize("siblings", list(Siblings), ids=lambda s: s.name)
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_trees_grown_best_first_keep_the_law(rule, siblings):
+    for toy in toys(7):
+        assert composed(toy, judging(rule, siblings), best_first(siblings, 2), 3) == plain(toy, 3), toy.kind
+
+
+@pytest.mark.parametrize("siblings", [Siblings.IID, Siblings.WITHOUT_REPLACEMENT], ids=lambda s: s.name)
+def test_a_child_left_out_after_it_was_seen(siblings):
+    """Biased under the rules that read a law, exact under match."""
+    wrong = {
+        rule: sum(
+            composed(toy, judging(rule, siblings), best_first(siblings, 1, drop=True), 2) != plain(toy, 2)
+            for toy in toys(14)
+        )
+        for rule in ("match", "rejection", "traversal")
+    }
+    assert wrong["match"] == 0
+    assert min(wrong["rejection"], wrong["traversal"]) >= 6
 
 
 @pytest.mark.parametrize("habit", ["always right", "always wrong", "right at odd positions", "siblings"])
@@ -214,9 +295,12 @@ class Fixed(Toy):
 
 
 def emitted(toy, rule, gamma):
-    """Expected tokens of one step, exactly."""
-    lengths = law(lambda choose: len(step(toy, RULES[rule], drawn_chain(gamma), (), choose)))
-    return sum(n * mass for n, mass in lengths.items())
+    """Expected tokens of one step with a drawn chain, exactly."""
+    return expected_length(toy, RULES[rule], drawn_chain(gamma))
+
+
+def expected_length(toy, rule, drafter):
+    return sum(n * mass for n, mass in law(lambda choose: len(step(toy, rule, drafter, (), choose))).items())
 
 
 def test_the_example_of_the_block_paper():
@@ -243,4 +327,32 @@ def test_all_rules_agree_on_chosen_guesses():
     for toy in toys(14):
         drafter = chosen_chain(2)
         outcome = [law(lambda choose, rule=rule: step(toy, rule, drafter, (), choose)) for rule in RULES.values()]
-        assert outcome[0] == outcome[1] == outcome[2], toy.kind
+        assert all(other == outcome[0] for other in outcome), toy.kind
+
+
+def test_traversal_keeps_at_least_as_much_as_rejection_on_trees():
+    for siblings in (Siblings.IID, Siblings.WITHOUT_REPLACEMENT):
+        tree, gains = grown_tree(by_level(2, 1), siblings), []
+        for toy in toys(7):
+            top_down, bottom_up = (
+                expected_length(toy, judging(rule, siblings), tree) for rule in ("rejection", "traversal")
+            )
+            gains.append(bottom_up - top_down)
+        assert min(gains) >= 0
+        assert max(gains) > 0
+
+
+def test_two_children_keep_the_share_that_the_papers_say():
+    """Without replacement keeps more than with; top-then-sampled keeps p(S) + sum of min(p, q') outside S, its optimum."""
+    for toy in toys(21):
+        p, q = toy.p(()), toy.q(())
+        share = {
+            s: expected_length(toy, judging("rejection", s), grown_tree(by_level(2), s)) - 1
+            for s in (Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED)
+        }
+        if all(q):
+            assert share[Siblings.WITHOUT_REPLACEMENT] >= share[Siblings.IID]
+        top = q.index(max(q))
+        if q[top] < 1:
+            rest = sum(min(p[x], q[x] / (1 - q[top])) for x in range(3) if x != top)
+            assert share[Siblings.TOP_THEN_SAMPLED] == p[top] + rest

@@ -12,8 +12,11 @@ from oracle import (
     Oracle,
     ReusedCoins,
     Toy,
+    by_level,
     composed,
     drawn_chain,
+    grown_tree,
+    judging,
     law,
     normal,
     plain,
@@ -21,8 +24,10 @@ from oracle import (
     total_variation,
 )
 
+from outrider.types import Siblings
 from outrider.verify import reference_block, reference_rejection
 from outrider.verify.reference import clipped_ratio, leftover, residual
+from outrider.verify.reference import normal as normal_law
 
 TOYS = [Toy(seed) for seed in range(6)] + [Toy(seed, "zeros") for seed in range(6)]
 
@@ -38,7 +43,7 @@ def flattened(q):
     return normal([0 if mass == 0 else int(60 * mass) + 10 for mass in q])
 
 
-@pytest.mark.parametrize("honest", ["rejection", "block"])
+@pytest.mark.parametrize("honest", ["rejection", "block", "traversal"])
 def test_wrong_q(honest):
     def rule(tokens, parents, target, drafter, choose):
         return RULES[honest](tokens, parents, target, lambda n: flattened(drafter(n)), choose)
@@ -46,7 +51,7 @@ def test_wrong_q(honest):
     assert caught(rule, drawn_chain(2), honest) >= 9
 
 
-@pytest.mark.parametrize("honest", ["rejection", "block"])
+@pytest.mark.parametrize("honest", ["rejection", "block", "traversal"])
 def test_guesses_drawn_but_judged_as_chosen(honest):
     """q taken as all mass on the guess: right for n-grams, wrong for a guess that was drawn... and yet exact.
 
@@ -169,6 +174,103 @@ def test_block_with_coins_read_again_by_the_next_step():
         assert law(speculate(toy, reference_rejection, drafter, 2), ReusedCoins) == plain(toy, 2)
 
 
+def caught_on_trees(faulty, rule, siblings, *widths, vocab=3):
+    """On how many of 14 toys the oracle sees `faulty`, after it was seen that the rule itself is right."""
+    drafter, length = grown_tree(by_level(*(widths or (2,))), siblings), 2
+    toys = [Toy(seed, vocab=vocab) for seed in range(10)] + [Toy(seed, "zeros", vocab) for seed in range(4)]
+    assert all(composed(toy, judging(rule, siblings), drafter, length) == plain(toy, length) for toy in toys[:3])
+    return sum(composed(toy, faulty, drafter, length) != plain(toy, length) for toy in toys)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("declared", list(Siblings), ids=lambda s: s.name)
+@pytest.mark.parametrize("drawn", list(Siblings), ids=lambda s: s.name)
+def test_siblings_that_were_made_in_another_way_than_the_draft_says(rule, drawn, declared):
+    first_may_be_anything = (drawn, declared) == (Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED)
+    if declared is Siblings.POINT or first_may_be_anything:  # a choice that looks at no coin may follow anything
+        assert caught_on_trees(judging(rule, declared), rule, drawn) == 0
+    elif drawn is not declared:
+        assert caught_on_trees(judging(rule, declared), rule, drawn) >= 6
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_the_drawn_child_judged_after_the_chosen_ones(rule):
+    """Top-then-sampled in the order of its tokens, with q as it was: the second child's law is not what is left."""
+
+    def faulty(tokens, parents, target, drafter, choose):
+        return RULES[rule](tokens, parents, target, drafter, choose, Siblings.IID)
+
+    assert caught_on_trees(faulty, rule, Siblings.TOP_THEN_SAMPLED) >= 9
+
+
+def rejection_with(scale=True, carry=True, strip=True):
+    """`reference_rejection` without replacement, with one thing wrong."""
+
+    def rule(tokens, parents, target, drafter, choose):
+        path = [0]
+        while True:
+            p, q = target(path[-1]), drafter(path[-1])
+            for child in [n for n, up in enumerate(parents) if up == path[-1]]:
+                x = tokens[child]
+                if choose.coin(p[x], q[x], depth=len(path), node=child):
+                    path.append(child)
+                    break
+                p = residual(1, p if carry else target(path[-1]), q)
+                p = normal_law(p) if scale else p
+                q = normal_law([0 if v == x else mass for v, mass in enumerate(q)]) if strip else q
+            else:
+                return path, choose.token(p, depth=len(path))
+
+    return rule
+
+
+def test_rejection_without_a_fault_on_trees():
+    assert caught_on_trees(rejection_with(), "rejection", Siblings.WITHOUT_REPLACEMENT) == 0
+
+
+@pytest.mark.parametrize("fault", ["scale", "carry", "strip"])
+def test_sibling_judged_by_the_wrong_remainder(fault):
+    """The residual not brought back to sum 1; the residual of the last sibling alone; q with the refused token in it."""
+    faulty = rejection_with(**{fault: False})
+    assert caught_on_trees(faulty, "rejection", Siblings.WITHOUT_REPLACEMENT, vocab=4) >= 6
+
+
+def traversal_with(weigh=True, weight_of_parent=True, residual_at_parent=True):
+    """`reference_traversal` with replacement, with one thing wrong."""
+
+    def rule(tokens, parents, target, drafter, choose):
+        def visit(node, depth, weight):
+            p = target(node)
+            for child in [n for n, up in enumerate(parents) if up == node]:
+                q, x = drafter(node), tokens[child]
+                found = visit(child, depth + 1, clipped_ratio((weight if weigh else 1) * p[x], q[x]))
+                if found:
+                    return [node, *found[0]], found[1]
+                rest = leftover(weight, p, q)
+                mass = sum(rest)
+                if mass and residual_at_parent:
+                    p = normal_law(rest)
+                if weight_of_parent:
+                    weight = 1 if weight == 1 else mass / (mass + 1 - weight)
+            if node == 0 or choose.coin(weight, 1, depth=depth, node=node):
+                return [node], choose.token(p, depth=depth + 1)
+            return None
+
+        return visit(0, 0, 1)
+
+    return rule
+
+
+def test_traversal_without_a_fault():
+    assert caught_on_trees(traversal_with(), "traversal", Siblings.IID, 2, 1) == 0
+
+
+@pytest.mark.parametrize("fault", ["weigh", "weight_of_parent", "residual_at_parent"])
+def test_traversal_that_forgets(fault):
+    """The parent's weight in the ratio; to lower it after a refusal; to leave the residual behind."""
+    assert caught_on_trees(traversal_with(**{fault: False}), "traversal", Siblings.IID, 2, 1) >= 9
+
+
 def un_drawing(toy, text, choose):
     """Draws two guesses and drops the second where q was not sure of it."""
     tokens, parents, laws = drawn_chain(2)(toy, text, choose)
@@ -184,7 +286,7 @@ def test_a_guess_un_drawn():
         tokens, parents, laws = drawn_chain(1)(toy, text, choose)
         return (tokens, parents, laws) if laws[0][tokens[1]] >= Fraction(1, 3) else ([0], [-1], [])
 
-    for rule in ("rejection", "block"):
+    for rule in ("rejection", "block", "traversal"):
         assert caught(RULES[rule], first_un_drawn, rule) >= 7
         assert caught(RULES[rule], un_drawing, rule) >= 7
     assert caught(RULES["match"], first_un_drawn, "match") == 0

@@ -9,9 +9,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from oracle import RULES, Toy, drawn_chain, law, plain
+from oracle import RULES, Toy, by_level, drawn_chain, grown_tree, judging, law, plain
 from scipy.stats import chi2
 
+from outrider.drafters.children import children
 from outrider.noise import Noise, Stream
 from outrider.types import Draft, Siblings
 from outrider.verify import VERIFIERS, Table
@@ -142,6 +143,48 @@ def test_plain_decoding_has_the_targets_law():
     assert p_value(torch.stack(text, 1), plain(toy, 3)) > 1e-3
 
 
+def simulate_trees(toy, name, kind, seeds, apart=True):
+    """int64 [samples, 3]: the first step over trees of two children with one each, as `children` draws them: tokens
+    accepted, then the first two tokens (the second is 0 where only one was written)."""
+    p, q = toy.tables()
+    batch = len(seeds)
+    noise, position = ManyRows(seeds, torch.zeros_like(seeds)), torch.ones_like(seeds)
+    tokens, parents = torch.zeros(batch, 5, dtype=torch.long), torch.tensor([-1, 0, 0, 1, 2]).expand(batch, -1)
+    for node, below in enumerate(([1, 2], [3], [4])):
+        law, here = q[tokens[:, node]].log(), torch.full_like(seeds, node if apart else 0)
+        drawn = children(law, len(below), kind, noise, Stream.DRAFT, position + min(node, 1), node=here)
+        tokens[:, below] = drawn.tokens
+    verdict = VERIFIERS[name](Table(p[tokens]), Draft(tokens, parents, q[tokens], kind), noise, position)
+    kept = tokens.gather(1, verdict.path.clamp_min(0))
+    text = torch.cat([torch.where(verdict.path >= 0, kept, 0)[:, 1:], torch.zeros(batch, 1, dtype=torch.long)], 1)
+    text[torch.arange(batch), verdict.accepted] = verdict.token
+    return torch.stack([verdict.accepted, *text[:, :2].T], 1)
+
+
+def tree_law(toy, name, kind):
+    def program(choose):
+        tokens, parents, laws = grown_tree(by_level(2, 1), kind)(toy, (), choose)
+        texts = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            texts.append((*texts[parent], token))
+        rule = judging(name, kind)
+        path, token = rule(tokens, parents, lambda n: toy.p(texts[n]), lambda n: laws[n], choose)
+        return len(path) - 1, *(*(tokens[n] for n in path[1:]), token, 0)[:2]
+
+    return law(program)
+
+
+DRAWN = [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED]
+
+
+@pytest.mark.parametrize("kind", DRAWN, ids=lambda s: s.name)
+@pytest.mark.parametrize("name", ["rejection", "traversal"])
+def test_one_step_over_trees_has_the_law_that_the_oracle_says(name, kind):
+    toy = Markov(4)
+    seen = simulate_trees(toy, name, kind, torch.arange(2 * CHUNK))
+    assert p_value(seen, tree_law(toy, name, kind)) > 1e-3
+
+
 # Planted: noise that is shared or read again. Only a simulation sees these.
 
 
@@ -161,6 +204,16 @@ class OneCoin(ManyRows):
             return super().uniform(stream, position, n)
         coin = Noise(self.seed, torch.zeros_like(self.step)).uniform(stream, position, 1)
         return coin.expand(len(coin), n)
+
+
+def test_fault_the_nodes_of_a_level_draw_with_one_noise():
+    """Right under rejection, which looks below one child only; under traversal a refused subtree gives the next away."""
+    toy, kind = Markov(4), Siblings.WITHOUT_REPLACEMENT
+    shared = {
+        name: simulate_trees(toy, name, kind, torch.arange(CHUNK), apart=False) for name in ("rejection", "traversal")
+    }
+    assert p_value(shared["rejection"], tree_law(toy, "rejection", kind)) > 1e-3
+    assert p_value(shared["traversal"], tree_law(toy, "traversal", kind)) < 1e-6
 
 
 def test_fault_block_reads_its_coins_again():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.noise import Noise, Stream
-from outrider.tree import tree
+from outrider.tree import depth, tree
 from outrider.types import Draft, Siblings
 from outrider.verify import (
     VERIFIERS,
@@ -17,7 +17,11 @@ from outrider.verify import (
     reference_block,
     reference_match,
     reference_rejection,
+    reference_traversal,
 )
+
+REFERENCES = {"rejection": reference_rejection, "block": reference_block, "traversal": reference_traversal}
+TREES = [name for name, rule in VERIFIERS.items() if rule.trees]
 
 MASK = 0xFFFFFFFF
 
@@ -61,11 +65,13 @@ def expected(name, draft, laws, noise, position):
             outcomes.append(reference_match(tokens, parents, p.__getitem__, choose))
             continue
         if draft.siblings is Siblings.POINT:
-            q = [[float(v == t) for v in range(len(p[0]))] for t in tokens[1:]]
+            hot = [[float(v == t) for v in range(len(p[0]))] for t in tokens]
+            children = [[n for n, up in enumerate(parents) if up == node] for node in range(nodes)]
+            q = [hot[c[0]] if c else hot[0] for c in children]  # of chains; with siblings it is not looked at
         else:
             q = draft.probs[b].tolist()
-        reference = {"rejection": reference_rejection, "block": reference_block}[name]
-        outcomes.append(reference(tokens, parents, p.__getitem__, q.__getitem__, choose))
+        kind = () if name == "block" else (draft.siblings,)
+        outcomes.append(REFERENCES[name](tokens, parents, p.__getitem__, q.__getitem__, choose, *kind))
     return outcomes
 
 
@@ -119,21 +125,26 @@ def random_case(rng, trees):
     q = laws.clone() if rng.random() < 0.3 else random_laws(rng, batch, nodes, vocab)
     if rng.random() < 0.3:
         q = (q + laws) / 2
+    siblings = rng.choice(list(Siblings))
     rows = []
     for b in range(batch):
         row = [(rng.randrange(vocab), -1)]
         for n in range(1, rng.randint(1, nodes)):
             parent = rng.randrange(n) if trees else n - 1
-            row.append((rng.choices(range(vocab), q[b, parent].tolist())[0], parent))
+            law = q[b, parent].tolist()
+            if siblings in (Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED):
+                law = [0 if any(s == (v, parent) for s in row) else mass for v, mass in enumerate(law)]
+            if sum(law):
+                row.append((rng.choices(range(vocab), law)[0], parent))
+            elif not trees:
+                break
+            else:
+                row.append((rng.randrange(vocab), parent))  # a broken contract decides the same in both, too
         rows.append(row)
     tokens, parents = tree(rows)
-    drawn = not trees and rng.random() < 0.7
     width = tokens.shape[1]
-    draft = (
-        Draft(tokens, parents, q[:, :width].contiguous(), rng.choice([Siblings.IID, Siblings.WITHOUT_REPLACEMENT]))
-        if drawn
-        else Draft(tokens, parents)
-    )
+    probs = None if siblings is Siblings.POINT else q[:, :width].contiguous()
+    draft = Draft(tokens, parents, probs, siblings)
     noise = Noise(
         torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(batch)]),
         torch.tensor([rng.randrange(1000) for _ in range(batch)]),
@@ -141,7 +152,7 @@ def random_case(rng, trees):
     return draft, laws[:, :width].contiguous(), noise, torch.tensor([rng.randrange(1, 100_000) for _ in range(batch)])
 
 
-@pytest.mark.parametrize("name", ["match", "match on trees", "rejection", "block"])
+@pytest.mark.parametrize("name", [*VERIFIERS, *(f"{name} on trees" for name in TREES)])
 def test_twins_agree_on_random_batches(name):
     rng = random.Random(name)
     accepted, refused, alone, complete = 0, 0, 0, 0
@@ -150,7 +161,7 @@ def test_twins_agree_on_random_batches(name):
         verdict = check(name.split()[0], draft, laws, noise, position)
         accepted += int(verdict.accepted.sum())
         refused += int((verdict.accepted < draft.drafted).sum())
-        complete += int(((verdict.accepted == draft.drafted) & (draft.drafted > 1)).sum())
+        complete += int(((verdict.accepted == depth(draft.parents).amax(1)) & (draft.drafted > 1)).sum())
         alone += int((draft.drafted == 0).sum())
     # the cases reach every branch: chains kept in part and whole, and rows that had no guess
     assert min(accepted, refused, alone) > 100
@@ -184,32 +195,46 @@ def cases(draw, trees):
     weights = st.lists(st.sampled_from([0.0, 1.0, 3.0, 1e-30]), min_size=vocab, max_size=vocab).filter(sum)
     table = st.lists(st.lists(weights, min_size=nodes, max_size=nodes), min_size=batch, max_size=batch)
     p, q = (x / x.sum(-1, keepdim=True) for x in (torch.tensor(draw(table)), torch.tensor(draw(table))))
+    siblings = draw(st.sampled_from(Siblings))
     rows = []
     for b in range(batch):
         row = [(0, -1)]
         for n in range(1, draw(st.integers(1, nodes))):
             parent = draw(st.integers(0, n - 1)) if trees else n - 1
-            possible = [t for t in range(vocab) if q[b, parent, t] > 0]
-            row.append((draw(st.sampled_from(possible)), parent))
+            used = [t for t, up in row if up == parent and siblings is not Siblings.IID]
+            possible = [t for t in range(vocab) if q[b, parent, t] > 0 and t not in used]
+            row.append((draw(st.sampled_from(possible or [0])), parent))
         rows.append(row)
     tokens, parents = tree(rows)
     width = tokens.shape[1]
-    drawn = not trees and draw(st.booleans())
-    draft = Draft(tokens, parents, q[:, :width], Siblings.IID) if drawn else Draft(tokens, parents)
+    draft = Draft(tokens, parents, None if siblings is Siblings.POINT else q[:, :width], siblings)
     numbers = st.lists(st.integers(0, 2**31), min_size=batch, max_size=batch).map(torch.tensor)
     return draft, p[:, :width], Noise(draw(numbers), draw(numbers)), draw(numbers)
 
 
-@given(case=cases(trees=True))
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_match_twins_agree(case):
-    check("match", *case)
+@given(case=cases(trees=True), name=st.sampled_from(TREES))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_tree_twins_agree(case, name):
+    check(name, *case)
 
 
-@given(case=cases(trees=False), name=st.sampled_from(["match", "rejection", "block"]))
+@given(case=cases(trees=False), name=st.sampled_from(list(VERIFIERS)))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_chain_twins_agree(case, name):
     check(name, *case)
+
+
+def test_traversal_of_a_chain_is_block():
+    rng = random.Random(11)
+    kept = 0
+    for _ in range(200):
+        draft, laws, noise, position = random_case(rng, trees=False)
+        one, other = (VERIFIERS[name](Table(laws), draft, noise, position) for name in ("block", "traversal"))
+        assert torch.equal(one.accepted, other.accepted)
+        assert torch.equal(one.token, other.token)
+        assert torch.equal(one.path[:, : other.path.shape[1]], other.path)
+        kept += int(one.accepted.sum())
+    assert kept > 100
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
@@ -217,7 +242,7 @@ def test_a_row_is_decided_alone(name):
     """No neighbour effect: a row's verdict is the same alone, in another order, and beside longer drafts."""
     rng = random.Random(5)
     for _ in range(30):
-        draft, laws, noise, position = random_case(rng, trees=name == "match")
+        draft, laws, noise, position = random_case(rng, trees=name in TREES)
         whole = VERIFIERS[name](Table(laws), draft, noise, position)
         for b in range(len(position)):
             nodes = int((draft.parents[b] >= -1).sum())

@@ -1,9 +1,9 @@
 """The children of a node, for every way a draft may choose or draw them. Who grows trees calls this once a level.
 
-A row here is a node to expand, of any sequence. What must hold for the verifiers that read a law (`rejection`,
-`traversal`): the children are exactly the ones drawn, in this order, none left out after it was seen. A grower may decide
-*which node to expand* by what was drawn so far under `rejection`; under `traversal` only by the node's own ancestors. Under
-`match` nothing of this matters: any choice of nodes keeps the text.
+A row here is a node to expand, of any sequence. For the verifiers that read a law (`rejection`, `traversal`): a node's
+children are those drawn here, in this order, and none is left out after it was seen; *which node to expand next* may follow
+anything drawn so far, so that a tree may be grown best-first. Under `match` nothing of this matters: any choice of nodes
+keeps the text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ _STEPS = 2**20  # a node's own noise is that of a step no sequence reaches: node
 @dataclass(frozen=True, eq=False)
 class Children:
     """tokens: int64 [row, width], -1 where there are fewer. log_q: float32 [row, width], the law's logarithm at each
-    (-inf where there is none). keys: float32 [row, width], what ordered them: score and noise, or score alone."""
+    (-inf where there is none). keys: float32 [row, width], what ordered them: log law and noise, or log law alone.
+    probs: float32 [row, vocab], the very law they were drawn from, for `Draft.probs`; None with `Siblings.POINT`."""
 
     tokens: Tensor
     log_q: Tensor
     keys: Tensor
+    probs: Tensor | None
 
 
 def child_scores(warp: Warp, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
@@ -72,19 +74,35 @@ def children(
         raise ValueError(f"a node that is expanded has at least one child, got width={width}; leave it out instead")
     if node is not None and stream is not Stream.TOKEN:
         noise = Noise(noise.seed, noise.step + node * _STEPS)
+    if kind is Siblings.POINT:
+        return _chosen(scores, width, noise, stream, position, greedy)
+    probs = scores.softmax(1)
+    log_law = probs.log()  # drawn from what is returned, rounding and all: the verifier divides by it
     if kind is Siblings.IID:
-        tokens = _independent(scores, width, noise, stream, position)
-        keys = scores.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
+        tokens = _independent(log_law, width, noise, stream, position)
+        keys = log_law.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
     elif kind is Siblings.TOP_THEN_SAMPLED:
-        tokens, keys = _top_then_sampled(scores, width, noise, stream, position)
+        tokens, keys = _top_then_sampled(log_law, width, noise, stream, position)
     else:
-        quiet = greedy is not None and all(greedy)
-        perturbed = scores if quiet else scores + _gumbel(noise, stream, position, scores.shape[1])
-        if greedy is not None and any(greedy) and not quiet:
-            perturbed = torch.where(torch.tensor(greedy, device=scores.device)[:, None], scores, perturbed)
-        tokens, keys = _largest(perturbed, width)
-    log_q = scores.gather(1, tokens.clamp_min(0)) - scores.logsumexp(1, keepdim=True)
-    return Children(tokens, log_q.masked_fill(tokens < 0, _NO), keys)
+        tokens, keys = _largest(log_law + noise.gumbel(stream, position, scores.shape[1]), width)
+    log_q = log_law.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
+    return Children(tokens, log_q, keys, probs)
+
+
+def _chosen(
+    scores: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor, greedy: Sequence[bool] | None
+) -> Children:
+    perturbed = scores
+    if greedy is None or not all(greedy):
+        perturbed = scores + _gumbel(
+            noise, stream, position, scores.shape[1]
+        )  # the target's own line, so the same ties
+    if greedy is not None and any(greedy):
+        perturbed = torch.where(torch.tensor(greedy, device=scores.device)[:, None], scores, perturbed)
+    tokens, keys = _largest(perturbed, width)
+    total = scores.logsumexp(1, keepdim=True)
+    log_q = (scores.gather(1, tokens.clamp_min(0)) - total).masked_fill(tokens < 0, _NO)
+    return Children(tokens, log_q, (keys - total).masked_fill(tokens < 0, _NO), None)
 
 
 def _largest(keys: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -97,28 +115,27 @@ def _largest(keys: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return tokens.masked_fill(none, -1), values.masked_fill(none, _NO)
 
 
-def _independent(scores: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
+def _independent(log_law: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
     """int64 [row, width]: draws by the inverse distribution function, 53 bits of noise each."""
     words = noise.words(stream, position, 2 * width)
     u = ((words[:, ::2] >> 5) * 2**26 + (words[:, 1::2] >> 6)).double() * 2.0**-53
-    mass = scores.double().softmax(1).cumsum(1)
+    mass = log_law.double().exp().cumsum(1)
     tokens = torch.searchsorted(mass, u.clamp_max(1 - 2.0**-50) * mass[:, -1:], right=True)
-    return torch.where(tokens < scores.shape[1], tokens, -1)  # a row of NaN has no token
+    return torch.where(tokens < log_law.shape[1], tokens, -1)  # a row of NaN has no token
 
 
 def _top_then_sampled(
-    scores: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor
+    log_law: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    top, keys = _largest(scores, width)
+    top, keys = _largest(log_law, width)
     there = (top >= 0).sum(1, keepdim=True)
-    last = torch.arange(width, device=scores.device) == there - 1
+    last = torch.arange(width, device=log_law.device) == there - 1
     chosen = (top >= 0) & ~last
-    taken = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
-    taken = taken.scatter_(1, torch.where(chosen, top, scores.shape[1]), True)[
-        :, :-1
-    ]  # one column for what is not chosen
-    rest = scores.masked_fill(taken, _NO)
-    drawn, drawn_key = _largest(rest + _gumbel(noise, stream, position, scores.shape[1]), 1)
+    spare = log_law.shape[1]  # one column too many, for what is not chosen
+    taken = torch.zeros(len(log_law), spare + 1, dtype=torch.bool, device=log_law.device)
+    taken = taken.scatter_(1, torch.where(chosen, top, spare), True)[:, :-1]
+    rest = log_law.masked_fill(taken, _NO)
+    drawn, drawn_key = _largest(rest + noise.gumbel(stream, position, spare), 1)
     return torch.where(last, drawn, top), torch.where(last, drawn_key, keys)
 
 

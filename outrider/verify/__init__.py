@@ -3,11 +3,15 @@
 A verifier reads a draft, asks the target for its law at the nodes it visits, reads its noise, and returns a `Verdict`.
 There is no generator, model or cache here, and nothing about a device. Three rules:
 
-| name      | decides by                              | promise            | drafts                              |
-|-----------|-----------------------------------------|--------------------|-------------------------------------|
-| match     | the target's own sample; is it a child? | exact tokens       | any tree, however it was made       |
-| rejection | min(1, p/q), token by token             | exact distribution | chains, with their law q when drawn |
-| block     | the same ratio, jointly over the chain  | exact distribution | chains, with their law q when drawn |
+| name      | decides by                               | promise            | drafts                                |
+|-----------|------------------------------------------|--------------------|---------------------------------------|
+| match     | the target's own sample; is it a child?  | exact tokens       | any tree, however it was made         |
+| rejection | min(1, p/q), guess by guess from the top | exact distribution | any tree, with its laws q where drawn |
+| block     | the same ratio, jointly over the chain   | exact distribution | chains, with their law q where drawn  |
+| traversal | the same ratio, jointly, leaves first    | exact distribution | any tree, with its laws q where drawn |
+
+How siblings were made (`Siblings`) is part of the draft, and the ratio rules judge by it: chosen, drawn with or without
+replacement, or all but the last chosen. The shape of a tree may follow what was drawn so far; what was drawn stays.
 
 Each exists twice: the definition, one sequence in a screen of Python (`reference_*`), and the batched form. The first
 is proved exact by enumeration (`tests/test_verify_exact.py`), the second equals it decision for decision given the same
@@ -24,8 +28,14 @@ from torch import Tensor
 
 from outrider.noise import Noise, Stream
 from outrider.types import Draft, Guarantee, Verdict
-from outrider.verify.batched import Table, Target, block, match, rejection
-from outrider.verify.reference import Choices, reference_block, reference_match, reference_rejection
+from outrider.verify.batched import Table, Target, block, match, rejection, traversal
+from outrider.verify.reference import (
+    Choices,
+    reference_block,
+    reference_match,
+    reference_rejection,
+    reference_traversal,
+)
 
 __all__ = [
     "ALIASES",
@@ -39,7 +49,9 @@ __all__ = [
     "reference_block",
     "reference_match",
     "reference_rejection",
+    "reference_traversal",
     "rejection",
+    "traversal",
     "verifier",
 ]
 
@@ -78,7 +90,7 @@ VERIFIERS: dict[str, Verifier] = {
             Guarantee.EXACT_DISTRIBUTION,
             Stream.DRAFT,
             needs_probs=True,
-            trees=False,
+            trees=True,
             help="keep a guess with probability min(1, p/q): the law of plain decoding, other tokens",
         ),
         Verifier(
@@ -89,6 +101,15 @@ VERIFIERS: dict[str, Verifier] = {
             needs_probs=True,
             trees=False,
             help="judge the whole chain at once: the law of plain decoding, at least as many guesses kept as rejection",
+        ),
+        Verifier(
+            "traversal",
+            traversal,
+            Guarantee.EXACT_DISTRIBUTION,
+            Stream.DRAFT,
+            needs_probs=True,
+            trees=True,
+            help="judge a tree from its leaves up: the law of plain decoding, and on a chain the same as block",
         ),
     )
 }

@@ -1,13 +1,10 @@
-"""The verifiers on a batch: fixed trip counts, ragged rows, one host read before the loop and none inside it.
+"""The verifiers on a batch: fixed trip counts, ragged rows, host reads before the loop and none inside it.
 
 Which noise is read where, with `position` the place of the token after the root:
 
     match      TOKEN    at position + depth, by the target's own `sample`
-    rejection  ACCEPT   at position + depth - 1 of the judged node, index = node
-    and block  RESIDUAL at position + accepted, for the token drawn after the accepted nodes (residual or bonus)
-
-Coins and ratios are compared in float64, where the product of two float32 numbers is exact: `u * q < p` then has no
-rounding of its own, and the twins agree decision for decision.
+    all others ACCEPT   at position + depth - 1 of the judged node, index = node
+               RESIDUAL at position + accepted, for the token drawn after the accepted nodes (residual or bonus)
 """
 
 from __future__ import annotations
@@ -18,8 +15,20 @@ import torch
 from torch import Tensor
 
 from outrider.noise import Noise, Stream
-from outrider.tree import depth, lists
+from outrider.tree import child_table, depth, lists
 from outrider.types import Draft, Siblings, Verdict
+from outrider.verify.laws import (
+    check_laws,
+    clipped_ratio,
+    coin,
+    draw,
+    leftover,
+    mass,
+    nobody,
+    normal,
+    proposal,
+    residual,
+)
 
 
 class Target(Protocol):
@@ -82,7 +91,7 @@ def match(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdi
         hit = (parents == here[:, None]) & (tokens == token[:, None])
         child = torch.where(hit, index, nodes).amin(1)
         walks = child < nodes
-        if _nobody(walks):
+        if nobody(walks):
             break
         here, accepted = torch.where(walks, child, here), accepted + walks
         path[:, level] = torch.where(walks, child, -1)
@@ -113,144 +122,188 @@ def _match_on_host(target: RowTarget, draft: Draft, noise: Noise, position: Tens
 
 
 def rejection(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
-    """Keep guess x with probability min(1, p(x)/q(x)), else draw from the residual. Leviathan 2211.17192, algorithm 1.
+    """Keep guess x with probability min(1, p(x)/q(x)); after a refusal the residual stands in for p, for the next sibling
+    or for the draw that ends the step. Leviathan 2211.17192 on chains; on trees see `reference_rejection`, whose twin this
+    is.
 
-    position: int64 [batch], the position of the token after the root. Chains only; q is `draft.probs`, or all mass on
-    the guess where it was chosen (`Siblings.POINT`). Raises ValueError for a tree, and for drawn guesses without their
-    law. Batched twin of `reference_rejection`.
+    position: int64 [batch], the position of the token after the root. q follows from `draft.probs` and `draft.siblings`;
+    it is all mass on the guess where that was chosen (`Siblings.POINT`). Raises ValueError for drawn guesses without their
+    law.
     """
-    length = _chain_length(draft, "rejection")
-    accepted = torch.zeros_like(length)
-    walks = torch.ones_like(length, dtype=torch.bool)
-    p = target.probs(accepted)
-    _same_vocabulary(draft, p)
-    for n in range(1, draft.nodes):
-        p_x, q_x = _mass(p, draft.tokens[:, n]), _drafted_mass(draft, n)
-        # multiply, never divide; strictly less, so that a guess the target gives no mass is never kept
-        walks = walks & (length >= n) & (_coin(noise, position, n) * q_x < p_x)
-        if _nobody(walks):
+    here = torch.zeros_like(draft.tokens[:, 0])
+    law = target.probs(here).double()
+    check_laws(draft, "rejection", law)
+    levels, width = _extent(draft)
+    offered = _judging_order(draft, width)
+    rows = torch.arange(len(here), device=here.device)
+    accepted = torch.zeros_like(here)
+    path = torch.full((len(here), levels + 1), -1, dtype=torch.long, device=here.device)
+    path[:, 0] = 0
+    for level in range(1, levels + 1):
+        stays = accepted == level - 1
+        children = offered[rows, here]
+        moved = torch.zeros_like(stays)
+        for slot in range(width):
+            child = children[:, slot]
+            judged = stays & ~moved & (child >= 0)
+            if nobody(judged):
+                break
+            child = child.clamp_min(0)
+            q, x = proposal(draft, child, law), draft.tokens[rows, child]
+            # multiply, never divide; strictly less, so that a guess the target gives no mass is never kept
+            keeps = judged & (coin(noise, position + (level - 1), child, draft.nodes) * mass(q, x) < mass(law, x))
+            refused = judged & ~keeps
+            if not nobody(refused):
+                law = torch.where(refused[:, None], normal(residual(torch.ones_like(law[:, :1]), law, q)), law)
+            moved, here = moved | keeps, torch.where(keeps, child, here)
+        if nobody(moved):
             break
-        accepted = accepted + walks
-        p = target.probs(accepted)
-    law = _residual(torch.ones_like(p[:, :1]), p, _proposal(draft, accepted, p))
-    law = torch.where((accepted < length)[:, None], law, p.double())
-    return Verdict(_chain_path(accepted, draft.nodes), accepted, draw(law, noise, Stream.RESIDUAL, position + accepted))
+        accepted = accepted + moved
+        path[:, level] = torch.where(moved, here, -1)
+        law = torch.where(moved[:, None], target.probs(here).double(), law)
+    return Verdict(path, accepted, draw(law, noise, Stream.RESIDUAL, position + accepted))
 
 
 def block(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
     """Judge the chain as a whole: at least as many guesses kept as `rejection`, same law. Sun 2403.10444, algorithm 2.
 
-    position: int64 [batch], the position of the token after the root. Drafts and errors as for `rejection`. The law of
-    every node is asked for: a later coin may say yes after an earlier one said no. Batched twin of `reference_block`.
+    position: int64 [batch], the position of the token after the root. Laws as for `rejection`; raises ValueError for a tree
+    too. The law of every node is asked for: a later coin may say yes after an earlier one said no. Batched twin of
+    `reference_block`.
 
     The weight p~ is kept in float64, not as a logarithm. Clipping at 1 keeps it from overflowing, and where it
     underflows (below 1e-308) the path would have to win back as large a ratio on tokens that q drew, which has
     probability below 1e-308 (Markov).
     """
-    length = _chain_length(draft, "block")
-    kept = torch.zeros_like(length)
+    kept = torch.zeros_like(draft.tokens[:, 0])
     p = target.probs(kept)
-    _same_vocabulary(draft, p)
+    check_laws(draft, "block", p)
+    length, end = _chain_length(draft), draft.nodes - 1
     weight = torch.ones_like(p[:, 0], dtype=torch.float64)  # p~_n of the paper
     kept_weight, kept_p = weight, p
+    q = proposal(draft, (kept + 1).clamp_max(end), p)
     for n in range(1, draft.nodes):
-        inside = length >= n
-        part, whole = weight * _mass(p, draft.tokens[:, n]), _drafted_mass(draft, n)
-        # as clipped_ratio: 1 unless part < whole, and 0 where both are 0
-        ratio = torch.where(part < whole, part / whole, (part > 0).double())
-        weight = torch.where(inside, ratio, weight)
-        p = target.probs(length.clamp_max(n))
-        mass = _leftover(weight[:, None], p, _proposal(draft, n, p)).sum(1)
+        inside, x, node = length >= n, draft.tokens[:, n], torch.full_like(kept, n)
+        weight = torch.where(inside, clipped_ratio(weight * mass(p, x), mass(q, x)), weight)
+        p, q = target.probs(length.clamp_max(n)), proposal(draft, (node + 1).clamp_max(end), p)
+        owed = leftover(weight[:, None], p, q).sum(1)
         last = length == n
-        part, whole = torch.where(last, weight, mass), torch.where(last, 1.0, mass + 1 - weight)
-        keeps = inside & ((_coin(noise, position, n) * whole < part) | (weight == 1))  # weight 1: h = 1, even if 0/0
+        part, whole = torch.where(last, weight, owed), torch.where(last, 1.0, owed + 1 - weight)
+        says_yes = coin(noise, position + (n - 1), node, draft.nodes) * whole < part
+        keeps = inside & (says_yes | (weight == 1))  # weight 1: h = 1, even if 0/0
         kept, kept_weight = torch.where(keeps, n, kept), torch.where(keeps, weight, kept_weight)
         kept_p = torch.where(keeps[:, None], p, kept_p)
-    law = _residual(kept_weight[:, None], kept_p, _proposal(draft, kept, kept_p))
+    law = residual(kept_weight[:, None], kept_p, proposal(draft, (kept + 1).clamp_max(end), kept_p))
     law = torch.where((kept < length)[:, None], law, kept_p.double())
-    return Verdict(_chain_path(kept, draft.nodes), kept, draw(law, noise, Stream.RESIDUAL, position + kept))
+    index = torch.arange(draft.nodes, device=kept.device)
+    path = torch.where(index <= kept[:, None], index, -1)
+    return Verdict(path, kept, draw(law, noise, Stream.RESIDUAL, position + kept))
 
 
-def draw(law: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
-    """int64 [batch]: argmax(log law + Gumbel noise), lowest index first; law float [batch, vocab], of any total.
+def traversal(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+    """From the leaves up: a node is judged after all below it were refused, by the ratio of its whole path. Keeps at least
+    as much of a tree as `rejection`; on a chain it is `block`. Weng 2505.12398, algorithm 2.
 
-    -1 where the law holds NaN or is empty.
+    position: int64 [batch], the position of the token after the root. Laws and errors as for `rejection`. The law of every
+    node that is entered is asked for. Batched twin of `reference_traversal`.
     """
-    best = (law.log() + noise.gumbel(stream, position, law.shape[-1])).max(-1)
-    return torch.where(best.values > float("-inf"), best.indices, -1)  # false for NaN too
+    here = torch.zeros_like(draft.tokens[:, 0])
+    p = target.probs(here).double()
+    check_laws(draft, "traversal", p)
+    levels, _ = _extent(draft)
+    rows, level = torch.arange(len(here), device=here.device), depth(draft.parents)
+    weight = torch.ones(
+        len(here), levels + 1, dtype=torch.float64, device=here.device
+    )  # of the open node of each level
+    law = p[:, None].repeat(1, levels + 1, 1)  # what is left of p there
+    walks = torch.ones_like(here, dtype=torch.bool)
+    for event in _tour(draft).unbind(1):
+        node = event.abs()
+        enters, leaves = walks & (event > 0), walks & (event < 0)
+        below = level[rows, node]
+        above = (below - 1).clamp_min(0)
+        p, w, x = law[rows, above], weight[rows, above], draft.tokens[rows, node]
+        q = proposal(draft, node, p)
+        refused = leaves
+        if not nobody(leaves):
+            keeps = leaves & (coin(noise, position + above, node, draft.nodes) < weight[rows, below])
+            refused = leaves & ~keeps
+            here, walks = torch.where(keeps, node, here), walks & ~keeps
+        if not nobody(enters):
+            ratio = clipped_ratio(w * mass(p, x), mass(q, x))
+            weight[rows, below] = torch.where(enters, ratio, weight[rows, below])
+            entered = target.probs(torch.where(enters, node, 0)).double()
+            law[rows, below] = torch.where(enters[:, None], entered, law[rows, below])
+        if not nobody(refused):
+            rest = leftover(w[:, None], p, q)
+            owed = rest.sum(1)
+            left = torch.where(w == 1, 1.0, owed / (owed + 1 - w))
+            weight[rows, above] = torch.where(refused, left, weight[rows, above])
+            law[rows, above] = torch.where((refused & (owed > 0))[:, None], normal(rest), law[rows, above])
+        if nobody(walks):
+            break
+    accepted = level[rows, here]
+    token = draw(law[rows, accepted], noise, Stream.RESIDUAL, position + accepted)
+    path = torch.full((len(here), levels + 1), -1, dtype=torch.long, device=here.device)
+    for _ in range(levels + 1):  # up to the root, where the walk stays
+        path[rows, level[rows, here]] = here
+        here = draft.parents[rows, here].clamp_min(0)
+    return Verdict(path, accepted, token)
 
 
-def _coin(noise: Noise, position: Tensor, node: int) -> Tensor:
-    """float64 [batch] in (0, 1): the coin of chain node `node`, which stands at position + node - 1."""
-    return noise.uniform(Stream.ACCEPT, position + (node - 1), node + 1)[:, node].double()
+def _extent(draft: Draft) -> tuple[int, int]:
+    """(levels below the root, most children of a node). One host read."""
+    levels = width = 0
+    for parents in lists(draft.parents):
+        level, children = [0] * len(parents), [0] * len(parents)
+        for n, parent in enumerate(parents):
+            if parent >= 0:
+                level[n] = level[parent] + 1
+                children[parent] += 1
+        levels, width = max(levels, *level), max(width, *children)
+    return levels, width
 
 
-def _mass(law: Tensor, token: Tensor) -> Tensor:
-    """float64 [batch]: the law's mass on one token per row."""
-    return law.gather(1, token[:, None])[:, 0].double()
+def _judging_order(draft: Draft, width: int) -> Tensor:
+    """int64 [batch, node, width]: children in the order they are judged, then -1. The one drawn comes before those chosen."""
+    table = child_table(draft.parents, width)
+    if draft.siblings is not Siblings.TOP_THEN_SAMPLED or width < 2:
+        return table
+    slot = torch.arange(width, device=table.device)
+    count = (table >= 0).sum(-1, keepdim=True)
+    turned = table.gather(-1, torch.where(slot == 0, (count - 1).clamp_min(0), (slot - 1).clamp_min(0)))
+    return torch.where(slot < count, turned, -1)
 
 
-def _drafted_mass(draft: Draft, node: int) -> Tensor:
-    """float64 [batch]: q's mass on the guess at chain node `node`; 1 where it was chosen."""
-    if draft.siblings is not Siblings.POINT and draft.probs is not None:
-        return _mass(draft.probs[:, node - 1], draft.tokens[:, node])
-    return torch.ones(len(draft.tokens), dtype=torch.float64, device=draft.tokens.device)
+def _tour(draft: Draft) -> Tensor:
+    """int64 [batch, event]: +n on entering node n, -n on leaving it with all below it refused; 0 when the tour is over."""
+    tours: list[list[int]] = []
+    for parents in lists(draft.parents):
+        children: list[list[int]] = [[] for _ in parents]
+        for n, parent in enumerate(parents):
+            if parent >= 0:
+                children[parent].append(n)
+        if draft.siblings is Siblings.TOP_THEN_SAMPLED:
+            children = [c[-1:] + c[:-1] for c in children]
+        tour: list[int] = []
+        stack = children[0][::-1]
+        while stack:
+            tour.append(stack.pop())
+            if tour[-1] > 0:
+                stack += [-tour[-1], *children[tour[-1]][::-1]]
+        tours.append(tour)
+    events = max(map(len, tours), default=0)
+    padded = [tour + [0] * (events - len(tour)) for tour in tours]
+    return torch.tensor(padded, dtype=torch.long, device=draft.tokens.device).reshape(len(tours), events)
 
 
-def _leftover(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """float64 [batch, vocab]: max(weight * p - q, 0), not normalised. weight: float [batch, 1]."""
-    return (weight.double() * p - q).clamp_min(0)
-
-
-def _residual(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """float64 [batch, vocab]: `_leftover`, or p where rounding left it empty. (Drawing needs no normalising.)"""
-    rest = _leftover(weight, p, q)
-    return torch.where(rest.sum(1, keepdim=True) > 0, rest, p.double())
-
-
-def _proposal(draft: Draft, node: Tensor | int, p: Tensor) -> Tensor:
-    """float32 [batch, vocab]: q, the law the child of `node` was drawn from; all mass on it where it was chosen.
-
-    What it says at a node without a child is never used. p gives the vocabulary.
-    """
-    rows = torch.arange(len(p), device=p.device)
-    if draft.siblings is not Siblings.POINT and draft.probs is not None:
-        return draft.probs[rows, node]
-    child = (node + torch.ones_like(rows)).clamp_max(draft.nodes - 1)
-    return torch.zeros_like(p).scatter_(1, draft.tokens[rows, child][:, None], 1.0)
-
-
-def _chain_length(draft: Draft, name: str) -> Tensor:
-    """int64 [batch]: guesses in each row. Raises ValueError for what this verifier cannot judge. One host read."""
-    if draft.siblings is not Siblings.POINT and draft.probs is None:
-        raise ValueError(
-            f"the draft says its guesses were drawn ({draft.siblings.name}), and verify={name!r} needs the law they "
-            "were drawn from, which is missing.\n"
-            "Return Draft(probs=...) from the drafter, or use verify='match', which needs none."
-        )
+def _chain_length(draft: Draft) -> Tensor:
+    """int64 [batch]: guesses in each row. Raises ValueError for a tree. One host read."""
     parents = draft.parents
     index = torch.arange(draft.nodes, device=parents.device)
     if bool(((parents >= 0) & (parents != index - 1)).any()):
         raise ValueError(
-            f"the draft is a tree (some node has two children), and verify={name!r} judges chains only.\n"
-            "Use verify='match', which judges any tree, or give the drafter Budget(width=1)."
+            "the draft is a tree (some node has two children), and verify='block' judges chains only.\n"
+            "Use verify='traversal', the same rule on trees, or verify='match', or give the drafter Budget(width=1)."
         )
     return draft.drafted
-
-
-def _same_vocabulary(draft: Draft, p: Tensor) -> None:
-    if draft.siblings is not Siblings.POINT and draft.probs is not None and draft.probs.shape[-1] != p.shape[-1]:
-        raise ValueError(
-            f"the drafter's laws speak of {draft.probs.shape[-1]} tokens and the target's of {p.shape[-1]}.\n"
-            "Scatter the drafter's law onto the target's vocabulary, or use verify='match', which needs no law."
-        )
-
-
-def _chain_path(accepted: Tensor, nodes: int) -> Tensor:
-    index = torch.arange(nodes, device=accepted.device)
-    return torch.where(index <= accepted[:, None], index, -1)
-
-
-def _nobody(walks: Tensor) -> bool:
-    """May the loop end early? Asked on the CPU only: elsewhere the question costs more than the levels it saves."""
-    return walks.device.type == "cpu" and not bool(walks.any())

@@ -3,6 +3,7 @@
     tokens, parents   the draft, a tree with its root: parents[0] == -1, parents[n] < n
     target(n)         p, the target's law of the token after node n
     drafter(n)        q, the law the children of node n were drawn from; all mass on the guess if it was chosen
+    siblings          how the children of a node were made; a chain of drawn guesses is IID
     choose            makes every random choice, and is given the probabilities
 
 They return (path, token): the accepted nodes from the root down, and the token drawn at the last of them. Numbers may
@@ -12,9 +13,11 @@ a `choose` that takes every branch they are proved to keep the target's law (tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Protocol
+
+from outrider.types import Siblings
 
 Number = float | Fraction
 Law = Sequence[Number]
@@ -55,17 +58,25 @@ def reference_rejection(
     target: Callable[[int], Law],
     drafter: Callable[[int], Law],
     choose: Choices,
+    siblings: Siblings = Siblings.IID,
 ) -> Outcome:
-    """Keep guess x with probability min(1, p(x)/q(x)); the first refused is redrawn from the residual. Chains.
+    """Keep guess x with probability min(1, p(x)/q(x)); after a refusal the residual stands in for p. Chains and trees.
 
-    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
+    A chain: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2. Several children, each judged
+    by what the ones before it have left of p: SpecInfer (2305.09781) with replacement, Sequoia (2402.12374) without, Hu et
+    al. (2502.18779) where the last alone was drawn.
     """
-    last = len(tokens) - 1
-    for node in range(last):
-        p, q, x = target(node), drafter(node), tokens[node + 1]
-        if not choose.coin(p[x], q[x], depth=node + 1, node=node + 1):
-            return list(range(node + 1)), choose.token(residual(1, p, q), depth=node + 1)
-    return list(range(last + 1)), choose.token(target(last), depth=last + 1)  # the bonus
+    path = [0]
+    while True:
+        node, p = path[-1], target(path[-1])
+        for child, q in offers(node, tokens, parents, drafter, siblings, len(p)):
+            x = tokens[child]
+            if choose.coin(p[x], q[x], depth=len(path), node=child):
+                path.append(child)
+                break
+            p = normal(residual(1, p, q))
+        else:
+            return path, choose.token(p, depth=len(path))  # the bonus, where nothing was refused
 
 
 def reference_block(
@@ -98,6 +109,67 @@ def reference_block(
     return list(range(kept + 1)), choose.token(law, depth=kept + 1)
 
 
+def reference_traversal(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    target: Callable[[int], Law],
+    drafter: Callable[[int], Law],
+    choose: Choices,
+    siblings: Siblings = Siblings.IID,
+) -> Outcome:
+    """From the leaves up: a node is judged after all below it were refused, by the ratio of its whole path. Trees.
+
+    Weng et al. 2505.12398, algorithm 2; on a chain it is `reference_block`, decision for decision. Something at or below a
+    node is kept with probability `weight`, whatever hangs there, and so its siblings learn nothing from its refusal but
+    that; which takes for granted that what is drawn below one is independent of what is drawn below another.
+    """
+
+    def visit(node: int, depth: int, weight: Number) -> Outcome | None:
+        p = target(node)
+        for child, q in offers(node, tokens, parents, drafter, siblings, len(p)):
+            x = tokens[child]
+            found = visit(child, depth + 1, clipped_ratio(weight * p[x], q[x]))
+            if found:
+                return [node, *found[0]], found[1]
+            rest = leftover(weight, p, q)
+            mass = sum(rest)
+            p = normal(rest) if mass else p
+            weight = 1 if weight == 1 else mass / (mass + 1 - weight)
+        if node == 0 or choose.coin(weight, 1, depth=depth, node=node):
+            return [node], choose.token(p, depth=depth + 1)
+        return None
+
+    found = visit(0, 0, 1)
+    assert found is not None  # the root is committed
+    return found
+
+
+def offers(
+    node: int,
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    drafter: Callable[[int], Law],
+    siblings: Siblings,
+    vocab: int,
+) -> Iterator[tuple[int, Law]]:
+    """The children of a node in the order they are judged, each with the law it was drawn from, given its siblings.
+
+    TOP_THEN_SAMPLED: the one that was drawn comes first, so that the others' mass stays whole for it to be judged by.
+    """
+    children = [n for n, up in enumerate(parents) if up == node]
+    if siblings is Siblings.TOP_THEN_SAMPLED:
+        children = children[-1:] + children[:-1]
+    for at, child in enumerate(children):
+        if siblings is Siblings.POINT or (siblings is Siblings.TOP_THEN_SAMPLED and at > 0):
+            yield child, [int(x == tokens[child]) for x in range(vocab)]
+        elif siblings is Siblings.IID:
+            yield child, drafter(node)
+        else:
+            gone = {tokens[c] for c in (children[:at] if siblings is Siblings.WITHOUT_REPLACEMENT else children[1:])}
+            q = drafter(node)
+            yield child, normal([0 if x in gone else mass for x, mass in enumerate(q)]) if gone else q
+
+
 def clipped_ratio(part: Number, whole: Number) -> Number:
     """min(part / whole, 1). A guess without mass in q breaks the contract: 1 if p gives it some, else 0."""
     return part / whole if part < whole else int(part > 0)
@@ -112,3 +184,9 @@ def residual(weight: Number, p: Law, q: Law) -> Law:
     """`leftover`, or p itself where it is empty: exact arithmetic never draws from an empty one, rounding can."""
     rest = leftover(weight, p, q)
     return rest if sum(rest) > 0 else p
+
+
+def normal(law: Law) -> Law:
+    """The law with sum 1; as it is where it is empty."""
+    total = sum(law)
+    return [mass / total for mass in law] if total else law
