@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +130,32 @@ def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
     for t in threads:
         t.join()
     assert not wrong
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_bound_openmp_threads_do_not_bind_ours() -> None:
+    """With OMP_PROC_BIND OpenMP ties the importing thread to one core; threads made by it would share that core."""
+    code = """
+import os, time, torch
+from outrider import native
+native.Packed([torch.ones(1600, 512)], "float32").linear(torch.ones(8, 512))
+before = len(os.sched_getaffinity(0))
+print(before, native.num_threads())
+deadline = time.monotonic() + 10
+while time.monotonic() < deadline:
+    if native.num_threads() in [len(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")]:
+        break
+else:
+    print("no thread may run on all cores")
+"""
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        pytest.skip("one core only")
+    environment = os.environ | {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": str(cores)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    bound, threads = map(int, done.stdout.split())
+    assert threads == cores
+    assert bound < cores
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

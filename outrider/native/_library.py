@@ -7,7 +7,7 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 2
+ABI = 3
 ISAS = ("portable", "avx2", "avx512")
 
 
@@ -87,6 +87,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "isa": (c_char_p, ()),
     "select_isa": (c_int32, (c_char_p,)),
     "set_threads": (None, (c_int32,)),
+    "set_cores": (None, (POINTER(c_int32), c_int64)),
     "threads": (c_int32, ()),
     "advise_huge": (None, (c_void_p, c_int64)),
     "panel_bytes": (c_int64, (c_int32, c_int64)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import cache
 
@@ -14,14 +15,34 @@ from outrider.native._library import Library, load
 def _loaded() -> tuple[Library | None, str | None]:
     found, why = load()
     if found is not None:
+        places = _places()
+        found.set_cores((ctypes.c_int32 * len(places))(*places), len(places))
         found.set_threads(default_threads())
     return found, why
 
 
 def default_threads() -> int:
     """As many as this process may run on, and no more than torch was given."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, torch.get_num_threads()))
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(len(_places()) or own, torch.get_num_threads()))
+
+
+def _places() -> list[int]:
+    """The processors of OpenMP's places; empty where OpenMP binds no threads.
+
+    Told to bind them (OMP_PROC_BIND, OMP_PLACES), it has tied the calling thread to a single processor, which says
+    nothing about the process, and threads made by that thread would share it.
+    """
+    try:
+        openmp = ctypes.CDLL(None)
+        found: list[int] = []
+        for place in range(openmp.omp_get_num_places()):
+            ids = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+            openmp.omp_get_place_proc_ids(place, ids)
+            found += ids
+    except (AttributeError, OSError, TypeError):  # no OpenMP to be seen; Windows has no CDLL(None)
+        return []
+    return sorted(set(found))
 
 
 def available() -> bool:

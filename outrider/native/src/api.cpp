@@ -62,7 +62,7 @@ void run_linear(LinearJob& job) {
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
 }
 
-OUTRIDER_API int32_t outrider_abi() { return 2; }
+OUTRIDER_API int32_t outrider_abi() { return 3; }
 
 OUTRIDER_API const char* outrider_isa() { return kernels()->name; }
 
@@ -73,6 +73,7 @@ OUTRIDER_API int32_t outrider_select_isa(const char* name) {
 }
 
 OUTRIDER_API void outrider_set_threads(int32_t threads) { set_pool_threads(threads); }
+OUTRIDER_API void outrider_set_cores(const int32_t* cores, int64_t count) { set_pool_cores(cores, count); }
 OUTRIDER_API int32_t outrider_threads() { return pool_threads(); }
 
 OUTRIDER_API void outrider_linear(const Packed* w, const float* x, float* y, int64_t rows, int64_t ldx, int64_t ldy) {

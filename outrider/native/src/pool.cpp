@@ -11,6 +11,9 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace outrider {
 namespace {
@@ -26,6 +29,17 @@ inline void pause() {
 using Clock = std::chrono::steady_clock;
 constexpr auto BRIEF = std::chrono::microseconds(40);   // awake after the last job, outside a forward
 constexpr auto LONG = std::chrono::microseconds(400);   // inside one: longer than any stretch that runs on one thread
+
+#if defined(__linux__)
+cpu_set_t cores;
+bool given = false;
+#endif
+
+void take_cores() {  // by a new thread, which has those of its maker
+#if defined(__linux__)
+    if (given) pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
+#endif
+}
 
 struct Pool {
     // One word holds the job's number and the units nobody has claimed yet, so that a claim by someone who read the
@@ -64,6 +78,7 @@ struct Pool {
     }
 
     void worker(int index) {
+        take_cores();
         auto since = Clock::now();
         uint64_t seen = 0;
         int spins = 0;
@@ -185,6 +200,17 @@ void set_pool_threads(int threads) {
     if (threads == p.threads) return;
     if (threads < p.threads) p.halt();
     p.threads = threads;
+}
+
+void set_pool_cores(const int32_t* which, int64_t count) {
+#if defined(__linux__)
+    given = count > 0;
+    CPU_ZERO(&cores);
+    for (int64_t i = 0; i < count; i++)
+        if (which[i] < CPU_SETSIZE) CPU_SET(static_cast<size_t>(which[i]), &cores);
+#else
+    (void)which, (void)count;
+#endif
 }
 
 Hot::Hot() { instance().hot.fetch_add(1, std::memory_order_relaxed); }

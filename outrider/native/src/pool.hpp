@@ -10,6 +10,7 @@ using Work = void (*)(void* context, int64_t begin, int64_t end);
 void parallel(Work work, void* context, int64_t units, int threads);  // threads: at most this many; 1 runs here
 int pool_threads();
 void set_pool_threads(int threads);
+void set_pool_cores(const int32_t* cores, int64_t count);  // where threads made from now on run; 0: where their maker does
 
 // Between phases of one forward the workers stay awake; outside they fall asleep after some tens of microseconds.
 struct Hot {
