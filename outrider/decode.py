@@ -106,7 +106,7 @@ class Decoder:
         self.max_length = min(max_length or target.max_length, target.max_length)
         self.end_ids, self.tokenizer = tuple(end_ids), tokenizer
         self.prefixes, self.chunk = prefixes, PREFILL_CHUNK
-        self.cache = target.new_cache(rows, self.max_length + 64)  # room for the scratch of the last step
+        self.cache = target.new_cache(rows, self.max_length)
         self.free = list(range(rows))[::-1]
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
         self.waiting: list[Row] = []  # rows whose prompt is not in the cache yet
@@ -283,6 +283,7 @@ class Decoder:
             law=self.verifier.needs_probs,
             prompt_lengths=[len(row.request.prompt) for row in live],
             predictions=[row.request.prediction for row in live],
+            cache=self.cache,
         )
 
     def _commit(self, live: list[Row], draft: Draft, verdict: Verdict, logits: torch.Tensor) -> list[Kept]:

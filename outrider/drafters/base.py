@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outrider.models.cache import SlotCache
 from outrider.noise import Noise, Stream
 from outrider.sampling import Warp
 from outrider.tree import chain
@@ -39,6 +40,7 @@ class Batch:
     law: bool
     prompt_lengths: list[int]
     predictions: Sequence[Sequence[int]] = ()  # by row, the tokens its user expects of the answer; () when nobody does
+    cache: SlotCache | None = None  # the target's; a drafter made of the target's layers may use its scratch
 
     @property
     def positions(self) -> Tensor:

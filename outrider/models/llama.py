@@ -6,6 +6,7 @@ modelling code of transformers (`models/hf.py`) is the reference; the two agree 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import weakref
 from collections.abc import Sequence
@@ -106,10 +107,25 @@ class LlamaModel:
         )
         self._keep += [layers, table, inv_freq, self.struct]
         library = native.library()
+        self._structs, self._numbers = layers, range(self.layers)
         self._decoder = library.decoder_new(self.struct)
         self._forward, self._chain = library.forward, library.draft_chain
         self._tables: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
         weakref.finalize(self, library.decoder_free, self._decoder)
+
+    def part(self, layers: Sequence[int]) -> LlamaModel:
+        """The same model with these of its layers only, over the same weights; it reads and writes those layers of the
+        whole model's caches. See models/part.py."""
+        out = copy.copy(self)
+        out.layers, out._numbers = len(layers), list(layers)
+        out._structs = (LayerStruct * len(layers))(*(self._structs[self._numbers.index(i)] for i in layers))
+        out.struct = ModelStruct.from_buffer_copy(self.struct)
+        out.struct.layers, out.struct.count = ctypes.addressof(out._structs), len(layers)
+        library = native.library()
+        out._decoder = library.decoder_new(out.struct)
+        out._tables = weakref.WeakKeyDictionary()
+        weakref.finalize(out, library.decoder_free, out._decoder)
+        return out
 
     @property
     def bytes(self) -> int:
@@ -225,11 +241,12 @@ class LlamaModel:
         if found is not None and found[0] is cache.layers:
             return found[1]
         like, shape = torch.empty(0), (self.kv_heads, self.dim)
-        for i in range(self.layers):
+        for i in self._numbers:
             keys, _ = cache.layer(i, shape, shape, like)
             if keys.shape[1:] != (self.kv_heads, cache.capacity, self.dim) or not keys.is_contiguous():
                 raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
-        table = (ctypes.c_void_p * (2 * self.layers))(*(t.data_ptr() for pair in cache.layers for t in pair))
+        pairs = [cache.layers[i] for i in self._numbers]
+        table = (ctypes.c_void_p * (2 * self.layers))(*(t.data_ptr() for pair in pairs for t in pair))
         self._tables[cache] = (cache.layers, table)
         return table
 
