@@ -19,12 +19,12 @@ SHAPES = {
 FOLDERS = {"target": "code", "draft": "code-draft"}
 
 
-def build(role: str, seed: int = 0) -> LlamaForCausalLM:
+def build(role: str, seed: int = 0, vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
     """A fresh model. The last matrix of every branch starts at zero, so that a block starts as the identity."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         **SHAPES[role],
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         head_dim=32,
         tie_word_embeddings=True,
         max_position_embeddings=2048,

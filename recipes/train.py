@@ -2,6 +2,11 @@
 
     python -m recipes.train --tokens work/pair/tokenizer --run work/pair/target --minutes 65
 
+    python -m recipes.train --tokens work/other/tokenizer --run work/other/draft --role draft --minutes 12
+
+The second line trains a draft with a tokenizer of its own; half of its text is `written.bin` in the folder of tokens, what
+the target wrote, if that is there.
+
 Short sequences first, long ones for the last fifth. Muon moves the hidden matrices, AdamW the rest; the rates warm up
 and fall to zero: a short run is mostly noise at full rate, and the loss is won on the way down.
 """
@@ -20,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from recipes.bigram import start_as_bigram
 from recipes.models import build, export
@@ -138,7 +143,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.run.mkdir(parents=True, exist_ok=True)
     corpus, held = Corpus(load_stream(args.tokens / "train.bin")), load_stream(args.tokens / "held_out.bin")
-    model = build(args.role).to(device)
+    said = args.tokens / "written.bin"
+    corpora = [corpus, Corpus(load_stream(said))] if said.exists() else [corpus]
+    model = build(args.role, vocabulary=len(AutoTokenizer.from_pretrained(args.tokens))).to(device)
     optims = optimisers(model, args.muon_lr, args.adam_lr)
     base_rates = [o.param_groups[0]["lr"] for o in optims]
     progress, checkpoint = Progress(), args.run / "checkpoint.pt"
@@ -157,8 +164,8 @@ def main() -> None:
 
     while (done := progress.fraction(args.minutes, args.budget)) < 1.0:
         length = args.long if done >= LONG_FROM else args.length
-        first, count = progress.windows.get(length, 0), max(1, args.batch // length)
-        rows = corpus.windows(first, count, length, device)
+        first, each = progress.windows.get(length, 0), max(1, args.batch // length // len(corpora))
+        rows, count = torch.cat([c.windows(first, each, length, device) for c in corpora]), each * len(corpora)
         parts = rows.split(max(1, args.micro // length))
         loss = 0.0
         for part in parts:
@@ -176,7 +183,7 @@ def main() -> None:
 
         now = time.monotonic()
         progress.seconds, clock = progress.seconds + now - clock, now
-        progress.windows[length] = first + count
+        progress.windows[length] = first + each
         progress.tokens += rows[:, 1:].numel()
         progress.step += 1
         recent.append(loss)
