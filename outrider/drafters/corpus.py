@@ -48,6 +48,12 @@ class Index:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def vocabulary(self) -> list[int]:
+        """The least and the largest token."""
+        real = self.tokens[self.tokens != _BORDER]
+        return [int(real.min()), int(real.max())] if len(real) else []
+
     def longest(self, tail: Sequence[int]) -> int:
         """How many of the last tokens, REACH at most, occur here side by side."""
         query = _query(tail)

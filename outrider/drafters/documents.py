@@ -35,34 +35,33 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
         raise ValueError("the corpus is an empty list; name a file or a folder, or leave it out")
     mark = fingerprint(tokenizer)
     corpus, documents, room, left_out = Corpus(limit, mark), list[list[int]](), limit, list[str]()
-    for entry in many:
+    for at, entry in enumerate(many):
         if isinstance(entry, (str, Path)) and _is_saved(Path(entry)):
             saved = Corpus.load(entry, mark, limit)
+            for segment in saved.segments:
+                _check(segment.vocabulary, vocab_size, repr(str(entry)))
             corpus.segments += saved.segments
-            corpus.limit = max(corpus.limit, len(corpus))
+            corpus.limit = max(limit, len(corpus))
             room -= len(saved)
-            _check([int(s.tokens[s.tokens < 2**31 - 1].max(initial=0)) for s in saved.segments], vocab_size, str(entry))
             continue
-        before = len(documents)
+        some = False
         for name, part in _parts(entry):
-            ids = list(part) if not isinstance(part, str) else _encode(part, tokenizer, name)
+            ids = _encode(part, tokenizer, name) if isinstance(part, str) else list(part)
             _check(ids, vocab_size, name)
-            if len(ids) >= room:  # a border takes one
-                left_out.append(name if name not in left_out else "")
+            some = some or bool(ids)
+            if len(ids) >= room:  # the border behind it takes one
+                left_out = [name, *map(_name, many[at + 1 :])]
                 ids = ids[: max(room - 1, 0)]
-            if ids:
-                documents.append(ids)
-                room -= len(ids) + 1
-            if room <= 1:
+            documents.append(ids)
+            room -= len(ids) + 1
+            if left_out:
                 break
-        if len(documents) == before and room > 1:
-            raise ValueError(f"the corpus {_name(entry)} is empty: it holds no text to draft from; leave it out")
-        if room <= 1:
-            left_out += [_name(e) for e in many[many.index(entry) + 1 :]]
+        if left_out:
             break
-    if documents:
-        corpus.add(*documents)
-    if left_out := [name for name in left_out if name]:
+        if not some:
+            raise ValueError(f"the corpus {_name(entry)} is empty: it holds no text to draft from; leave it out")
+    corpus.add(*documents)
+    if left_out:
         warnings.warn(
             f"the corpus is full at {limit:,} tokens; cut or left out: from {left_out[0]} on"
             + (f", and {', '.join(left_out[1:4])}" if left_out[1:] else "")
@@ -85,13 +84,9 @@ def _is_saved(path: Path) -> bool:
 
 
 def _name(entry: Any) -> str:
-    return (
-        repr(str(entry))
-        if isinstance(entry, (str, Path))
-        else "given as text"
-        if isinstance(entry, Mapping)
-        else "given as ids"
-    )
+    if isinstance(entry, (str, Path)):
+        return repr(str(entry))
+    return "given as text" if isinstance(entry, Mapping) else "given as token ids"
 
 
 def _parts(entry: Any) -> Iterator[tuple[str, str | Sequence[int]]]:
@@ -118,7 +113,7 @@ def _parts(entry: Any) -> Iterator[tuple[str, str | Sequence[int]]]:
             yield from _text(path)
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"the corpus {str(path)!r} is not UTF-8 text (byte {error.start}): a binary file, or another encoding; "
+                f"the corpus {str(path)!r} is not UTF-8 text ({error.reason}): a binary file, or another encoding; "
                 f"convert it, e.g. iconv -f latin1 -t utf-8 {path.name} > text.txt"
             ) from None
     else:

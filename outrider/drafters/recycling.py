@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.drafters.base import BaseDrafter, Batch
 from outrider.drafters.growth import optimal_shape
 from outrider.tree import tree
-from outrider.types import PADDING, Draft
+from outrider.types import PADDING, Budget, Draft
 
 _shape = functools.lru_cache(maxsize=256)(optimal_shape)
 
@@ -37,10 +37,10 @@ class RecyclingDrafter(BaseDrafter):
         known: dict[int, list[int]] = {}
         trees = []
         for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
-            shape = _shape(budget)
+            shape = _shape(Budget(budget.depth, min(budget.width, self.k), budget.max_nodes))
             nodes, index = [(tokens[-1], -1)], {0: 0}
             for role, (parent, rank) in enumerate(zip(shape.parents[1:], shape.ranks[1:], strict=True), start=1):
-                if parent not in index or rank >= self.k:
+                if parent not in index:
                     continue
                 above = nodes[index[parent]][0]
                 if above not in known:
