@@ -1,0 +1,11 @@
+"""Many requests at once: who may wait, who runs, who gives way. One thread steps the decoder; everything else asks it.
+
+Imports everything below it; imported by `outrider.serve`. Its surface: `Engine`, `Job`, and what a job is told.
+"""
+
+from outrider.engine.engine import Engine, Stats
+from outrider.engine.jobs import EngineStopped, Job, QueueFull, Result, Update
+from outrider.engine.prefix import PrefixStore
+from outrider.engine.roster import Roster
+
+__all__ = ["Engine", "EngineStopped", "Job", "PrefixStore", "QueueFull", "Result", "Roster", "Stats", "Update"]

@@ -1,0 +1,209 @@
+"""A drafter for every row: several methods in one batch, none of which can hurt.
+
+Each row is drafted for by the method its request chose. A drafter that raises, or whose draft breaks the contract, loses
+the row: the text goes on without guesses, and the request is told. Guesses that a grammar forbids are cut off before the
+target pays for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import BaseDrafter, Batch, Drafter
+from outrider.tree import lists, tree, validate
+from outrider.tune import Controller
+from outrider.types import ROOT, Budget, Draft, Kept, Siblings, Step
+
+Nodes = list[tuple[int, int]]  # (token, parent) of one row, the root first
+
+
+class Roster(BaseDrafter):
+    """Drafters by name. `assign` says which of them a row has; a row without one has `default`, "none" has no guesses."""
+
+    def __init__(self, drafters: dict[str, Drafter], default: str, vocab_size: int) -> None:
+        self.drafters, self.default, self.vocab_size = drafters, default, vocab_size
+        self.taps = tuple(drafters[default].taps) if default in drafters else ()
+        self.lost: dict[int, str] = {}  # rows that their drafter failed, and how
+        self.failures = 0
+        self._method: dict[int, str] = {}
+        self._asked: list[tuple[str, list[int]]] = []  # whom the last proposal came from, with entries of the batch
+        if any(hasattr(d, "watch") for d in drafters.values()):
+            self.watch = self._watch
+
+    def assign(self, row: int, method: str | None) -> None:
+        """Choose a row's drafter. Raises ValueError for a method that is not at hand."""
+        method = self.default if method is None else method
+        if method != "none" and method not in self.drafters:
+            raise ValueError(f"there is no drafter {method!r} here; there are none, {', '.join(self.drafters)}")
+        self._method[row] = method
+
+    def method(self, row: int) -> str:
+        return self._method.get(row, self.default)
+
+    def propose(self, batch: Batch) -> Draft:
+        groups: dict[str, list[int]] = {}
+        for b, row in enumerate(batch.rows):
+            if self.method(row) != "none" and row not in self.lost:
+                groups.setdefault(self.method(row), []).append(b)
+        parts = [part for name, some in groups.items() for part in self._ask(name, batch, some)]
+        self._asked = [(name, some) for name, some, _ in parts]
+        masked = [h.mask is not None for h in batch.warp.histories]
+        if len(parts) == 1 and len(parts[0][1]) == len(batch.rows) and not any(masked):
+            return parts[0][2]
+        return self._merged(batch, [(some, draft) for _, some, draft in parts], masked)
+
+    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+        for name, some in self._asked:
+            seen = None if features is None else features[some]
+            self._guarded(
+                name,
+                [batch.rows[b] for b in some],
+                lambda d, some=some, seen=seen: d.update(part(batch, some), [kept[b] for b in some], seen),
+            )
+
+    def release(self, row: int) -> None:
+        self._method.pop(row, None)
+        self.lost.pop(row, None)
+        for name in self.drafters:
+            self._guarded(name, [], lambda d: d.release(row))
+
+    def _watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
+        for name, some in self._asked:
+            if hasattr(self.drafters[name], "watch"):
+                own = Draft(draft.tokens[some], draft.parents[some])
+                rows = [batch.rows[b] for b in some]
+                self._guarded(name, rows, lambda d, some=some, own=own: d.watch(part(batch, some), own, logits[some]))
+
+    def _ask(self, name: str, batch: Batch, some: list[int]) -> list[tuple[str, list[int], Draft]]:
+        """A drafter's proposal for some entries of the batch. If it fails them together, each is asked for alone, and only
+        those that fail alone are lost."""
+        own, drafter = part(batch, some), self.drafters[name]
+        try:
+            draft = drafter.propose(own)
+            check(draft, own, self.vocab_size)
+            return [(name, some, draft)]
+        except Exception as error:
+            for row in own.rows:
+                self._guarded(name, [], lambda d, row=row: d.release(row))
+            if len(some) > 1:
+                return [found for b in some for found in self._ask(name, batch, [b])]
+            self._lose(name, own.rows, error)
+            return []
+
+    def _merged(self, batch: Batch, parts: list[tuple[list[int], Draft]], masked: list[bool]) -> Draft:
+        nodes: list[Nodes] = [[(tokens[-1], ROOT)] for tokens in batch.tokens]
+        for some, draft in parts:
+            for b, tokens, parents in zip(some, lists(draft.tokens), lists(draft.parents), strict=True):
+                nodes[b] = [(t, p) for t, p in zip(tokens, parents, strict=True) if p >= ROOT]
+                if masked[b] and draft.probs is None:  # to un-draw a token that was drawn would bend the law
+                    nodes[b] = legal(batch, b, nodes[b])
+        tokens, parents = tree(nodes)
+        if not batch.law or all(draft.probs is None for _, draft in parts):
+            return Draft(tokens, parents)
+        probs = torch.zeros(*tokens.shape, self.vocab_size)
+        for some, draft in parts:
+            for i, b in enumerate(some):
+                if draft.probs is not None:
+                    probs[b, : draft.nodes] = draft.probs[i].to(probs.device)
+                else:  # a guess that was chosen is one drawn from a law with all its mass there
+                    for token, parent in nodes[b][1:]:
+                        probs[b, parent, token] = 1.0
+        return Draft(tokens, parents, probs, Siblings.IID)
+
+    def _guarded(self, name: str, rows: list[int], act: Callable[..., None]) -> None:
+        try:
+            act(self.drafters[name])
+        except Exception as error:
+            self._lose(name, rows, error)
+
+    def _lose(self, name: str, rows: list[int], error: Exception) -> None:
+        self.failures += 1
+        what = "its draft broke the contract" if isinstance(error, Broken) else f"it raised {type(error).__name__}"
+        for row in rows:
+            self.lost[row] = f"the drafter {name!r} failed ({what}); the text was written on without guesses"
+
+
+class PerRow:
+    """A controller that lets single rows have a draft length of their own."""
+
+    def __init__(self, inner: Controller) -> None:
+        self.inner = inner
+        self.depth: dict[int, int] = {}  # by row
+
+    def budgets(self, rows: list[int]) -> list[Budget]:
+        budgets = self.inner.budgets(rows)
+        if not self.depth:
+            return budgets
+        return [
+            b if (depth := self.depth.get(row)) is None else Budget(depth, b.width) if depth else Budget(0)
+            for row, b in zip(rows, budgets, strict=True)
+        ]
+
+    def observe(self, step: Step) -> None:
+        self.inner.observe(step)
+
+    def release(self, row: int) -> None:
+        self.depth.pop(row, None)
+        self.inner.release(row)
+
+
+class Broken(ValueError):
+    """A draft that breaks the contract."""
+
+
+def part(batch: Batch, some: list[int]) -> Batch:
+    """Some entries of a batch."""
+    if len(some) == len(batch.rows):
+        return batch
+    return replace(
+        batch,
+        rows=[batch.rows[b] for b in some],
+        tokens=[batch.tokens[b] for b in some],
+        budgets=[batch.budgets[b] for b in some],
+        warp=batch.warp.select(some),
+        noise=batch.noise.select(some),
+        prompt_lengths=[batch.prompt_lengths[b] for b in some],
+        predictions=[batch.predictions[b] for b in some] if batch.predictions else (),
+    )
+
+
+def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
+    """Raise Broken unless the draft is one for these rows, within their budgets."""
+    try:
+        validate(Draft(draft.tokens, draft.parents), vocab_size)
+    except Exception as error:
+        raise Broken(str(error)) from error
+    if len(draft.tokens) != len(batch.rows):
+        raise Broken(f"{len(draft.tokens)} drafts for {len(batch.rows)} rows")
+    for tokens, parents, known, budget in zip(
+        lists(draft.tokens), lists(draft.parents), batch.tokens, batch.budgets, strict=True
+    ):
+        level = [0] * len(parents)
+        for n, parent in enumerate(parents):
+            level[n] = level[parent] + 1 if parent >= 0 else 0
+        if tokens[0] != known[-1] or max(level) > budget.depth or sum(p >= 0 for p in parents) > budget.max_nodes:
+            raise Broken(f"a draft with root {tokens[0]} and parents {parents} for {budget} after token {known[-1]}")
+    if batch.law and draft.siblings is not Siblings.POINT:
+        good = draft.probs is not None and draft.probs.shape == (*draft.tokens.shape, vocab_size)
+        if not good or not bool(torch.isfinite(draft.probs).all()):  # pyright: ignore[reportArgumentType]
+            raise Broken("the law that the guesses were drawn from is missing, of the wrong shape or not finite")
+
+
+def legal(batch: Batch, b: int, nodes: Nodes) -> Nodes:
+    """The nodes that the row's mask allows, each after its ancestors."""
+    history = batch.warp.histories[b]
+    assert history.mask is not None
+    kept, where, paths = [nodes[0]], {0: 0}, {0: list[int]()}
+    for n, (token, parent) in enumerate(nodes[1:], 1):
+        if parent not in where:
+            continue
+        path = paths[where[parent]]
+        if history.mask.allowed(history.tokens, history.prompt_length, path)[token]:
+            where[n] = len(kept)
+            paths[where[n]] = [*path, token]
+            kept.append((token, where[parent]))
+    return kept

@@ -1,0 +1,189 @@
+"""The routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from fastapi import FastAPI, Request
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from outrider._version import __version__
+from outrider.serve import errors
+from outrider.serve.errors import Refused, json_response
+from outrider.serve.guard import Guard
+from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.serve.service import Call, Service
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": errors.SCHEMA}}}
+    for status, text in {
+        400: "The request cannot be answered, and why",
+        401: "The API key is missing or wrong",
+        404: "No such model",
+        408: "The request did not arrive in time",
+        413: "The request is too large",
+        429: "The queue is full; Retry-After says when to come back",
+        500: "The server failed on this request",
+        503: "The server is shutting down, has too many connections, or its engine has died",
+    }.items()
+}
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer", "content": {**OBJECT, "text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+def create_app(service: Service, metrics: Metrics) -> FastAPI:
+    """The application around a service; it closes the service when it ends."""
+    settings, llm = service.settings, service.llm
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await anyio.to_thread.run_sync(service.close)
+
+    middleware = [Middleware(Guard, settings=settings, metrics=metrics)]
+    if settings.cors:
+        cors = Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, cors)
+    app = FastAPI(
+        title="outrider",
+        version=__version__,
+        description="A language model with exact speculative decoding, asked as OpenAI's models are.",
+        lifespan=lifespan,
+        middleware=middleware,
+        docs_url=None,  # the page would load its scripts from elsewhere
+        redoc_url=None,
+        responses=ERRORS,
+    )
+    errors.install(app)
+
+    async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
+        name = request.state.request_id
+        client = body.user or (request.client.host if request.client else "")
+        writer, call, prompts, echoes = await service.complete(body, name, client)
+        headers = {"x-outrider-guarantee": writer.guarantee.value}
+        if body.stream:
+            return Events(call, service.stream(writer, call, echoes, body, len(prompts)), headers)
+        whole = service.whole(writer, call, echoes, bool(body.detailed_metrics), len(prompts))
+        return json_response(await _unless_gone(request, whole), headers=headers)
+
+    @app.post("/v1/completions", responses=ANSWER)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts: a text, several, or token ids."""
+        return await answer(body, request)
+
+    @app.post("/v1/chat/completions", responses=ANSWER)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer messages, through the model's chat template."""
+        return await answer(body, request)
+
+    @app.get("/v1/models", responses={200: {"description": "The model", "content": OBJECT}})
+    async def models() -> Response:
+        """What is served."""
+        return json_response({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}", responses={200: {"description": "The model", "content": OBJECT}})
+    async def model(name: str) -> Response:
+        """One model."""
+        service.model(name)
+        return json_response(_model(service))
+
+    @app.post("/tokenize", responses={200: {"description": "The tokens", "content": OBJECT}})
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a prompt or of messages."""
+        service.model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise Refused("give a prompt or messages, one of them")
+        tokens = await service.encode(body.prompt if body.messages is None else body.messages)
+        answer = {"count": len(tokens), "max_model_len": service.engine.decoder.max_length, "tokens": tokens}
+        return json_response(
+            {**answer, "token_strs": [service.decode([t]) for t in tokens] if body.return_token_strs else None}
+        )
+
+    @app.post("/detokenize", responses={200: {"description": "The text", "content": OBJECT}})
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        service.model(body.model)
+        vocab = service.engine.decoder.target.vocab_size
+        if wrong := [t for t in body.tokens if not 0 <= t < vocab]:
+            raise Refused(f"token {wrong[0]} is outside the vocabulary of {vocab} tokens", param="tokens")
+        if llm.tokenizer is None:
+            raise Refused("this model has no tokenizer")
+        return json_response({"prompt": service.decode(body.tokens)})
+
+    @app.get("/health", responses={200: {"description": "The engine runs", "content": OBJECT}})
+    async def health() -> Response:
+        """Whether texts are being written; 503 when the engine has died or its tables are wrong."""
+        engine, stats = service.engine, service.engine.stats
+        well = engine.alive and engine.problem is None
+        if not well:
+            raise Refused(engine.problem or "the engine has stopped", 503, code="unhealthy")
+        return json_response({"status": "ok", "running": stats.running, "waiting": stats.waiting})
+
+    @app.get("/metrics", responses={200: {"description": "For Prometheus", "content": {"text/plain": {}}}})
+    async def read_metrics() -> Response:
+        """Counters and histograms."""
+        return Response(metrics.page(), headers={"content-type": CONTENT_TYPE})
+
+    @app.get("/version", responses={200: {"description": "The version", "content": OBJECT}})
+    async def version() -> Response:
+        """Of outrider."""
+        return json_response({"version": __version__})
+
+    return app
+
+
+def _model(service: Service) -> dict[str, Any]:
+    config = service.llm.config
+    return {
+        "id": service.settings.model_name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "outrider",
+        "root": service.llm.loaded.name,
+        "max_model_len": service.engine.decoder.max_length,
+        "speculative": {"method": config.method, "num_speculative_tokens": config.num_speculative_tokens},
+        "guarantee": service.engine.decoder.guarantee.value,
+    }
+
+
+class Events(StreamingResponse):
+    """A stream of a call's events. However it ends, the call ends with it."""
+
+    def __init__(self, call: Call, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self.call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.call:
+            await super().__call__(scope, receive, send)
+
+
+async def _unless_gone(request: Request, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """The answer; given up when the client leaves first."""
+    found: dict[str, Any] | Refused = Refused("the client has left", 499)
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        try:
+            found = await answer
+        except Refused as refused:
+            found = refused
+        tasks.cancel_scope.cancel()
+    if isinstance(found, Refused):
+        raise found
+    return found

@@ -1,0 +1,96 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.responses import Response
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+
+
+class Refused(Exception):
+    """A request that gets an error for an answer. The message is shown to the client."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code, self.retry = message, status, param, code, retry
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {} if self.retry is None else {"retry-after": str(self.retry)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return json_response(self.body, self.status, headers)
+
+
+def dumps(value: Any) -> bytes:
+    """JSON in UTF-8. A character that UTF-8 does not have becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumps(value), status, headers, media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of the framework the same shape."""
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        return error.response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        what = {
+            404: f"there is no {request.url.path} here",
+            405: f"{request.url.path} is not asked by {request.method}",
+        }
+        answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response()
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[0].isupper())
+        many = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+        message = first["msg"].removeprefix("Value error, ")
+        return Refused(f"{where}: {message}{many}" if where else message + many, param=where or None).response()
+
+    app.add_exception_handler(Refused, refused)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(StarletteHTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)

@@ -1,0 +1,32 @@
+"""One line per request, to standard error or a file. A log that cannot be written never stops a request."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger("outrider.serve")
+
+
+class Lines(logging.StreamHandler):
+    """Writes lines to a file or to standard error. A full disk costs lines, which are counted, and nothing else."""
+
+    def __init__(self, file: Path | None, failed: Callable[[], None]) -> None:
+        super().__init__(sys.stderr if file is None else file.open("a", encoding="utf-8", errors="replace"))
+        self._failed = failed
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        self._failed()
+
+
+def start(file: Path | None, failed: Callable[[], None]) -> Lines:
+    """Send what outrider logs there. failed: called for every line that could not be written."""
+    handler = Lines(file, failed)
+    top = logging.getLogger("outrider")
+    top.addHandler(handler)
+    top.setLevel(logging.INFO)
+    top.propagate = False
+    return handler

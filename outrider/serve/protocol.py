@@ -1,0 +1,257 @@
+"""What a request may say. Names and meanings are OpenAI's, vLLM's where OpenAI has none, and a few of our own.
+
+A field that nobody knows is ignored, as other servers do, unless it looks like a misspelling of one that counts: that is
+refused. Numbers are numbers: "0.7" is not a temperature.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from outrider.params import SamplingParams
+from outrider.serve.settings import Settings
+
+Ids = list[int]
+
+
+class StreamOptions(BaseModel):
+    """include_usage: one more event, with the usage. continuous_usage_stats: usage and metrics so far in every event."""
+
+    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """One of them."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+
+class Prediction(BaseModel):
+    """The text that most of the answer will repeat."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
+class Common(BaseModel):
+    """The fields of both kinds of completion."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: Ids | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prediction: Prediction | None = None
+    disable_spec_decode: bool | None = Field(
+        None, description="also disable_speculative_decoding, or speculative: false"
+    )
+    num_speculative_tokens: int | None = Field(None, ge=0, description="also num_draft_tokens")
+    method: str | None = Field(None, description="whose guesses: none, ngram, suffix, prediction, or the server's own")
+    timeout: float | None = Field(None, gt=0, description="seconds; then the answer ends with what it has")
+    detailed_metrics: bool | None = Field(None, description="guesses of each step, too")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for old, new in (
+            ("disable_speculative_decoding", "disable_spec_decode"),
+            ("num_draft_tokens", "num_speculative_tokens"),
+        ):
+            if old in data:
+                data.setdefault(new, data.pop(old))
+        if isinstance(data.get("speculative"), bool):
+            data.setdefault("disable_spec_decode", not data.pop("speculative"))
+        known = [name for name in cls.model_fields if len(name) > 4]
+        for key in data:
+            if key not in cls.model_fields and key not in HARMLESS:
+                close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+                if close:
+                    raise ValueError(f"there is no field {key!r}; did you mean {close[0]!r}?")
+        return data
+
+    @property
+    def guesses(self) -> int | None:
+        """Guesses per step that were asked for; None leaves it to the server."""
+        return 0 if self.disable_spec_decode else self.num_speculative_tokens
+
+    def params(self, max_tokens: int | None, logprobs: int | None, settings: Settings) -> SamplingParams:
+        """The sampling parameters. Raises ValueError for what they refuse, and for what passes a limit."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        _at_most(len(stops), settings.max_stops, "stop strings")
+        _at_most(max(map(len, stops), default=0), settings.max_stop_length, "characters in a stop string")
+        _at_most(logprobs or 0, settings.max_logprobs, "logprobs of one token")
+        for name in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids"):
+            _at_most(len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}")
+        bias = {}
+        for token, value in (self.logit_bias or {}).items():
+            if not token.isdecimal() or not -100 <= value <= 100:
+                raise ValueError(f"logit_bias maps token ids to numbers in [-100, 100], got {token[:20]!r}: {value}")
+            bias[int(token)] = value
+        given = {
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "temperature": self.temperature,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": bias or None,
+            "stop": stops or None,
+            "stop_token_ids": self.stop_token_ids,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "bad_words": self.bad_words,
+            "allowed_token_ids": self.allowed_token_ids,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
+            "seed": self.seed,
+            "n": self.n,
+            "logprobs": logprobs,
+            "prediction": self.predicted,
+        }
+        return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+
+    @property
+    def predicted(self) -> str | None:
+        if self.prediction is None:
+            return None
+        return text_of(self.prediction.content, "prediction.content")
+
+
+# what other clients send and what has no meaning here: no reason to suspect a misspelling
+HARMLESS = {"metadata", "store", "service_tier", "parallel_tool_calls", "modalities", "reasoning_effort", "verbosity"}
+HARMLESS |= {
+    "max_tokens",
+    "max_completion_tokens",
+    "prompt",
+    "messages",
+    "logprobs",
+    "top_logprobs",
+    "functions",
+    "suffix",
+}
+HARMLESS |= {"safety_identifier", "prompt_cache_key", "best_of", "stop_token", "use_beam_search", "length_penalty"}
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions"""
+
+    prompt: str | list[str] | Ids | list[Ids]
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Each a text or a list of token ids."""
+        given = self.prompt
+        many: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in many]
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions"""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """The messages with every content as one string, as chat templates expect it."""
+        out = []
+        for number, message in enumerate(self.messages):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"messages.{number} has no role")
+            content = message.get("content")
+            out.append(
+                {**message, "content": text_of(content, f"messages.{number}.content") if content is not None else ""}
+            )
+        return out
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a prompt, or messages."""
+
+    model_config = ConfigDict(strict=True)
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize"""
+
+    model_config = ConfigDict(strict=True)
+    model: str | None = None
+    tokens: Ids
+
+
+def text_of(content: Any, where: str) -> str:
+    """A string, or a list of text parts put together. Raises ValueError for anything else."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(p["text"] for p in content)
+    raise ValueError(f'{where} is a string or a list of {{"type": "text", "text": ...}}; this model reads text only')
+
+
+def _at_most(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise ValueError(f"{count} {what} are too many; this server takes {limit}")

@@ -1,0 +1,318 @@
+"""From requests to jobs, and from what the engine tells to answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter, time
+from typing import Any, TypeVar
+
+from outrider.decode import Request, draw_seed, nth_seed
+from outrider.engine import Engine, EngineStopped, Job, QueueFull, Result, Update
+from outrider.grammar import GrammarMask, Grammars, available
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.serve.answers import Writer
+from outrider.serve.errors import Refused, dumps
+from outrider.serve.logs import log
+from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
+from outrider.serve.settings import Settings
+
+T = TypeVar("T")
+COMPILE_TIMEOUT = 10.0  # seconds for a grammar
+
+
+class Call:
+    """The jobs of one request and what comes of them. Leaving the `with` block early cancels them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.jobs, self.results = engine, list[Job](), dict[int, Result]()
+        self._loop, self._told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
+
+    def sink(self, index: int) -> Callable[[Update], None]:
+        def tell(update: Update) -> None:
+            self._loop.call_soon_threadsafe(self._told.put_nowait, (index, update))
+
+        return tell
+
+    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+        """Everything the jobs are told, until all are finished. What has piled up behind a slow reader comes at once."""
+        while len(self.results) < len(self.jobs):
+            index, update = await self._told.get()
+            if update.result is not None:
+                self.results[index] = update.result
+            yield index, update
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if len(self.results) < len(self.jobs):
+            self.engine.cancel(self.jobs)
+
+
+class Service:
+    """An engine behind OpenAI's requests."""
+
+    def __init__(self, llm: LLM, engine: Engine, settings: Settings) -> None:
+        self.llm, self.engine, self.settings = llm, engine, settings
+        self.started = int(time())
+        self._ids = itertools.count()
+        self._grammars: Grammars | None = None
+        self._encoder = ThreadPoolExecutor(1, "outrider-encode")  # tokenizers are not asked by two threads at once
+        self._compiler = ThreadPoolExecutor(2, "outrider-grammar")
+
+    async def encode(self, prompt: Any, **options: Any) -> list[int]:
+        """The tokens of a text, of messages or of {"prompt_token_ids": ...}, with the event loop free meanwhile."""
+        return await self._try(self._encoder, lambda: self._encode(prompt, **options))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "" if self.llm.tokenizer is None else self.llm.tokenizer.decode(list(tokens))
+
+    def model(self, name: str | None) -> None:
+        """Raise Refused for a model that is not served."""
+        if name is not None and name != self.settings.model_name:
+            served = self.settings.model_name
+            raise Refused(
+                f"there is no model {name[:80]!r} here; this server has {served!r}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def complete(
+        self, body: CompletionRequest | ChatRequest, name: str, client: str
+    ) -> tuple[Writer, Call, list[list[int]], list[str]]:
+        """Check a request and queue its jobs: how to answer it, the call, its prompts in tokens, and what to echo."""
+        self.model(body.model)
+        chat = isinstance(body, ChatRequest)
+        mask = await self._grammar(body)
+        if isinstance(body, ChatRequest):
+            prompts = [await self._chat(body)]
+            most = body.max_completion_tokens or body.max_tokens
+            logprobs = None if not body.logprobs else body.top_logprobs or 0
+            prompt_logprobs = None
+        else:
+            given = body.prompts
+            if len(given) * (body.n or 1) > self.settings.max_choices:
+                raise Refused(f"one request may ask for {self.settings.max_choices} texts here", param="n")
+            prompts = [await self.encode(p) for p in given]
+            most, logprobs = body.max_tokens or 16, body.logprobs
+            prompt_logprobs = body.prompt_logprobs
+        if (body.n or 1) > self.settings.max_choices:
+            raise Refused(f"n is at most {self.settings.max_choices} here, got {body.n}", param="n")
+        depth = body.guesses
+        if depth is not None and depth > (limit := self.settings.max_speculative_tokens):
+            raise Refused(f"num_speculative_tokens is at most {limit} here", param="num_speculative_tokens")
+        try:
+            params = body.params(most, logprobs, self.settings).with_(prompt_logprobs=prompt_logprobs)
+            requests = [r for p in prompts for r in self._requests(p, params, mask)]
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        echo = isinstance(body, CompletionRequest) and body.echo
+        echoes = [self.decode(r.prompt) if echo else "" for r in requests]
+        if self.settings.log_prompts:
+            log.info("%s asks %s", name, [self.decode(p) for p in prompts])
+        return self._writer(name, chat, logprobs), self._submit(requests, body, client), prompts, echoes
+
+    def _submit(self, requests: list[Request], body: Common, client: str) -> Call:
+        call = Call(self.engine)
+        seconds = min(body.timeout or math.inf, self.settings.request_timeout)
+        for index, request in enumerate(requests):
+            job = Job(request, call.sink(index), client, body.method, body.guesses, perf_counter() + seconds)
+            call.jobs.append(job)
+        try:
+            self.engine.submit(call.jobs)
+        except QueueFull as full:
+            raise Refused(str(full), 429, code="queue_full", retry=full.retry_after) from full
+        except EngineStopped as stopped:
+            raise Refused(str(stopped), 503, code="stopped") from stopped
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return call
+
+    def _writer(self, name: str, chat: bool, logprobs: int | None) -> Writer:
+        kind = "chatcmpl-" if chat else "cmpl-"
+        guarantee = self.engine.decoder.guarantee
+        return Writer(kind + name, int(time()), self.settings.model_name, chat, guarantee, self.decode, logprobs or 0)
+
+    def _requests(
+        self, prompt: list[int], params: SamplingParams, mask: Callable[[], GrammarMask] | None
+    ) -> list[Request]:
+        seed = draw_seed() % 2**53 if params.seed is None else params.seed  # exact in a client's JSON
+        bad = tuple(form for word in params.bad_words for form in self.llm._bad_word(word))
+        predicted: tuple[int, ...] = ()
+        if isinstance(params.prediction, str) and self.llm.tokenizer is not None:
+            predicted = tuple(self.llm.tokenizer(params.prediction, add_special_tokens=False)["input_ids"])
+        return [
+            Request(next(self._ids), prompt, params, nth_seed(seed, i), bad, predicted, mask() if mask else None)
+            for i in range(params.n)
+        ]
+
+    async def _chat(self, body: ChatRequest) -> list[int]:
+        try:
+            messages = body.plain_messages
+        except ValueError as error:
+            raise Refused(str(error), param="messages") from error
+        tools = None if body.tool_choice == "none" else body.tools
+        return await self.encode(messages, tools=tools, chat=body.chat_template_kwargs or {})
+
+    def _encode(self, prompt: Any, tools: Any = None, chat: dict[str, Any] | None = None) -> list[int]:
+        if not isinstance(prompt, list) or self.llm.tokenizer is None or not self.llm.tokenizer.chat_template:
+            return self.llm.encode(prompt)
+        reserved = {
+            "tokenize",
+            "return_dict",
+            "add_generation_prompt",
+            "return_tensors",
+            "padding",
+            "truncation",
+            "max_length",
+        }
+        options = {k: v for k, v in (chat or {}).items() if k not in reserved}
+        try:
+            encoded = self.llm.tokenizer.apply_chat_template(
+                prompt, tools=tools, add_generation_prompt=True, return_dict=True, **options
+            )
+        except Exception as error:  # a template is a program and fails in its own ways
+            raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+        return list(encoded["input_ids"])
+
+    async def _grammar(self, body: Common) -> Callable[[], GrammarMask] | None:
+        """A maker of masks, one a text, if the request asks for a grammar."""
+        form, own = body.response_format, body.structured_outputs
+        if own is None and (form is None or form.type == "text"):
+            return None
+        if not available():
+            raise Refused(
+                "this server has no grammars; install them with: pip install 'outrider[grammar]'",
+                param="response_format",
+            )
+
+        def compiled() -> Callable[[], GrammarMask]:
+            if self._grammars is None:
+                self._grammars = Grammars(
+                    self.llm.tokenizer, self.engine.decoder.target.vocab_size, self.llm.loaded.end_ids
+                )
+            grammars = self._grammars
+            if own is not None:
+                asked = [x is not None for x in (own.json_, own.regex, own.choice)] + [bool(own.json_object)]
+                if sum(asked) != 1:
+                    raise ValueError("structured_outputs takes one of json, regex, choice and json_object")
+                if own.regex is not None:
+                    made = grammars.regex(own.regex)
+                elif own.choice is not None:
+                    made = grammars.choice(own.choice)
+                else:
+                    made = grammars.json() if own.json_ is None else grammars.schema(own.json_)
+            else:
+                assert form is not None
+                given = form.json_schema.schema_ if form.json_schema else None
+                if form.type == "json_schema" and given is None:
+                    raise ValueError(
+                        'response_format is {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+                    )
+                made = grammars.json() if given is None else grammars.schema(given)
+            return lambda: grammars.mask(made)
+
+        return await self._try(self._compiler, compiled, COMPILE_TIMEOUT)
+
+    async def _try(self, pool: ThreadPoolExecutor, act: Callable[[], T], timeout: float | None = None) -> T:
+        """Run in a thread of a pool; what is wrong with the request becomes an answer."""
+        try:
+            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, act), timeout)
+        except TimeoutError:
+            raise Refused("the grammar is too large to be compiled in time") from None
+        except (ValueError, RecursionError) as error:
+            raise Refused(str(error) or "nested too deeply") from error
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    async def whole(
+        self, writer: Writer, call: Call, echoes: list[str], detailed: bool, prompts: int
+    ) -> dict[str, Any]:
+        """Wait for all texts. Raises Refused where one could not be written."""
+        with call:
+            async for _, update in call.updates():
+                if update.result is not None:
+                    _check(update.result)
+        results = [call.results[i] for i in range(len(call.jobs))]
+        if all(r.output.finish_reason == "abort" and not r.output.token_ids for r in results):
+            raise Refused(f"nothing was written: {results[0].output.stop_reason}", 503, code="aborted", retry=1)
+        return writer.whole(
+            results, [e + r.output.text for e, r in zip(echoes, results, strict=True)], detailed, prompts
+        )
+
+    async def stream(
+        self, writer: Writer, call: Call, echoes: list[str], body: Common, prompts: int
+    ) -> AsyncIterator[bytes]:
+        """Server-sent events, to the last one. Whoever reads them ends the call."""
+        options, pace = body.stream_options, Pace(self.settings.pad_stream)
+        for index, text in enumerate(echoes):
+            if writer.chat:
+                yield _event(writer.opening(index))
+            elif text:
+                yield _event(writer.piece(index, text, None))
+        offsets = [len(text) for text in echoes]
+        try:
+            async for index, update in call.updates():
+                for text, own in pace.cut(update):
+                    chunk = writer.piece(index, text, own, offsets[index])
+                    offsets[index] += len(text)
+                    if options and options.continuous_usage_stats:
+                        chunk["metrics"] = {
+                            "drafted": update.drafted,
+                            "accepted": update.accepted,
+                            "tokens": len(update.token_ids),
+                        }
+                    await pace.tick()
+                    yield _event(chunk)
+                if update.result is not None:
+                    _check(update.result)
+                    yield _event(writer.closing(index, update.result))
+        except Refused as refused:
+            yield _event(refused.body)
+        else:
+            if options and options.include_usage:
+                results = [call.results[i] for i in range(len(call.jobs))]
+                yield _event(writer.totals(results, bool(body.detailed_metrics), prompts))
+        yield b"data: [DONE]\n\n"
+
+    def close(self) -> None:
+        self.engine.close()
+        self._encoder.shutdown(cancel_futures=True)
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+
+class Pace:
+    """How a stream leaves. With an interval: one token an event, and every event on a tick of an even clock, so that
+    neither size nor time tells how many guesses were accepted (arXiv 2411.01076)."""
+
+    def __init__(self, interval: float | None) -> None:
+        self.interval, self._start = interval, perf_counter()
+
+    def cut(self, update: Update) -> list[tuple[str, Update | None]]:
+        """The texts of the events for an update, each with what it says of its tokens."""
+        if self.interval is None or len(update.pieces) < 2:
+            return [(update.text, update)] if update.text or update.logprobs else []
+        return [
+            (piece, Update(piece, update.token_ids[i : i + 1], [piece], update.logprobs[i : i + 1]))
+            for i, piece in enumerate(update.pieces)
+        ]
+
+    async def tick(self) -> None:
+        if self.interval is not None:
+            late = (perf_counter() - self._start) % self.interval
+            await asyncio.sleep(self.interval - late)
+
+
+def _check(result: Result) -> None:
+    if result.output.finish_reason == "error":
+        raise Refused(f"the text could not be written: {result.output.stop_reason}", 500, code="generation_failed")
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + dumps(body) + b"\n\n"
