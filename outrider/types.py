@@ -7,7 +7,7 @@ no draft at all is a tree of one node, whose verification *is* plain decoding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import cast
 
@@ -70,12 +70,16 @@ class Draft:
     parents:  int64 [batch, node]; -1 for node 0, -2 for padding, else smaller than the node's own index.
     probs:    float32 [batch, node, vocab] or None; row n is the law that the *children of n* were drawn from, after
               all of the drafter's own processing. None with `Siblings.POINT`.
+    chances:  float32 [batch, node] or None; the drafter's own estimate that a node is accepted. Nobody's law depends on it.
+    notes:    who guessed and why, a line per row; () where there is nothing to say.
     """
 
     tokens: Tensor
     parents: Tensor
     probs: Tensor | None = None
     siblings: Siblings = Siblings.POINT
+    chances: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -86,7 +90,8 @@ class Draft:
         if self.tokens.device == device:
             return self
         probs = None if self.probs is None else self.probs.to(device)
-        return Draft(self.tokens.to(device), self.parents.to(device), probs, self.siblings)
+        tokens, parents = self.tokens.to(device), self.parents.to(device)
+        return replace(self, tokens=tokens, parents=parents, probs=probs)
 
     @property
     def drafted(self) -> Tensor:

@@ -99,11 +99,18 @@ class ModelDrafter(BaseDrafter):
                 rows[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
         tokens, parents = tree(rows)
         if not batch.law:
-            return Draft(tokens, parents)
+            chances = torch.zeros(tokens.shape)
+            for b, nodes in kept.items():
+                chances[b, : len(nodes)] = torch.tensor([grown[b].weights[n] for n in nodes]).exp()
+            return Draft(tokens, parents, chances=chances if self._knows_chances(grown) else None)
         probs = torch.zeros(*tokens.shape, self.model.vocab_size, device=self.model.device)
         for (b, node), law in laws.items():
             probs[b, kept[b].index(node)] = law
         return Draft(tokens, parents, probs, self._siblings(grown))
+
+    def _knows_chances(self, grown: dict[int, Growth]) -> bool:
+        """An only child is taken without asking how likely it is."""
+        return self.least > -inf or any(g.budget.width > 1 for g in grown.values())
 
     def _siblings(self, grown: dict[int, Growth]) -> Siblings:
         """An only child is drawn the same way by all; chains declare the plainest."""
@@ -172,7 +179,9 @@ class ModelDrafter(BaseDrafter):
         scores = child_scores(warp, logits, extra)
         quiet = [not self.noise_aware or greedy for greedy in warp.greedy]
         made = children(scores, max(width, _RIVALS), Siblings.POINT, noise, batch.stream, position, greedy=quiet)
-        chances = _chances(made.keys, [h.params.temperature for h in warp.histories]) if self.noise_aware else made.log_q
+        chances = (
+            _chances(made.keys, [h.params.temperature for h in warp.histories]) if self.noise_aware else made.log_q
+        )
         for key, tokens, weights in zip(at, made.tokens.tolist(), chances.tolist(), strict=True):
             yield key, tokens[:width], weights, None
 
