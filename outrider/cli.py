@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from outrider._version import __version__
+from outrider.methods import METHODS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,7 +88,8 @@ def generate(
     quantization: Annotated[str | None, _option("Model", "int8 or int4 weights, on the CPU.")] = None,
     max_model_len: Annotated[int | None, _option("Model", "Tokens of prompt and output together.")] = None,
     method: Annotated[
-        str | None, _option("Speculation", "Who guesses: none, draft_model, ngram, suffix or quantized_self.")
+        str | None,
+        _option("Speculation", "Who guesses:\n\n" + "\n\n".join(f"{m}: {why}" for m, why in METHODS.items())),
     ] = None,
     draft_model: Draft = None,
     num_speculative_tokens: Guesses = 5,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from outrider.methods import METHODS, PLUGINS
+from outrider.types import Budget
 from outrider.verify import VERIFIERS
-
-METHODS = ("none", "draft_model", "ngram", "suffix", "prediction", "token_recycling", "quantized_self")
 
 
 class SpeculativeConfig(BaseModel):
@@ -17,9 +19,16 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
-    method: str = Field("none", description="who guesses: " + ", ".join(METHODS))
+    method: str | list[str] = Field("none", description="who guesses, one or several: " + ", ".join(METHODS))
     model: Any = Field(None, description="the draft model: a folder, a hub name, builtin:..., or a loaded model")
-    num_speculative_tokens: int = Field(5, ge=0, le=256, description="guesses per step")
+    num_speculative_tokens: int = Field(5, ge=0, le=256, description="guesses per step, one behind the other")
+    tree_width: int = Field(1, ge=1, le=64, description="guesses side by side at a node; 1 is a chain")
+    tree_nodes: int | None = Field(None, ge=0, le=4095, description="guesses per step in all; None: depth times width")
+    layers: list[int] | str | None = Field(
+        None, description="for layer_skip: layer numbers, or a file of outrider layers"
+    )
+    assistant_early_exit: int | None = Field(None, ge=1, description="for layer_skip: draft with so many first layers")
+    options: dict[str, Any] = Field({}, description="arguments for a drafter of your own")
     prompt_lookup_min: int = Field(2, ge=1, description="shortest n-gram that counts as a match")
     prompt_lookup_max: int = Field(5, ge=1, description="longest n-gram that is looked up")
     prediction: str | list[int] | None = Field(
@@ -51,20 +60,22 @@ class SpeculativeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
-        if self.method not in METHODS:
-            raise ValueError(
-                f"unknown method {self.method!r}{nearest(self.method, METHODS)}; known: {', '.join(METHODS)}"
-            )
+        known = [*METHODS, *plugins()]
+        for method in self.methods:
+            if method not in known:
+                raise ValueError(f"unknown method {method!r}{nearest(method, known)}; known: {', '.join(known)}")
+        if isinstance(self.method, list) and ({"none", "auto"} & set(self.method) or not self.method):
+            raise ValueError(f'a list of methods names drafters, such as ["suffix", "draft_model"], got {self.method}')
         if self.rejection_sample_method:
             self.verifier = {"standard": "rejection", "block": "block"}[self.rejection_sample_method]
         if self.verifier not in VERIFIERS:
             raise ValueError(f"unknown verifier {self.verifier!r}{nearest(self.verifier, list(VERIFIERS))}")
-        if self.method == "draft_model" and self.model is None:
+        if "draft_model" in self.methods and self.model is None:
             raise ValueError(
                 'method "draft_model" needs a model: {"method": "draft_model", "model": "builtin:code-draft"}'
             )
         for key, method in (("prediction", "prediction"), ("corpus", "suffix")):
-            if getattr(self, key) is not None and self.method != method:
+            if getattr(self, key) is not None and not {method, "auto"} & set(self.methods):
                 raise ValueError(
                     f'{key} is for the method "{method}", got "{self.method}": {{"method": "{method}", "{key}": ...}}'
                 )
@@ -73,6 +84,16 @@ class SpeculativeConfig(BaseModel):
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
             )
         return self
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods by name, one or several."""
+        return [self.method] if isinstance(self.method, str) else self.method
+
+    @property
+    def budget(self) -> Budget:
+        """What a drafter may spend in a step."""
+        return Budget(self.num_speculative_tokens, self.tree_width, self.tree_nodes)
 
     @classmethod
     def of(cls, given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig:
@@ -89,7 +110,12 @@ class SpeculativeConfig(BaseModel):
             raise ValueError("speculative_config: " + "; ".join(lines)) from None
 
 
-def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
+def plugins() -> dict[str, Any]:
+    """Drafters that installed packages offer: name -> entry point."""
+    return {entry.name: entry for entry in entry_points(group=PLUGINS) if entry.name not in METHODS}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
     """'; did you mean ...?' when something known is close, else nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, [*known], n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

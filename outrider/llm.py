@@ -59,7 +59,7 @@ class LLM:
             target,
             drafter,
             self.config.verifier,
-            controller or Fixed(self.config.num_speculative_tokens),
+            controller or Fixed(*self.config.budget.parts),
             rows=max_num_seqs,
             max_length=length,
             end_ids=self.loaded.end_ids,

@@ -57,6 +57,11 @@ class Budget:
     def max_nodes(self) -> int:
         return self.depth * self.width if self.nodes is None else self.nodes
 
+    @property
+    def parts(self) -> tuple[int, int, int | None]:
+        """depth, width, nodes."""
+        return self.depth, self.width, self.nodes
+
     def clipped(self, depth: int) -> Budget:
         """The same budget, at most `depth` levels deep."""
         return self if depth >= self.depth else Budget(max(depth, 0), self.width, self.nodes)

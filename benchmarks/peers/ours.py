@@ -70,7 +70,7 @@ class Ours:
             self._decoders[method] = Decoder(
                 self.target.model,
                 make_drafter(config, self.target, rows=1, max_length=self.length, device="cpu"),
-                controller=Fixed(config.num_speculative_tokens),
+                controller=Fixed(*config.budget.parts),
                 rows=1,
                 max_length=self.length,
                 end_ids=self.target.end_ids,
