@@ -36,6 +36,17 @@ def nodes_of(draft: Draft, b: int) -> Nodes:
     return [(token, parent) for token, parent in pairs if parent >= -1]
 
 
+def came_true(nodes: Nodes, tokens: Sequence[int]) -> int:
+    """How many of the nodes the committed tokens walk through: what would have been accepted of this draft alone."""
+    at = 0
+    for count, token in enumerate(tokens):
+        following = next((n for n in range(at + 1, len(nodes)) if nodes[n] == (token, at)), 0)
+        if not following:
+            return count
+        at = following
+    return len(tokens)
+
+
 def chances_of(draft: Draft, b: int, count: int) -> list[float] | None:
     return None if draft.chances is None else draft.chances[b, :count].tolist()
 

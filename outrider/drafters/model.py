@@ -72,7 +72,8 @@ class ModelDrafter(BaseDrafter):
             self.cache.commit([row], [path])
 
     def propose(self, batch: Batch) -> Draft:
-        room = [self.model.max_length - len(t) for t in batch.tokens]  # a short-sighted drafter stops drafting, no more
+        # a short-sighted drafter stops drafting, no more
+        room = [self.model.max_length - len(self._context(batch, b)) for b in range(len(batch.rows))]
         some = [b for b, budget in enumerate(batch.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
         if len(some) == 1 and self._has_chain(batch, some[0]):
             guesses: list[list[int]] = [[] for _ in batch.rows]
@@ -137,7 +138,7 @@ class ModelDrafter(BaseDrafter):
             for line, (b, nodes) in enumerate(opened.items()):
                 growth, row = grown[b], batch.rows[b]
                 for i, n in enumerate(nodes):
-                    feed[line, i] = growth.tokens[n]
+                    feed[line, i] = self._own(growth.tokens[n])
                     growth.places[n] = len(standing[b]) + i
                 parents = [growth.places[growth.parents[n]] for n in nodes]
                 padding = [PADDING] * (width - len(nodes))
@@ -220,9 +221,17 @@ class ModelDrafter(BaseDrafter):
         ]  # the last: not forwarded
         return drawn
 
+    def _context(self, batch: Batch, b: int) -> list[int]:
+        """The committed tokens of a row as the model reads them, the root last."""
+        return batch.tokens[b]
+
+    def _own(self, token: int) -> int:
+        """The model's own id of a token that it drafted."""
+        return token
+
     def _level(self, batch: Batch, b: int) -> list[int]:
         """Ingests what is long; returns the committed tokens that are left to forward, the root last."""
-        row, tokens = batch.rows[b], batch.tokens[b]
+        row, tokens = batch.rows[b], self._context(batch, b)
         n = self.cache.length[row]
         while len(tokens) - n > _CHUNK:
             part = torch.tensor([tokens[n : n + _CHUNK]])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Batch, Drafter
-from outrider.drafters.merge import Nodes, chances_of, join, nodes_of, part, united
+from outrider.drafters.merge import Nodes, came_true, chances_of, join, nodes_of, part, united
 from outrider.tree import tree
 from outrider.types import Draft, Kept
 
@@ -108,7 +108,7 @@ class Router:
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
         for row, one in zip(batch.rows, kept, strict=True):
             for p in self._asked.pop(row, []):
-                accepted = _came_true(p.nodes, one.tokens)
+                accepted = came_true(p.nodes, one.tokens)
                 promised = None if p.chances is None else sum(p.chances[1:])
                 for record in (self._record(row, p.name), self._pooled[p.name]):
                     record.learn(accepted, len(p.nodes) - 1, promised)
@@ -177,14 +177,3 @@ def _even(proposal: _Proposal, share: float) -> list[float]:
     for n, (_, parent) in enumerate(proposal.nodes[1:], 1):
         level[n] = level[parent] + 1
     return [share**d for d in level]
-
-
-def _came_true(nodes: Nodes, tokens: Sequence[int]) -> int:
-    """How many of the nodes the committed tokens walk through: what would have been accepted of this draft alone."""
-    at = 0
-    for count, token in enumerate(tokens):
-        following = next((n for n in range(at + 1, len(nodes)) if nodes[n] == (token, at)), 0)
-        if not following:
-            return count
-        at = following
-    return len(tokens)
