@@ -15,7 +15,6 @@ import pytest
 import torch
 from helpers import VOCAB, RandomTree, plain_texts, request, toy_drafters
 
-from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import BaseDrafter, Batch, Drafter
 from outrider.engine import Engine, EngineStopped, Job, QueueFull, Result, Update
@@ -60,8 +59,7 @@ class Reader:
 def engine(target=TARGET, drafter: Drafter | None = None, *, rows: int = 4, depth: int = 4, **options) -> Engine:
     drafter = drafter or toy_drafters(target, rows)["draft_model"]()
     decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth), rows=rows, end_ids=(0,))
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=depth)
-    config.method = "mine"
+    config = SimpleNamespace(methods=["mine"], num_speculative_tokens=depth)
     return Engine(SimpleNamespace(decoder=decoder, config=config), **options)  # type: ignore[arg-type]
 
 

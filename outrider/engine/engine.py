@@ -74,7 +74,7 @@ class Engine:
         observer: Observer | None = None,
     ) -> None:
         base = llm.decoder
-        method = llm.config.method if llm.config.num_speculative_tokens else "none"
+        method = "+".join(llm.config.methods) if llm.config.num_speculative_tokens else "none"
         drafters: dict[str, Drafter] = {
             "ngram": NgramDrafter(),
             "suffix": SuffixDrafter(),
@@ -211,7 +211,6 @@ class Engine:
             with self._wake:
                 self._stop = True
                 left = [*self.running.values(), *self.queue]
-                self.running.clear()
                 self.queue = FairQueue(0)
             for job in left:
                 self._finish(job, "error" if self.problem else "abort", self.problem or CLOSING)

@@ -7,6 +7,7 @@ refused. Numbers are numbers: "0.7" is not a temperature.
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,6 +16,25 @@ from outrider.params import SamplingParams
 from outrider.serve.settings import Settings
 
 Ids = list[int]
+
+
+class Body(BaseModel):
+    """What is sent: text that UTF-8 can hold, not nested without end."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, data: Any) -> Any:
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the request holds half of a surrogate pair, which is no character") from None
+        except TypeError:
+            raise ValueError("the body is no JSON, or its content-type does not say so") from None
+        except RecursionError:
+            raise ValueError("the request is nested too deeply") from None
+        return data
 
 
 class StreamOptions(BaseModel):
@@ -57,10 +77,10 @@ class Prediction(BaseModel):
     content: str | list[dict[str, Any]]
 
 
-class Common(BaseModel):
+class Common(Body):
     """The fields of both kinds of completion."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     stream: bool | None = None
@@ -224,10 +244,9 @@ class ChatRequest(Common):
         return out
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """POST /tokenize: a prompt, or messages."""
 
-    model_config = ConfigDict(strict=True)
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -235,10 +254,9 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """POST /detokenize"""
 
-    model_config = ConfigDict(strict=True)
     model: str | None = None
     tokens: Ids
 

@@ -97,6 +97,8 @@ class Service:
             prompt_logprobs = None
         else:
             given = body.prompts
+            if not given:
+                raise Refused("prompt is an empty list", param="prompt")
             if len(given) * (body.n or 1) > self.settings.max_choices:
                 raise Refused(f"one request may ask for {self.settings.max_choices} texts here", param="n")
             prompts = [await self.encode(p) for p in given]

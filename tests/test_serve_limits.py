@@ -1,0 +1,292 @@
+"""What a server withstands: clients that leave, hang and flood; drafters and models that fail; being told to stop."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given
+from hypothesis import settings as quick
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks as openapi
+from serving import Live, builtin, serving
+
+from outrider import LLM, SamplingParams
+from outrider.engine import Update
+from outrider.serve import logs
+from outrider.serve.service import Pace
+from outrider.serve.settings import Settings
+
+PROMPT = "def quicksort(xs):\n"
+CHECKS = [
+    not_a_server_error,
+    openapi.status_code_conformance,
+    openapi.content_type_conformance,
+    openapi.response_schema_conformance,
+]
+LONG = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return builtin(2)
+
+
+class Gate:
+    """Stops the model before a forward until it is opened, so that a text is surely still being written."""
+
+    def __init__(self, llm: LLM, free: int = 3) -> None:
+        self.model, self.free, self.open, self.reached = llm.decoder.target, free, threading.Event(), threading.Event()
+        self.forward = self.model.forward
+
+    def __enter__(self) -> Gate:
+        self.model.forward = self  # type: ignore[method-assign]
+        return self
+
+    def __call__(self, *args, **options):
+        self.free -= 1
+        if self.free < 0:
+            self.reached.set()
+            assert self.open.wait(30)
+        return self.forward(*args, **options)
+
+    def __exit__(self, *_: object) -> None:
+        self.open.set()
+        self.model.forward = self.forward  # type: ignore[method-assign]
+
+
+@contextmanager
+def streaming(live: Live, **body) -> Iterator[httpx.Response]:
+    with httpx.stream(
+        "POST", live.url + "/v1/completions", json={**LONG, "stream": True, **body}, timeout=60
+    ) as response:
+        yield response
+
+
+def post(live: Live, **body) -> httpx.Response:
+    return httpx.post(live.url + "/v1/completions", json=body, timeout=60)
+
+
+def test_its_openapi_document_holds_under_schemathesis() -> None:
+    with serving(builtin(2, max_model_len=64)) as live:
+        schema = schemathesis.openapi.from_url(live.url + "/openapi.json")
+        asked = 0
+        for found in schema.get_all_operations():
+            operation = found.ok()
+
+            @given(case=operation.as_strategy())
+            @quick(
+                max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+            )
+            def judge(case: schemathesis.Case) -> None:
+                case.call_and_validate(checks=CHECKS)
+
+            judge()
+            asked += 1
+        assert asked == 9
+        assert live.service.engine.problem is None
+
+
+def test_the_key_is_asked_of_everybody_but_the_health_check(llm: LLM) -> None:
+    with serving(llm, Settings(model_name="code", api_key="s3cret")) as live:
+        for key in (None, "", "Bearer", "Bearer wrong", "Basic s3cret", "Bearer s3cret2"):
+            got = httpx.get(live.url + "/v1/models", headers={"authorization": key} if key else {})
+            assert got.status_code == 401
+            assert got.headers["www-authenticate"] == "Bearer"
+            assert "s3cret" not in got.text
+            assert got.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(live.url + "/v1/models", headers={"authorization": "Bearer s3cret"}).status_code == 200
+        assert httpx.get(live.url + "/health").status_code == 200
+
+
+def test_no_page_of_another_origin_may_ask_unless_it_is_named(llm: LLM) -> None:
+    asking = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+    with serving(llm) as live:
+        assert "access-control-allow-origin" not in httpx.options(live.url + "/v1/models", headers=asking).headers
+    with serving(llm, Settings(model_name="code", cors=("http://evil.example",), api_key="k")) as live:
+        got = httpx.options(live.url + "/v1/models", headers=asking)
+        assert got.headers["access-control-allow-origin"] == "http://evil.example"
+
+
+def test_a_client_that_leaves_takes_its_text_with_it(llm: LLM) -> None:
+    with serving(llm) as live, Gate(llm) as gate:
+        with streaming(live):
+            assert gate.reached.wait(30)
+        hangs = socket.create_connection(("127.0.0.1", live.port))  # not streaming
+        body = json.dumps(LONG).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        hangs.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        while live.service.engine.stats.running + live.service.engine.stats.waiting < 2:
+            httpx.get(live.url + "/health")  # the loop gets round to it
+        hangs.close()
+        while not all(job.cancelled for job in [*live.service.engine.running.values(), *live.service.engine.queue]):
+            httpx.get(live.url + "/health")
+        gate.open.set()
+        assert post(live, prompt=PROMPT, max_tokens=3).status_code == 200
+        reasons = live.metrics.registry.get_sample_value
+        assert reasons("outrider:request_success_total", {"model_name": "code", "finished_reason": "abort"}) == 2
+
+
+def test_half_a_body_costs_a_connection_and_no_more(llm: LLM) -> None:
+    with serving(llm, Settings(model_name="code", body_timeout=0.2)) as live:
+        with socket.create_connection(("127.0.0.1", live.port)) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            assert b" 408 " in half.recv(1000)
+        gone = socket.create_connection(("127.0.0.1", live.port))
+        gone.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        gone.close()
+        assert post(live, prompt=PROMPT, max_tokens=2).status_code == 200
+
+
+def test_a_full_queue_and_too_many_connections(llm: LLM) -> None:
+    limits = Settings(model_name="code", max_connections=4)
+    with serving(llm, limits, max_queue=1) as live, Gate(llm) as gate, streaming(live):
+        assert gate.reached.wait(30)
+        with streaming(live), streaming(live):  # one for the row that is left, one for the queue
+            full = post(live, prompt=PROMPT)
+            assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert int(full.headers["retry-after"]) >= 1
+            with socket.create_connection(("127.0.0.1", live.port)) as held:
+                held.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+                while (busy := httpx.get(live.url + "/version")).status_code == 200:
+                    pass
+            assert (busy.status_code, busy.json()["error"]["code"]) == (503, "overloaded")
+
+
+def test_a_deadline_hands_back_what_was_written(llm: LLM) -> None:
+    with serving(llm) as live:
+        answer: dict = {}
+        with Gate(llm) as gate:
+            thread = threading.Thread(target=lambda: answer.update(post(live, **LONG).json()))
+            thread.start()
+            assert gate.reached.wait(30)
+            [job] = live.service.engine.running.values()
+            job.deadline = 0.0
+            gate.open.set()
+            thread.join(30)
+        assert answer["choices"][0]["finish_reason"] == "abort"
+        assert "deadline" in answer["choices"][0]["stop_reason"]
+        assert 0 < answer["usage"]["completion_tokens"] < 2000
+        late = post(live, **LONG, timeout=1e-9)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "aborted")
+
+
+def test_told_to_stop_it_hands_back_partial_texts(llm: LLM) -> None:
+    with serving(llm) as live, Gate(llm) as gate, streaming(live, stream_options={"include_usage": True}) as response:
+        assert gate.reached.wait(30)
+        live.service.engine.drain(0)
+        refused = post(live, prompt=PROMPT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopped")
+        gate.open.set()
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert events[-1] == "[DONE]"
+        ends = [json.loads(e)["choices"][0] for e in events[:-1] if json.loads(e)["choices"]]
+        assert (ends[-1]["finish_reason"], ends[-1]["stop_reason"]) == ("abort", "the server is shutting down")
+        assert "".join(e["text"] for e in ends)
+
+
+def test_a_model_that_fails_is_an_error_without_a_trace(llm: LLM) -> None:
+    def broken(*args, **options):
+        out = forward(*args, **options)
+        if armed:
+            if armed[0] == "raise":
+                raise RuntimeError("secret: /etc/passwd")
+            out.logits.fill_(float("nan"))
+        return out
+
+    forward, armed = llm.decoder.target.forward, list[str]()
+    llm.decoder.target.forward = broken  # type: ignore[method-assign]
+    try:
+        with serving(llm) as live:
+            for how, words in (("raise", "the server failed"), ("nan", "logits are not numbers")):
+                armed[:] = [how]
+                whole = post(live, prompt=PROMPT)
+                assert (whole.status_code, whole.json()["error"]["code"]) == (500, "generation_failed")
+                assert words in whole.text
+                assert "secret" not in whole.text
+                with streaming(live) as response:
+                    events = [line for line in response.iter_lines() if line]
+                assert '"error"' in events[-2]
+                assert words in events[-2]
+                armed.clear()
+                assert post(live, prompt=PROMPT, max_tokens=2).status_code == 200
+                assert httpx.get(live.url + "/health").status_code == 200
+    finally:
+        llm.decoder.target.forward = forward  # type: ignore[method-assign]
+
+
+def test_a_drafter_that_fails_costs_guesses_and_says_so(llm: LLM) -> None:
+    expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0].outputs[0].text
+    drafter = llm.decoder.drafter
+    propose = drafter.propose
+    drafter.propose = lambda batch: 1 / 0  # type: ignore[method-assign,assignment]
+    try:
+        with serving(llm) as live:
+            choice = post(live, prompt=PROMPT, temperature=0, max_tokens=20).json()["choices"][0]
+    finally:
+        drafter.propose = propose  # type: ignore[method-assign]
+    assert choice["text"] == expected
+    assert (
+        choice["note"]
+        == "the drafter 'draft_model' failed (it raised ZeroDivisionError); the text was written on without guesses"
+    )
+
+
+def test_when_the_engine_dies_health_tells_and_everybody_is_answered(llm: LLM) -> None:
+    with serving(llm) as live, Gate(llm) as gate, streaming(live) as response:
+        assert gate.reached.wait(30)
+
+        def die(*args, **options):
+            raise SystemExit
+
+        forward, gate.forward = gate.forward, die
+        gate.open.set()
+        events = [line for line in response.iter_lines() if line]
+        gate.forward = forward
+        assert "the engine has died" in events[-2]
+        live.service.engine._thread.join(30)
+        sick = httpx.get(live.url + "/health")
+        assert (sick.status_code, sick.json()["error"]["message"]) == (503, "the engine has died (SystemExit)")
+        assert post(live, prompt=PROMPT).status_code == 503
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = []
+    for file in (Path("/dev/full"), tmp_path / "log"):
+        handler = logs.start(file, lambda: lost.append(1))
+        try:
+            with serving(llm) as live:
+                assert post(live, prompt=PROMPT + "secret", max_tokens=2).status_code == 200
+        finally:
+            logs.log.parent.removeHandler(handler)  # type: ignore[union-attr]
+        if file.name == "full":
+            assert lost
+    assert "POST /v1/completions 200" in (tmp_path / "log").read_text()
+    assert "secret" not in (tmp_path / "log").read_text()
+
+
+def test_a_padded_stream_sends_one_token_an_event_on_an_even_clock(llm: LLM) -> None:
+    settings = Settings(model_name="code", pad_stream=0.001)
+    with serving(llm, settings) as live, streaming(live, max_tokens=30, temperature=0) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line and not line.endswith("[DONE]")]
+    texts = [e["choices"][0]["text"] for e in events[:-1]]
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    assert all(len(tokenizer(t)["input_ids"]) <= 2 for t in texts)
+    assert len(texts) >= 25
+    expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0].outputs[0].text
+    assert "".join(texts) == expected
+    pace = Pace(1.0)
+    several = Update("abc", [1, 2, 3], ["a", "b", "c"], [{1: -0.5}, {2: -0.1}, {3: -0.2}])
+    assert [(t, u.token_ids, u.logprobs) for t, u in pace.cut(several) if u] == [
+        ("a", [1], [{1: -0.5}]), ("b", [2], [{2: -0.1}]), ("c", [3], [{3: -0.2}])
+    ]  # fmt: skip
