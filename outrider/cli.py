@@ -7,26 +7,34 @@ import math
 import os
 import secrets
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider._version import __version__
 from outrider.methods import METHODS
+from outrider.terminal import (
+    DIM,
+    GREEN,
+    Debug,
+    Model,
+    console,
+    environment,
+    loading,
+    option,
+    paint,
+    plain,
+    printable,
+    readable,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from outrider.llm import LLM
     from outrider.params import SamplingParams
 
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
-DIM, RED, GREEN, YELLOW = "2", "31", "32", "33"
 
 app = typer.Typer(
     name="outrider",
@@ -41,17 +49,13 @@ app = typer.Typer(
 )
 
 
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
-Model = Annotated[str, _option("Model", "A folder, a hub name or a built-in model.", "--model", "-m")]
 Draft = Annotated[
     str | None,
-    _option("Speculation", "The small model that guesses; builtin:code brings its own.", "--draft-model", "-d"),
+    option("Speculation", "The small model that guesses; builtin:code brings its own.", "--draft-model", "-d"),
 ]
-Guesses = Annotated[int, _option("Speculation", "Guesses per step.", "--num-speculative-tokens", "-k")]
-Debug = Annotated[bool, _option("Output", "Show the traceback of an error.", "--debug")]
+Guesses = Annotated[
+    int, option("Speculation", "Guesses per step, one behind the other.", "--num-speculative-tokens", "-k")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -83,44 +87,48 @@ def generate(
         str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
     ],
     model: Model = CODE,
-    dtype: Annotated[str, _option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, _option("Model", "auto, cpu or cuda.")] = "auto",
-    quantization: Annotated[str | None, _option("Model", "int8 or int4 weights, on the CPU.")] = None,
-    max_model_len: Annotated[int | None, _option("Model", "Tokens of prompt and output together.")] = None,
+    dtype: Annotated[str, option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, option("Model", "auto, cpu or cuda.")] = "auto",
+    quantization: Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")] = None,
+    max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together.")] = None,
     method: Annotated[
         str | None,
-        _option("Speculation", "Who guesses:\n\n" + "\n\n".join(f"{m}: {why}" for m, why in METHODS.items())),
+        option("Speculation", "Who guesses:\n\n" + "\n\n".join(f"{m}: {why}" for m, why in METHODS.items())),
     ] = None,
     draft_model: Draft = None,
     num_speculative_tokens: Guesses = 5,
+    tree_width: Annotated[int, option("Speculation", "Guesses side by side; 1 is a chain.")] = 1,
+    tree_nodes: Annotated[int | None, option("Speculation", "Guesses per step in all.")] = None,
     verifier: Annotated[
-        str, _option("Speculation", "match (the very tokens of plain decoding), rejection or block (the same law).")
+        str,
+        option("Speculation", "match (the very tokens of plain decoding); rejection, block, traversal (the same law)."),
     ] = "match",
     speculative_config: Annotated[
-        str | None, _option("Speculation", "The same as JSON, in place of these options.", metavar="JSON")
+        str | None, option("Speculation", "The same as JSON, in place of these options.", metavar="JSON")
     ] = None,
-    temperature: Annotated[float, _option("Sampling", "0 is greedy.", "--temperature", "-t")] = 0.0,
-    top_p: Annotated[float, _option("Sampling", "1 is off.")] = 1.0,
-    top_k: Annotated[int, _option("Sampling", "0 is off.")] = 0,
-    min_p: Annotated[float, _option("Sampling", "0 is off.")] = 0.0,
-    repetition_penalty: Annotated[float, _option("Sampling", "1 is off.")] = 1.0,
-    max_tokens: Annotated[int, _option("Sampling", "Tokens to write at most.", "--max-tokens", "-n")] = 128,
+    temperature: Annotated[float, option("Sampling", "0 is greedy.", "--temperature", "-t")] = 0.0,
+    top_p: Annotated[float, option("Sampling", "1 is off.")] = 1.0,
+    top_k: Annotated[int, option("Sampling", "0 is off.")] = 0,
+    min_p: Annotated[float, option("Sampling", "0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, option("Sampling", "1 is off.")] = 1.0,
+    max_tokens: Annotated[int, option("Sampling", "Tokens to write at most.", "--max-tokens", "-n")] = 128,
     stop: Annotated[
-        list[str] | None, _option("Sampling", "A text to stop at; may be repeated.", metavar="<str>")
+        list[str] | None, option("Sampling", "A text to stop at; may be repeated.", metavar="<str>")
     ] = None,
-    ignore_eos: Annotated[bool, _option("Sampling", "Write on after the end token.", "--ignore-eos")] = False,
-    seed: Annotated[int | None, _option("Sampling", "Drawn and shown if not given.")] = None,
-    chat: Annotated[bool, _option("Output", "Send the prompt as a user's chat message.", "--chat")] = False,
+    ignore_eos: Annotated[bool, option("Sampling", "Write on after the end token.", "--ignore-eos")] = False,
+    seed: Annotated[int | None, option("Sampling", "Drawn and shown if not given.")] = None,
+    chat: Annotated[bool, option("Output", "Send the prompt as a user's chat message.", "--chat")] = False,
     debug: Debug = False,
 ) -> None:
     """Continue a prompt. Text streams to the terminal, accepted guesses coloured; a pipe gets the text alone.
 
     The last line (on standard error in a pipe) tells tokens, tokens/s, acceptance length and rate, seed and guarantee.
     """
-    with _readable(debug):
+    with readable(debug):
         given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
-        config = _speculation(model, method, draft_model, num_speculative_tokens, verifier, speculative_config)
-        with _loading(model):
+        budget = {"num_speculative_tokens": num_speculative_tokens, "tree_width": tree_width, "tree_nodes": tree_nodes}
+        config = _speculation(model, method, draft_model, budget, verifier, speculative_config)
+        with loading(model):
             from outrider.llm import LLM
             from outrider.params import SamplingParams
 
@@ -156,10 +164,10 @@ def demo(
     model: Model = CODE,
     draft_model: Draft = None,
     num_speculative_tokens: Guesses = 5,
-    tokens: Annotated[int, _option("Measurement", "Tokens of each text.", min=1)] = 128,
-    repeats: Annotated[int, _option("Measurement", "Runs of each text, plain and speculative.", min=1)] = 2,
+    tokens: Annotated[int, option("Measurement", "Tokens of each text.", min=1)] = 128,
+    repeats: Annotated[int, option("Measurement", "Runs of each text, plain and speculative.", min=1)] = 2,
     json_file: Annotated[
-        Path | None, _option("Output", "Also write all numbers to a file.", "--json", metavar="FILE")
+        Path | None, option("Output", "Also write all numbers to a file.", "--json", metavar="FILE")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -167,12 +175,12 @@ def demo(
 
     The two take turns in one process on the same weights. Takes about half a minute. Exit code 1: a text differs.
     """
-    with _readable(debug):
+    with readable(debug):
         if json_file is not None and not json_file.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {json_file.absolute().parent} to write {json_file.name} to")
-        config = _speculation(model, None, draft_model, num_speculative_tokens, "match", None)
-        config = config or {"method": "suffix", "num_speculative_tokens": num_speculative_tokens}
-        with _loading(model):
+        budget = {"num_speculative_tokens": num_speculative_tokens}
+        config = _speculation(model, None, draft_model, budget, "match", None) or {"method": "suffix", **budget}
+        with loading(model):
             from outrider import demo as show
             from outrider.llm import LLM
 
@@ -186,16 +194,56 @@ def demo(
             print()
 
         command = " ".join(["outrider", *sys.argv[1:]])
-        code = show.run(llm, _console(), stream, tokens=tokens, repeats=repeats, file=json_file, command=command)
+        code = show.run(llm, console(), stream, tokens=tokens, repeats=repeats, file=json_file, command=command)
         print('Next: outrider generate "def fibonacci(n):" --temperature 0.8')
         raise typer.Exit(code)
+
+
+@app.command(
+    epilog="[bold]Examples[/bold]\noutrider layers -m ./my-model --out layers.json\n"
+    "outrider layers -m ./my-model --texts my-prompts.txt --out layers.json\n"
+    'outrider generate "def f(x):" -m ./my-model --speculative-config '
+    '\'{"method": "layer_skip", "layers": "layers.json"}\''
+)
+def layers(
+    model: Model = CODE,
+    texts: Annotated[
+        list[Path] | None, option("Measurement", "Files with texts like yours; a short sample if none is given.")
+    ] = None,
+    out: Annotated[Path | None, option("Output", "Write the layer set here.", metavar="FILE")] = None,
+    dtype: Annotated[str, option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Search which of its layers a model should draft with (layer_skip), by measured agreement and measured cost."""
+    with readable(debug):
+        samples = [path.read_text(encoding="utf-8") for path in texts or []]
+        with loading(model):
+            from outrider.drafters.skip import SAMPLE, search_layers
+            from outrider.models.load import load
+
+            loaded = load(model, dtype=dtype, quantization=quantization)
+        if loaded.tokenizer is None:
+            raise ValueError(f"{loaded.name} has no tokenizer, so no text can be read")
+        ids = [loaded.tokenizer(text)["input_ids"] for text in samples or [SAMPLE]]
+        found = search_layers(loaded.model, ids, progress=lambda line: print(paint(line, DIM)))
+        if out is not None:
+            found.save(out)
+        chosen = f'{{"method": "layer_skip", "layers": {json.dumps(str(out)) if out else found.layers}, '
+        chosen += f'"num_speculative_tokens": {max(found.depth, 1)}}}'
+        if found.gain <= 1:
+            print("No part of this model promises to draft for it faster than plain decoding. The least bad:")
+        print(
+            f"layers {found.layers}: {found.acceptance:.0%} of their choices are the model's, a token costs {found.cost:.2f} "
+            f"of the model's; predicted {found.gain:.2f} times plain decoding\n--speculative-config '{chosen}'"
+        )
 
 
 @app.command()
 def models(debug: Debug = False) -> None:
     """List the built-in models."""
-    with _readable(debug):
-        with _loading("the list"):
+    with readable(debug):
+        with loading("the list"):
             from outrider.models.load import BUILTIN, DATA
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
@@ -216,7 +264,7 @@ def models(debug: Debug = False) -> None:
             numbers = [f"{_parameters(weights) / 1e6:.2f} M", f"{size / 1e6:.1f} MB"]
             numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
             table.add_row(name, *numbers, what)
-        _console().print(table)
+        console().print(table)
         print(f'Use one: outrider generate "def main():" --model {CODE}')
 
 
@@ -224,63 +272,12 @@ def main() -> None:
     """The entry point of the `outrider` command."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    _environment()
+    environment()
     app()
 
 
-def _environment() -> None:
-    """Settings that count only before torch and transformers are imported."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin stall when another program wants the core
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-@contextmanager
-def _readable(debug: bool) -> Iterator[None]:
-    """Errors as one red line and exit code 2; ctrl-C as exit code 130."""
-
-    def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        if debug or issubclass(category, RuntimeWarning):
-            print(paint(f"note: {message}", YELLOW, sys.stderr), file=sys.stderr)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = note
-        try:
-            yield
-        except KeyboardInterrupt:
-            print(paint("interrupted", RED, sys.stderr), file=sys.stderr)
-            raise typer.Exit(130) from None
-        except typer.Exit:  # a RuntimeError
-            raise
-        except BrokenPipeError:  # the reader has gone, as in `outrider generate ... | head -1`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(141) from None
-        except Exception as error:
-            if debug:
-                raise
-            message = " ".join(str(error).split()) or type(error).__name__
-            if not isinstance(error, (ValueError, OSError, MemoryError)):
-                message = f"{type(error).__name__}: {message} (--debug shows where)"
-            print(paint(f"error: {message}", RED, sys.stderr), file=sys.stderr)
-            raise typer.Exit(2) from None
-
-
-@contextmanager
-def _loading(what: str) -> Iterator[None]:
-    """A spinner on a terminal; transformers' own bars and logs stay silent."""
-    from rich.console import Console
-
-    with nullcontext() if _plain(sys.stderr) else Console(stderr=True).status(f"loading {what} ..."):
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        yield
-
-
 def _speculation(
-    model: str, method: str | None, draft: str | None, guesses: int, verifier: str, as_json: str | None
+    model: str, method: str | None, draft: str | None, budget: dict[str, Any], verifier: str, as_json: str | None
 ) -> dict[str, Any] | None:
     """The speculative_config that the options ask for; None is plain decoding."""
     if as_json is not None:
@@ -297,30 +294,30 @@ def _speculation(
                 f'--speculative-config is a JSON object, got {as_json}; an example: \'{{"method": "suffix"}}\''
             )
         return config
-    if draft is not None and method not in (None, "draft_model"):
+    if draft is not None and method not in (None, "auto", "draft_model"):
         raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
     if method in (None, "draft_model") and draft is None and model == CODE:
         draft = CODE_DRAFT
     if method is None and draft is None:
         return None
-    config = {"method": method or "draft_model", "num_speculative_tokens": guesses, "verifier": verifier}
+    config = {"method": method or "draft_model", **budget, "verifier": verifier}
     return config if draft is None else {**config, "model": draft}
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> bool:
     """Write the text as it comes, then the summary line. Returns whether ctrl-C ended it."""
-    plain, speculates = _plain(sys.stdout), llm.config.method != "none" and llm.config.num_speculative_tokens > 0
+    bare, speculates = plain(sys.stdout), llm.config.method != "none" and llm.config.num_speculative_tokens > 0
     source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
     tokens, last, interrupted, started = 0, "\n", False, perf_counter()
     steps = drafted = accepted = 0
-    if sys.stdout.isatty() and speculates and not plain:
+    if sys.stdout.isatty() and speculates and not bare:
         print(paint("guessed by the drafter and accepted", GREEN) + paint(" | written by the model itself\n", DIM))
     try:
         echo = prompt if sys.stdout.isatty() and not chat else ""
         for delta in source:
-            pieces = [(_printable(text), guessed) for text, guessed in delta.pieces]
-            shown = "".join(paint(t, GREEN) if guessed and not plain else t for t, guessed in pieces)
-            sys.stdout.write(paint(_printable(echo), DIM) + shown)
+            pieces = [(printable(text), guessed) for text, guessed in delta.pieces]
+            shown = "".join(paint(t, GREEN) if guessed and not bare else t for t, guessed in pieces)
+            sys.stdout.write(paint(printable(echo), DIM) + shown)
             sys.stdout.flush()
             tokens, last, echo = tokens + len(delta.token_ids), (delta.text or echo or last)[-1], ""
             steps, drafted, accepted = steps + 1, drafted + delta.drafted, accepted + delta.accepted
@@ -339,29 +336,6 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -
     where = sys.stdout if sys.stdout.isatty() else sys.stderr
     print(paint(line, DIM, where), file=where, flush=True)
     return interrupted
-
-
-def paint(text: str, code: str, stream: TextIO | None = None) -> str:
-    """The text with a colour, where the stream shows colours."""
-    return text if not text or _plain(stream or sys.stdout) else f"\x1b[{code}m{text}\x1b[0m"
-
-
-def _plain(stream: TextIO) -> bool:
-    """No escape codes: not a terminal, a dumb one, or NO_COLOR (https://no-color.org)."""
-    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-
-
-def _printable(text: str) -> str:
-    """On a terminal, control characters a model writes are shown and not obeyed."""
-    if not sys.stdout.isatty():
-        return text
-    return "".join(c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else f"\\x{ord(c):02x}" for c in text)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(color_system=None if _plain(sys.stdout) else "auto")
 
 
 def _parameters(weights: Path) -> int:

@@ -236,3 +236,22 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     process.stdout.close()
     assert b"Traceback" not in process.stderr.read()
     assert process.wait(60) == 141
+
+
+def test_layers_are_searched_and_used(tmp_path: Path) -> None:
+    file, text = tmp_path / "layers.json", tmp_path / "text.py"
+    text.write_text("def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n")
+    found = run("layers", "--texts", str(text), "--out", str(file))
+    assert found.exit_code == 0, found.stderr
+    assert "5 of 6 layers: agreement" in found.stdout
+    [line] = [line for line in found.stdout.splitlines() if line.startswith("--speculative-config ")]
+    config = json.loads(line.removeprefix("--speculative-config ").strip("'"))
+    assert config["layers"] == str(file)
+    used = run("generate", "def f(x):", "-n", "12", "--speculative-config", json.dumps(config))
+    plain = run("generate", "def f(x):", "-n", "12", "--method", "none")
+    assert used.exit_code == 0, used.stderr
+    assert used.stdout == plain.stdout
+    file.write_text("[]")
+    broken = run("generate", "def f(x):", "--speculative-config", json.dumps(config))
+    assert broken.exit_code == 2
+    assert "holds no layer set" in broken.stderr
