@@ -72,8 +72,7 @@ class ModelDrafter(BaseDrafter):
             self.cache.commit([row], [path])
 
     def propose(self, batch: Batch) -> Draft:
-        # a short-sighted drafter stops drafting, no more
-        room = [self.model.max_length - len(self._context(batch, b)) for b in range(len(batch.rows))]
+        room = [self._room(batch, b) for b in range(len(batch.rows))]  # a short-sighted drafter stops drafting, no more
         some = [b for b, budget in enumerate(batch.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
         if len(some) == 1 and self._has_chain(batch, some[0]):
             guesses: list[list[int]] = [[] for _ in batch.rows]
@@ -224,6 +223,10 @@ class ModelDrafter(BaseDrafter):
     def _context(self, batch: Batch, b: int) -> list[int]:
         """The committed tokens of a row as the model reads them, the root last."""
         return batch.tokens[b]
+
+    def _room(self, batch: Batch, b: int) -> int:
+        """Tokens that the model can still take in behind a row."""
+        return self.model.max_length - len(self._context(batch, b))
 
     def _own(self, token: int) -> int:
         """The model's own id of a token that it drafted."""

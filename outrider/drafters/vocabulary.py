@@ -1,0 +1,231 @@
+"""Two tokenizers side by side: the bytes of every token, the tokens that both have, and a text of one spelled by the other.
+
+A token is compared by the bytes it stands for, after undoing how its tokenizer writes them: byte-level BPE has a letter for
+each byte (GPT-2: `Ġ` is a space), SentencePiece writes `▁` for a space and `<0x0A>` for a byte. Special tokens stand for no
+bytes; they are the same if they have the same name or the same role.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_SPARE = (b for b in range(256) if b not in _PRINTABLE)
+_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
+    chr(256 + n): b for n, b in enumerate(_SPARE)
+}  # GPT-2's letters for bytes
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are no UTF-8, as surrogateescape shows them
+_BORDER = re.compile(rb"(?<=\S) (?=\S)")  # where practically every tokenizer cuts: before the space before a word
+_SHORT, _LONG = 48, 256  # bytes of a segment that is spelled on its own
+
+
+class Vocabulary:
+    """The tokens of a tokenizer as bytes.
+
+    pieces: by id, the bytes of a token; None for special tokens and ids that the tokenizer does not use. ids: from bytes to
+    the token. names: from a special token's name to its id. begin: the token it puts before every text, or None. end: the
+    token that ends one, or None. leads: whether it puts a space before every text.
+    """
+
+    def __init__(self, tokenizer: Any, size: int, end_ids: Sequence[int] = ()) -> None:
+        """tokenizer: of the kind transformers has. size: tokens of the model, whatever the tokenizer says."""
+        self.tokenizer, self.size = tokenizer, size
+        added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if i < size}
+        plain = {t: i for t, i in tokenizer.get_vocab().items() if i < size and i not in added}
+        spaced = any("▁" in t for t in plain)
+        lettered = not spaced and "Ġ" in plain
+        self.pieces: list[bytes | None] = [None] * size
+        self.names = {t.content: i for i, t in added.items() if t.special}
+        self.names |= {t: plain.pop(t) for t in tokenizer.all_special_tokens if t in plain}
+        for token, i in plain.items():
+            if lettered:
+                self.pieces[i] = bytes(_BYTE_OF[c] for c in token) if set(token) <= _BYTE_OF.keys() else token.encode()
+            elif spaced and (found := _FALLBACK.fullmatch(token)):
+                self.pieces[i] = bytes([int(found[1], 16)])
+            else:
+                self.pieces[i] = (token.replace("▁", " ") if spaced else token).encode("utf-8", "replace")
+        for i, token in added.items():
+            if not token.special:
+                self.pieces[i] = token.content.encode()
+        spelled = {
+            i for t, i in plain.items() if _FALLBACK.fullmatch(t)
+        }  # a byte's own token, where a plain one has it too
+        order = sorted((i in spelled, i) for i, piece in enumerate(self.pieces) if piece)
+        self.ids: dict[bytes, int] = {}
+        for _, i in order:
+            self.ids.setdefault(self.pieces[i] or b"", i)
+        begin = tokenizer.bos_token_id
+        self.begin = begin if begin is not None and begin < size and begin in tokenizer("")["input_ids"][:1] else None
+        self.end = next((i for i in end_ids if i < size), None)
+        self.leads = self.decode(self._encode("a")) == b" a"
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        """What the tokens stand for; special ones for nothing."""
+        return b"".join(self.pieces[i] or b"" for i in ids)
+
+    def encode(self, text: bytes, begins: bool = False) -> list[int]:
+        """Tokens that stand for a piece of text, with no space put before it unless it `begins` the text.
+
+        Bytes that are no UTF-8 become the tokens of single bytes, and are left out where there are none.
+        """
+        out: list[int] = []
+        for part in _BROKEN.split(text.decode("utf-8", "surrogateescape")):
+            if _BROKEN.match(part):
+                single = (self.ids.get(bytes([b])) for b in part.encode("utf-8", "surrogateescape"))
+                out += [i for i in single if i is not None]
+            elif part:
+                found = self._encode(part)
+                out += found if begins and not out else self._unled(found, part)
+        return out
+
+    def _encode(self, text: str) -> list[int]:
+        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [i for i in found if i < self.size]
+
+    def _unled(self, found: list[int], text: str) -> list[int]:
+        """The tokens without the space that the tokenizer puts before a text."""
+        first = self.pieces[found[0]] if found else None
+        if not self.leads or not first or self.decode(found) != b" " + text.encode():
+            return found
+        rest = first[1:]
+        whole = [self.ids[rest]] if rest in self.ids else [self.ids.get(bytes([b]), -1) for b in rest]
+        return found if -1 in whole else [*whole, *found[1:]]
+
+
+class Pairing:
+    """What a target's vocabulary and a draft's have in common.
+
+    shared: target token -> the draft's token for the same bytes, or of the same role. first: by draft token, the target's
+    longest token that its bytes begin with, -1 if there is none. total: whether the two have the same tokens, if not under
+    the same ids.
+    """
+
+    def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
+        """Raises ValueError if no text of the draft could be one of the target's."""
+        self.target, self.draft = target, draft
+        self.shared = {i: draft.ids[piece] for piece, i in target.ids.items() if piece in draft.ids}
+        self.shared |= {i: draft.names[name] for name, i in target.names.items() if name in draft.names}
+        if target.end is not None and draft.end is not None:
+            self.shared[target.end] = draft.end
+        back = {d: t for t, d in reversed(self.shared.items())}
+        self.shared = {t: d for d, t in back.items()}  # each of either side once
+        self.first = [
+            back[i] if i in back else -1 if piece is None else _longest(piece, target.ids)
+            for i, piece in enumerate(draft.pieces)
+        ]
+        self.total = target.ids.keys() == draft.ids.keys()
+        if not any(piece and t >= 0 for piece, t in zip(draft.pieces, self.first, strict=True)):
+            raise ValueError("no token of the draft stands for a text that begins with a token of the target")
+
+    @property
+    def coverage(self) -> float:
+        """The share of the draft's tokens that the target has too."""
+        return len(self.shared) / max(1, len(self.draft.ids) + len(self.draft.names))
+
+    @property
+    def equal(self) -> bool:
+        """Whether every id means the same to both."""
+        return self.target.pieces == self.draft.pieces
+
+
+def _longest(piece: bytes, ids: dict[bytes, int]) -> int:
+    return next((ids[piece[:n]] for n in range(len(piece), 0, -1) if piece[:n] in ids), -1)
+
+
+class Spelling:
+    """A target's text in the tokens of its draft, kept as the text grows: a function of the text, however it came about.
+
+    The text is cut into segments where tokenizers cut too, and at the latest after 256 bytes; each is spelled on its own,
+    so a step spells the last segment anew and leaves the others alone. Where both have the same tokens, each is translated.
+
+    ids: the draft's tokens so far. sure: how many of them no later text can change.
+    """
+
+    def __init__(self, pairing: Pairing) -> None:
+        self.pairing = pairing
+        self.ids: list[int] = [] if pairing.draft.begin is None else [pairing.draft.begin]
+        self.sure = len(self.ids)
+        self._read = 0
+        self._open = b""
+        self._begins = True  # no text before the open segment
+        self._leads = pairing.target.leads  # the next piece may have a space that the text has not
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """The draft's tokens of a text of the target's tokens, which begins with what was read before."""
+        if self._read == len(tokens):
+            return self.ids
+        target, draft = self.pairing.target, self.pairing.draft
+        new, self._read = tokens[self._read :], len(tokens)
+        del self.ids[self.sure :]
+        for token in new:
+            piece = target.pieces[token]
+            if piece is None or self.pairing.total:
+                self._close(len(self._open))
+                self._add(token)
+            else:
+                self._open += piece.removeprefix(b" ") if self._leads else piece
+                self._leads = False
+        while cut := _cut(self._open):
+            self._close(cut)
+        self.ids += draft.encode(self._open, self._begins)
+        return self.ids
+
+    def _close(self, cut: int) -> None:
+        if cut:
+            self.ids += self.pairing.draft.encode(self._open[:cut], self._begins)
+            self._open, self._begins, self.sure = self._open[cut:], False, len(self.ids)
+
+    def _add(self, token: int) -> None:
+        """A token that is translated, not spelled. One without a counterpart is left out."""
+        found = self.pairing.shared.get(token)
+        if found is not None and not (self._begins and self.ids == [found] == [self.pairing.draft.begin]):
+            self.ids.append(found)
+        self.sure = len(self.ids)
+
+
+def _cut(text: bytes) -> int:
+    """Where the first segment of an open text ends, 0 if that is not known yet."""
+    border = _BORDER.search(text, _SHORT)
+    if border and border.start() < _LONG:
+        return border.start()
+    if len(text) < _LONG + 2:  # a border at the last place shows itself a byte later
+        return 0
+    return next((n for n in range(_LONG, _LONG - 4, -1) if text[n] & 0xC0 != 0x80), _LONG)
+
+
+def continued(vocabulary: Vocabulary, committed: Sequence[int], text: bytes, look_back: int = 4) -> list[int]:
+    """Tokens for a text that follows committed tokens, as if both had been encoded at once; the committed ones stay.
+
+    Encodes the last few committed tokens again with the text, and takes what comes after them, if a token begins there; if
+    one stands across the border, the text alone. The tokens stand for `text` or a start of it, byte for byte.
+    """
+    before = list(itertools.takewhile(lambda i: vocabulary.pieces[i], reversed(committed[-look_back:])))[::-1]
+    tail = vocabulary.decode(before)
+    found = vocabulary.encode(tail + text)
+    ends = itertools.accumulate((len(vocabulary.pieces[i] or b"") for i in found), initial=0)
+    border = next((n for n, end in enumerate(ends) if end >= len(tail)), 0)
+    same = vocabulary.decode(found[:border]) == tail
+    return faithful(vocabulary, found[border:] if same else vocabulary.encode(text), text)
+
+
+def faithful(vocabulary: Vocabulary, ids: Sequence[int], text: bytes) -> list[int]:
+    """The tokens up to the first that does not stand for what the text says: a tokenizer may change what it encodes."""
+    out: list[int] = []
+    for i in ids:
+        piece = vocabulary.pieces[i]
+        if not piece or not text.startswith(piece):
+            break
+        out.append(i)
+        text = text[len(piece) :]
+    return out
+
+
+def alike(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
+    """How many tokens two texts begin with in common, the first `start` known to be."""
+    same = map(operator.eq, itertools.islice(a, start, None), itertools.islice(b, start, None))
+    return start + sum(itertools.takewhile(bool, same))
