@@ -15,6 +15,7 @@ import typer
 
 from outrider._version import __version__
 from outrider.methods import METHODS
+from outrider.serve import cli as server
 from outrider.terminal import (
     DIM,
     GREEN,
@@ -80,6 +81,7 @@ def outrider(
     'outrider generate "import argparse" --temperature 0.8 --top-p 0.95 --seed 7\n'
     'outrider generate "def f(x):" --method none\n'
     "cat part.py | outrider generate - --method suffix --max-tokens 64 > rest.py\n"
+    'outrider generate "# part.py, with one change:" --prediction part.py -k 16\n'
     'outrider generate "Why is the sky blue?" --chat -m ./my-model -d ./my-small-model'
 )
 def generate(
@@ -99,6 +101,13 @@ def generate(
     num_speculative_tokens: Guesses = 5,
     tree_width: Annotated[int, option("Speculation", "Guesses side by side; 1 is a chain.")] = 1,
     tree_nodes: Annotated[int | None, option("Speculation", "Guesses per step in all.")] = None,
+    prediction: Annotated[
+        Path | None, option("Speculation", "A text file that most of the answer will repeat, for prediction.")
+    ] = None,
+    corpus: Annotated[
+        list[str] | None,
+        option("Speculation", "A file or folder of texts for suffix; may be repeated.", metavar="PATH"),
+    ] = None,
     verifier: Annotated[
         str,
         option("Speculation", "match (the very tokens of plain decoding); rejection, block, traversal (the same law)."),
@@ -127,7 +136,11 @@ def generate(
     with readable(debug):
         given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
         budget = {"num_speculative_tokens": num_speculative_tokens, "tree_width": tree_width, "tree_nodes": tree_nodes}
+        if method is None and draft_model is None and speculative_config is None and (prediction or corpus):
+            method = "prediction" if prediction else "suffix"
         config = _speculation(model, method, draft_model, budget, verifier, speculative_config)
+        if corpus:
+            config = {**(config or {}), "corpus": corpus}
         with loading(model):
             from outrider.llm import LLM
             from outrider.params import SamplingParams
@@ -142,6 +155,7 @@ def generate(
                 stop=stop or (),
                 ignore_eos=ignore_eos,
                 seed=secrets.randbits(32) if seed is None else seed,
+                prediction=prediction.read_text(encoding="utf-8") if prediction else None,
             )
             llm = LLM(
                 model,
@@ -266,6 +280,14 @@ def models(debug: Debug = False) -> None:
             table.add_row(name, *numbers, what)
         console().print(table)
         print(f'Use one: outrider generate "def main():" --model {CODE}')
+
+
+app.command(
+    epilog="[bold]Examples[/bold]\noutrider serve builtin:code\n"
+    """outrider serve ./my-model --speculative-config '{"method": "draft_model", "model": "./my-small-model"}'\n"""
+    "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm"
+)(server.serve)
+app.command(epilog="[bold]Examples[/bold]\noutrider chat\noutrider chat http://127.0.0.1:8000 -t 0 -n 64")(server.chat)
 
 
 def main() -> None:

@@ -80,8 +80,8 @@ class Engine:
             "suffix": SuffixDrafter(),
             "prediction": PredictionDrafter(),
         }
-        if method != "none":
-            drafters[method] = base.drafter
+        if method != "none":  # of several at once, each can be chosen alone
+            drafters |= {**getattr(base.drafter, "drafters", {}), method: base.drafter}
         self.llm, self.roster = llm, Roster(drafters, method, base.target.vocab_size)
         self._lengths = PerRow(base.controller)
         rows, length = base.cache.rows, base.max_length

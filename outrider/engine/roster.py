@@ -8,17 +8,15 @@ target pays for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.base import BaseDrafter, Batch, Drafter
+from outrider.drafters.merge import Nodes, join, nodes_of, part
 from outrider.tree import lists, tree, validate
 from outrider.tune import Controller
-from outrider.types import ROOT, Budget, Draft, Kept, Siblings, Step
-
-Nodes = list[tuple[int, int]]  # (token, parent) of one row, the root first
+from outrider.types import Budget, Draft, Kept, Siblings, Step
 
 
 class Roster(BaseDrafter):
@@ -54,7 +52,7 @@ class Roster(BaseDrafter):
         masked = [h.mask is not None for h in batch.warp.histories]
         if len(parts) == 1 and len(parts[0][1]) == len(batch.rows) and not any(masked):
             return parts[0][2]
-        return self._merged(batch, [(some, draft) for _, some, draft in parts], masked)
+        return self._joined(batch, parts, masked)
 
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
         for name, some in self._asked:
@@ -94,25 +92,17 @@ class Roster(BaseDrafter):
             self._lose(name, own.rows, error)
             return []
 
-    def _merged(self, batch: Batch, parts: list[tuple[list[int], Draft]], masked: list[bool]) -> Draft:
-        nodes: list[Nodes] = [[(tokens[-1], ROOT)] for tokens in batch.tokens]
-        for some, draft in parts:
-            for b, tokens, parents in zip(some, lists(draft.tokens), lists(draft.parents), strict=True):
-                nodes[b] = [(t, p) for t, p in zip(tokens, parents, strict=True) if p >= ROOT]
-                if masked[b] and draft.probs is None:  # to un-draw a token that was drawn would bend the law
-                    nodes[b] = legal(batch, b, nodes[b])
-        tokens, parents = tree(nodes)
-        if not batch.law or all(draft.probs is None for _, draft in parts):
-            return Draft(tokens, parents)
-        probs = torch.zeros(*tokens.shape, self.vocab_size)
-        for some, draft in parts:
+    def _joined(self, batch: Batch, parts: list[tuple[str, list[int], Draft]], masked: list[bool]) -> Draft:
+        out, notes = list[tuple[int, Draft, int]](), [""] * len(batch.rows)
+        for _, some, draft in parts:
             for i, b in enumerate(some):
-                if draft.probs is not None:
-                    probs[b, : draft.nodes] = draft.probs[i].to(probs.device)
-                else:  # a guess that was chosen is one drawn from a law with all its mass there
-                    for token, parent in nodes[b][1:]:
-                        probs[b, parent, token] = 1.0
-        return Draft(tokens, parents, probs, Siblings.IID)
+                if draft.notes:
+                    notes[b] = draft.notes[i]
+                if masked[b] and draft.probs is None:  # to un-draw a token that was drawn would bend the law
+                    out.append((b, Draft(*tree([legal(batch, b, nodes_of(draft, i))])), 0))
+                else:
+                    out.append((b, draft, i))
+        return join(batch, out, notes if any(notes) else ())
 
     def _guarded(self, name: str, rows: list[int], act: Callable[..., None]) -> None:
         try:
@@ -153,22 +143,6 @@ class PerRow:
 
 class Broken(ValueError):
     """A draft that breaks the contract."""
-
-
-def part(batch: Batch, some: list[int]) -> Batch:
-    """Some entries of a batch."""
-    if len(some) == len(batch.rows):
-        return batch
-    return replace(
-        batch,
-        rows=[batch.rows[b] for b in some],
-        tokens=[batch.tokens[b] for b in some],
-        budgets=[batch.budgets[b] for b in some],
-        warp=batch.warp.select(some),
-        noise=batch.noise.select(some),
-        prompt_lengths=[batch.prompt_lengths[b] for b in some],
-        predictions=[batch.predictions[b] for b in some] if batch.predictions else (),
-    )
 
 
 def check(draft: Draft, batch: Batch, vocab_size: int) -> None:

@@ -38,7 +38,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """include_usage: one more event, with the usage. continuous_usage_stats: usage and metrics so far in every event."""
+    """include_usage: one more event, with the usage. continuous_usage_stats: tokens and guesses in every event (`so_far`)."""
 
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None

@@ -259,17 +259,18 @@ class Service:
             elif text:
                 yield _event(writer.piece(index, text, None))
         offsets = [len(text) for text in echoes]
+        counts = [{"tokens": 0, "drafted": 0, "accepted": 0} for _ in echoes]
         try:
             async for index, update in call.updates():
+                so_far = counts[index]
+                so_far["tokens"] += len(update.token_ids)
+                so_far["drafted"] += update.drafted
+                so_far["accepted"] += update.accepted
                 for text, own in pace.cut(update):
                     chunk = writer.piece(index, text, own, offsets[index])
                     offsets[index] += len(text)
                     if options and options.continuous_usage_stats:
-                        chunk["metrics"] = {
-                            "drafted": update.drafted,
-                            "accepted": update.accepted,
-                            "tokens": len(update.token_ids),
-                        }
+                        chunk["so_far"] = so_far
                     await pace.tick()
                     yield _event(chunk)
                 if update.result is not None:
