@@ -5,6 +5,9 @@ python -m benchmarks.machine         this machine: cores, instruction sets, read
 python -m benchmarks.inflate         a Llama of any size that computes the function of a small one
 python -m benchmarks.forward         the time of a forward over M tokens, over one over a single token
 python -m benchmarks.decode          tokens/s of methods and peers, interleaved
+python -m benchmarks.workloads       every drafter on code, prose and edits
+python -m benchmarks.trees           trees against chains at equal node count
+python -m benchmarks.edits           edits of real files: what the text itself foretells
 python -m benchmarks.identity        a million tokens: how many differ from plain decoding
 python -m benchmarks.table           the tables of docs/performance.md, from the files in benchmarks/results
 """

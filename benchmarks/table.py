@@ -1,9 +1,10 @@
-"""Put the tables of the newest result files into docs/performance.md, between the markers that name them.
+"""Put the tables of the newest result files into docs/performance.md and docs/trees.md, between the markers that name them.
 
     python -m benchmarks.table [--check]
 
-A marker is a line `<!-- table: KIND FILE -->`, closed by `<!-- /table -->`; KIND is figures, forward, decode, machine or
-identity, FILE the result's name without its date (bench, identity). --check fails when the document is out of date.
+A marker is a line `<!-- table: KIND FILE -->`, closed by `<!-- /table -->`; KIND is figures, forward, decode, machine,
+identity, trees or workloads, FILE the result's name without its date (bench, identity, trees, workloads). --check fails
+when a document is out of date.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, ROOT, headline
+from benchmarks import RESULTS, ROOT, headline, trees, workloads
 from benchmarks.figures import HEAD, figures
 from benchmarks.report import decode_rows, forward_rows, markdown
 
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENT, TREES = ROOT / "docs" / "performance.md", ROOT / "docs" / "trees.md"
 MARKER = re.compile(r"(<!-- table: (\w+) ([\w.-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -53,6 +54,13 @@ def render(kind: str, result: dict[str, Any], identity: dict[str, Any] | None) -
     if kind == "identity":
         rows = [[u["weights"], u["drafter"], f"{u['tokens']:,}", str(u["differing"])] for u in result["units"]]
         return markdown(["weights", "drafter", "tokens", "differing"], rows)
+    if kind == "trees":
+        return trees.table(result["trees"])
+    if kind == "workloads":
+        parts = [
+            (f"{size} {result['precision']}", workloads.table(records)) for size, records in result["sizes"].items()
+        ]
+        return "\n\n".join(f"**{title}**\n\n{text}" for title, text in parts)
     if kind == "forward":
         parts = [(f"{f['size']} {f['precision']}", forward_rows(f["records"])) for f in result["forward"]]
     elif kind == "decode":
@@ -61,7 +69,9 @@ def render(kind: str, result: dict[str, Any], identity: dict[str, Any] | None) -
             for d in result["decode"]
         ]
     else:
-        raise ValueError(f"unknown table {kind!r}; there are figures, forward, decode, machine and identity")
+        raise ValueError(
+            f"unknown table {kind!r}; there are figures, forward, decode, machine, identity, trees and workloads"
+        )
     return "\n\n".join(f"**{title}**\n\n{markdown(*rows)}" for title, rows in parts)
 
 
@@ -81,11 +91,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=headline(__doc__))
     parser.add_argument("--check", action="store_true", help="change nothing; fail when the document is out of date")
     args = parser.parse_args()
-    old = DOCUMENT.read_text(encoding="utf-8")
-    new = fill(old)
-    if args.check:
-        sys.exit(old != new and f"{DOCUMENT.name} is out of date; run python -m benchmarks.table")
-    DOCUMENT.write_text(new, encoding="utf-8")
+    for document in (DOCUMENT, TREES):
+        old = document.read_text(encoding="utf-8")
+        new = fill(old)
+        if args.check and old != new:
+            sys.exit(f"{document.name} is out of date; run python -m benchmarks.table")
+        if not args.check:
+            document.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":
