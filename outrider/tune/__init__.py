@@ -1,0 +1,16 @@
+"""How much to spend on guesses: what speculation is worth, what it costs here, and who decides. Imports the kernel.
+
+cost         pure expectations, and the cost model that puts seconds into them
+observed     running acceptance, and seconds by size
+costs        where a controller's seconds come from: the steps themselves, or a calibrated model
+controllers  Fixed, and Adaptive, which takes what pays and never costs more than it states
+calibrate    measures a cost model once for machine, models, precision and threads
+"""
+
+from __future__ import annotations
+
+from outrider.tune.controllers import Adaptive, Controller, Fixed
+from outrider.tune.cost import CostModel
+from outrider.tune.costs import Calibrated, Costs
+
+__all__ = ["Adaptive", "Calibrated", "Controller", "CostModel", "Costs", "Fixed"]

@@ -1,0 +1,322 @@
+"""Controllers turn what has been observed into the budget of the next step. They change speed, never the law; under
+`match`, never even the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.tune.costs import Costs
+from outrider.tune.observed import Acceptance, survival
+from outrider.types import Budget, Step
+
+ALLOWANCE, START = 0.01, 2.0  # what probing may lose: this part of all time, and so many plain steps to begin with
+_GAPS = (16, 512)  # steps between probes of drafting that failed: the first gap, doubled up to the last
+_PLAIN_GAPS = (16, 256)  # steps between measurements of plain decoding, likewise, while drafting pays
+_FIRST_BURST, _BURST, _LOOK = 10, 4, 2  # steps of the first look and of a probe, and their depth
+_FADE = 0.1  # what a probe leaves of the acceptance seen before it
+_EVERY = 8  # steps for which a decision stands
+_ENTER = 1.02  # how much better drafting must look before it begins
+_PROOF = 16  # drafted steps after which their own speed, not the estimate, has the last word
+
+
+class Controller(Protocol):
+    """Decides budgets."""
+
+    def budgets(self, rows: list[int]) -> list[Budget]:
+        """What may be spent on each of these cache rows in the next step."""
+        ...
+
+    def observe(self, step: Step) -> None:
+        """What came of the last step."""
+        ...
+
+    def release(self, row: int) -> None:
+        """The sequence in this row has ended."""
+        ...
+
+
+class Fixed:
+    """The same budget for every row and step."""
+
+    def __init__(self, depth: int, width: int = 1, nodes: int | None = None) -> None:
+        self.budget = Budget(depth, width, nodes)
+
+    def budgets(self, rows: list[int]) -> list[Budget]:
+        return [self.budget] * len(rows)
+
+    def observe(self, step: Step) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+
+@dataclass(eq=False)
+class _Row:
+    """What a controller knows of a sequence."""
+
+    acceptance: Acceptance
+    position: int | None = None  # committed tokens after the last step seen
+    level: int = 0  # committed tokens the drafter has read
+    written: int = 0
+
+
+@dataclass(eq=False)
+class _Ledger:
+    """Seconds lost to probes, and what recent drafted steps took against what plain decoding would have."""
+
+    elapsed: float = 0.0
+    spent: float = 0.0  # by drafting that has not proved itself
+    worth: float = 0.0  # plain seconds for the tokens of recent drafted steps, fading
+    taken: float = 0.0  # and the seconds they took
+    steps: float = 0.0
+
+    @property
+    def proved(self) -> bool:
+        return self.steps > _PROOF and self.worth > self.taken
+
+    @property
+    def disproved(self) -> bool:
+        return self.steps > _PROOF and self.worth < 0.98 * self.taken
+
+    def fade(self, factor: float = 0.97) -> None:
+        self.worth, self.taken, self.steps = factor * self.worth, factor * self.taken, factor * self.steps
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What stands until it is decided anew."""
+
+    budget: Budget = field(default_factory=lambda: Budget(0))
+    rows: int = 0  # how many rows it was decided for
+    left: int = 0  # steps it still stands
+    gain: float = 1.0  # expected speed against plain decoding
+    believed: bool = False  # drafting is thought to pay
+    probe: list[int] | None = None  # rows that are drafted for only to see
+
+
+class Adaptive:
+    """As deep as pays, from running acceptance and the measured time of the steps themselves; plain where nothing pays.
+
+    Needs no calibration: the first steps are plain and measure, then a short look at drafted ones. From there the depth
+    with the most expected tokens per second is taken, anew every few steps. While drafting does not pay it is skipped, and
+    probed after gaps that double; while it pays, plain decoding is measured again after gaps that double.
+
+    The price of probing is bounded: drafting that has not proved itself may lose `START` plain steps in all and
+    `ALLOWANCE` of all time, and a probe that could cost more (a draft model that was skipped must first read what was
+    written) waits until that is earned. On top of it come the first look at a drafter, which must read one prompt before
+    anything can be known of it, and the few steps by which belief lags behind a text that turns.
+    """
+
+    def __init__(self, limit: Budget | None = None, costs: Costs | None = None) -> None:
+        """limit: the largest budget, 8 deep if not given; shallower ones keep its width. costs: where seconds come from,
+        learned from the steps if not given."""
+        self.limit = limit or Budget(8)
+        self.costs = costs or Costs()
+        self.pooled = Acceptance(self.limit.depth, 128)
+        self.drafted = Acceptance(self.limit.max_nodes, 128)  # nodes that came, of those asked for
+        self.rows: dict[int, _Row] = {}
+        self.length, self.prompt = 128.0, 0.0  # tokens a sequence writes, and has at first, of those seen
+        self.ledger, self.plan = _Ledger(), _Plan()
+        self.now = 0  # steps so far
+        self.gap, self.probe_at, self.burst = _GAPS[0], 0, 0
+        self.plain_gap, self.plain_at = _PLAIN_GAPS[0], 0
+        self.looked = False
+
+    def budgets(self, rows: list[int]) -> list[Budget]:
+        plan = self.plan
+        if not self.limit.max_nodes:
+            return [self.limit] * len(rows)
+        if plan.left <= 0 or plan.rows != len(rows):
+            self._decide(rows)
+        plan.left -= 1
+        self.now += 1
+        if plan.budget.depth == 0:
+            return [plan.budget] * len(rows)
+        return [plan.budget if self._wanted(row) else Budget(0) for row in rows]
+
+    def observe(self, step: Step) -> None:
+        if not self.limit.max_nodes:
+            return
+        asked, behind = [b.depth for b in step.budgets], 0
+        for row, depth, position, kept in zip(step.rows, asked, step.positions, step.kept, strict=True):
+            state, after = self._row(row), position + len(kept.tokens)
+            if state.position is None:
+                self.prompt += (position - self.prompt) * (0.1 if self.prompt else 1)
+            if depth:
+                behind += max(position - state.level, 0)
+                state.level = after
+                if kept.finish is None:  # a cut says nothing of what was refused
+                    state.acceptance.observe(depth, kept.drafted)
+                    self.pooled.observe(depth, kept.drafted)
+            state.position, state.written = after, state.written + len(kept.tokens)
+        nodes = step.draft.nodes - 1
+        if any(asked):
+            self.drafted.observe(max(b.max_nodes for b in step.budgets), nodes)
+        usual = 0.0
+        if any(asked) and self.costs.plain(len(asked)) is not None:
+            usual = self.costs.step(len(asked), max(asked), [1.0] * nodes)  # as was thought before
+        reading = self.costs.observe(step, nodes, behind)
+        self._account(step, usual, reading)
+
+    def release(self, row: int) -> None:
+        state = self.rows.pop(row, None)
+        if state is not None:
+            self.length += 0.1 * (state.written - self.length)
+
+    def _row(self, row: int) -> _Row:
+        if row not in self.rows:
+            self.rows[row] = _Row(Acceptance(self.limit.depth, 24))
+        return self.rows[row]
+
+    def _account(self, step: Step, usual: float, reading: float) -> None:
+        """Writes a step into the ledger. usual: seconds expected of a drafted one, 0 for a plain one. reading: those in
+        which the drafter read what it had missed."""
+        ledger, taken = self.ledger, sum(step.seconds.values())
+        ledger.elapsed += taken
+        plain = self.costs.plain(len(step.rows))
+        if not usual or plain is None:
+            return
+        worth = sum(len(kept.tokens) for kept in step.kept) * plain / len(step.rows)
+        taken = min(taken, 2 * usual + reading)  # the machine's pauses are nobody's fault
+        if not ledger.proved:
+            paid = taken if self.looked else taken - reading  # the first look at a drafter reads on the house
+            ledger.spent = max(ledger.spent + paid - worth, 0.0)
+        ledger.fade()
+        ledger.worth, ledger.taken = ledger.worth + worth, ledger.taken + taken - reading
+        ledger.steps += 1
+        self.looked = True
+
+    def _decide(self, rows: list[int]) -> None:
+        plan, count = self.plan, len(rows)
+        plan.rows, was, probed, plan.probe = count, plan.believed, plan.probe, None
+        if self.costs.plain(count) is None:
+            self._set(0, 1)  # measure
+            return
+        depth, plan.gain = self._best(rows)
+        trusted = self.ledger.proved or (self._room(count) > 0 and not self.ledger.disproved)
+        ready = trusted and self.looked and self.costs.settled
+        plan.believed = ready and plan.gain > (1.0 if was else _ENTER)
+        if plan.believed:
+            self._draft(depth, was)
+        elif ready and self._free(count):
+            plan.believed = True
+            self._set(min(_LOOK, self.limit.depth), _EVERY)
+        elif probed and self.burst > 0 and self._room(count) > 0 and self._hopeful(count) and {*probed} <= {*rows}:
+            self.burst -= 1
+            plan.probe = probed
+            self._set(min(_LOOK, self.limit.depth), 1)
+        else:
+            self._skip(rows, failed=was or probed is not None)
+
+    def _draft(self, depth: int, was: bool) -> None:
+        """Drafting pays; now and then a pair of plain steps is measured, the first to warm up."""
+        if not was:
+            self.plain_gap, self.plain_at = _PLAIN_GAPS[0], self.now + _PLAIN_GAPS[0]
+        if self.ledger.proved:
+            self.gap = _GAPS[0]
+        if self.costs.learns and self.now >= self.plain_at:
+            self.plain_gap = min(2 * self.plain_gap, _PLAIN_GAPS[1])
+            self.plain_at = self.now + self.plain_gap
+            self._set(0, 2)
+        else:
+            self._set(depth, _EVERY if self.ledger.proved else 2)
+
+    def _skip(self, rows: list[int], failed: bool) -> None:
+        """Drafting does not pay, as far as is known: plain steps, and a probe when it is due and can be afforded."""
+        if failed:
+            self.ledger.fade(0.0)
+            self.probe_at = self.now + self.gap
+            self.gap = min(2 * self.gap, _GAPS[1])
+        elif self.now >= self.probe_at:
+            self.plan.probe = self._affordable(rows)
+            if self.plan.probe:
+                for seen in (self.pooled, *(self._row(row).acceptance for row in self.plan.probe)):
+                    seen.fade(_FADE)
+                self.burst = (_BURST if self.looked else _FIRST_BURST) - 1
+                self._set(min(_LOOK, self.limit.depth), 1)
+                return
+            self.probe_at = self.now + self.gap
+        self._set(0, self.probe_at - self.now)
+
+    def _set(self, depth: int, left: int) -> None:
+        self.plan.budget, self.plan.left = self._shape(depth), left
+
+    def _shape(self, depth: int) -> Budget:
+        limit = self.limit
+        if depth == 0:
+            return Budget(0)
+        nodes = None if limit.nodes is None else max(depth, round(limit.nodes * depth / limit.depth))
+        return Budget(depth, limit.width, nodes)
+
+    def _best(self, rows: list[int]) -> tuple[int, float]:
+        """(depth, speed against plain decoding) of the best depth of at least 1; not far beyond a look before drafting has
+        proved itself, as little is known of what is deeper."""
+        count, pooled = len(rows), self.pooled.chances()
+        kept = [survival(self._row(row).acceptance.chances(pooled)) for row in rows]
+        came = survival(self.drafted.chances())
+        best, gain, tokens = 0, 0.0, float(count)
+        deepest = self.limit.depth if self.ledger.proved else min(2 * _LOOK, self.limit.depth)
+        for depth in range(1, deepest + 1):
+            tokens += sum(k[depth - 1] for k in kept)
+            new = tokens / count / self._slowness(count, depth, came)
+            if new > gain:
+                best, gain = depth, new
+        return best, gain
+
+    def _slowness(self, count: int, depth: int, came: Sequence[float]) -> float:
+        """Of a step that asks for guesses so deep, as many as usually come; 1 is a plain step."""
+        plain = self.costs.plain(count)
+        assert plain is not None
+        return self.costs.step(count, depth, came[: self._shape(depth).max_nodes]) / plain
+
+    def _hopeful(self, count: int) -> bool:
+        """Would drafting pay at some depth if every guess came and were right? And has one been right?"""
+        if self.pooled.tries[0] > 3 and not self.pooled.hits[0]:
+            return False
+        sure = [1.0] * self.limit.max_nodes
+        return any(1 + d > self._slowness(count, d, sure) for d in range(1, self.limit.depth + 1))
+
+    def _free(self, count: int) -> bool:
+        """Does asking cost next to nothing, as with a lookup that mostly finds nothing?"""
+        depth = min(_LOOK, self.limit.depth)
+        return self._slowness(count, depth, survival(self.drafted.chances())) < 1 + ALLOWANCE
+
+    def _room(self, count: int) -> float:
+        """Seconds that drafting may still lose before it has proved itself."""
+        plain = self.costs.plain(count)
+        assert plain is not None
+        return START * plain + ALLOWANCE * self.ledger.elapsed - self.ledger.spent
+
+    def _affordable(self, rows: list[int]) -> list[int] | None:
+        """The rows that may be probed: what the drafter has to read for them, and steps whose guesses are all wrong, must
+        not cost more than is allowed. The first look is always allowed."""
+        plain, depth = self.costs.plain(len(rows)), min(_LOOK, self.limit.depth)
+        assert plain is not None
+        if not self.looked:
+            return rows
+        slowness = self._slowness(len(rows), depth, survival(self.drafted.chances()))
+        room = self._room(len(rows)) - _BURST * max(slowness - 1, 0.0) * plain
+        chosen: list[int] = []
+        for row in sorted(rows, key=self._price):
+            room -= self._price(row)
+            if room < 0:
+                break
+            chosen.append(row)
+        return chosen or None
+
+    def _price(self, row: int) -> float:
+        """Seconds in which the drafter reads what it has missed of a row."""
+        state = self._row(row)
+        return self.costs.reading(int(self.prompt) if state.position is None else state.position - state.level)
+
+    def _wanted(self, row: int) -> bool:
+        """Is a row drafted for? What it gains until it ends must cover the reading."""
+        if self.plan.probe is not None:
+            return row in self.plan.probe
+        price = self._price(row)
+        if price <= 0:
+            return True
+        state, plain = self._row(row), self.costs.plain(self.plan.rows)
+        remaining = max(self.length - state.written, state.written / 2, 16.0)
+        return plain is not None and price <= (1 - 1 / self.plan.gain) * remaining * plain / self.plan.rows
