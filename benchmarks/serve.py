@@ -1,0 +1,276 @@
+"""Load on a server that streams as OpenAI's does, ours or another: throughput and latency by concurrency.
+
+    python -m benchmarks.serve --base-url http://127.0.0.1:8000 --model builtin:code --num-prompts 64
+    python -m benchmarks.serve --start work/bench/models/code-0.5B-float32 --config '{"method": "draft_model", ...}'
+        --arm off='{"disable_spec_decode": true}' --arm fixed='{"num_speculative_tokens": 4}' --arm server='{}'
+
+The names of options and of the results' fields are those of `vllm bench serve`. An arm is what is added to each request; arms
+take turns at every concurrency, on the same prompts and seeds, in one server process. The client reads raw sockets, so that it
+costs the two cores of a small machine little. Texts of the arms are compared: with one seed they must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from benchmarks import ROOT, headline
+from benchmarks.machine import facts
+from benchmarks.prompts import humaneval
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass
+class Sample:
+    """One request. Times in seconds; itls: between the events of its stream."""
+
+    started: float
+    ttft: float = 0.0
+    latency: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+
+async def ask(host: str, port: int, path: str, body: dict[str, Any]) -> Sample:
+    """Send one request and read its stream."""
+    sample, last = Sample(perf_counter()), 0.0
+    payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer = None
+    try:
+        reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
+        writer.write(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        status = (await reader.readline()).decode()
+        if " 200 " not in status:
+            raise ValueError(f"{status.strip()}: {(await reader.read()).decode(errors='replace')[-300:]}")
+        async for line in reader:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event, now = json.loads(line[6:]), perf_counter()
+            if "error" in event:
+                raise ValueError(event["error"]["message"])
+            for choice in event["choices"]:
+                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                if text:
+                    if last:
+                        sample.itls.append(now - last)
+                    else:
+                        sample.ttft = now - sample.started
+                    last, sample.text, sample.latency = now, sample.text + text, now - sample.started
+            if event.get("usage"):
+                sample.tokens, sample.prompt_tokens = (
+                    event["usage"]["completion_tokens"],
+                    event["usage"]["prompt_tokens"],
+                )
+        if not last:
+            raise ValueError("the stream held no text")
+    except (OSError, ValueError, KeyError) as error:
+        sample.error = f"{type(error).__name__}: {error}"
+    finally:
+        if writer is not None:
+            writer.close()
+    return sample
+
+
+async def load(
+    options: argparse.Namespace, prompts: list[str], concurrency: int, extra: dict[str, Any]
+) -> tuple[list[Sample], float]:
+    """Ask for every prompt, so many at once, in Poisson arrivals where a rate is given; the samples and the whole time."""
+    at, gate, draw = urlsplit(options.base_url), asyncio.Semaphore(concurrency), random.Random(options.seed)
+
+    async def one(number: int, prompt: str) -> Sample:
+        async with gate:
+            body = {"model": options.model, "max_tokens": options.output_len, "temperature": options.temperature}
+            body |= {"seed": options.seed + number, "ignore_eos": True, **extra}
+            body |= (
+                {"messages": [{"role": "user", "content": prompt}]}
+                if "chat" in options.endpoint
+                else {"prompt": prompt}
+            )
+            return await ask(at.hostname or "127.0.0.1", at.port or 80, options.endpoint, body)
+
+    started, tasks = perf_counter(), []
+    for number, prompt in enumerate(prompts):
+        tasks.append(asyncio.create_task(one(number, prompt)))
+        if options.request_rate < float("inf"):
+            await asyncio.sleep(draw.expovariate(options.request_rate))
+    samples = await asyncio.gather(*tasks)
+    return samples, perf_counter() - started
+
+
+def counters(base_url: str) -> dict[str, float]:
+    """The server's counters of speculation, by vLLM's names without their prefix; empty for a server without them."""
+    try:
+        with urlopen(base_url + "/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+    except OSError:
+        return {}
+    found: dict[str, float] = {}
+    for line in lines:
+        if ":spec_decode_" in line and not line.startswith("#") and "_created" not in line:
+            name, value = line.split(":", 1)[1].rsplit(" ", 1)
+            short = name.partition("{")[0].removesuffix("_total")
+            if "position=" in name:
+                short += "." + name.partition('position="')[2].partition('"')[0]
+            found[short] = found.get(short, 0.0) + float(value)
+    return found
+
+
+def summary(samples: list[Sample], seconds: float, grown: dict[str, float]) -> dict[str, Any]:
+    """The fields of `vllm bench serve`."""
+    good = [s for s in samples if not s.error]
+    asked, written = sum(s.prompt_tokens for s in good), sum(s.tokens for s in good)
+    out: dict[str, Any] = {
+        "duration": seconds,
+        "completed": len(good),
+        "failed": len(samples) - len(good),
+        "total_input_tokens": asked,
+        "total_output_tokens": written,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": written / seconds,
+        "total_token_throughput": (asked + written) / seconds,
+    }
+    series = {
+        "ttft": [s.ttft for s in good],
+        "tpot": [(s.latency - s.ttft) / (s.tokens - 1) for s in good if s.tokens > 1],
+        "itl": [x for s in good for x in s.itls],
+        "e2el": [s.latency for s in good],
+    }
+    for name, values in series.items():
+        ordered = sorted(1000 * v for v in values)
+        if ordered:
+            out[f"mean_{name}_ms"], out[f"median_{name}_ms"] = statistics.mean(ordered), statistics.median(ordered)
+            out[f"std_{name}_ms"] = statistics.pstdev(ordered)
+            for p in (90, 99):
+                out[f"p{p}_{name}_ms"] = ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))]
+    drafts, drafted = grown.get("spec_decode_num_drafts", 0), grown.get("spec_decode_num_draft_tokens", 0)
+    if drafted:
+        kept = grown.get("spec_decode_num_accepted_tokens", 0)
+        per = [grown.get(f"spec_decode_num_accepted_tokens_per_pos.{i}", 0) / drafts for i in range(16)]
+        out |= {
+            "spec_decode_acceptance_rate": 100 * kept / drafted,  # percent here, a fraction elsewhere: vLLM's habit
+            "spec_decode_acceptance_length": 1 + kept / drafts,
+            "spec_decode_num_drafts": int(drafts),
+            "spec_decode_draft_tokens": int(drafted),
+            "spec_decode_accepted_tokens": int(kept),
+            "spec_decode_per_position_acceptance_rates": [x for x in per if x],
+        }
+    return out
+
+
+@contextmanager
+def server(options: argparse.Namespace):
+    """A server of our own around the run, where one is asked for; sets the base URL."""
+    if options.start is None:
+        yield
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.cli",
+        "serve",
+        options.start,
+        "--port",
+        "0",
+        "--served-model-name",
+        options.model,
+    ]
+    command += [
+        "--max-num-seqs",
+        str(max(options.max_concurrency)),
+        "--prefix-cache",
+        "0",
+        "--speculative-config",
+        options.config,
+    ]
+    command += ["--max-model-len", str(options.max_model_len), "--log-file", "/dev/null"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("curl"):
+                    options.base_url = line.split()[2].removesuffix("/v1/completions")
+                    break
+            else:
+                raise RuntimeError("the server did not start")
+            yield
+        finally:
+            process.terminate()
+
+
+def arm(given: str) -> tuple[str, dict[str, Any]]:
+    name, _, body = given.partition("=")
+    return name, json.loads(body or "{}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=headline(__doc__))
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
+    parser.add_argument("--endpoint", default="/v1/completions")
+    parser.add_argument("--model", default="builtin:code")
+    parser.add_argument("--start", help="a model to serve for the run, in place of --base-url")
+    parser.add_argument("--config", default='{"method": "auto"}', help="its speculative_config")
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument(
+        "--num-prompts", type=int, help="at each concurrency; two a client, at least four, if not given"
+    )
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--max-concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--request-rate", type=float, default=float("inf"))
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-warmups", type=int, default=1)
+    parser.add_argument("--arm", type=arm, action="append", help="NAME=JSON, added to each request; may be repeated")
+    parser.add_argument("--save-result", type=Path)
+    options = parser.parse_args()
+    arms = options.arm or [("off", {"disable_spec_decode": True}), ("on", {})]
+    every, runs, differ, compared = humaneval(32), [], 0, 0
+    with server(options):
+        for _, extra in arms:
+            asyncio.run(load(options, every[: options.num_warmups], 1, extra))
+        print(f"{'':>4} {'':<10} {'tokens/s':>9} {'TTFT ms':>9} {'TPOT ms':>9} {'p99 ITL':>9} {'length':>7}  failed")
+        for concurrency in options.max_concurrency:
+            count = options.num_prompts or max(4, 2 * concurrency)
+            prompts, texts = [every[i % len(every)] for i in range(count)], list[list[str]]()
+            compared += count
+            for name, extra in arms:
+                before = counters(options.base_url)
+                samples, seconds = asyncio.run(load(options, prompts, concurrency, extra))
+                after = counters(options.base_url)
+                found = summary(samples, seconds, {k: v - before.get(k, 0) for k, v in after.items()})
+                texts.append([s.text for s in samples])
+                runs.append({"arm": name, "extra_body": extra, "max_concurrency": concurrency, **found})
+                length = f"{found.get('spec_decode_acceptance_length', 1):.2f}"
+                print(
+                    f"{concurrency:>4} {name:<10} {found['output_throughput']:>9.1f} {found.get('median_ttft_ms', 0):>9.0f} "
+                    f"{found.get('median_tpot_ms', 0):>9.1f} {found.get('p99_itl_ms', 0):>9.0f} {length:>7}  {found['failed']}",
+                    flush=True,
+                )
+                for error in sorted({s.error for s in samples if s.error})[:3]:
+                    print(f"     {error}", file=sys.stderr)
+            differ += sum(len(set(same)) > 1 for same in zip(*texts, strict=True))
+    print(f"texts that differ between arms: {differ} of {compared}")
+    if options.save_result:
+        named = {k: v for k, v in vars(options).items() if k not in ("arm", "save_result", "request_rate")}
+        result = {"machine": facts(), "options": named, "texts_that_differ": differ, "runs": runs}
+        options.save_result.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
