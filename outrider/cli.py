@@ -55,7 +55,8 @@ Draft = Annotated[
     option("Speculation", "The small model that guesses; builtin:code brings its own.", "--draft-model", "-d"),
 ]
 Guesses = Annotated[
-    int, option("Speculation", "Guesses per step, one behind the other.", "--num-speculative-tokens", "-k")
+    int | None,
+    option("Speculation", "Guesses per step at most; as many as pay if not given.", "--num-speculative-tokens", "-k"),
 ]
 
 
@@ -98,7 +99,7 @@ def generate(
         option("Speculation", "Who guesses:\n\n" + "\n\n".join(f"{m}: {why}" for m, why in METHODS.items())),
     ] = None,
     draft_model: Draft = None,
-    num_speculative_tokens: Guesses = 5,
+    num_speculative_tokens: Guesses = None,
     tree_width: Annotated[int, option("Speculation", "Guesses side by side; 1 is a chain.")] = 1,
     tree_nodes: Annotated[int | None, option("Speculation", "Guesses per step in all.")] = None,
     prediction: Annotated[
@@ -155,7 +156,7 @@ def generate(
                 stop=stop or (),
                 ignore_eos=ignore_eos,
                 seed=secrets.randbits(32) if seed is None else seed,
-                prediction=prediction.read_text(encoding="utf-8") if prediction else None,
+                prediction=_text(prediction) if prediction else None,
             )
             llm = LLM(
                 model,
@@ -177,7 +178,7 @@ def generate(
 def demo(
     model: Model = CODE,
     draft_model: Draft = None,
-    num_speculative_tokens: Guesses = 5,
+    num_speculative_tokens: Guesses = None,
     tokens: Annotated[int, option("Measurement", "Tokens of each text.", min=1)] = 128,
     repeats: Annotated[int, option("Measurement", "Runs of each text, plain and speculative.", min=1)] = 2,
     json_file: Annotated[
@@ -200,7 +201,7 @@ def demo(
 
             llm = LLM(model, speculative_config=config, max_num_seqs=1)
         what = config.get("model") or f"the method {config['method']}"
-        print(paint(f"{llm.loaded.name} writes, {what} guesses {num_speculative_tokens} tokens ahead.\n", DIM))
+        print(paint(f"{llm.loaded.name} writes, {what} guesses up to {llm.config.budget.depth} tokens ahead.\n", DIM))
 
         def stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
             if _stream(llm, prompt, params):
@@ -326,9 +327,17 @@ def _speculation(
     return config if draft is None else {**config, "model": draft}
 
 
+def _text(path: Path) -> str:
+    """A text file. Raises ValueError for one that is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"--prediction {path} is not UTF-8 text; name the text that the answer will repeat") from None
+
+
 def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> bool:
     """Write the text as it comes, then the summary line. Returns whether ctrl-C ended it."""
-    bare, speculates = plain(sys.stdout), llm.config.method != "none" and llm.config.num_speculative_tokens > 0
+    bare, speculates = plain(sys.stdout), llm.config.method != "none" and llm.config.budget.max_nodes > 0
     source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
     tokens, last, interrupted, started = 0, "\n", False, perf_counter()
     steps = drafted = accepted = 0

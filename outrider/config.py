@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from outrider.methods import METHODS, PLUGINS
+from outrider.methods import DEPTHS, METHODS, PLUGINS
 from outrider.types import Budget
 from outrider.verify import VERIFIERS
 
@@ -21,7 +21,14 @@ class SpeculativeConfig(BaseModel):
 
     method: str | list[str] = Field("none", description="who guesses, one or several: " + ", ".join(METHODS))
     model: Any = Field(None, description="the draft model: a folder, a hub name, builtin:..., or a loaded model")
-    num_speculative_tokens: int = Field(5, ge=0, le=256, description="guesses per step, one behind the other")
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, le=256, description="guesses per step, one behind the other, at most; as many as pay if not given"
+    )
+    controller: Literal["adaptive", "fixed"] | None = Field(
+        None,
+        description="adaptive: as many guesses as pay by the clock, none where none do; fixed: always as many as given. "
+        "Not given: adaptive, but fixed where the clock would decide the text (every verifier but match)",
+    )
     tree_width: int = Field(1, ge=1, le=64, description="guesses side by side at a node; 1 is a chain")
     tree_nodes: int | None = Field(None, ge=0, le=4095, description="guesses per step in all; None: depth times width")
     layers: list[int] | str | None = Field(
@@ -92,8 +99,15 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def budget(self) -> Budget:
-        """What a drafter may spend in a step."""
-        return Budget(self.num_speculative_tokens, self.tree_width, self.tree_nodes)
+        """What a drafter may spend in a step, at most."""
+        usual = max(DEPTHS.get(method, 5) for method in self.methods)
+        depth = usual if self.num_speculative_tokens is None else self.num_speculative_tokens
+        return Budget(depth, self.tree_width, self.tree_nodes)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the clock may shorten drafts. Under `match` that never changes a text."""
+        return self.verifier == "match" if self.controller is None else self.controller == "adaptive"
 
     @classmethod
     def of(cls, given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig:

@@ -190,7 +190,7 @@ class CustomGenerate:
         for row in ordered:
             if row.end and row.end.finish == "error":
                 warnings.warn(f"row {row.request.id} was stopped: {row.end.reason}", RuntimeWarning, stacklevel=5)
-        spec = engine.config.num_speculative_tokens
+        spec = engine.config.budget.depth
         self.last = LastCall(
             engine.decoder.guarantee,
             seed,

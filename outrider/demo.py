@@ -215,7 +215,7 @@ def run(
     comparisons = list(results.values())
     host = machine()
     console.print(table(comparisons))
-    for line in conclusion(comparisons, llm.decoder.guarantee, llm.config.num_speculative_tokens):
+    for line in conclusion(comparisons, llm.decoder.guarantee, llm.config.budget.depth):
         console.print(line, highlight=False)
     console.print(
         f"Measured on {host['cores']} cores of {host['cpu']}; kernels: {host['kernels']}.", highlight=False, style="dim"

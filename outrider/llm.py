@@ -15,7 +15,7 @@ from outrider.drafters.base import Drafter
 from outrider.models.load import load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
-from outrider.tune import Controller, Fixed
+from outrider.tune import Adaptive, Controller, Fixed
 
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
 
@@ -59,7 +59,7 @@ class LLM:
             target,
             drafter,
             self.config.verifier,
-            controller or Fixed(*self.config.budget.parts),
+            controller or make_controller(self.config),
             rows=max_num_seqs,
             max_length=length,
             end_ids=self.loaded.end_ids,
@@ -191,9 +191,7 @@ class LLM:
         first = rows[0]
         speculative = None
         if self.config.method != "none" and len(rows) == 1:
-            speculative = SpeculativeMetrics.of(
-                meters[0].drafted, meters[0].accepted, self.config.num_speculative_tokens
-            )
+            speculative = SpeculativeMetrics.of(meters[0].drafted, meters[0].accepted, self.config.budget.depth)
         metrics = RequestMetrics(
             time_to_first_token=None if first.first is None else first.first - first.arrived,
             e2e_latency=max((r.done or r.arrived) - r.arrived for r in rows),
@@ -208,6 +206,11 @@ class LLM:
             metrics=metrics,
             prompt_logprobs=first.prompt_logprobs if wanted else None,
         )
+
+
+def make_controller(config: SpeculativeConfig) -> Controller:
+    """The controller a configuration asks for."""
+    return Adaptive(config.budget) if config.adaptive else Fixed(*config.budget.parts)
 
 
 class Meter:

@@ -13,4 +13,5 @@ METHODS = {  # who guesses, and when that pays
     "prediction": "a text you expect the answer to repeat; pays for edits of a file",
     "token_recycling": "likely successors of each token so far; pays a little for any text, needs no second model",
 }
+DEPTHS = {"suffix": 16, "prediction": 16, "ngram": 10, "auto": 16}  # guesses per step where a user names no number: 5
 PLUGINS = "outrider.drafters"  # the entry point group where other packages name their drafters

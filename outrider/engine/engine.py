@@ -36,6 +36,7 @@ class Stats:
 
     running: int
     waiting: int
+    accepted: int  # jobs so far
     kv_tokens: int  # committed tokens in the cache
     kv_limit: int
     prefix_bytes: int
@@ -74,7 +75,7 @@ class Engine:
         observer: Observer | None = None,
     ) -> None:
         base = llm.decoder
-        method = "+".join(llm.config.methods) if llm.config.num_speculative_tokens else "none"
+        method = "+".join(llm.config.methods) if llm.config.budget.max_nodes else "none"
         drafters: dict[str, Drafter] = {
             "ngram": NgramDrafter(),
             "suffix": SuffixDrafter(),
@@ -101,7 +102,7 @@ class Engine:
         self.observer, self._chunk = observer, prefill_chunk
         self._chunk_alone = max(prefill_chunk, self.decoder.chunk)
         self.queue, self.running = FairQueue(max_queue), dict[int, Job]()  # by row
-        self.preemptions = 0
+        self.preemptions = self.accepted = 0
         self.problem: str | None = None  # what is wrong with the engine, for its doctor
         self._wake = threading.Condition()
         self._stop, self._end = False, math.inf  # _end: when jobs that are left end with what they have
@@ -121,6 +122,7 @@ class Engine:
         return Stats(
             running=len(self.running),
             waiting=len(self.queue),
+            accepted=self.accepted,
             kv_tokens=sum(decoder.cache.length),
             kv_limit=self.kv_limit,
             prefix_bytes=prefixes.bytes if prefixes else 0,
@@ -155,6 +157,7 @@ class Engine:
             room = self.queue.limit + len(self.decoder.free) - waiting
             if len(jobs) > room:
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / self.decoder.cache.rows)))
+            self.accepted += len(jobs)
             for job in jobs:
                 self.queue.put(job)
             self._wake.notify()
@@ -378,7 +381,7 @@ class Engine:
             logprobs=row.logprobs if asked and row else None,
         )
         method = self.method(job)
-        depth = self.llm.config.num_speculative_tokens if job.depth is None else job.depth
+        depth = self.llm.config.budget.depth if job.depth is None else job.depth
         told = (sum(job.accepted), sum(job.drafted) - sum(job.accepted)) if method == "prediction" else None
         now = perf_counter()
         return Result(

@@ -150,7 +150,7 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "outrider",
         "root": service.llm.loaded.name,
         "max_model_len": service.engine.decoder.max_length,
-        "speculative": {"method": config.method, "num_speculative_tokens": config.num_speculative_tokens},
+        "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},
         "guarantee": service.engine.decoder.guarantee.value,
     }
 
