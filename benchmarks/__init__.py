@@ -10,6 +10,7 @@ python -m benchmarks.trees           trees against chains at equal node count
 python -m benchmarks.edits           edits of real files: what the text itself foretells
 python -m benchmarks.identity        a million tokens: how many differ from plain decoding
 python -m benchmarks.serve           load on a server: throughput and latency by concurrency
+python -m benchmarks.serve_soak      a server under clients that behave badly, for ten minutes
 python -m benchmarks.table           the tables of docs/performance.md, from the files in benchmarks/results
 """
 

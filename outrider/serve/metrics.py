@@ -93,6 +93,7 @@ class Metrics:
             "prefix_cache_bytes": ("Keys and values kept for prompts that start alike.", stats.prefix_bytes),
         }
         counters = {
+            "requests_accepted": ("Texts that were queued.", stats.accepted),
             "prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_queries),
             "prefix_cache_hits": ("Prompt tokens found.", stats.prefix_hits),
             "num_preemptions": ("Texts that gave their row away and took one again.", stats.preemptions),
