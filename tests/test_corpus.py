@@ -73,9 +73,16 @@ def test_a_corpus_stays_within_its_bound_and_the_oldest_go_first(sizes: list[int
     assert len(corpus) == len(whole) <= limit
     assert whole == everything[len(everything) - len(whole) :]
     assert corpus.dropped == len(everything) - len(whole)
-    assert len(corpus.segments) <= 16
     if sizes and sizes[-1] > 1:
         assert corpus.contexts([len(sizes) - 1])
+
+
+def test_many_documents_make_few_segments() -> None:
+    corpus = Corpus(2000)
+    for name in range(100):
+        corpus.add([name] * 9)
+        assert len(corpus.segments) <= 10
+    assert max(map(len, corpus.segments)) <= 500  # so that no more than a quarter goes at a time
 
 
 @given(documents, st.integers(1, 400))

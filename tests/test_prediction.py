@@ -90,6 +90,12 @@ def test_shifted_token_borders_cost_a_few_steps() -> None:
     assert written(text, shifted)[0] <= 300 / 17 + 8
 
 
+def test_a_single_token_that_changed_costs_one_step() -> None:
+    text = [*range(340)]
+    answer = [t if t % 34 != 20 else 900 + t for t in text]
+    assert written(text, answer)[0] <= 20 + 10 + 2  # not two
+
+
 def test_a_name_that_changed_once_is_expected_to_change_again() -> None:
     draw = random.Random(0)
     between = [[draw.randrange(100, 2000) for _ in range(20)] for _ in range(12)]

@@ -75,13 +75,12 @@ class Alignment:
         return sum(count for _, count, _ in options), options
 
     def contexts(self) -> list[Context]:
-        """Where the prediction is expected to go on. Just after a change: with its next token replaced, or put off."""
+        """Where the prediction is expected to go on. Just after a change: as if one token had been replaced by one."""
         if self.place is not None:
             return [Context(self, (self.place, self._inside), 1.0, self.run)]
-        new = len(self.answer) - self.since
-        if new > 2 or self.misses > 2:
+        if len(self.answer) - self.since > 1 or self.misses > 2:
             return []
-        return [Context(self, (self.lost + new, ()), 1.0, 1), Context(self, (self.lost, ()), 0.5, 1)]
+        return [Context(self, (self.lost + 1, ()), 1.0, 1)]
 
     def _swapped(self, place: int) -> tuple[list[int], list[int]] | None:
         """The replacement that is expected at a place."""
