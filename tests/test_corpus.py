@@ -26,7 +26,7 @@ class Letters:
     def get_vocab(self) -> dict[str, int]:
         return {chr(i): i + self.shift for i in range(128)}
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+    def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) + self.shift for c in text]}
 
 

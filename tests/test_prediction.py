@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from contract import batch, check_drafter, guesses
@@ -14,6 +15,7 @@ from outrider import LLM, SamplingParams
 from outrider.decode import Request
 from outrider.drafters.prediction import Alignment, PredictionDrafter
 from outrider.models.toy import ToyModel
+from outrider.tune import Fixed
 from outrider.types import Budget
 
 TARGET = ToyModel(VOCAB)
@@ -165,7 +167,8 @@ def test_text_is_plain_decodings_whatever_is_predicted(changes: int) -> None:
 def test_a_request_brings_its_prediction_as_text() -> None:
     prompt, params = "def add(a, b):\n", SamplingParams(temperature=0, max_tokens=32)
     plain = LLM("builtin:code-draft").generate(prompt, params)[0].outputs[0]
-    llm = LLM("builtin:code-draft", speculative_config={"method": "prediction", "num_speculative_tokens": 8})
+    config: dict[str, Any] = {"method": "prediction", "num_speculative_tokens": 8}
+    llm = LLM("builtin:code-draft", speculative_config=config, controller=Fixed(8))
     for prediction in (plain.text, plain.token_ids, " x" + plain.text[5:], "etwas ganz anderes", "", None):
         out = llm.generate(prompt, params.with_(prediction=prediction))[0]
         assert out.outputs[0].token_ids == plain.token_ids
@@ -173,10 +176,8 @@ def test_a_request_brings_its_prediction_as_text() -> None:
         assert metrics is not None
         if prediction == plain.token_ids:
             assert metrics.num_accepted_draft_tokens == metrics.num_draft_tokens >= 28
-    whole = LLM(
-        "builtin:code-draft",
-        speculative_config={"method": "prediction", "prediction": plain.text, "num_speculative_tokens": 8},
-    )
+    config["prediction"] = plain.text
+    whole = LLM("builtin:code-draft", speculative_config=config, controller=Fixed(8))
     out = whole.generate(prompt, params)[0]
     assert out.outputs[0].token_ids == plain.token_ids
     assert out.metrics.speculative_decoding is not None

@@ -135,7 +135,7 @@ def _text(path: Path) -> Iterator[tuple[str, str]]:
 def _encode(text: str, tokenizer: Any | None, name: str) -> list[int]:
     if tokenizer is None:
         raise ValueError(f"the corpus {name} is text and this model has no tokenizer; give token ids, e.g. [17, 4, 9]")
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # no word about its length
 
 
 def _check(ids: Sequence[int], vocab_size: int, name: str) -> None:
