@@ -24,6 +24,7 @@ from outrider.models.base import Output
 from outrider.models.load import load
 from outrider.models.toy import ToyModel
 from outrider.tree import validate
+from outrider.tune import Fixed
 from outrider.types import Budget, Kept, Siblings
 
 END = "<end>"
@@ -316,6 +317,16 @@ def test_the_better_way_is_found_and_the_other_tried_again() -> None:
     assert draft.notes == (made.why,) or draft.notes[0].startswith("slem: ")
 
 
+def test_a_way_that_never_guesses_does_not_keep_the_other_from_it() -> None:
+    made, ask = drafter(None, rows=1), batch([0], [[1, 2]], [Budget(2)], SamplingParams(temperature=0))
+    made._written = lambda batch: [[]]  # type: ignore[method-assign]
+    drafted = 0
+    for _ in range(60):
+        drafted += int(made.propose(ask).drafted)
+        made.update(ask, [Kept([5], [0], 0)], None)
+    assert drafted > 60
+
+
 def tiny(vocab_size: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
@@ -338,7 +349,7 @@ def test_the_text_of_a_real_target_stays_its_own(folder: Path) -> None:
     prompts = ["def quicksort(xs):\n", "# é中😀\nclass Node:\n    def __init__(self, left, right):\n"]
     params = [SamplingParams(temperature=t, max_tokens=40, seed=1, ignore_eos=True) for t in (0, 1)]
     plain = LLM("builtin:code").generate(prompts, params)
-    llm = LLM("builtin:code", speculative_config={"model": str(folder), "num_speculative_tokens": 3})
+    llm = LLM("builtin:code", speculative_config={"model": str(folder)}, controller=Fixed(3))
     used = llm.decoder.drafter
     assert isinstance(used, TranslatedDrafter)
     for way in (*WAYS, None):

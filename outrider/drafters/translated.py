@@ -102,8 +102,8 @@ class TranslatedDrafter(ModelDrafter):
         self.draft, self.pairing = model, pairing
         self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way
         self.scores: dict[Way, _Score] = {"tli": _Score(), "slem": _Score()}
-        first = [*pairing.first, *[-1] * (model.vocab_size - len(pairing.first))]
-        self._first = torch.tensor([self.model.vocab_size if t < 0 else t for t in first], device=model.device)
+        none = pairing.target.size  # a place for what begins with no token of the target
+        self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
         self._readings: dict[int, _Reading] = {}
         self._guessed: dict[int, Nodes] = {}  # by row, the last proposal
         self._proposals = 0
@@ -134,7 +134,8 @@ class TranslatedDrafter(ModelDrafter):
     def propose(self, batch: Batch) -> Draft:
         self._last = self._choose(batch)
         draft = super().propose(batch) if self._last == "tli" else chains(batch, self._written(batch))
-        self._guessed = {row: nodes for b, row in enumerate(batch.rows) if len(nodes := nodes_of(draft, b)) > 1}
+        asked = [b for b, budget in enumerate(batch.budgets) if min(budget.depth, budget.max_nodes)]
+        self._guessed = {batch.rows[b]: nodes_of(draft, b) for b in asked}
         return replace(draft, notes=(self.why,) * len(batch.rows))
 
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
