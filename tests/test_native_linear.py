@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider import native
 from outrider.models import linear
 from outrider.models.linear import PackedLinear, pack_linears_
+from outrider.native._library import load
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -130,6 +131,30 @@ def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
     for t in threads:
         t.join()
     assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+@pytest.mark.parametrize(("set_first", "environment"), [(True, {}), (False, {"OMP_NUM_THREADS": "1"})])
+def test_one_core_or_one_openmp_thread_means_one_thread(set_first: bool, environment: dict[str, str]) -> None:
+    code = """
+import os
+if {set_first}: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
+import torch
+from outrider import native
+print(native.num_threads(), *native.Packed([torch.ones(1600, 512)], "int8").linear(torch.ones(2, 512)).unique().tolist())
+"""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+    run = [sys.executable, "-c", code.replace("{set_first}", str(set_first))]
+    done = subprocess.run(run, env=inherited | environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "512.0"]
+
+
+def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_ISA", "portable")
+    found, why = load()
+    assert (why, found and found.isa()) == (None, b"portable")
+    monkeypatch.setenv("OUTRIDER_ISA", "mmx")
+    assert "portable, avx2, avx512" in str(load()[1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import time
 from typing import Any
 
 import pytest
@@ -204,6 +206,24 @@ def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, seed: int) ->
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+def test_64_nodes_behind_32k_tokens_have_the_bits_of_one_at_a_time() -> None:
+    model, length, nodes = LlamaModel(build("llama"), weights="int8"), 32_700, 64
+    cache, tokens = model.new_cache(1, length + nodes), TEXT[:, :nodes]
+    model.forward(tokens[:, :1], cache, [0], want="none")  # makes the tensors
+    cache.reserve([0], length + nodes)
+    for t in (t for pair in cache.layers for t in pair):
+        t.normal_()
+    cache.length[0] = length
+    star = model.forward(tokens, cache, [0], parents=torch.tensor([[-1] + [0] * (nodes - 1)])).logits
+    for n in (1, 63):
+        pair = model.forward(tokens[:, [0, n]], cache, [0]).logits
+        assert torch.equal(star[0, [0, n]], pair[0])
+    chain = model.forward(tokens, cache, [0]).logits
+    for n in (0, 1, 37, 63):
+        cache.length[0] = length + n
+        assert torch.equal(model.forward(tokens[:, n : n + 1], cache, [0]).logits[0, 0], chain[0, n])
+
+
 def test_the_cache_grows_under_way() -> None:
     model = LlamaModel(build("llama"))
     text = TEXT.repeat(1, 4)[:, :400]
@@ -239,6 +259,23 @@ def test_own_frees_the_originals(tied: bool) -> None:
     ours = LlamaModel(theirs, own=True)
     assert sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear)) == 0
     assert torch.equal(ours.forward(TEXT, ours.new_cache(1, 512), [0]).logits, kept)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_goes_on() -> None:
+    model = LlamaModel(build("llama"))
+    expected = model.forward(TEXT, model.new_cache(1, 512), [0]).logits
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(model.forward(TEXT, model.new_cache(1, 512), [0]).logits, expected)
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, 9)
+    assert done[0] == child
+    assert os.waitstatus_to_exitcode(done[1]) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -283,6 +320,10 @@ def test_errors_name_what_is_wrong() -> None:
         model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-1, 1]]))
     with pytest.raises(ValueError, match="every entry has a root"):
         model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-2, -2]]))
+    with pytest.raises(ValueError, match="one at least"):
+        model.forward(torch.ones(1, 0, dtype=torch.int64), cache, [0])
+    with pytest.raises(ValueError, match="a line of tokens"):
+        model.forward(torch.ones(2, 3, dtype=torch.int64), cache, [0])
     with pytest.raises(ValueError, match="one parent per node"):
         model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-1]]))
     with pytest.raises(ValueError, match="node 2 of entry 0 has parent 1"):  # node 1 is padding
@@ -290,7 +331,7 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="taps are layers"):
         model.forward(torch.tensor([[1, 2]]), cache, [0], taps=(7,))
     with pytest.raises(ValueError, match="fit"):
-        model.forward(torch.ones(1, 65, dtype=torch.int64), cache, [0])
+        cache.commit([0], [range(65)])
     with pytest.raises(ValueError, match="token 99"):
         model.draft_chain(cache, 0, [99], 2)
     with pytest.raises(IndexError, match="rows are 0 to 0"):

@@ -147,6 +147,10 @@ class LlamaModel:
     ) -> Output:
         """See `LanguageModel.forward`. A tap is a layer's number (its output), or -1 for what the head reads."""
         batch, nodes = tokens.shape
+        if len(rows) != batch or not tokens.numel():
+            raise ValueError(
+                f"tokens are {batch} x {nodes} for the cache rows {rows}: give each row a line of tokens, one at least"
+            )
         if tokens.dtype != torch.int64 or not tokens.is_contiguous():
             tokens = tokens.long().contiguous()
         held = 0
