@@ -26,6 +26,7 @@ from outrider.tune import Controller, Fixed
 from outrider.types import Budget, Draft, Guarantee, Kept, Step, Verdict
 from outrider.verify import VERIFIERS
 
+_NOBODY = NoDraft()
 PREFILL_CHUNK = 256  # prompt tokens per forward; rows that decode wait for one chunk at most
 
 
@@ -187,16 +188,18 @@ class Decoder:
         at = [len(row.tokens) for row in live]
         clock = [perf_counter()]
         batch = self._view(live)
-        draft = self.drafter.propose(batch).to(self.target.device)
+        asked = any(b.depth and b.max_nodes for b in batch.budgets)  # a drafter that may not guess costs nothing
+        draft = (self.drafter if asked else _NOBODY).propose(batch).to(self.target.device)
         clock.append(perf_counter())
         out = self.target.forward(draft.tokens, self.cache, batch.rows, parents=draft.parents, taps=self.drafter.taps)
         clock.append(perf_counter())
         verdict = self.verifier(Laws(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
         clock.append(perf_counter())
         kept = self._commit(live, draft, verdict, out.logits)
-        if self._watch is not None:
-            self._watch(batch, draft, out.logits)
-        self.drafter.update(batch, kept, out.features)
+        if asked:
+            if self._watch is not None:
+                self._watch(batch, draft, out.logits)
+            self.drafter.update(batch, kept, out.features)
         clock.append(perf_counter())
         times: dict[str, float] = dict(
             zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True)

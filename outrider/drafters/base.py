@@ -133,6 +133,8 @@ class Noisy(BaseDrafter):
     def propose(self, batch: Batch) -> Draft:
         draft = self.inner.propose(batch)
         n = draft.nodes
+        if n == 1:
+            return draft
         seed = torch.full((len(batch.rows),), self._seed)
         coin = Noise(seed, seed).uniform(Stream.DRAFT, batch.positions, 2 * n)
         other = (coin[:, n:] * (self.vocab_size - 1)).long()

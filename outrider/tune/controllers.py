@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from outrider.tune.costs import Costs
+from outrider.tune.costs import SETTLE, Costs
 from outrider.tune.observed import Acceptance, survival
-from outrider.types import Budget, Step
+from outrider.types import Budget, Kept, Step
 
 ALLOWANCE, START = 0.01, 2.0  # what probing may lose: this part of all time, and so many plain steps to begin with
 _GAPS = (16, 512)  # steps between probes of drafting that failed: the first gap, doubled up to the last
-_PLAIN_GAPS = (16, 256)  # steps between measurements of plain decoding, likewise, while drafting pays
+_PLAIN_GAPS = (32, 256)  # steps between measurements of plain decoding, likewise, while drafting pays
 _FIRST_BURST, _BURST, _LOOK = 10, 4, 2  # steps of the first look and of a probe, and their depth
 _FADE = 0.1  # what a probe leaves of the acceptance seen before it
-_EVERY = 8  # steps for which a decision stands
+_EVERY = 16  # steps for which a decision stands
 _ENTER = 1.02  # how much better drafting must look before it begins
-_PROOF = 16  # drafted steps after which their own speed, not the estimate, has the last word
+_PROOF = 12  # drafted steps after which their own speed, not the estimate, has the last word
 
 
 class Controller(Protocol):
@@ -79,7 +79,7 @@ class _Ledger:
     def disproved(self) -> bool:
         return self.steps > _PROOF and self.worth < 0.98 * self.taken
 
-    def fade(self, factor: float = 0.97) -> None:
+    def fade(self, factor: float = 0.95) -> None:
         self.worth, self.taken, self.steps = factor * self.worth, factor * self.taken, factor * self.steps
 
 
@@ -90,6 +90,7 @@ class _Plan:
     budget: Budget = field(default_factory=lambda: Budget(0))
     rows: int = 0  # how many rows it was decided for
     left: int = 0  # steps it still stands
+    usual: float = 0.0  # seconds expected of one of them, if it drafts
     gain: float = 1.0  # expected speed against plain decoding
     believed: bool = False  # drafting is thought to pay
     probe: list[int] | None = None  # rows that are drafted for only to see
@@ -113,7 +114,7 @@ class Adaptive:
         learned from the steps if not given."""
         self.limit = limit or Budget(8)
         self.costs = costs or Costs()
-        self.pooled = Acceptance(self.limit.depth, 128)
+        self.pooled = Acceptance(self.limit.depth, 64)
         self.drafted = Acceptance(self.limit.max_nodes, 128)  # nodes that came, of those asked for
         self.rows: dict[int, _Row] = {}
         self.length, self.prompt = 128.0, 0.0  # tokens a sequence writes, and has at first, of those seen
@@ -139,25 +140,21 @@ class Adaptive:
         if not self.limit.max_nodes:
             return
         asked, behind = [b.depth for b in step.budgets], 0
+        if not any(asked):
+            self._plain(step)
+            return
         for row, depth, position, kept in zip(step.rows, asked, step.positions, step.kept, strict=True):
-            state, after = self._row(row), position + len(kept.tokens)
-            if state.position is None:
-                self.prompt += (position - self.prompt) * (0.1 if self.prompt else 1)
+            state, after = self._moved(row, position, kept)
             if depth:
                 behind += max(position - state.level, 0)
                 state.level = after
                 if kept.finish is None:  # a cut says nothing of what was refused
                     state.acceptance.observe(depth, kept.drafted)
                     self.pooled.observe(depth, kept.drafted)
-            state.position, state.written = after, state.written + len(kept.tokens)
         nodes = step.draft.nodes - 1
-        if any(asked):
-            self.drafted.observe(max(b.max_nodes for b in step.budgets), nodes)
-        usual = 0.0
-        if any(asked) and self.costs.plain(len(asked)) is not None:
-            usual = self.costs.step(len(asked), max(asked), [1.0] * nodes)  # as was thought before
+        self.drafted.observe(max(b.max_nodes for b in step.budgets), nodes)
         reading = self.costs.observe(step, nodes, behind)
-        self._account(step, usual, reading)
+        self._account(step, reading)
 
     def release(self, row: int) -> None:
         state = self.rows.pop(row, None)
@@ -166,16 +163,30 @@ class Adaptive:
 
     def _row(self, row: int) -> _Row:
         if row not in self.rows:
-            self.rows[row] = _Row(Acceptance(self.limit.depth, 24))
+            self.rows[row] = _Row(Acceptance(self.limit.depth, 16))
         return self.rows[row]
 
-    def _account(self, step: Step, usual: float, reading: float) -> None:
-        """Writes a step into the ledger. usual: seconds expected of a drafted one, 0 for a plain one. reading: those in
-        which the drafter read what it had missed."""
-        ledger, taken = self.ledger, sum(step.seconds.values())
+    def _plain(self, step: Step) -> None:
+        for row, position, kept in zip(step.rows, step.positions, step.kept, strict=True):
+            self._moved(row, position, kept)
+        self.costs.observe(step, 0, 0)
+        self.ledger.elapsed += sum(step.seconds.values())
+
+    def _moved(self, row: int, position: int, kept: Kept) -> tuple[_Row, int]:
+        """A row, brought up to date, and its committed tokens."""
+        state = self.rows.get(row) or self._row(row)
+        if state.position is None:
+            self.prompt += (position - self.prompt) * (0.1 if self.prompt else 1)
+        state.position = position + len(kept.tokens)
+        state.written += len(kept.tokens)
+        return state, state.position
+
+    def _account(self, step: Step, reading: float) -> None:
+        """Writes a drafted step into the ledger. reading: seconds in which the drafter read what it had missed."""
+        ledger, taken, usual = self.ledger, sum(step.seconds.values()), self.plan.usual
         ledger.elapsed += taken
         plain = self.costs.plain(len(step.rows))
-        if not usual or plain is None:
+        if plain is None or not usual:
             return
         worth = sum(len(kept.tokens) for kept in step.kept) * plain / len(step.rows)
         taken = min(taken, 2 * usual + reading)  # the machine's pauses are nobody's fault
@@ -210,7 +221,7 @@ class Adaptive:
             self._skip(rows, failed=was or probed is not None)
 
     def _draft(self, depth: int, was: bool) -> None:
-        """Drafting pays; now and then a pair of plain steps is measured, the first to warm up."""
+        """Drafting pays; now and then some plain steps are measured, after as many as it takes to settle."""
         if not was:
             self.plain_gap, self.plain_at = _PLAIN_GAPS[0], self.now + _PLAIN_GAPS[0]
         if self.ledger.proved:
@@ -218,7 +229,7 @@ class Adaptive:
         if self.costs.learns and self.now >= self.plain_at:
             self.plain_gap = min(2 * self.plain_gap, _PLAIN_GAPS[1])
             self.plain_at = self.now + self.plain_gap
-            self._set(0, 2)
+            self._set(0, SETTLE + 3)
         else:
             self._set(depth, _EVERY if self.ledger.proved else 2)
 
@@ -240,7 +251,9 @@ class Adaptive:
         self._set(0, self.probe_at - self.now)
 
     def _set(self, depth: int, left: int) -> None:
-        self.plan.budget, self.plan.left = self._shape(depth), left
+        plan, count = self.plan, self.plan.rows
+        plan.budget, plan.left = self._shape(depth), left
+        plan.usual = self.costs.step(count, depth, [1.0] * plan.budget.max_nodes) if depth else 0.0
 
     def _shape(self, depth: int) -> Budget:
         limit = self.limit

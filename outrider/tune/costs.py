@@ -10,6 +10,7 @@ from outrider.types import Step
 
 _NODE = 0.05  # a node's share of a plain step, and
 _WARM = 2  # measurements of plain decoding before anything is compared with it
+SETTLE = 4  # plain steps after drafted ones that pay for their traces in the processor's caches
 
 
 class Costs:
@@ -22,7 +23,8 @@ class Costs:
         self.target: dict[int, Curve] = {}  # rows -> seconds by nodes drafted in the longest row
         self.draft: dict[int, Curve] = {}  # rows asked -> seconds by depth
         self.read = Curve()  # one point: seconds per token a drafter had to catch up with
-        self._last: tuple[int, bool] | None = None  # rows of the step before, and whether it was drafted
+        self._unsettled = 2  # plain steps that are not measured yet
+        self._drafting = False  # was the step before drafted?
 
     @property
     def settled(self) -> bool:
@@ -31,9 +33,10 @@ class Costs:
 
     def plain(self, rows: int) -> float | None:
         """Seconds of a plain step, or None where none was measured near."""
+        own = self.target.get(rows)
+        if own is not None and own.count(0) >= _WARM:
+            return own.at(0)
         known = {r: c.at(0) for r, c in self.target.items() if c.count(0) >= _WARM}
-        if rows in known:
-            return known[rows]
         low, high = [r for r in known if r < rows], [r for r in known if r > rows]
         if not low or not high or min(high) > 2 * max(low):
             return None
@@ -63,19 +66,24 @@ class Costs:
         rows, taken = len(step.rows), step.seconds
         asked = [b.depth for b in step.budgets if b.depth]
         rest = sum(taken.values()) - taken["draft"]
-        steady, self._last = self._last == (rows, bool(asked)), (rows, bool(asked))
+        steady, self._drafting = self._drafting and bool(asked), bool(asked)
         curve = self.target.setdefault(rows, Curve(slope=_NODE))
         if asked:
-            curve.add(nodes, rest)
-            return self._drafted(len(asked), max(asked), taken["draft"], behind)
-        if steady:  # the first plain step after drafted ones pays for their traces in the processor's caches
+            self._unsettled = SETTLE
+            if steady:
+                curve.add(nodes, rest)
+            return self._drafted(len(asked), max(asked), taken["draft"], behind, steady)
+        if self._unsettled:
+            self._unsettled -= 1
+        else:
             curve.add(0, rest + taken["draft"])
         return 0.0
 
-    def _drafted(self, asked: int, depth: int, seconds: float, behind: int) -> float:
+    def _drafted(self, asked: int, depth: int, seconds: float, behind: int, steady: bool) -> float:
         curve = self.draft.setdefault(asked, Curve(start=0.0))
         if behind <= 1:
-            curve.add(depth, seconds)
+            if steady:
+                curve.add(depth, seconds)
             return 0.0
         known = self._like(self.draft, asked)
         usual = (known.at(depth) or 0.0) if known and known.samples else 0.0

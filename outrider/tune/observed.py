@@ -23,9 +23,8 @@ class Acceptance:
 
     def observe(self, asked: int, kept: int) -> None:
         """asked: guesses that were wanted. kept: how many came and stood, from the first on."""
-        for j in range(len(self.tries)):
-            self.hits[j] *= self.keep
-            self.tries[j] *= self.keep
+        self.hits = [self.keep * x for x in self.hits]
+        self.tries = [self.keep * x for x in self.tries]
         for j in range(min(asked, kept + 1, len(self.tries))):
             self.tries[j] += 1
             self.hits[j] += j < kept
@@ -56,7 +55,7 @@ def survival(chances: Sequence[float]) -> list[float]:
 
 class Curve:
     """Seconds by size, each the median of its last few measurements (of two the lower: a machine pauses, it never hurries);
-    straight lines between."""
+    straight lines between. Medians are taken anew every few measurements: asking must cost nothing beside a step."""
 
     def __init__(self, start: float | None = None, slope: float = 0.0) -> None:
         """start: the value at size 0, if it is known by itself. slope: assumed, in parts of the value at 0, until two sizes
@@ -64,22 +63,28 @@ class Curve:
         self.samples: dict[int, deque[float]] = {}
         self.medians: dict[int, float] = {} if start is None else {0: start}
         self.slope = slope
-        self._stale: set[int] = set()
+        self._waiting: dict[int, int] = {}
+        self._known: dict[int, float] = {}
 
     def add(self, size: int, seconds: float) -> None:
-        self.samples.setdefault(size, deque(maxlen=9)).append(seconds)
-        self._stale.add(size)
+        samples = self.samples.setdefault(size, deque(maxlen=9))
+        samples.append(seconds)
+        self._waiting[size] = self._waiting.get(size, 0) + 1
+        if len(samples) < 4 or self._waiting[size] >= 4:
+            self._waiting[size] = 0
+            self.medians[size] = median_low(samples)
+            self._known.clear()
 
     def count(self, size: int) -> int:
         return len(self.samples.get(size, ()))
 
-    def at(self, size: float) -> float | None:
+    def at(self, size: int) -> float | None:
         """None where nothing is known."""
-        for stale in self._stale:
-            self.medians[stale] = median_low(self.samples[stale])
-        self._stale.clear()
-        if not self.medians:
-            return None
-        if len(self.medians) == 1 and 0 in self.medians:
-            return self.medians[0] * (1 + self.slope * size)
-        return interpolate(self.medians, size)
+        value = self._known.get(size)
+        if value is None and self.medians:
+            if len(self.medians) == 1 and 0 in self.medians:
+                value = self.medians[0] * (1 + self.slope * size)
+            else:
+                value = interpolate(self.medians, size)
+            self._known[size] = value
+        return value

@@ -1,0 +1,204 @@
+"""Controllers on a simulated machine: they find what is best, and cost next to nothing where nothing is to be found."""
+
+import pytest
+from simulated import Machine
+
+from outrider.tune import Adaptive, Calibrated, CostModel, Fixed
+from outrider.tune.cost import geometric, speedup
+from outrider.types import Budget
+
+
+def always(alpha):
+    return lambda written: alpha
+
+
+def best(machine, alpha, deepest=8):
+    """The speed of the best fixed depth, exactly, for one row."""
+    return max(speedup(geometric(alpha, k), machine.level * k, 1 + machine.node * k) for k in range(deepest + 1))
+
+
+def after(machine, controller, skip, tokens):
+    """Speed against plain decoding over so many tokens, after the first ones."""
+    machine.run(controller, tokens=skip)
+    time, plain = machine.time, machine.plain_time
+    machine.run(controller, tokens=tokens)
+    return (machine.plain_time - plain) / (machine.time - time)
+
+
+def machines(count, rows=1, **costs):
+    for seed in range(count):
+        machine = Machine(seed=seed, **costs)
+        for row in range(rows):
+            machine.start(row)
+        yield machine
+
+
+@pytest.mark.parametrize(
+    ("alpha", "costs"),
+    [
+        (0.8, {"node": 0.03, "level": 0.08, "read": 0.005}),
+        (0.9, {"node": 0.02, "level": 0.02, "read": 0.0}),
+        (0.6, {"node": 0.05, "level": 0.05, "read": 0.005}),
+        (0.7, {"node": 0.3, "level": 0.05, "read": 0.0}),
+    ],
+)
+def test_it_finds_the_best_depth(alpha, costs):
+    """On average within 4 % of the best fixed depth, which nobody knows beforehand."""
+    runs = [after(m, Adaptive(Budget(8)), 256, 1500) for m in machines(8, alpha=always(alpha), **costs)]
+    assert sum(runs) / len(runs) > 0.96 * best(Machine(alpha=always(alpha), **costs), alpha)
+
+
+HOSTILE = {
+    "wrong guesses that cost no time": {"alpha": always(0.0), "level": 0.0, "node": 0.1},
+    "and dear nodes": {"alpha": always(0.0), "level": 0.0, "node": 0.5},
+    "one in ten right": {"alpha": always(0.1), "level": 0.08, "node": 0.1, "read": 0.02},
+    "a draft as large as the target": {"alpha": always(1.0), "level": 1.0, "node": 0.05, "read": 0.2},
+    "as large, and wrong": {"alpha": always(0.0), "level": 1.0, "node": 0.05, "read": 0.2},
+    "a lookup that finds nothing": {"came": 0.0, "level": 0.001},
+    "a lookup that finds the wrong things": {"came": 0.3, "alpha": always(0.0), "level": 0.001, "node": 0.1},
+    "nodes as dear as steps": {"alpha": always(0.5), "level": 0.02, "node": 1.0},
+    "slower as the text grows": {"alpha": always(0.05), "level": 0.1, "node": 0.1, "context": 1.0},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_it_is_never_slower(case, rows):
+    """At least 0.98 of plain decoding after 256 tokens a row. A draft that pays for four rows may be used for them."""
+    for machine in machines(5, rows, **HOSTILE[case]):
+        assert after(machine, Adaptive(Budget(8)), 256 * rows, 768 * rows) > 0.98
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_the_price_of_probing_is_bounded(case):
+    """All that was lost, the first tokens included: what is stated, and the first look, which reads a prompt."""
+    for machine in machines(5, **HOSTILE[case]):
+        machine.run(Adaptive(Budget(8)), tokens=256)
+        first_look = machine.prompt * machine.read + 4 * (2 * machine.level + 2 * machine.node)
+        lost = machine.time - machine.plain_time
+        assert lost < 2 + 0.01 * machine.time + first_look
+
+
+def test_a_text_that_turns():
+    """Friendly, then hostile, then friendly again; a lookup, which costs nothing to have skipped."""
+
+    def alpha(written):
+        return 0.85 if written < 600 or written > 1400 else 0.0
+
+    gains, losses = [], []
+    for machine in machines(6, alpha=alpha, level=0.01, node=0.05):
+        controller = Adaptive(Budget(8))
+        machine.run(controller, tokens=600)
+        time = machine.time
+        machine.run(controller, tokens=800)
+        losses.append(machine.time - time - 800)
+        gains.append(after(machine, controller, 600, 1000))
+    assert max(losses) < 0.04 * 800
+    assert sum(gains) / 6 > 2
+
+
+def test_an_endless_sequence_of_short_requests():
+    """A row is released and used anew; what was learned of the drafter stays."""
+    for machine in machines(3, alpha=always(0.0), level=0.3, read=0.05):
+        controller = Adaptive(Budget(8))
+        for _ in range(30):
+            machine.run(controller, tokens=30)
+            controller.release(0)
+            machine.start(0)
+        assert machine.speed > 0.98
+    for machine in machines(3, alpha=always(0.8), level=0.05, node=0.03, read=0.002):
+        controller = Adaptive(Budget(8))
+        for _ in range(30):
+            machine.run(controller, tokens=60)
+            controller.release(0)
+            machine.start(0)
+        assert machine.speed > 1.8
+
+
+def test_a_prompt_too_long_to_read_is_left_alone():
+    """The draft pays by the token and reads slowly: for a short answer to a long prompt it is not worth its reading."""
+    for machine in machines(3, alpha=always(0.7), level=0.1, node=0.05, read=0.2, prompt=1000):
+        controller = Adaptive(Budget(8))
+        for _ in range(20):
+            machine.run(controller, tokens=50)
+            controller.release(0)
+            machine.start(0)
+        time, plain = machine.time, machine.plain_time
+        for _ in range(20):
+            machine.run(controller, tokens=50)
+            controller.release(0)
+            machine.start(0)
+        assert (machine.plain_time - plain) / (machine.time - time) > 0.98
+
+
+def test_rows_come_and_go():
+    """Another number of rows is another machine; plain steps are measured for it and what is known carries over."""
+    for machine in machines(3, rows=1, alpha=always(0.8), level=0.05, node=0.03):
+        controller = Adaptive(Budget(8))
+        for count in (1, 2, 3, 4, 3, 2, 1, 4, 8, 2):
+            for row in [*machine.position]:
+                if row >= count:
+                    del machine.position[row]
+                    controller.release(row)
+            for row in range(count):
+                if row not in machine.position:
+                    machine.start(row)
+            machine.run(controller, steps=40)
+        assert machine.speed > 1.5
+
+
+def test_rows_are_drafted_for_only_if_reading_pays():
+    """A good drafter, and one row far behind whose reading costs more than it can gain."""
+    [machine] = machines(1, alpha=always(0.8), level=0.05, node=0.03, read=0.05)
+    controller = Adaptive(Budget(8))
+    machine.run(controller, tokens=300)
+    assert controller.budgets([0])[0].depth > 0
+    controller._row(1).position = 100_000
+    controller._row(0).position = controller._row(0).level = 350
+    controller.costs.target[2] = controller.costs.target[1]
+    controller.plan.left = 0
+    depths = [b.depth for b in controller.budgets([0, 1])]
+    assert depths[0] > 0 == depths[1]
+
+
+def test_budgets_keep_the_width_of_the_limit():
+    [machine] = machines(1, alpha=always(0.9), level=0.01, node=0.01)
+    controller = Adaptive(Budget(6, 3, 12))
+    machine.run(controller, tokens=400)
+    [budget] = controller.budgets([0])
+    assert budget.width == 3
+    assert budget.max_nodes == round(12 * budget.depth / 6)
+
+
+def test_a_limit_of_nothing_is_plain_decoding():
+    controller = Adaptive(Budget(0))
+    [machine] = machines(1)
+    machine.run(controller, steps=20)
+    assert machine.depths == [0] * 20
+
+
+def test_fixed_is_fixed():
+    controller = Fixed(3, 2, 5)
+    [machine] = machines(1)
+    machine.run(controller, steps=5)
+    assert controller.budgets([0, 1]) == [Budget(3, 2, 5)] * 2
+
+
+def calibrated(machine, factor=1.0):
+    target = [[1, n, 0, factor * (1 + machine.node * (n - 1))] for n in (1, 2, 9)]
+    return Calibrated(CostModel({}, target, [[1, 0, factor * machine.level]], factor * machine.read, 0.0))
+
+
+def test_a_calibrated_controller_needs_no_plain_steps():
+    for machine in machines(3, alpha=always(0.8), level=0.05, node=0.03):
+        machine.run(Adaptive(Budget(8), calibrated(machine)), tokens=1500)
+        assert machine.depths.count(0) == 0
+        assert machine.speed > 0.93 * best(machine, 0.8)
+
+
+def test_drift_is_noticed():
+    """The machine is twice as fast as it was when it was measured."""
+    [machine] = machines(1, alpha=always(0.8), level=0.05, node=0.03)
+    costs = calibrated(machine, 2.0)
+    machine.run(Adaptive(Budget(8), costs), tokens=1500)
+    assert costs.drift == pytest.approx(0.5, abs=0.15)

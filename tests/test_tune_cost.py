@@ -1,0 +1,147 @@
+"""What speculation is worth, against closed forms and brute force."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.tune import CostModel
+from outrider.tune.cost import (
+    best_depth,
+    best_tree,
+    expected_tokens,
+    geometric,
+    interpolate,
+    speedup,
+    tree_values,
+    worth_deeper,
+)
+from outrider.types import Budget
+
+ALPHAS = st.floats(0.01, 0.99)
+
+
+@given(alpha=ALPHAS, gamma=st.integers(0, 20))
+def test_leviathans_expectation(alpha, gamma):
+    assert expected_tokens(geometric(alpha, gamma)) == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha))
+
+
+@given(alpha=ALPHAS, gamma=st.integers(0, 20), c=st.floats(0, 1))
+def test_leviathans_speedup(alpha, gamma, c):
+    expected = (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * c + 1))
+    assert speedup(geometric(alpha, gamma), gamma * c) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "c", "s", "value", "depth"),
+    [(0.6, 0.02, 0.01, 2.07, 5), (0.7, 0.05, 0.02, 2.18, 5), (0.8, 0.1, 0.02, 2.31, 5), (0.9, 0.2, 0.1, 1.87, 5)],
+)
+def test_best_depths_that_are_known(alpha, c, s, value, depth):
+    """With V(M) = 1 + s (M - 1)."""
+    seconds = [1 + s * k + c * k for k in range(40)]
+    found = best_depth(geometric(alpha, 39), seconds)
+    assert found == depth
+    assert expected_tokens(geometric(alpha, found)) / seconds[found] == pytest.approx(value, abs=0.01)
+
+
+@given(alpha=ALPHAS, c=st.floats(0.001, 1))
+def test_improvement_exists_just_where_alpha_is_more_than_c(alpha, c):
+    depth = best_depth(geometric(alpha, 30), [1 + c * k for k in range(31)])
+    assert (depth > 0) == (alpha > c)
+
+
+@given(
+    falls=st.lists(ALPHAS, min_size=1, max_size=10),
+    level=st.floats(0.01, 0.5),
+)
+def test_the_marginal_rule_finds_the_best_depth(falls, level):
+    survival = list(itertools.accumulate(falls, lambda a, b: a * b))
+    seconds = [1 + level * k for k in range(len(survival) + 1)]
+    tokens, depth = 1.0, 0
+    while depth < len(survival) and worth_deeper(tokens, seconds[depth], survival[depth], level):
+        tokens += survival[depth]
+        depth += 1
+    best = best_depth(survival, seconds)
+    assert tokens / seconds[depth] == pytest.approx(expected_tokens(survival[:best]) / seconds[best])  # or a draw
+
+
+def trees(nodes):
+    """Every tree of so many guesses, as parents: parents first, siblings in order."""
+    for parents in itertools.product(*[range(n + 1) for n in range(nodes)]):
+        yield (-1, *parents)
+
+
+def value(parents, ranks, depth):
+    """Tokens on average: the sum over nodes of the chance that the walk comes there."""
+    chance, level = [1.0], [0]
+    for n, parent in enumerate(parents[1:], 1):
+        rank = sum(p == parent for p in parents[:n])
+        level.append(level[parent] + 1)
+        chance.append(chance[parent] * (ranks[rank] if rank < len(ranks) and level[n] <= depth else 0.0))
+    return sum(chance)
+
+
+@pytest.mark.parametrize("ranks", [[0.6, 0.2, 0.1], [0.3, 0.3], [0.9]])
+def test_the_best_trees_are_the_best_of_all_trees(ranks):
+    values = tree_values(ranks, 5, 3)
+    for depth, nodes in itertools.product(range(4), range(6)):
+        every = max(value(t, ranks, depth) for n in range(nodes + 1) for t in trees(n))
+        assert values[depth][nodes] == pytest.approx(every)
+
+
+def test_a_tree_shrinks_to_a_chain_and_to_nothing_as_nodes_become_dear():
+    ranks, limit = [0.6, 0.2, 0.1], Budget(6, 3, 24)
+    sizes = []
+    for node in (0.001, 0.03, 0.1, 0.3, 0.7):
+        budget, rate = best_tree(ranks, lambda d, n, node=node: 1 + 0.02 * d + node * n, limit)
+        sizes.append(budget.max_nodes)
+        assert rate >= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 24
+    assert sizes[-1] == 0
+
+
+def test_one_child_a_node_is_a_chain():
+    values = tree_values([0.7], 6, 6)
+    assert values[6] == pytest.approx([expected_tokens(geometric(0.7, k)) for k in range(7)])
+
+
+def test_probabilities_are_probabilities():
+    with pytest.raises(ValueError, match=r"alpha is a probability, got 1\.5"):
+        geometric(1.5, 3)
+
+
+def test_interpolation():
+    points = {1: 1.0, 3: 2.0, 5: 2.0}
+    assert [interpolate(points, x) for x in (1, 2, 3, 4, 9, 0)] == [1, 1.5, 2, 2, 2, 0.5]
+    assert interpolate({4: 7.0}, 100) == 7
+    assert interpolate({1: 2.0, 2: 1.0}, 9) == 1  # noise is no reason to expect that more costs less
+
+
+def model():
+    target = [[r, n, c, r * (1 + 0.1 * (n - 1)) + c / 1000] for r in (1, 4) for n in (1, 9) for c in (0, 1000)]
+    return CostModel({"machine": "x"}, target, [[1, 0, 0.2], [1, 1000, 0.4]], prefill=0.01, fixed=0.5)
+
+
+def test_a_cost_model_interpolates_rows_nodes_and_context():
+    cost = model()
+    assert cost.target_seconds(1, 1, 0) == 1
+    assert cost.target_seconds(2, 5, 500) == pytest.approx(2 * 1.4 + 0.5)
+    assert cost.draft_seconds(1, 3, 500) == pytest.approx(0.9)
+    assert cost.draft_seconds(1, 0, 500) == 0
+    assert cost.step_seconds(1, 2, 2, 0) == pytest.approx(0.5 + 0.4 + 1.2)
+
+
+def test_a_cost_model_is_read_back():
+    cost = model()
+    assert CostModel.from_json(cost.to_json()) == cost
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", "not json", json.dumps({"key": {}, "target": [], "draft": [], "prefill": 1, "fixed": 1})]
+)
+def test_what_is_no_cost_model_is_refused(text):
+    with pytest.raises(ValueError, match="measure again with calibrate"):
+        CostModel.from_json(text)
