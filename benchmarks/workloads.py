@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram 8": {"method": "ngram", "num_speculative_tokens": 8},
     "token_recycling, tree 8": {"method": "token_recycling", "num_speculative_tokens": 4, "tree_width": 4, "tree_nodes": 8},
     "prediction 16": {"method": "prediction", "num_speculative_tokens": 16},
-    "auto": {"method": "auto", "num_speculative_tokens": 16},
+    "auto": {"method": "auto", "num_speculative_tokens": 16, "tree_width": 2, "tree_nodes": 16},
 }  # fmt: skip
 
 
@@ -175,6 +175,8 @@ def main() -> None:
     today, how = datetime.now(UTC).date().isoformat(), PRECISIONS[args.precision]
     out = args.out or RESULTS / f"{today}-workloads.json"
     result: dict[str, Any] = {"date": today, "machine": machine.facts(), "precision": args.precision, "sizes": {}}
+    if out.exists() and (old := json.loads(out.read_text(encoding="utf-8")))["precision"] == args.precision:
+        result["sizes"] = old["sizes"]  # sizes may be measured one by one
     for size in args.sizes:
         models = pair(size, how["stored"], args.source, trained=args.draft)
         target = load(str(models.target), dtype=how["dtype"], device="cpu", quantization=how["quantization"])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from outrider.config import SpeculativeConfig
+from outrider.config import SpeculativeConfig, plugins
 from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter
+from outrider.drafters.roster import Roster
 from outrider.models.load import load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
@@ -53,8 +55,13 @@ class LLM:
                 f"max_model_len must be in 2..{target.max_length} for {self.loaded.name}, got {max_model_len}"
             )
         length = max_model_len or target.max_length
+        foreign = drafter is not None or bool(set(self.config.methods) & set(plugins()))
         if drafter is None:
             drafter = make_drafter(self.config, self.loaded, rows=max_num_seqs, max_length=length, device=device)
+        self.drafter = drafter
+        if foreign:  # what others wrote may fail; then the text goes on without it
+            name = type(drafter).__name__ if self.config.method == "none" else "+".join(self.config.methods)
+            drafter = Roster({name: drafter}, name, target.vocab_size, _warn)
         self.decoder = Decoder(
             target,
             drafter,
@@ -211,6 +218,10 @@ class LLM:
 def make_controller(config: SpeculativeConfig) -> Controller:
     """The controller a configuration asks for."""
     return Adaptive(config.budget) if config.adaptive else Fixed(*config.budget.parts)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 class Meter:

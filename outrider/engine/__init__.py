@@ -6,6 +6,5 @@ Imports everything below it; imported by `outrider.serve`. Its surface: `Engine`
 from outrider.engine.engine import Engine, Stats
 from outrider.engine.jobs import EngineStopped, Job, QueueFull, Result, Update
 from outrider.engine.prefix import PrefixStore
-from outrider.engine.roster import Roster
 
-__all__ = ["Engine", "EngineStopped", "Job", "PrefixStore", "QueueFull", "Result", "Roster", "Stats", "Update"]
+__all__ = ["Engine", "EngineStopped", "Job", "PrefixStore", "QueueFull", "Result", "Stats", "Update"]

@@ -17,9 +17,10 @@ from typing import Protocol
 
 from outrider.decode import Decoder, Row
 from outrider.drafters import Drafter, NgramDrafter, PredictionDrafter, SuffixDrafter
+from outrider.drafters.roster import Roster
 from outrider.engine.jobs import EngineStopped, FairQueue, Job, QueueFull, Result, Update
+from outrider.engine.lengths import PerRow
 from outrider.engine.prefix import PrefixStore
-from outrider.engine.roster import PerRow, Roster
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, SpeculativeMetrics
 from outrider.text import End
@@ -82,7 +83,7 @@ class Engine:
             "prediction": PredictionDrafter(),
         }
         if method != "none":  # of several at once, each can be chosen alone
-            drafters |= {**getattr(base.drafter, "drafters", {}), method: base.drafter}
+            drafters |= {**getattr(llm.drafter, "drafters", {}), method: llm.drafter}
         self.llm, self.roster = llm, Roster(drafters, method, base.target.vocab_size)
         self._lengths = PerRow(base.controller)
         rows, length = base.cache.rows, base.max_length

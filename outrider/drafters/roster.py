@@ -15,14 +15,23 @@ from torch import Tensor
 from outrider.drafters.base import BaseDrafter, Batch, Drafter
 from outrider.drafters.merge import Nodes, join, nodes_of, part
 from outrider.tree import lists, tree, validate
-from outrider.tune import Controller
-from outrider.types import Budget, Draft, Kept, Siblings, Step
+from outrider.types import Draft, Kept, Siblings
 
 
 class Roster(BaseDrafter):
-    """Drafters by name. `assign` says which of them a row has; a row without one has `default`, "none" has no guesses."""
+    """Drafters by name. `assign` says which of them a row has; a row without one has `default`, "none" has no guesses.
 
-    def __init__(self, drafters: dict[str, Drafter], default: str, vocab_size: int) -> None:
+    tell: is told of every failure, with the drafter's name and the rule it broke or what it raised.
+    """
+
+    def __init__(
+        self,
+        drafters: dict[str, Drafter],
+        default: str,
+        vocab_size: int,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.tell = tell
         self.drafters, self.default, self.vocab_size = drafters, default, vocab_size
         self.taps = tuple(drafters[default].taps) if default in drafters else ()
         self.lost: dict[int, str] = {}  # rows that their drafter failed, and how
@@ -112,33 +121,13 @@ class Roster(BaseDrafter):
 
     def _lose(self, name: str, rows: list[int], error: Exception) -> None:
         self.failures += 1
-        what = "its draft broke the contract" if isinstance(error, Broken) else f"it raised {type(error).__name__}"
+        broken = isinstance(error, Broken)
+        what = f"its draft broke the contract: {error}" if broken else f"it raised {type(error).__name__}"
+        self.tell(
+            f"the drafter {name!r} failed: {what if broken else f'{what}: {error}'}; the text goes on without guesses"
+        )
         for row in rows:
             self.lost[row] = f"the drafter {name!r} failed ({what}); the text was written on without guesses"
-
-
-class PerRow:
-    """A controller that lets single rows have a draft length of their own."""
-
-    def __init__(self, inner: Controller) -> None:
-        self.inner = inner
-        self.depth: dict[int, int] = {}  # by row
-
-    def budgets(self, rows: list[int]) -> list[Budget]:
-        budgets = self.inner.budgets(rows)
-        if not self.depth:
-            return budgets
-        return [
-            b if (depth := self.depth.get(row)) is None else Budget(depth, b.width) if depth else Budget(0)
-            for row, b in zip(rows, budgets, strict=True)
-        ]
-
-    def observe(self, step: Step) -> None:
-        self.inner.observe(step)
-
-    def release(self, row: int) -> None:
-        self.depth.pop(row, None)
-        self.inner.release(row)
 
 
 class Broken(ValueError):
@@ -147,6 +136,8 @@ class Broken(ValueError):
 
 def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
     """Raise Broken unless the draft is one for these rows, within their budgets."""
+    if not isinstance(draft, Draft):
+        raise Broken(f"propose returned a {type(draft).__name__}, not a Draft")
     try:
         validate(Draft(draft.tokens, draft.parents), vocab_size)
     except Exception as error:
