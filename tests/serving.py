@@ -14,6 +14,7 @@ from outrider.serve.app import create_app
 from outrider.serve.metrics import Metrics
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
+from outrider.tune import Fixed
 
 PAIR = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
 TEMPLATE = (
@@ -33,7 +34,7 @@ class Live:
 
 
 def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:
-    llm = LLM("builtin:code", speculative_config=config, max_num_seqs=rows, **options)
+    llm = LLM("builtin:code", speculative_config=config, max_num_seqs=rows, controller=Fixed(4), **options)
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     return llm
 

@@ -25,7 +25,7 @@ from outrider.models.toy import ToyModel
 from outrider.params import SamplingParams
 from outrider.tree import chain
 from outrider.tune import Fixed
-from outrider.types import Draft, Guarantee
+from outrider.types import Budget, Draft, Guarantee
 
 TARGET = ToyModel(VOCAB, seed=0, max_length=400)
 LONG = SamplingParams(max_tokens=380, ignore_eos=True)
@@ -59,8 +59,8 @@ class Reader:
 def engine(target=TARGET, drafter: Drafter | None = None, *, rows: int = 4, depth: int = 4, **options) -> Engine:
     drafter = drafter or toy_drafters(target, rows)["draft_model"]()
     decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth), rows=rows, end_ids=(0,))
-    config = SimpleNamespace(methods=["mine"], num_speculative_tokens=depth)
-    return Engine(SimpleNamespace(decoder=decoder, config=config), **options)  # type: ignore[arg-type]
+    config = SimpleNamespace(methods=["mine"], budget=Budget(depth))
+    return Engine(SimpleNamespace(decoder=decoder, config=config, drafter=drafter), **options)  # type: ignore[arg-type]
 
 
 class Gated(ToyModel):

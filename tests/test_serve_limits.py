@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -21,6 +22,7 @@ from serving import Live, builtin, serving
 from outrider import LLM, SamplingParams
 from outrider.engine import Update
 from outrider.serve import logs
+from outrider.serve.app import create_app
 from outrider.serve.service import Pace
 from outrider.serve.settings import Settings
 
@@ -143,6 +145,34 @@ def test_half_a_body_costs_a_connection_and_no_more(llm: LLM) -> None:
         gone.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         gone.close()
         assert post(live, prompt=PROMPT, max_tokens=2).status_code == 200
+
+
+def test_a_client_that_does_not_read_is_let_go(llm: LLM) -> None:
+    settings = Settings(model_name="code", send_timeout=0.05)
+    with serving(llm, settings) as live:
+        body = json.dumps({**LONG, "stream": True}).encode()
+        parts = iter([{"type": "http.request", "body": body}])
+        sent = []
+
+        async def receive() -> dict:
+            for part in parts:
+                return part
+            await asyncio.Event().wait()
+            return {}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+            if len(sent) > 2:
+                await asyncio.Event().wait()
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        app = create_app(live.service, live.metrics)
+        asyncio.run(asyncio.wait_for(app({**scope, "http_version": "1.1", "scheme": "http"}, receive, send), 30))
+        assert [m["type"] for m in sent] == ["http.response.start", "http.response.body", "http.response.body"]
+        assert post(live, prompt=PROMPT, max_tokens=2).status_code == 200
+        reasons = live.metrics.registry.get_sample_value
+        assert reasons("outrider:request_success_total", {"model_name": "code", "finished_reason": "abort"}) == 1
 
 
 def test_a_full_queue_and_too_many_connections(llm: LLM) -> None:

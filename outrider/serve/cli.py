@@ -78,12 +78,10 @@ def serve(
                 raise ValueError(
                     f"the server's packages are missing ({error.name}); pip install 'outrider[serve]'"
                 ) from None
-            from outrider.config import SpeculativeConfig
             from outrider.engine import Engine
             from outrider.llm import LLM
             from outrider.serve.app import create_app
             from outrider.serve.service import Service
-            from outrider.tune import Adaptive
 
             started = perf_counter()
             llm = LLM(
@@ -94,7 +92,6 @@ def serve(
                 quantization=quantization,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
-                controller=Adaptive(SpeculativeConfig.of(config).budget),
             )
         if chat_template is not None:
             if llm.tokenizer is None:

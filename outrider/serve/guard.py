@@ -36,14 +36,19 @@ class Guard:
         given = headers.get("x-request-id", "")
         name = given if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", given) else secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = name
-        status = 0
+        status, gone = 0, False
 
         async def answer(message: Message) -> None:
-            nonlocal status
+            nonlocal status, gone
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = name
-            await send(message)
+            try:
+                async with asyncio.timeout(self.settings.send_timeout):
+                    await send(message)
+            except TimeoutError:
+                gone = True
+                raise _Gone from None
 
         self.active += 1
         try:
@@ -58,7 +63,8 @@ class Guard:
         except _Gone:
             status = 499
         except Exception as error:
-            log.error("%s failed", name, exc_info=error)
+            if not gone:
+                log.error("%s failed", name, exc_info=error)
             if not status:
                 await Refused("the server failed on this request", 500).response()(scope, receive, answer)
         finally:
@@ -102,7 +108,7 @@ class Guard:
 
 
 class _Gone(Exception):
-    """The client left before its request was complete."""
+    """The client left before its request was complete, or does not read its answer."""
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

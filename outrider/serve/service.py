@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -165,15 +166,9 @@ class Service:
     def _encode(self, prompt: Any, tools: Any = None, chat: dict[str, Any] | None = None) -> list[int]:
         if not isinstance(prompt, list) or self.llm.tokenizer is None or not self.llm.tokenizer.chat_template:
             return self.llm.encode(prompt)
-        reserved = {
-            "tokenize",
-            "return_dict",
-            "add_generation_prompt",
-            "return_tensors",
-            "padding",
-            "truncation",
-            "max_length",
-        }
+        reserved = inspect.signature(
+            self.llm.tokenizer.apply_chat_template
+        ).parameters  # a template of one's own among them
         options = {k: v for k, v in (chat or {}).items() if k not in reserved}
         try:
             encoded = self.llm.tokenizer.apply_chat_template(

@@ -24,6 +24,7 @@ class Settings:
     pad_stream: float | None = None
     log_prompts: bool = False
     cors: tuple[str, ...] = ()
+    send_timeout: float = 60.0  # for a client to take what it is sent
     max_body: int = 4 << 20
     max_connections: int = 256  # requests in work or waiting, of every kind
     max_choices: int = 16  # prompts times n of one request
