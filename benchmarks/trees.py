@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import RESULTS, headline
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.decode import Decoder, Request
-from outrider.drafters.growth import BY_RANK, Shape, optimal_shape
+from outrider.drafters.growth import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
 from outrider.drafters.model import ModelDrafter
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
@@ -139,6 +141,44 @@ def measure(
     return records
 
 
+def best_here(target: Loaded, draft: Any, chances: Sequence[float], most: int = 16) -> dict[str, Any]:
+    """The tree that pays best on this machine: the optimal shape for these chances, sized by measured forwards."""
+    of_target = seconds(target.model, range(1, most + 2))
+    level = seconds(draft, [1])[1]
+    ratio = [round(of_target[n] / of_target[1], 3) for n in (1, 2, 4, 8, 16)]
+
+    def ms(nodes: int) -> float:
+        return of_target[nodes]
+
+    shape = sized_shape(Budget(8, WIDTH, most), chances, ms, lambda depth: depth * level)
+    rate = (1 + expected_accepted(shape, chances)) * of_target[1]
+    drafted = level * max(_depths(shape)) + ms(len(shape.parents))
+    return {"target_over_one": ratio, "draft_over_target": round(level / of_target[1], 3), "nodes": len(shape.parents) - 1,
+            "depth": max(_depths(shape)), "widest": max(shape.widths), "predicted_speedup": round(rate / drafted, 2)}  # fmt: skip
+
+
+def _depths(shape: Shape) -> list[int]:
+    levels = [0]
+    for parent in shape.parents[1:]:
+        levels.append(levels[parent] + 1)
+    return levels
+
+
+def seconds(model: Any, nodes: Iterable[int], context: int = 256, repeats: int = 7) -> dict[int, float]:
+    """The least time of a forward over so many nodes behind a context."""
+    cache, out = model.new_cache(1, context), dict[int, float]()
+    model.forward(torch.ones(1, context, dtype=torch.long), cache, [0], want="none")
+    cache.commit([0], [range(context)])
+    for count in nodes:
+        ids, times = torch.ones(1, count, dtype=torch.long), []
+        for _ in range(repeats):
+            start = perf_counter()
+            model.forward(ids, cache, [0])
+            times.append(perf_counter() - start)
+        out[count] = min(times)
+    return out
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown: an arm a line, a column for each temperature and node count."""
     columns = sorted({(r["temperature"], r["nodes"]) for r in records})
@@ -161,10 +201,19 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.7, 1.0])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument(
+        "--price", action="store_true", help="only: the tree that pays best here, by the newest chances"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    target = load(args.target, device="cpu")
+    target = load(args.target, device="cpu")  # in the precision of the checkpoint
     draft = load(args.draft, device="cpu").model
+    if args.price:
+        newest = json.loads(sorted(RESULTS.glob("*-trees.json"))[-1].read_text(encoding="utf-8"))["trees"]
+        for r in newest:
+            if r["by_rank"] and "noise-aware" in r["arm"] and r["nodes"] == 8:
+                print(f"T={r['temperature']:g}", best_here(target, draft, r["by_rank"]))
+        return
     prompts = [target.tokenizer(p)["input_ids"] for p in humaneval(args.prompts)]  # pyright: ignore[reportOptionalCall]
     records = [r for t in args.temperatures for r in measure(target, draft, prompts, args.nodes, args.tokens, t)]
     print(table(records))

@@ -10,15 +10,12 @@ from hypothesis import strategies as st
 from outrider.tune import CostModel
 from outrider.tune.cost import (
     best_depth,
-    best_tree,
     expected_tokens,
     geometric,
     interpolate,
     speedup,
-    tree_values,
     worth_deeper,
 )
-from outrider.types import Budget
 
 ALPHAS = st.floats(0.01, 0.99)
 
@@ -65,47 +62,6 @@ def test_the_marginal_rule_finds_the_best_depth(falls, level):
         depth += 1
     best = best_depth(survival, seconds)
     assert tokens / seconds[depth] == pytest.approx(expected_tokens(survival[:best]) / seconds[best])  # or a draw
-
-
-def trees(nodes):
-    """Every tree of so many guesses, as parents: parents first, siblings in order."""
-    for parents in itertools.product(*[range(n + 1) for n in range(nodes)]):
-        yield (-1, *parents)
-
-
-def value(parents, ranks, depth):
-    """Tokens on average: the sum over nodes of the chance that the walk comes there."""
-    chance, level = [1.0], [0]
-    for n, parent in enumerate(parents[1:], 1):
-        rank = sum(p == parent for p in parents[:n])
-        level.append(level[parent] + 1)
-        chance.append(chance[parent] * (ranks[rank] if rank < len(ranks) and level[n] <= depth else 0.0))
-    return sum(chance)
-
-
-@pytest.mark.parametrize("ranks", [[0.6, 0.2, 0.1], [0.3, 0.3], [0.9]])
-def test_the_best_trees_are_the_best_of_all_trees(ranks):
-    values = tree_values(ranks, 5, 3)
-    for depth, nodes in itertools.product(range(4), range(6)):
-        every = max(value(t, ranks, depth) for n in range(nodes + 1) for t in trees(n))
-        assert values[depth][nodes] == pytest.approx(every)
-
-
-def test_a_tree_shrinks_to_a_chain_and_to_nothing_as_nodes_become_dear():
-    ranks, limit = [0.6, 0.2, 0.1], Budget(6, 3, 24)
-    sizes = []
-    for node in (0.001, 0.03, 0.1, 0.3, 0.7):
-        budget, rate = best_tree(ranks, lambda d, n, node=node: 1 + 0.02 * d + node * n, limit)
-        sizes.append(budget.max_nodes)
-        assert rate >= 1
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == 24
-    assert sizes[-1] == 0
-
-
-def test_one_child_a_node_is_a_chain():
-    values = tree_values([0.7], 6, 6)
-    assert values[6] == pytest.approx([expected_tokens(geometric(0.7, k)) for k in range(7)])
 
 
 def test_probabilities_are_probabilities():

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-
-from outrider.types import Budget
 
 
 def geometric(alpha: float, depth: int) -> list[float]:
@@ -48,46 +46,6 @@ def worth_deeper(tokens: float, seconds: float, kept: float, more: float) -> boo
     """The marginal rule: one guess more, kept with probability `kept` for `more` seconds, pays if its rate beats the
     rate so far. Following it is `best_depth` where survival falls and each level costs no less than the one before."""
     return kept * seconds > more * tokens
-
-
-def tree_values(ranks: Sequence[float], nodes: int, depth: int) -> list[list[float]]:
-    """values[d][m]: tokens a step commits on average with the best static tree of m guesses, at most d deep.
-
-    ranks[b]: the chance that the b-th child of a node is the one kept, given that the node was (they add up to at most 1).
-    The dynamic program of Sequoia (2402.12374, section 4.1), with the root not counted: a tree is its last child's
-    subtree and the rest, which is a tree with one child less.
-    """
-    width = len(ranks)
-    values = [[1.0] * (nodes + 1)]
-    for _ in range(depth):
-        below = values[-1]
-        # forest[b][m]: the best expected tokens below a node, from at most b children and m nodes
-        forest = [[0.0] * (nodes + 1)]
-        for b in range(1, width + 1):
-            row = [0.0] * (nodes + 1)
-            for m in range(1, nodes + 1):
-                row[m] = max(
-                    forest[b - 1][m],
-                    max(forest[b - 1][m - used] + ranks[b - 1] * below[used - 1] for used in range(1, m + 1)),
-                )
-            forest.append(row)
-        values.append([1 + x for x in forest[width]])
-    return values
-
-
-def best_tree(ranks: Sequence[float], seconds: Callable[[int, int], float], limit: Budget) -> tuple[Budget, float]:
-    """The (depth, nodes) with the most tokens per second, and that rate. seconds(depth, nodes): of a step so large.
-
-    The width is what `ranks` offers. `Budget(0)` where plain decoding is best.
-    """
-    values = tree_values(ranks, limit.max_nodes, limit.depth)
-    best, rate = Budget(0), 1 / seconds(0, 0)
-    for depth in range(1, limit.depth + 1):
-        for nodes in range(depth, limit.max_nodes + 1):
-            new = values[depth][nodes] / seconds(depth, nodes)
-            if new > rate:
-                best, rate = Budget(depth, min(len(ranks), limit.width), nodes), new
-    return best, rate
 
 
 def interpolate(points: Mapping[int, float], x: float) -> float:
