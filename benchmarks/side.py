@@ -52,13 +52,12 @@ class Worker(Protocol):
 
 
 def pinned(threads: int) -> dict[str, str]:
-    """The environment of every side: this many threads, each on its core."""
+    """The environment of every side: this many threads. They are not bound to cores: a bound OpenMP leaves the thread that
+    loads it, and every process it starts, on one core (docs/log.md)."""
     n = str(threads)
     return {
         "OMP_NUM_THREADS": n,
         "MKL_NUM_THREADS": n,
-        "OMP_PROC_BIND": "true",
-        "OMP_PLACES": "cores",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

@@ -4,9 +4,10 @@
     python -m benchmarks.workloads --sizes 0.5B --workloads code edits --temperatures 0 --prompts 1
 
 The targets are the built-in model inflated (benchmarks.inflate), the draft model is the built-in draft as trained. Workloads:
-`code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are paid).
-For each prompt plain decoding and the methods take turns; texts are the same under all of them, which is checked. Drafters
-see their own request alone; `auto` keeps what its controller has learned of costs, as it would in use. efficiency: time of the two models' forwards over the whole time.
+`code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
+paid). For each prompt plain decoding and the methods take turns; texts are the same under all of them, which is checked.
+Drafters see their own request alone; `auto` keeps what its controller has learned of costs, as it would in use.
+efficiency: time of the two models' forwards over the whole time.
 """
 
 from __future__ import annotations
