@@ -286,9 +286,7 @@ def test_rotary_scales_do_not_depend_on_the_batch() -> None:
     ids = torch.tensor(prompts(14))
     with torch.inference_mode():
         short = raw(ids).logits[0]
-    torch.testing.assert_close(
-        model.forward(ids, model.new_cache(1, 16), [0]).logits[0], short, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(model.forward(ids, model.new_cache(1, 16), [0]).logits[0], short, atol=1e-4, rtol=1e-4)
 
     def long(chunks: list[int]) -> torch.Tensor:
         text, cache, at, out = prompts(24)[0], model.new_cache(1, 128), 0, []

@@ -54,7 +54,11 @@ def test_the_useless_one_is_left_alone_and_asked_again() -> None:
             return super().propose(batch)
 
     run = decoder(TARGET, Router({"costly": Costly(1)}, {"costly": 0.2}), budget=Budget(4), rows=1)
-    steps = [s for s, _ in run.steps([request([1, 2], SamplingParams(max_tokens=200, temperature=0.5, ignore_eos=True))]) if s]
+    steps = [
+        s
+        for s, _ in run.steps([request([1, 2], SamplingParams(max_tokens=200, temperature=0.5, ignore_eos=True))])
+        if s
+    ]
     assert 5 < len(asked) < 40, "it never pays, so it is asked a few times, then now and then"
     assert "asked again" in "".join(note for s in steps for note in s.draft.notes)
 
