@@ -10,7 +10,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
-from outrider.drafters import LayerSkipDrafter, ModelDrafter, NoDraft, Router, Wrong, make_drafter
+from outrider.drafters import LayerSkipDrafter, NoDraft, Router, SelfDrafter, Wrong, make_drafter
 from outrider.models.load import Loaded, load
 from outrider.types import Budget
 
@@ -139,7 +139,7 @@ def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
 
 
 def test_a_quantized_copy_of_something_coarse_is_refused(code: Loaded) -> None:
-    assert isinstance(make(code, method="quantized_self"), ModelDrafter)
+    assert isinstance(make(code, method="quantized_self"), SelfDrafter)
     coarse = Loaded(code.model, "x", code.tokenizer, code.end_ids, "int8", code.source)
     with pytest.raises(ValueError, match="gain nothing"):
         make(coarse, method="quantized_self")

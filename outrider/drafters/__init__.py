@@ -9,7 +9,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.prediction import PredictionDrafter
 from outrider.drafters.recycling import RecyclingDrafter
 from outrider.drafters.router import Router
-from outrider.drafters.skip import LayerSkipDrafter
+from outrider.drafters.skip import LayerSkipDrafter, SelfDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import TranslatedDrafter
 
@@ -26,6 +26,7 @@ __all__ = [
     "PredictionDrafter",
     "RecyclingDrafter",
     "Router",
+    "SelfDrafter",
     "SuffixDrafter",
     "TranslatedDrafter",
     "Wrong",

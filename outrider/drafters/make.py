@@ -14,7 +14,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.prediction import PredictionDrafter
 from outrider.drafters.recycling import RecyclingDrafter
 from outrider.drafters.router import Router
-from outrider.drafters.skip import SAMPLE, LayerSearch, LayerSkipDrafter, search_layers
+from outrider.drafters.skip import SAMPLE, LayerSearch, LayerSkipDrafter, SelfDrafter, search_layers
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import from_draft_model
 from outrider.models.load import load
@@ -126,7 +126,7 @@ def _quantized_self(setting: Setting) -> Drafter:
     weights = setting.config.quantization or "int8"
     coarser(setting.target, weights)
     own = load(setting.target.source, setting.target.tokenizer, device="cpu", quantization=weights)
-    return ModelDrafter(own.model, setting.rows, setting.max_length)
+    return SelfDrafter(own.model)
 
 
 def coarser(target: Loaded, weights: str) -> None:

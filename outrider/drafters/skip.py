@@ -1,7 +1,8 @@
-"""The target drafts with part of its own layers (Draft & Verify, arXiv 2309.08168; LayerSkip, 2404.16710).
+"""The target drafts for itself, with part of its layers (Draft & Verify, arXiv 2309.08168; LayerSkip, 2404.16710) or with
+coarser weights (QuantSpec, 2502.10424).
 
-No second model and no second cache: the committed keys and values are the target's own at every layer, so the part
-has the whole context without ever computing it, and its guesses live in the scratch that the target then overwrites.
+No second cache: the committed keys and values are the target's own at every layer, so whoever has its layers has the whole
+context without ever computing it, and the guesses live in the scratch that the target then overwrites.
 """
 
 from __future__ import annotations
@@ -37,17 +38,15 @@ the end of the month, and that the second part would be read again at the next m
 '''
 
 
-class LayerSkipDrafter(ModelDrafter):
-    """Chains and trees by a part of the target's layers, in the target's own cache."""
+class SelfDrafter(ModelDrafter):
+    """Chains and trees by a model with the target's layers, or some of them, in the target's own cache."""
 
-    def __init__(self, target: LanguageModel, layers: Sequence[int], *, min_probability: float = 0.0) -> None:
-        """Raises ValueError for layers that the target does not have."""
-        super().__init__(part(target, layers), 1, 1, min_probability=min_probability)
-        self.layers = tuple(layers)
+    def __init__(self, model: LanguageModel, *, min_probability: float = 0.0) -> None:
+        super().__init__(model, 1, 1, min_probability=min_probability)
 
     def propose(self, batch: Batch) -> Draft:
         if batch.cache is None:
-            raise ValueError("layer_skip drafts in the target's cache; hand it over as Batch(..., cache=decoder.cache)")
+            raise ValueError("this drafts in the target's cache; hand it over as Batch(..., cache=decoder.cache)")
         self.cache = batch.cache
         return super().propose(batch)
 
@@ -56,6 +55,15 @@ class LayerSkipDrafter(ModelDrafter):
 
     def release(self, row: int) -> None:
         """The target's rows are the loop's to release."""
+
+
+class LayerSkipDrafter(SelfDrafter):
+    """The target's own layers, some of them left out."""
+
+    def __init__(self, target: LanguageModel, layers: Sequence[int], *, min_probability: float = 0.0) -> None:
+        """Raises ValueError for layers that the target does not have."""
+        super().__init__(part(target, layers), min_probability=min_probability)
+        self.layers = tuple(layers)
 
 
 @dataclass(frozen=True)
