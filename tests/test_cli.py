@@ -191,7 +191,7 @@ def test_a_slower_speculation_is_called_slower() -> None:
 
 def test_terminal_colours_and_ctrl_c() -> None:
     """Accepted guesses are green; ctrl-C keeps the text, prints the numbers and exits with 130."""
-    words = ("generate", PROMPT, "-m", SMALL, "-d", SMALL, "-n", "1900", "--ignore-eos")
+    words = ("generate", PROMPT, "-n", "1900", "--ignore-eos")
     code, shown = in_terminal(*words, until="written by the model itself")
     assert code == 130
     assert "guessed by the drafter and accepted" in shown
