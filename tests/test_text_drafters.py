@@ -9,7 +9,7 @@ import pytest
 import torch
 from contract import batch, check_drafter, guesses
 from helpers import VOCAB, counts, decoder, plain_texts, request, toy_drafters
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outrider.drafters import Drafter, NgramDrafter, RecyclingDrafter, SuffixDrafter
@@ -110,6 +110,8 @@ def _best(tokens: list[int], found: list[Context], budget: Budget, least: float,
         mass, token, at = max(some, default=(0.0, 0, 0))
         if mass < max(least, 1e-12):
             break
+        rivals = sum(abs(m - mass) < 1e-9 and a == at for m, _, a in some)
+        assume(rivals == 1 or budget.width >= len(set(tokens)))  # equal siblings for one place: either may be taken
         nodes.append((token, at))
         masses.append(mass)
         levels.append(levels[at] + 1)
