@@ -29,6 +29,7 @@ from outrider.drafters.growth import BY_RANK, Shape, expected_accepted, optimal_
 from outrider.drafters.model import ModelDrafter
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
+from outrider.tree import depth
 from outrider.tune import Fixed
 from outrider.types import Budget, Siblings, Step
 
@@ -150,18 +151,12 @@ def best_here(target: Loaded, draft: Any, chances: Sequence[float], most: int = 
     def ms(nodes: int) -> float:
         return of_target[nodes]
 
-    shape = sized_shape(Budget(8, WIDTH, most), chances, ms, lambda depth: depth * level)
+    shape = sized_shape(Budget(8, WIDTH, most), chances, ms, lambda levels: levels * level)
+    deepest = int(depth(torch.tensor([shape.parents])).max())
     rate = (1 + expected_accepted(shape, chances)) * of_target[1]
-    drafted = level * max(_depths(shape)) + ms(len(shape.parents))
+    drafted = level * deepest + ms(len(shape.parents))
     return {"target_over_one": ratio, "draft_over_target": round(level / of_target[1], 3), "nodes": len(shape.parents) - 1,
-            "depth": max(_depths(shape)), "widest": max(shape.widths), "predicted_speedup": round(rate / drafted, 2)}  # fmt: skip
-
-
-def _depths(shape: Shape) -> list[int]:
-    levels = [0]
-    for parent in shape.parents[1:]:
-        levels.append(levels[parent] + 1)
-    return levels
+            "depth": deepest, "widest": max(shape.widths), "predicted_speedup": round(rate / drafted, 2)}  # fmt: skip
 
 
 def seconds(model: Any, nodes: Iterable[int], context: int = 256, repeats: int = 7) -> dict[int, float]:

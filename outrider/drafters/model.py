@@ -167,8 +167,8 @@ class ModelDrafter(BaseDrafter):
                 lines = [i for i, (b, n) in enumerate(at) if grown[b].width(n) == size]
                 made = children(scores[lines], size, kind, noise.select(lines), batch.stream, position[lines],
                                 node=node[lines])  # fmt: skip
-                laws = scores[lines].softmax(-1)
-                for i, tokens, law in zip(lines, made.tokens.tolist(), laws, strict=True):
+                assert made.probs is not None  # the law drawn from, to the bit
+                for i, tokens, law in zip(lines, made.tokens.tolist(), made.probs, strict=True):
                     yield at[i], tokens, [0.0] * size, law
             return
         if width == 1 and self.least == -inf and self.noise_aware:  # the one child needs no chances

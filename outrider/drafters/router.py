@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Batch, Drafter
 from outrider.drafters.merge import Nodes, came_true, chances_of, join, nodes_of, part, united
-from outrider.tree import tree
+from outrider.tree import depth, tree
 from outrider.types import Draft, Kept
 
 _MEMORY = 0.1  # weight of the newest step in a running mean
@@ -173,7 +173,5 @@ class Router:
 
 def _even(proposal: _Proposal, share: float) -> list[float]:
     """Chances of a draft that states none: its running acceptance to the power of the level."""
-    level = [0] * len(proposal.nodes)
-    for n, (_, parent) in enumerate(proposal.nodes[1:], 1):
-        level[n] = level[parent] + 1
-    return [share**d for d in level]
+    levels = depth(proposal.draft.parents)[proposal.row, : len(proposal.nodes)]
+    return [share**d for d in levels.tolist()]
