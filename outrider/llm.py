@@ -14,7 +14,7 @@ from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.roster import Roster
-from outrider.models.load import load
+from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Controller, Fixed
@@ -25,15 +25,16 @@ Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
 class LLM:
     """A model ready to generate.
 
-    model: a folder, a hub name, `builtin:code`, or a loaded transformers model. speculative_config: see
-    `SpeculativeConfig`, or None for plain decoding. dtype: "auto" keeps the checkpoint's precision. max_model_len: tokens
-    of prompt and output together. max_num_seqs: sequences that decode side by side.
+    model: a folder, a hub name, `builtin:code`, a loaded transformers model, or what another LLM has `loaded`: then both
+    share the weights. speculative_config: see `SpeculativeConfig`, or None for plain decoding. dtype: "auto" keeps the
+    checkpoint's precision. max_model_len: tokens of prompt and output together. max_num_seqs: sequences that decode side by
+    side.
     drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method.
     """
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | PreTrainedModel | Loaded,
         tokenizer: Any | None = None,
         speculative_config: SpeculativeConfig | dict[str, Any] | None = None,
         dtype: str = "auto",
@@ -48,7 +49,9 @@ class LLM:
         self.config = SpeculativeConfig.of(speculative_config)
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be 1 or more, got {max_num_seqs}")
-        self.loaded = load(model, tokenizer, dtype=dtype, device=device, quantization=quantization)
+        if not isinstance(model, Loaded):
+            model = load(model, tokenizer, dtype=dtype, device=device, quantization=quantization)
+        self.loaded = model
         target = self.loaded.model
         if max_model_len is not None and not 2 <= max_model_len <= target.max_length:
             raise ValueError(

@@ -29,6 +29,10 @@ class RecyclingDrafter(BaseDrafter):
             raise ValueError(f"k must be in 1..{vocab_size}, the vocabulary, got {k}")
         self.k, self.table = k, torch.full((vocab_size, k), -1)
 
+    def forget(self) -> None:
+        """Empty the table."""
+        self.table.fill_(-1)
+
     def watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
         real = draft.parents != PADDING
         self.table[draft.tokens[real].cpu()] = logits[real].topk(self.k).indices.cpu()

@@ -38,6 +38,11 @@ class SuffixDrafter(BaseDrafter):
         self._automata: dict[int, SuffixAutomaton] = {}
         self._texts: dict[int, tuple[list[int], int]] = {}  # row -> its text, and up to where it is in the store
 
+    def forget(self) -> None:
+        """Empty the store of other requests' answers."""
+        if self.store is not None:
+            self.store.segments.clear()
+
     def release(self, row: int) -> None:
         self._automata.pop(row, None)
         if row in self._texts:
