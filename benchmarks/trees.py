@@ -25,8 +25,8 @@ from benchmarks import RESULTS, headline
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.decode import Decoder, Request
-from outrider.drafters.growth import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
 from outrider.drafters.model import ModelDrafter
+from outrider.expect import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 from outrider.tree import depth

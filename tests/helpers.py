@@ -10,12 +10,12 @@ import torch
 
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import BaseDrafter, Batch, Drafter, Echo, NoDraft, Noisy, Wrong
-from outrider.drafters.growth import optimal_shape
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.prediction import PredictionDrafter
 from outrider.drafters.recycling import RecyclingDrafter
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.expect import optimal_shape
 from outrider.models.base import LanguageModel
 from outrider.models.toy import ToyModel
 from outrider.noise import Noise, Stream

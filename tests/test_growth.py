@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafters.growth import BY_RANK, Growth, Shape, expected_accepted, optimal_shape, sized_shape
+from outrider.drafters.growth import Growth
+from outrider.expect import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
 from outrider.types import Budget
 
 

@@ -9,7 +9,7 @@ import torch
 from architectures import tiny
 from helpers import decoder, plain_texts, request
 
-from outrider.drafters.skip import LayerSearch, LayerSkipDrafter, expected, search_layers
+from outrider.drafters.skip import LayerSearch, LayerSkipDrafter, search_layers
 from outrider.models.base import LanguageModel
 from outrider.models.hf import HFModel
 from outrider.models.llama import LlamaModel, supports
@@ -112,9 +112,3 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path: Path) -> No
         LayerSearch.load(tmp_path / "layers.json")
     with pytest.raises(ValueError, match="at least two tokens"):
         search_layers(model, [[1]])
-
-
-def test_expected_tokens_of_a_chain() -> None:
-    assert expected(1.0, 4) == 5
-    assert expected(0.0, 4) == 1
-    assert expected(0.5, 2) == pytest.approx(1 + 0.5 + 0.25)

@@ -3,8 +3,8 @@
 import pytest
 from simulated import Machine
 
+from outrider.expect import geometric, speedup
 from outrider.tune import Adaptive, Calibrated, CostModel, Fixed
-from outrider.tune.cost import geometric, speedup
 from outrider.types import Budget
 
 

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.expect import best_depth, expected_tokens, geometric, speedup, worth_deeper
 from outrider.tune import CostModel
-from outrider.tune.cost import (
-    best_depth,
-    expected_tokens,
-    geometric,
-    interpolate,
-    speedup,
-    worth_deeper,
-)
+from outrider.tune.cost import interpolate
 
 ALPHAS = st.floats(0.01, 0.99)
 

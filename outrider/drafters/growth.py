@@ -1,4 +1,4 @@
-"""Trees as they grow, and the shapes worth growing. Plain Python on the host; no model, no noise.
+"""Trees as they grow. Plain Python on the host; no model, no noise.
 
 Two ways to spend a node budget. *Best first* (EAGLE-2, arXiv 2406.16858; DDTree, 2604.12989): keep the nodes that are
 likeliest to be visited, by the draft's own estimate of this step. *By shape* (Sequoia, 2402.12374): a tree fixed before
@@ -8,95 +8,12 @@ the draft's law need the second: a drawn token must not be dropped for what it i
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from math import inf
 
+from outrider.expect import Shape
 from outrider.types import Budget
-
-BY_RANK = (0.7, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)  # chances of a middling draft, until measured
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A tree of ranks: node n is child number `ranks[n]` of `parents[n]`. Node 0 is the root."""
-
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    @functools.cached_property
-    def children(self) -> dict[tuple[int, int], int]:
-        """(parent, rank) -> node."""
-        return {key: n for n, key in enumerate(zip(self.parents, self.ranks, strict=True)) if n}
-
-    @functools.cached_property
-    def widths(self) -> list[int]:
-        """Children of each node."""
-        out = [0] * len(self.parents)
-        for parent in self.parents[1:]:
-            out[parent] += 1
-        return out
-
-
-def optimal_shape(budget: Budget, by_rank: Sequence[float] = BY_RANK) -> Shape:
-    """The tree within the budget that has the largest expected number of accepted nodes.
-
-    by_rank[r]: the chance that the child of rank r is accepted at a node that is reached, not increasing. A node is worth
-    the product along its path, so the best tree is the set of the most valuable nodes, which is closed under parents:
-    Sequoia's dynamic program (its section 4.1) gives the same value and needs more work for it.
-    """
-    chances = [*by_rank[: budget.width]]
-    if any(b > a for a, b in itertools.pairwise(chances)):
-        raise ValueError(f"by_rank must not increase: a later child cannot be the better one, got {chances}")
-    parents, ranks, levels = [-1], [0], [0]
-    heap: list[tuple[float, int, int, int]] = []  # (-value, level, parent, rank)
-
-    def offer(value: float, level: int, parent: int, rank: int) -> None:
-        if rank < len(chances) and level <= budget.depth and chances[rank] > 0:
-            heappush(heap, (-value * chances[rank], level, parent, rank))
-
-    offer(1.0, 1, 0, 0)
-    while heap and len(parents) <= budget.max_nodes:
-        value, level, parent, rank = heappop(heap)
-        parents.append(parent)
-        ranks.append(rank)
-        levels.append(level)
-        offer(-value / chances[rank], level, parent, rank + 1)  # the next sibling
-        offer(-value, level + 1, len(parents) - 1, 0)  # the first child
-    return Shape(tuple(parents), tuple(ranks))
-
-
-def expected_accepted(shape: Shape, by_rank: Sequence[float] = BY_RANK) -> float:
-    """Accepted nodes per step, by the same estimate: the sum over nodes of the chance to be reached."""
-    value = [1.0]
-    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
-        value.append(value[parent] * by_rank[rank])
-    return sum(value[1:])
-
-
-def sized_shape(
-    limit: Budget, by_rank: Sequence[float], target_ms: Callable[[int], float], draft_ms: Callable[[int], float]
-) -> Shape:
-    """The shape with the most committed tokens per second, from no node at all up to the limit.
-
-    target_ms(n): a target's forward over n nodes, the root counted. draft_ms(d): drafting d levels. Where nodes are dear
-    the answer is a chain, or the root alone: "do not speculate". Nothing is gained by skipping node counts, so all are
-    tried, for every depth.
-    """
-    best, rate = Shape((-1,), (0,)), 1.0 / target_ms(1)
-    for depth in range(1, limit.depth + 1):
-        whole = optimal_shape(Budget(depth, limit.width, limit.max_nodes), by_rank)
-        value, total = [1.0], 1.0
-        for n, (parent, rank) in enumerate(zip(whole.parents[1:], whole.ranks[1:], strict=True), start=1):
-            value.append(value[parent] * by_rank[rank])
-            total += value[n]  # nodes come in the order of their value: a prefix is the best tree of its size
-            per_ms = total / (target_ms(n + 1) + draft_ms(depth))
-            if per_ms > rate:
-                best, rate = Shape(whole.parents[: n + 1], whole.ranks[: n + 1]), per_ms
-    return best
 
 
 @dataclass(eq=False)

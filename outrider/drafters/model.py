@@ -10,7 +10,8 @@ from torch import Tensor
 
 from outrider.drafters.base import BaseDrafter, Batch
 from outrider.drafters.children import child_scores, children
-from outrider.drafters.growth import Growth, Shape, optimal_shape
+from outrider.drafters.growth import Growth
+from outrider.expect import Shape, optimal_shape
 from outrider.models.base import LanguageModel
 from outrider.noise import Stream
 from outrider.tree import chain, tree

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import BaseDrafter, Batch
-from outrider.drafters.growth import optimal_shape
+from outrider.expect import optimal_shape
 from outrider.tree import tree
 from outrider.types import PADDING, Budget, Draft
 

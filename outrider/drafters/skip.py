@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Batch
 from outrider.drafters.model import ModelDrafter
+from outrider.expect import geometric, speedup
 from outrider.models.base import LanguageModel
 from outrider.models.part import part
 from outrider.types import Draft, Kept
@@ -128,17 +129,12 @@ def search_layers(
     for out in order[: count - 1]:
         left = [n for n in left if n != out]
         a, cost = agreement(left), clock(part(target, left), 1) / clock(target, 1)  # side by side: machines drift
-        gains = [(expected(a, k) / (widths[k] / widths[0] + k * cost), k) for k in range(1, max_depth + 1)]
+        gains = [(speedup(geometric(a, k), k * cost, widths[k] / widths[0]), k) for k in range(1, max_depth + 1)]
         gain, depth = max(gains)
         progress(f"{len(left)} of {count} layers: agreement {a:.2f}, cost {cost:.2f}, predicted {gain:.2f} x")
         if gain > best.gain or best.depth == 0:
             best = LayerSearch(left, a, cost, depth, gain)
     return best
-
-
-def expected(acceptance: float, depth: int) -> float:
-    """Committed tokens of a step that drafts a chain of `depth`."""
-    return depth + 1.0 if acceptance >= 1 else (1 - acceptance ** (depth + 1)) / (1 - acceptance)
 
 
 def _choices(model: LanguageModel, tokens: list[int]) -> Tensor:

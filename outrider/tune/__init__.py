@@ -1,6 +1,6 @@
-"""How much to spend on guesses: what speculation is worth, what it costs here, and who decides. Imports the kernel.
+"""How much to spend on guesses: what it costs here, and who decides. Imports the kernel; `outrider.expect` has the expectations.
 
-cost         pure expectations, and the cost model that puts seconds into them
+cost         the cost model: seconds for every size of a step
 observed     running acceptance, and seconds by size
 costs        where a controller's seconds come from: the steps themselves, or a calibrated model
 controllers  Fixed, and Adaptive, which takes what pays and never costs more than it states

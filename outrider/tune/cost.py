@@ -1,8 +1,4 @@
-"""What speculation is worth: pure expectations, and a cost model to put seconds into them. No clock, no state.
-
-Acceptance is given as *survival*: survival[j - 1] is the chance that the first j guesses of a chain are all kept (for a
-tree: that something is kept at depth j). Equal chances alpha for every guess are the case survival[j - 1] = alpha ** j.
-"""
+"""A cost model: the seconds that put a price on `outrider.expect`. No clock, no state."""
 
 from __future__ import annotations
 
@@ -10,42 +6,6 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-
-
-def geometric(alpha: float, depth: int) -> list[float]:
-    """Survival where every guess is kept with probability alpha, whatever came before. Raises ValueError outside 0..1."""
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is a probability, got {alpha}")
-    return [alpha**j for j in range(1, depth + 1)]
-
-
-def expected_tokens(survival: Sequence[float]) -> float:
-    """Tokens a step commits on average, the target's own included. With `geometric` it is (1 - alpha**(gamma + 1)) /
-    (1 - alpha), Leviathan et al. 2211.17192, equation 1."""
-    return 1 + sum(survival)
-
-
-def speedup(survival: Sequence[float], draft: float, verify: float = 1.0) -> float:
-    """Against plain decoding. draft: seconds of the whole draft, verify: of the target over all its nodes, both in plain
-    steps. With `geometric`, verify=1 and draft=gamma * c it is (1 - alpha**(gamma + 1)) / ((1 - alpha) * (gamma * c + 1)),
-    Leviathan et al., theorem 3.8."""
-    return expected_tokens(survival) / (draft + verify)
-
-
-def best_depth(survival: Sequence[float], seconds: Sequence[float]) -> int:
-    """The depth with the most tokens per second; 0 is plain decoding, and wins a draw. seconds[k]: of a step k deep."""
-    rate, tokens, best = 1 / seconds[0], 1.0, 0
-    for depth, (kept, time) in enumerate(zip(survival, seconds[1:], strict=False), 1):
-        tokens += kept
-        if tokens / time > rate:
-            rate, best = tokens / time, depth
-    return best
-
-
-def worth_deeper(tokens: float, seconds: float, kept: float, more: float) -> bool:
-    """The marginal rule: one guess more, kept with probability `kept` for `more` seconds, pays if its rate beats the
-    rate so far. Following it is `best_depth` where survival falls and each level costs no less than the one before."""
-    return kept * seconds > more * tokens
 
 
 def interpolate(points: Mapping[int, float], x: float) -> float:
