@@ -9,11 +9,12 @@ from benchmarks import DATA
 
 
 def humaneval(count: int) -> list[str]:
-    """The first `count` prompts of the subset kept here."""
+    """The first `count` prompts of the subset kept here, without the newline at their ends: it would hide the indentation that
+    follows, which is one token with it."""
     lines = (DATA / "humaneval.jsonl").read_text(encoding="utf-8").splitlines()
     if not 0 < count <= len(lines):
         raise ValueError(f"there are {len(lines)} prompts, asked for {count}")
-    return [json.loads(line)["prompt"] for line in lines[:count]]
+    return [json.loads(line)["prompt"].rstrip() for line in lines[:count]]
 
 
 def encoded(model: Path, count: int) -> list[list[int]]:

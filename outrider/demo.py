@@ -85,7 +85,9 @@ class Point:
     def __sub__(self, other):
 """,
 }
-PROMPTS = {name: text.removeprefix("\n") for name, text in PROMPTS.items()}
+PROMPTS = {  # a prompt that ends in a newline hides the indentation, which is one token with it: the model would end the file
+    name: text.strip("\n") for name, text in PROMPTS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,12 @@ def conclusion(comparisons: list[Comparison], guarantee: Guarantee, guesses: int
     texts = total["texts"]
     if median >= 1:
         yield f"[bold]Speculative decoding was {median:.2f} times as fast (median of {texts} texts): {numbers}.[/bold]"
+    elif length < 1.2:
+        yield (
+            f"[bold yellow]No gain here: {median:.2f} times plain speed (median of {texts} texts): {numbers}.[/bold yellow] "
+            "The first guesses cost more than they saved, so guessing was mostly left out: this model is too small, or "
+            "its drafter is wrong too often."
+        )
     else:
         yield (
             f"[bold yellow]Speculative decoding was slower here: {median:.2f} times plain speed (median of {texts} "

@@ -88,7 +88,7 @@ def test_a_pipe_gets_the_text_alone(expected: str) -> None:
 
 def test_speculation_writes_the_same_text(expected: str) -> None:
     for more in (["--method", "suffix"], ["-d", SMALL, "-k", "3"], ["--speculative-config", '{"method": "ngram"}']):
-        done = run("generate", "-", *DRAWN, *more, stdin=PROMPT)
+        done = run("generate", "-", *DRAWN, *more, stdin=PROMPT + "\n")  # a last newline is the file's
         assert done.stdout == line(expected)
         assert re.search(r"acceptance length [\d.]+ \(bonus counted\), .*seed 5, exact-tokens\n$", done.stderr)
     assert "acceptance rate 1.00" in run("generate", PROMPT, *DRAWN, "-d", SMALL).stderr
@@ -185,8 +185,10 @@ def test_a_slower_speculation_is_called_slower() -> None:
     from outrider.demo import Comparison, Run, conclusion
     from outrider.types import Guarantee
 
-    slow = Comparison("x", 0.0, [Run([1, 2], 1.0, 2, 0, 0)], [Run([1, 2], 2.0, 2, 6, 0)])
+    slow = Comparison("x", 0.0, [Run([1, 2], 1.0, 2, 0, 0)], [Run([1, 2], 2.0, 2, 6, 1)])
     assert "slower here: 0.50 times plain speed" in " ".join(conclusion([slow], Guarantee.EXACT_TOKENS, 5))
+    left = Comparison("x", 0.0, [Run([1, 2], 1.0, 2, 0, 0)], [Run([1, 2], 1.1, 2, 0, 0)])
+    assert "guessing was mostly left out" in " ".join(conclusion([left], Guarantee.EXACT_TOKENS, 5))
 
 
 def test_terminal_colours_and_ctrl_c() -> None:

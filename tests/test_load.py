@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider import native
 from outrider.models import checkpoint
 from outrider.models.hf import HFModel, UnsupportedModel
+from outrider.models.llama import LlamaModel
 from outrider.models.load import load
 
 
@@ -271,3 +272,19 @@ def test_a_model_that_cannot_run_is_refused_before_it_is_prepared(tmp_path: Path
     tiny("falcon", alibi=True).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="ALiBi"):
         load(tmp_path)
+
+
+def test_the_built_in_model_at_a_higher_cost_computes_the_same_function() -> None:
+    small, wide = load("builtin:code"), load("builtin:code-160M")
+    assert wide.weights == "bfloat16"
+    assert wide.end_ids == small.end_ids
+    assert isinstance(wide.model, LlamaModel)
+    assert wide.model.bytes > 2 * 150e6
+    prompt = torch.tensor([small.tokenizer("def area(r):")["input_ids"]])  # pyright: ignore[reportOptionalCall]
+    laws = [m.model.forward(prompt, m.model.new_cache(1, 64), [0]).logits.softmax(-1) for m in (small, wide)]
+    assert (laws[0] - laws[1]).abs().sum(-1).max() < 0.1  # rounding of the weights to 16 bits
+
+
+def test_a_misspelt_size_is_told_the_right_one() -> None:
+    with pytest.raises(ValueError, match="did you mean 'builtin:code-160M'"):
+        load("builtin:code-165M")

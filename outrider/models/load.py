@@ -14,7 +14,14 @@ import torch
 import transformers
 from huggingface_hub import HfApi, errors, try_to_load_from_cache
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from outrider import native
@@ -22,12 +29,14 @@ from outrider.models import checkpoint, llama
 from outrider.models.base import LanguageModel
 from outrider.models.experts import mixtures
 from outrider.models.hf import HFModel, UnsupportedModel, refuse, shared_copy
+from outrider.models.inflate import SIZES, inflated
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 BUILTIN = {
     "builtin:code": "a small Python code model, the target of the demo",
     "builtin:code-draft": "its draft model, distilled from it",
 }
+WIDENED = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))  # costs that fit a laptop
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _QUANTIZATIONS = ("int8", "int4")
@@ -72,8 +81,8 @@ def load(
         name, own, raw = model.config._name_or_path or type(model).__name__, False, model
     else:
         name, own = str(model), True
-        path = _path(name)
-        raw = _from_pretrained(name, path, kind, where, quantization)
+        path = _path("builtin:code" if name in WIDENED else name)
+        raw = _widened(name, kind) if name in WIDENED else _from_pretrained(name, path, kind, where, quantization)
         if tokenizer is None:
             tokenizer = _tokenizer(path)
     if isinstance(tokenizer, (str, Path)):
@@ -120,6 +129,16 @@ def _from_pretrained(
         )
     _unmap_(raw)
     return raw
+
+
+def _widened(name: str, dtype: str) -> PreTrainedModel:
+    """The built-in model, computed with as many weights as the name says; in bfloat16 if nothing else is asked for."""
+    size = SIZES[name.removeprefix("builtin:code-")]
+    kind = "bfloat16" if dtype == "auto" else dtype
+    source = LlamaForCausalLM.from_pretrained(DATA / "code", dtype=torch.float32)
+    matrices = size.parameters(source.config.vocab_size)
+    checkpoint.fits(name, checkpoint.Sizes(kind, matrices, 0), kind, torch.device("cpu"))
+    return inflated(source, size, _DTYPES[kind])
 
 
 def _unmap_(raw: PreTrainedModel) -> None:
@@ -169,7 +188,10 @@ def _path(name: str) -> str:
     """A folder to load from, or a hub name that the hub answers to."""
     if name.startswith("builtin:"):
         if name not in BUILTIN:
-            raise ValueError(f"there is no built-in model {name!r}{_nearest(name, BUILTIN)}; there are {_names()}")
+            raise ValueError(
+                f"there is no built-in model {name!r}{_nearest(name, (*BUILTIN, *WIDENED))}; there are {_names()}, and "
+                f"builtin:code at the cost of a bigger model: {', '.join(WIDENED)}"
+            )
         name = str(DATA / name.removeprefix("builtin:"))
     path = Path(name).expanduser()
     if path.is_dir():
