@@ -75,6 +75,14 @@ class Grammars:
         rule = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
         return self._compiled("the list of choices", self._compiler.compile_grammar, rule)
 
+    def tag(self, tag: dict[str, Any]) -> Any:
+        """A structural tag, as xgrammar has it: fixed text around JSON that fits schemas."""
+        text = json.dumps(tag)
+        _small(text, "the schemas of the tools")
+        if _depth(tag) > MAX_DEPTH:
+            raise ValueError(f"the schemas of the tools are nested deeper than {MAX_DEPTH} levels")
+        return self._compiled("the schemas of the tools", self._compiler.compile_structural_tag, text)
+
     def mask(self, compiled: Any) -> GrammarMask:
         """The state of one text under a compiled grammar."""
         return GrammarMask(self._matcher(compiled), self.vocab_size, self.end_ids)

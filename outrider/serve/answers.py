@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from outrider._version import __version__
 from outrider.engine import Result, Update
+from outrider.serve.tools import Call, Reader
 from outrider.types import Guarantee
 
 _LEAST = -9999.0  # JSON has no minus infinity
@@ -17,10 +18,19 @@ class Writer:
     """The shapes of one answer. chat: chat completion or text completion."""
 
     def __init__(
-        self, name: str, created: int, model: str, chat: bool, guarantee: Guarantee, decode: Any, top: int
+        self,
+        name: str,
+        created: int,
+        model: str,
+        chat: bool,
+        guarantee: Guarantee,
+        decode: Any,
+        top: int,
+        reader: Callable[[], Reader] | None = None,
     ) -> None:
-        """decode: token ids -> text, for log-probabilities. top: alternatives to show of each token."""
-        self._top = top
+        """decode: token ids -> text, for log-probabilities. top: alternatives to show of each token. reader: makes a reader
+        of calls, where tools were offered."""
+        self._top, self.reader = top, reader
         self.chat, self.guarantee, self._decode = chat, guarantee, decode
         self._head = {"id": name, "object": "", "created": created, "model": model}
         self._head["system_fingerprint"] = f"outrider-{__version__}"
@@ -33,10 +43,13 @@ class Writer:
                 "index": index,
                 "logprobs": self._logprobs(result.output.logprobs, result.output.token_ids),
             }
-            choice |= (
-                {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-            )
-            choice |= self._end(result)
+            content, calls = self.reader().feed(text, True) if self.reader else (text, [])
+            if self.chat:
+                message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+                choice["message"] = {**message, "tool_calls": [c.shape for c in calls]} if calls else message
+            else:
+                choice["text"] = text
+            choice |= self._end(result, bool(calls))
             if result.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = [_told(x) for x in result.prompt_logprobs]
             choices.append(choice)
@@ -55,10 +68,15 @@ class Writer:
         content = {"delta": {"content": text}} if self.chat else {"text": text}
         return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None}])
 
-    def closing(self, index: int, result: Result) -> dict[str, Any]:
-        """The last chunk of a choice."""
+    def call(self, index: int, number: int, call: Call) -> dict[str, Any]:
+        """A chunk that carries a choice's call of a tool, whole. number: of the call in its choice, from 0."""
+        delta = {"tool_calls": [{"index": number, **call.shape}]}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def closing(self, index: int, result: Result, called: bool = False) -> dict[str, Any]:
+        """The last chunk of a choice. called: were tools called in it?"""
         content: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-        chunk = self._chunk([{"index": index, **content, "logprobs": None, **self._end(result)}])
+        chunk = self._chunk([{"index": index, **content, "logprobs": None, **self._end(result, called)}])
         return {**chunk, "guarantee": self.guarantee.value}
 
     def totals(self, results: Sequence[Result], detailed: bool, prompts: int) -> dict[str, Any]:
@@ -70,9 +88,10 @@ class Writer:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def _end(self, result: Result) -> dict[str, Any]:
+    def _end(self, result: Result, called: bool) -> dict[str, Any]:
         out = result.output
-        end = {"finish_reason": out.finish_reason, "stop_reason": out.stop_reason, "seed": out.seed}
+        finish = "tool_calls" if called and out.finish_reason == "stop" else out.finish_reason
+        end = {"finish_reason": finish, "stop_reason": out.stop_reason, "seed": out.seed}
         return end if result.undrafted is None else {**end, "note": result.undrafted}
 
     def _logprobs(self, logprobs: Sequence[dict[int, float]] | None, tokens: Sequence[int], offset: int = 0) -> Any:

@@ -39,6 +39,12 @@ def serve(
     chat_template: Annotated[
         Path | None, option("Model", "A file with a chat template, in place of the model's.")
     ] = None,
+    tool_call_parser: Annotated[
+        str,
+        option(
+            "Model", "How it writes calls of tools: auto (by its chat template), none, hermes, llama3_json, mistral."
+        ),
+    ] = "auto",
     max_model_len: Annotated[int | None, option("Engine", "Tokens of prompt and output together.")] = None,
     max_num_seqs: Annotated[int, option("Engine", "Texts that are written side by side.", min=1)] = 8,
     max_queue: Annotated[int, option("Engine", "Texts that may wait; beyond it clients get 429.", min=0)] = 64,
@@ -82,7 +88,10 @@ def serve(
             from outrider.llm import LLM
             from outrider.serve.app import create_app
             from outrider.serve.service import Service
+            from outrider.serve.tools import PARSERS
 
+            if tool_call_parser not in PARSERS:
+                raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {tool_call_parser!r}")
             started = perf_counter()
             llm = LLM(
                 model,
@@ -107,6 +116,7 @@ def serve(
             pad_stream=None if pad_stream is None else pad_stream / 1000,
             log_prompts=log_prompts,
             cors=tuple(cors_origin or ()),
+            tool_call_parser=tool_call_parser,
             max_body=max_body << 10,
             max_connections=max_connections,
         )

@@ -187,7 +187,7 @@ class Common(Body):
 
 
 # what other clients send and what has no meaning here: no reason to suspect a misspelling
-HARMLESS = {"metadata", "store", "service_tier", "parallel_tool_calls", "modalities", "reasoning_effort", "verbosity"}
+HARMLESS = {"metadata", "store", "service_tier", "modalities", "reasoning_effort", "verbosity"}
 HARMLESS |= {
     "max_tokens",
     "max_completion_tokens",
@@ -228,6 +228,7 @@ class ChatRequest(Common):
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

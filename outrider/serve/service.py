@@ -21,6 +21,7 @@ from outrider.serve.errors import Refused, dumps
 from outrider.serve.logs import log
 from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
 from outrider.serve.settings import Settings
+from outrider.serve.tools import PLAIN, Format, Offer, Reader, chosen, offered, spelled_out
 
 T = TypeVar("T")
 COMPILE_TIMEOUT = 10.0  # seconds for a grammar
@@ -90,7 +91,8 @@ class Service:
         """Check a request and queue its jobs: how to answer it, the call, its prompts in tokens, and what to echo."""
         self.model(body.model)
         chat = isinstance(body, ChatRequest)
-        mask = await self._grammar(body)
+        offer, reader, special = self._tools(body)
+        mask = await self._grammar(body, offer if offer and offer.forced else None)
         if isinstance(body, ChatRequest):
             prompts = [await self._chat(body)]
             most = body.max_completion_tokens or body.max_tokens
@@ -112,6 +114,7 @@ class Service:
             raise Refused(f"num_speculative_tokens is at most {limit} here", param="num_speculative_tokens")
         try:
             params = body.params(most, logprobs, self.settings).with_(prompt_logprobs=prompt_logprobs)
+            params = params.with_(skip_special_tokens=params.skip_special_tokens and not special)
             requests = [r for p in prompts for r in self._requests(p, params, mask)]
         except ValueError as error:
             raise Refused(str(error)) from error
@@ -119,7 +122,29 @@ class Service:
         echoes = [self.decode(r.prompt) if echo else "" for r in requests]
         if self.settings.log_prompts:
             log.info("%s asks %s", name, [self.decode(p) for p in prompts])
-        return self._writer(name, chat, logprobs), self._submit(requests, body, client), prompts, echoes
+        return self._writer(name, chat, logprobs, reader), self._submit(requests, body, client), prompts, echoes
+
+    def _tools(self, body: Common) -> tuple[Offer | None, Callable[[], Reader] | None, bool]:
+        """What tools are offered, who reads calls of them, and whether special tokens must be seen to read those."""
+        if not isinstance(body, ChatRequest):
+            return None, None, False
+        try:
+            offer = offered(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
+        except ValueError as error:
+            raise Refused(str(error), param="tools" if str(error).startswith("tools") else "tool_choice") from error
+        form = self.tool_format
+        if offer is None or (form is None and not offer.forced):
+            return offer, None, False
+        form = form or PLAIN
+        known = [] if self.llm.tokenizer is None else list(self.llm.tokenizer.all_special_tokens)
+        special = form.opening in known and not form.bare
+        hidden = known if special and body.skip_special_tokens is not False else []
+        return offer, lambda: Reader(form, offer.names, hidden), special
+
+    @property
+    def tool_format(self) -> Format | None:
+        """How the model writes calls of tools, as far as it is known."""
+        return chosen(self.settings.tool_call_parser, getattr(self.llm.tokenizer, "chat_template", None))
 
     def _submit(self, requests: list[Request], body: Common, client: str) -> Call:
         call = Call(self.engine)
@@ -137,10 +162,10 @@ class Service:
             raise Refused(str(error)) from error
         return call
 
-    def _writer(self, name: str, chat: bool, logprobs: int | None) -> Writer:
-        kind = "chatcmpl-" if chat else "cmpl-"
+    def _writer(self, name: str, chat: bool, logprobs: int | None, reader: Callable[[], Reader] | None) -> Writer:
+        kind, model = "chatcmpl-" if chat else "cmpl-", self.settings.model_name
         guarantee = self.engine.decoder.guarantee
-        return Writer(kind + name, int(time()), self.settings.model_name, chat, guarantee, self.decode, logprobs or 0)
+        return Writer(kind + name, int(time()), model, chat, guarantee, self.decode, logprobs or 0, reader)
 
     def _requests(
         self, prompt: list[int], params: SamplingParams, mask: Callable[[], GrammarMask] | None
@@ -157,7 +182,7 @@ class Service:
 
     async def _chat(self, body: ChatRequest) -> list[int]:
         try:
-            messages = body.plain_messages
+            messages = spelled_out(body.plain_messages)
         except ValueError as error:
             raise Refused(str(error), param="messages") from error
         tools = None if body.tool_choice == "none" else body.tools
@@ -178,15 +203,20 @@ class Service:
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
         return list(encoded["input_ids"])
 
-    async def _grammar(self, body: Common) -> Callable[[], GrammarMask] | None:
-        """A maker of masks, one a text, if the request asks for a grammar."""
+    async def _grammar(self, body: Common, forced: Offer | None) -> Callable[[], GrammarMask] | None:
+        """A maker of masks, one a text, if the request asks for a grammar, or for a call of a tool."""
         form, own = body.response_format, body.structured_outputs
-        if own is None and (form is None or form.type == "text"):
+        form = None if form is not None and form.type == "text" else form
+        if own is None and form is None and forced is None:
             return None
+        if sum(x is not None for x in (form, own, forced)) > 1:
+            raise Refused(
+                "response_format, structured_outputs and a tool_choice that asks for a call exclude each other"
+            )
         if not available():
             raise Refused(
                 "this server has no grammars; install them with: pip install 'outrider[grammar]'",
-                param="response_format",
+                param="tool_choice" if forced else "response_format",
             )
 
         def compiled() -> Callable[[], GrammarMask]:
@@ -195,7 +225,9 @@ class Service:
                     self.llm.tokenizer, self.engine.decoder.target.vocab_size, self.llm.loaded.end_ids
                 )
             grammars = self._grammars
-            if own is not None:
+            if forced is not None:
+                made = grammars.tag(forced.grammar(self.tool_format or PLAIN))
+            elif own is not None:
                 asked = [x is not None for x in (own.json_, own.regex, own.choice)] + [bool(own.json_object)]
                 if sum(asked) != 1:
                     raise ValueError("structured_outputs takes one of json, regex, choice and json_object")
@@ -253,24 +285,27 @@ class Service:
                 yield _event(writer.opening(index))
             elif text:
                 yield _event(writer.piece(index, text, None))
-        offsets = [len(text) for text in echoes]
+        offsets, readers = [len(text) for text in echoes], [writer.reader() if writer.reader else None for _ in echoes]
         counts = [{"tokens": 0, "drafted": 0, "accepted": 0} for _ in echoes]
         try:
             async for index, update in call.updates():
-                so_far = counts[index]
+                so_far, reader = counts[index], readers[index]
                 so_far["tokens"] += len(update.token_ids)
                 so_far["drafted"] += update.drafted
                 so_far["accepted"] += update.accepted
                 for text, own in pace.cut(update):
-                    chunk = writer.piece(index, text, own, offsets[index])
+                    for chunk in _chunks(writer, index, reader, text, own, offsets[index]):
+                        if options and options.continuous_usage_stats:
+                            chunk["so_far"] = so_far
+                        await pace.tick()
+                        yield _event(chunk)
                     offsets[index] += len(text)
-                    if options and options.continuous_usage_stats:
-                        chunk["so_far"] = so_far
-                    await pace.tick()
-                    yield _event(chunk)
                 if update.result is not None:
                     _check(update.result)
-                    yield _event(writer.closing(index, update.result))
+                    for chunk in _chunks(writer, index, reader, "", None, offsets[index], last=True):
+                        await pace.tick()
+                        yield _event(chunk)
+                    yield _event(writer.closing(index, update.result, reader is not None and reader.called > 0))
         except Refused as refused:
             yield _event(refused.body)
         else:
@@ -305,6 +340,16 @@ class Pace:
         if self.interval is not None:
             late = (perf_counter() - self._start) % self.interval
             await asyncio.sleep(self.interval - late)
+
+
+def _chunks(
+    writer: Writer, index: int, reader: Reader | None, text: str, own: Update | None, offset: int, last: bool = False
+) -> list[dict[str, Any]]:
+    """The chunks for a piece of a choice's text: what is content, then the calls that are complete with it."""
+    content, calls = reader.feed(text, last) if reader else (text, [])
+    chunks = [writer.piece(index, content, own, offset)] if content or (own and own.logprobs) else []
+    first = reader.called - len(calls) if reader else 0
+    return chunks + [writer.call(index, n, call) for n, call in enumerate(calls, first)]
 
 
 def _check(result: Result) -> None:

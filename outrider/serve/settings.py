@@ -12,7 +12,8 @@ class Settings:
     api_key: what clients must send as `Authorization: Bearer ...`, None for no check. request_timeout: how long a request
     may take, waiting included. shutdown_timeout: how long requests may go on after SIGTERM. body_timeout: how long a client
     may take to send its request. pad_stream: seconds between the events of a stream, one token each; None sends tokens as
-    they come. log_prompts: write prompts to the log. cors: origins whose pages may ask, none by default.
+    they come. log_prompts: write prompts to the log. cors: origins whose pages may ask, none by default. tool_call_parser: how
+    the model writes calls of tools, see `outrider.serve.tools.PARSERS`.
     """
 
     model_name: str = "model"
@@ -24,6 +25,7 @@ class Settings:
     pad_stream: float | None = None
     log_prompts: bool = False
     cors: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
     send_timeout: float = 60.0  # for a client to take what it is sent
     max_body: int = 4 << 20
     max_connections: int = 256  # requests in work or waiting, of every kind

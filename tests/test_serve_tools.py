@@ -1,0 +1,282 @@
+"""Calls of tools: every format, however the text is cut; what is broken is text; a call that is asked for is certain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import settings as quick
+from hypothesis import strategies as st
+from serving import TEMPLATE, Live, builtin, serving
+
+from outrider.serve.tools import FORMATS, PLAIN, Offer, Reader, chosen, offered, spelled_out
+
+LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": LOOK}},
+    {"type": "function", "function": {"name": "stop", "description": "no arguments"}},
+]
+ONE, TWO = '{"name": "look", "arguments": {"x": 1}}', '{"name": "stop", "arguments": {}}'
+LOOKS, STOPS = ("look", {"x": 1}), ("stop", {})
+TRICKY = '{"name": "look", "arguments": {"x": "</tool_call> [TOOL_CALLS] \\" }"}}'
+TRICK = ("look", {"x": '</tool_call> [TOOL_CALLS] " }'})
+# (format, text, content, calls)
+TEXTS = [
+    ("hermes", "just text", "just text", []),
+    ("hermes", f"<tool_call>\n{ONE}\n</tool_call>", "", [LOOKS]),
+    ("hermes", f"I look. \n<tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>\n", "I look.", [LOOKS, STOPS]),
+    ("hermes", f"<tool_call>\n{TRICKY}\n</tool_call> after", " after", [TRICK]),
+    ("hermes", f"<tool_call>{ONE}", "", [LOOKS]),  # the closing mark is often forgotten
+    ("hermes", '<tool_call>\n{"name": "look", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [LOOKS]),
+    ("hermes", "<tool_call>\n{nonsense\n</tool_call> more", "<tool_call>\n{nonsense\n</tool_call> more", []),
+    ("hermes", f"<tool_call>{{</tool_call>\n<tool_call>{ONE}</tool_call>", "<tool_call>{</tool_call>", [LOOKS]),
+    ("hermes", '<tool_call>{"name": "look", "arg', '<tool_call>{"name": "look", "arg', []),
+    ("hermes", '<tool_call>{"name": "rm"}</tool_call>', '<tool_call>{"name": "rm"}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "look", "arguments": [1]}</tool_call>', ..., []),
+    ("hermes", '<tool_call>{"name": "look", "arguments": {"x": NaN}}</tool_call>', ..., []),
+    ("hermes", '<tool_call>{"name": "look", "arguments": {"x": 1e999}}</tool_call>', ..., []),
+    ("hermes", "<tool_call>" + "[" * 100_000, ..., []),
+    ("hermes", "a < b <tool", ..., []),
+    ("llama3_json", ONE.replace("arguments", "parameters"), "", [LOOKS]),
+    ("llama3_json", f"\n {ONE}; {TWO}", "", [LOOKS, STOPS]),
+    ("llama3_json", f"<|python_tag|>{ONE}", "", [LOOKS]),
+    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
+    ("llama3_json", '{"name": "look", "par', '{"name": "look", "par', []),
+    ("llama3_json", "  As JSON: " + ONE, "  As JSON: " + ONE, []),
+    ("mistral", f"[TOOL_CALLS] [{ONE}, {TWO}]</s>", "", [LOOKS, STOPS]),
+    ("mistral", 'Well. [TOOL_CALLS]look{"x": 1}[TOOL_CALLS]stop[ARGS]{}</s>', "Well.", [LOOKS, STOPS]),
+    ("mistral", "[TOOL_CALLS] [{]", "[TOOL_CALLS] [{]", []),
+    ("mistral", "no call</s>", "no call", []),
+    ("mistral", "[TOOL_CALLS]look", "[TOOL_CALLS]look", []),
+]
+
+
+def read(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, dict]]]:
+    reader = Reader(FORMATS[name], ["look", "stop"], ["</s>"] if name == "mistral" else [])
+    content, calls = "", []
+    for n, piece in enumerate([*pieces, ""]):
+        more, new = reader.feed(piece, n == len(pieces))
+        content += more
+        calls += new
+    assert reader.called == len(calls)
+    assert len({c.id for c in calls}) == len(calls)
+    return content, [(c.name, json.loads(c.arguments)) for c in calls]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), TEXTS, ids=[f"{t[0]} {t[1][:30]}" for t in TEXTS])
+def test_calls_are_read_and_what_is_none_is_text(name: str, text: str, content: str, calls: list) -> None:
+    expected = (text if content is ... else content, calls)
+    assert read(name, [text]) == expected
+    if len(text) < 1000:
+        assert read(name, list(text)) == expected
+
+
+FRAGMENTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    ONE,
+    TWO,
+    TRICKY,
+    "look",
+    "{",
+    "}",
+    '"',
+    "</s>",
+]
+FRAGMENTS += [" ", "\n", ";", "word", "[", "]", ONE[:20], '"x</tool_call>', "<tool"]
+
+
+@quick(max_examples=400, deadline=None)
+@given(st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=8), st.data())
+def test_how_the_text_is_cut_changes_nothing(name: str, fragments: list[str], data: st.DataObject) -> None:
+    text = "".join(fragments)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(name, pieces) == read(name, [text])
+
+
+def test_the_parser_is_chosen_by_the_template() -> None:
+    assert chosen("auto", "{{ '<tool_call>' }}") is FORMATS["hermes"]
+    assert chosen("auto", {"default": "[TOOL_CALLS]"}) is FORMATS["mistral"]
+    assert chosen("auto", "<|python_tag|>") is FORMATS["llama3_json"]
+    assert chosen("auto", "<tool_call><function=") is None is chosen("auto", None)
+    assert chosen("none", "<tool_call>") is None
+    assert chosen("mistral", "<tool_call>") is FORMATS["mistral"]
+
+
+def test_what_a_request_says_of_tools() -> None:
+    named = {"type": "function", "function": {"name": "stop"}}
+    assert offered(TOOLS, None, True) == offered(TOOLS, "auto", True) == Offer({"look": LOOK, "stop": ANY})
+    assert offered(TOOLS, "none", True) is None is offered(None, None, True)
+    assert offered(TOOLS, "required", False) == Offer({"look": LOOK, "stop": ANY}, True, None, False)
+    asked = offered(TOOLS, named, True)
+    assert asked is not None
+    assert asked.names == ["stop"]
+    for tools, choice, words in (
+        ([{"type": "function"}], None, "tools.0 is"),
+        ([{"function": {"name": "a b"}}], None, "tools.0 is"),
+        ([{"function": {"name": "a", "parameters": {"type": "string"}}}], None, "schema of an object"),
+        (None, "required", "there are no tools"),
+        (TOOLS, "sometimes", 'tool_choice is "none"'),
+        (TOOLS, {"function": {"name": "rm"}}, "none of the tools"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            offered(tools, choice, True)
+
+
+ANY = {"type": "object", "properties": {}}
+
+
+def test_earlier_calls_reach_the_template_as_objects() -> None:
+    call = {"id": "a", "function": {"name": "look", "arguments": '{"x": 1}'}}
+    [told, broken, user] = spelled_out(
+        [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}, 7]},
+            {"role": "user", "content": "x"},
+        ]
+    )
+    assert told["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert broken["tool_calls"] == [{"function": {"arguments": "{"}}, 7]
+    assert user == {"role": "user", "content": "x"}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(builtin(2)) as live:
+        yield live
+
+
+@pytest.mark.parametrize("parser", ["none", *FORMATS])
+def test_a_call_that_is_asked_for_is_certain_and_the_same_with_and_without_guesses(live: Live, parser: str) -> None:
+    live.service.settings = replace(live.service.settings, tool_call_parser=parser)
+    body = {"model": "code", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "temperature": 1.2}
+    stop = {"type": "function", "function": {"name": "stop"}}
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        for choice, seed in (("required", 1), ("required", 2), (stop, 1)):
+            kwargs = {**body, "tool_choice": choice, "seed": seed, "max_tokens": 100, "parallel_tool_calls": False}
+            found = []
+            for extra in ({"disable_spec_decode": True}, {}):
+                [answer] = client.chat.completions.create(**kwargs, extra_body=extra).choices
+                calls, finish = answer.message.tool_calls, answer.finish_reason
+                if finish == "length":  # white space or digits without end; then there is no call
+                    assert calls is None
+                    found.append(answer.message.content)
+                    continue
+                assert finish == "tool_calls"
+                assert calls is not None
+                assert answer.message.content is None
+                [call] = calls
+                assert call.function.name in (["stop"] if choice is stop else ["look", "stop"])
+                assert type(json.loads(call.function.arguments).get("x", 0)) is int
+                found.append((call.function.name, call.function.arguments))
+            assert found[0] == found[1]
+            with client.chat.completions.create(**kwargs, stream=True) as stream:
+                chunks = [c.choices[0] for c in stream]
+            deltas = [d for c in chunks for d in c.delta.tool_calls or ()]
+            if isinstance(found[0], tuple):
+                assert [(d.index, d.function.name, d.function.arguments) for d in deltas] == [(0, *found[0])]
+                assert chunks[-1].finish_reason == "tool_calls"
+                assert not "".join(c.delta.content or "" for c in chunks)
+            else:
+                assert (deltas, "".join(c.delta.content or "" for c in chunks)) == ([], found[0])
+
+
+def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is set by a grammar of one choice: what a model would write."""
+    live.service.settings = replace(live.service.settings, tool_call_parser="auto")
+    monkeypatch.setattr(live.service.llm.tokenizer, "chat_template", TEMPLATE + "{# <tool_call> #}")
+    for text, content, calls in (
+        (
+            f"Yes. <tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>",
+            "Yes.",
+            [("look", '{"x": 1}'), ("stop", "{}")],
+        ),
+        ("<tool_call>{</tool_call>", "<tool_call>{</tool_call>", []),
+        ("plain", "plain", []),
+    ):
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": TOOLS,
+            "n": 2,
+            "structured_outputs": {"choice": [text]},
+        }
+        body |= {"logprobs": True}
+        whole = httpx.post(live.url + "/v1/chat/completions", json=body, timeout=60).json()
+        for choice in whole["choices"]:
+            message = choice["message"]
+            assert message["content"] == content
+            found = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())]
+            assert found == calls
+            assert all(c["type"] == "function" and len(c["id"]) == 9 for c in message.get("tool_calls", ()))
+            assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        with httpx.stream(
+            "POST", live.url + "/v1/chat/completions", json={**body, "stream": True}, timeout=60
+        ) as response:
+            events = [json.loads(line[6:]) for line in response.iter_lines() if line and not line.endswith("[DONE]")]
+        for index in (0, 1):
+            own = [c for e in events for c in e["choices"] if c["index"] == index]
+            assert "".join(c["delta"].get("content") or "" for c in own) == content
+            deltas = [d for c in own for d in c["delta"].get("tool_calls", ())]
+            assert [(d["index"], d["function"]["name"]) for d in deltas] == list(enumerate(n for n, _ in calls))
+            assert own[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+            tokens = [t["token"] for c in own if c["logprobs"] for t in c["logprobs"]["content"]]
+            assert "".join(tokens).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{}]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, None),
+        ({"tools": [{"function": {"name": "a", "parameters": {"type": "object", "properties": {"x": {"type": "foo"}}}}}],
+          "tool_choice": "required"}, None),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_of_tools_is_refused(live: Live, more: dict, param: str | None) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **more}
+    answer = httpx.post(live.url + "/v1/chat/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_forced_answer_is_read_by_the_reader_of_its_format() -> None:
+    for form in (*FORMATS.values(), PLAIN):
+        tag = Offer({"look": LOOK}, True).grammar(form)["format"]["elements"]
+        [calls] = [e for e in tag if e["type"] == "tags_with_separator"]
+        [one] = calls["tags"]
+        written = one["begin"] + '{"x": 1}' + one["end"]
+        before, after = ("".join(e["value"] for e in part if "value" in e) for part in (tag[:1], tag[-1:]))
+        content, found = Reader(form, ["look"]).feed(before + written + calls["separator"] + written + after, True)
+        assert (content, [c.name for c in found]) == ("", ["look", "look"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_opening_that_is_a_special_token_is_seen_and_other_special_tokens_are_not(
+    live: Live, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    tokenizer = live.service.llm.tokenizer
+    special = property(lambda self: ["<|endoftext|>", "[TOOL_CALLS]"])
+    monkeypatch.setattr(type(tokenizer), "all_special_tokens", special)
+    live.service.settings = replace(live.service.settings, tool_call_parser="mistral")
+    for text, content, calls in ((f"So: [TOOL_CALLS][{ONE}]", "So:", ["look"]), ("plain", "plain", [])):
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": TOOLS,
+            "structured_outputs": {"choice": [text]},
+        }
+        with httpx.stream(
+            "POST", live.url + "/v1/chat/completions", json={**body, "stream": stream}, timeout=60
+        ) as response:
+            lines = [x.removeprefix("data: ") for x in response.iter_lines() if x and not x.endswith("[DONE]")]
+        parts = [c.get("delta", c.get("message")) for x in lines for c in json.loads(x)["choices"]]
+        assert "".join(p.get("content") or "" for p in parts) == content
+        assert [c["function"]["name"] for p in parts for c in p.get("tool_calls", ())] == calls
