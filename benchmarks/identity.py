@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,7 +24,7 @@ from benchmarks.pairs import fingerprint
 from benchmarks.prompts import encoded
 from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request, Row
-from outrider.drafters import Drafter, ModelDrafter, NgramDrafter, NoDraft, Noisy, SuffixDrafter, Wrong, make_drafter
+from outrider.drafters import Drafter, ModelDrafter, NoDraft, Noisy, Wrong, make_drafter
 from outrider.models.load import DATA, Loaded, load
 from outrider.params import SamplingParams
 from outrider.tune import Fixed
@@ -32,34 +33,56 @@ TEXTS = 8  # a round
 LENGTH = 640  # of prompt and text
 WEIGHTS = ("float32", "bfloat16", "int8")
 TEMPERATURES = (0.0, 1.0)
+WIDE = (
+    "draft_model, trees",
+    "suffix",
+    "token_recycling",
+    "quantized_self int4",
+)  # these draft trees in two rounds of three
 
 
 class Bench:
     """A target in one precision and everything that drafts for it."""
 
     def __init__(self, target: str, draft: str, weights: str) -> None:
+        self._kept: dict[str, Drafter] = {}
         kind: dict[str, Any] = {"quantization": "int8"} if weights == "int8" else {"dtype": weights}
         self.target: Loaded = load(target, device="cpu", **kind)
         draft_model = load(draft, device="cpu", **kind).model
         vocab = self.target.model.vocab_size
-        makers: dict[str, Callable[[], Drafter]] = {
+        self.makers: dict[str, Callable[[], Drafter]] = {
             "draft_model": lambda: ModelDrafter(draft_model, TEXTS, LENGTH),
-            "ngram": lambda: NgramDrafter(1, 4),
-            "suffix": lambda: SuffixDrafter(),
+            "draft_model, trees": lambda: ModelDrafter(draft_model, TEXTS, LENGTH),
             "wrong": lambda: Wrong(5),
             "noisy": lambda: Noisy(ModelDrafter(draft_model, TEXTS, LENGTH), 0.7, vocab),
         }
-        for kind_of in ("int8", "int4"):
-            config = SpeculativeConfig.of({"method": "quantized_self", "quantization": kind_of})
-            try:
-                own = make_drafter(config, self.target, rows=TEXTS, max_length=LENGTH, device="cpu")
-            except (ValueError, NotImplementedError, TypeError, AttributeError):
-                continue  # not there, or not for weights that are narrow already
-            makers[f"quantized_self {kind_of}"] = lambda own=own: own
-        self.makers = makers
+        depth = int(getattr(self.target.model, "layers", 2))
+        configs: dict[str, dict[str, Any]] = {
+            "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+            "suffix": {"method": "suffix"},
+            "prediction": {"method": "prediction"},
+            "token_recycling": {"method": "token_recycling"},
+            "layer_skip": {"method": "layer_skip", "assistant_early_exit": max(1, depth // 2)},
+            "suffix and draft_model": {"method": ["suffix", "draft_model"], "model": draft},
+            "quantized_self int8": {"method": "quantized_self", "quantization": "int8"},
+            "quantized_self int4": {"method": "quantized_self", "quantization": "int4"},
+        }
+        if weights == "int8":
+            del configs["quantized_self int8"]  # no coarser than the target
+        self.makers |= {name: lambda c=c: self._made(c) for name, c in configs.items()}
 
-    def decode(self, drafter: Drafter, guesses: int, requests: Sequence[Request], batch: int) -> list[Row]:
-        decoder = Decoder(self.target.model, drafter, controller=Fixed(guesses), rows=batch, max_length=LENGTH)
+    def _made(self, config: dict[str, Any]) -> Drafter:
+        key = json.dumps(config)
+        if key not in self._kept:  # rows are released: a drafter may be used again
+            parsed = SpeculativeConfig.of(config)
+            self._kept[key] = make_drafter(parsed, self.target, rows=TEXTS, max_length=LENGTH, device="cpu")
+        return self._kept[key]
+
+    def decode(
+        self, drafter: Drafter, guesses: int, requests: Sequence[Request], batch: int, width: int = 1
+    ) -> list[Row]:
+        controller = Fixed(guesses, width, 2 * guesses if width > 1 else None)
+        decoder = Decoder(self.target.model, drafter, controller=controller, rows=batch, max_length=LENGTH)
         return decoder.generate(requests)
 
 
@@ -75,6 +98,11 @@ def requests_of(prompts: Sequence[list[int]], turn: int, tokens: int, temperatur
     return out
 
 
+def garbled(text: Sequence[int]) -> list[int]:
+    """A prediction that is mostly right: every ninth token another one, every twentieth missing."""
+    return [t + 1 if i % 9 == 8 and t else t for i, t in enumerate(text) if i % 20 != 19]
+
+
 def differing(got: Sequence[int], wanted: Sequence[int]) -> int:
     """Tokens that are not what plain decoding gives, a missing one counted too."""
     return sum(a != b for a, b in zip(got, wanted, strict=False)) + abs(len(got) - len(wanted))
@@ -87,9 +115,11 @@ def play(
     for temperature in TEMPERATURES:
         requests = requests_of(prompts, turn, tokens, temperature)
         plain = [bench.decode(NoDraft(), 0, [r], 1)[0].output for r in requests]
+        expected = [replace(r, prediction=tuple(garbled(p))) for r, p in zip(requests, plain, strict=True)]
         for k, (name, make) in enumerate(bench.makers.items()):
             batch, guesses = 1 + (turn + k) % TEXTS, 1 + (turn * 3 + k) % 8
-            rows = bench.decode(make(), guesses, requests, batch)
+            width = 1 + (turn + k) % 3 if name in WIDE else 1
+            rows = bench.decode(make(), guesses, expected if name == "prediction" else requests, batch, width)
             bad = [differing(r.output, p) for r, p in zip(rows, plain, strict=True)]
             where = [
                 {

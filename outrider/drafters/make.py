@@ -17,7 +17,7 @@ from outrider.drafters.router import Router
 from outrider.drafters.skip import SAMPLE, LayerSearch, LayerSkipDrafter, SelfDrafter, search_layers
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import from_draft_model
-from outrider.models.load import load
+from outrider.models.load import WIDENED, load
 
 if TYPE_CHECKING:
     from outrider.models.base import LanguageModel
@@ -73,7 +73,7 @@ def _possible(setting: Setting) -> list[str]:
     target's own coarser copy where there is one."""
     config, target = setting.config, setting.target
     methods = ["prediction", "suffix"]
-    if config.model is not None or target.name == "builtin:code":
+    if config.model is not None or target.name in ("builtin:code", *WIDENED):
         return [*methods, "draft_model"]
     try:
         coarser(target, config.quantization or "int8")
@@ -103,7 +103,7 @@ def _suffix(setting: Setting) -> Drafter:
 
 def _draft_model(setting: Setting) -> Drafter:
     config, target = setting.config, setting.target
-    draft = load(config.model or f"{target.name}-draft", device=setting.device, quantization=config.quantization)
+    draft = load(config.model or "builtin:code-draft", device=setting.device, quantization=config.quantization)
     return from_draft_model(draft, target, setting.rows, setting.max_length)
 
 
