@@ -204,7 +204,7 @@ class Decoder:
         times: dict[str, float] = dict(
             zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True)
         )
-        step = Step(draft, verdict, kept, batch.rows, at, batch.budgets, times)
+        step = Step(draft, verdict, kept, batch.rows, at, batch.budgets, times, out.logits)
         self.controller.observe(step)
         return step
 

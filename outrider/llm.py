@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ from outrider.drafters.roster import Roster
 from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
+from outrider.trace import Recorder, describe
 from outrider.tune import Adaptive, Controller, Fixed
+from outrider.types import Step
 
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
 
@@ -30,6 +33,8 @@ class LLM:
     checkpoint's precision. max_model_len: tokens of prompt and output together. max_num_seqs: sequences that decode side by
     side.
     drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method.
+    trace: a file that every step is written to (docs/tuning.md), with the token ids of prompts and texts; a `Recorder` says
+    how much.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class LLM:
         quantization: str | None = None,
         drafter: Drafter | None = None,
         controller: Controller | None = None,
+        trace: Recorder | str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = SpeculativeConfig.of(speculative_config)
         if max_num_seqs < 1:
@@ -75,6 +81,9 @@ class LLM:
             end_ids=self.loaded.end_ids,
             tokenizer=self.loaded.tokenizer,
         )
+        self.trace = trace if trace is None or isinstance(trace, Recorder) else Recorder(trace)
+        if self.trace is not None:
+            self.trace.begin(describe(self.loaded, self.config, self.decoder))
         self._ids = itertools.count()
 
     @property
@@ -95,7 +104,7 @@ class LLM:
         groups = [self._requests(p, s) for p, s in zip(many, params, strict=True)]
         meters = {id(r): Meter() for group in groups for r in group}
         rows: dict[int, Row] = {}
-        for step, moved in self.decoder.steps([r for group in groups for r in group]):
+        for step, moved in self._steps([r for group in groups for r in group]):
             for b, row in enumerate(moved):
                 assert step is not None
                 meters[id(row.request)].add(len_drafted(step, b), step.kept[b].drafted)
@@ -113,7 +122,7 @@ class LLM:
             raise ValueError(f"stream writes one text, got n={params.n}; use generate for several")
         [request] = self._requests(prompt, params)
         meter, sent, marks, told = Meter(), 0, list[tuple[int, bool]](), 0
-        for step, moved in self.decoder.steps([request]):
+        for step, moved in self._steps([request]):
             for b, row in enumerate(moved):
                 assert step is not None
                 kept = step.kept[b]
@@ -126,6 +135,13 @@ class LLM:
                 marks = [mark for mark in marks if mark[0] > sent]  # borders still ahead
                 output = self._output(prompt, [row], [meter]) if row.end else None
                 yield Delta(new, kept.tokens, pieces, 0, meter.drafted[-1], meter.accepted[-1], output)
+
+    def _steps(self, requests: list[Request]) -> Iterator[tuple[Step | None, list[Row]]]:
+        """The loop's steps, written down if there is a trace."""
+        for step, moved in self.decoder.steps(requests):
+            if self.trace is not None and step is not None:
+                self.trace.keep(step, moved)
+            yield step, moved
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises ValueError for what cannot be encoded."""
