@@ -81,7 +81,9 @@ class Run(Part):
     command: str
     model: str
     machine: dict[str, str]  # processor, cores, versions
-    sampling: dict[str, Any]  # parameters every request was sent with
+    sampling: dict[str, Any]  # parameters every request was sent with; in repeat r with seed + r
+    repeats: int = 1
+    concurrency: int = 1  # requests that are sent together
     settings: list[Setting] = Field(min_length=1)
     prompts: list[Prompt] = Field(min_length=1)
     samples: list[Sample] = []
