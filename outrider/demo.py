@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from outrider import native
-from outrider._version import __version__
 from outrider.decode import Decoder, Request
 from outrider.llm import LLM, len_drafted
+from outrider.machine import machine
 from outrider.params import SamplingParams
 from outrider.types import Guarantee
 
@@ -173,25 +168,6 @@ def compare(llm: LLM, tokens: int, repeats: int) -> Iterator[tuple[Comparison, R
                 for decoder, runs in both if turn % 2 == 0 else both[::-1]:
                     runs.append(write(decoder, prompt, params))
                     yield comparison, runs[-1]
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor() or platform.machine()
-    why = native.why()
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "kernels": "native" if native.available() else f"oneDNN (native kernels are not in use: {why})",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "outrider": __version__,
-    }
 
 
 def run(
