@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider import trace_cli as tracing
 from outrider._version import __version__
+from outrider.measure import cli as measurement
 from outrider.methods import METHODS
 from outrider.serve import cli as server
 from outrider.terminal import (
@@ -21,6 +23,7 @@ from outrider.terminal import (
     GREEN,
     Debug,
     Model,
+    TraceDetail,
     console,
     environment,
     loading,
@@ -132,6 +135,15 @@ def generate(
     ignore_eos: Annotated[bool, option("Sampling", "Write on after the end token.", "--ignore-eos")] = False,
     seed: Annotated[int | None, option("Sampling", "Drawn and shown if not given.")] = None,
     chat: Annotated[bool, option("Output", "Send the prompt as a user's chat message.", "--chat")] = False,
+    trace: Annotated[
+        Path | None,
+        option(
+            "Output",
+            "Write every step there, for outrider replay. Token ids tell the prompt to whoever reads the file.",
+            metavar="FILE",
+        ),
+    ] = None,
+    trace_detail: TraceDetail = None,
     debug: Debug = False,
 ) -> None:
     """Continue a prompt. Text streams to the terminal, accepted guesses coloured; a pipe gets the text alone.
@@ -170,6 +182,7 @@ def generate(
                 max_model_len=max_model_len,
                 max_num_seqs=1,
                 quantization=quantization,
+                trace=tracing.recorder(trace, trace_detail or "tokens") if trace or trace_detail else None,
             )
         if _stream(llm, given.decode(errors="replace"), params, chat=chat):
             raise typer.Exit(130)
@@ -209,11 +222,7 @@ def demo(
         what = config.get("model") or f"the method {config['method']}"
         print(paint(f"{llm.loaded.name} writes, {what} guesses up to {llm.config.budget.depth} tokens ahead.", DIM))
         if model == WIDE:
-            print(
-                paint(
-                    "It is builtin:code, computed with as many weights as its name says: the same function.", DIM
-                )
-            )
+            print(paint("It is builtin:code, computed with as many weights as its name says: the same function.", DIM))
         print()
 
         def stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
@@ -302,6 +311,16 @@ app.command(
     """outrider serve ./my-model --speculative-config '{"method": "draft_model", "model": "./my-small-model"}'\n"""
     "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm"
 )(server.serve)
+app.command(
+    epilog='[bold]Examples[/bold]\noutrider generate "def f(x):" --trace run.jsonl\noutrider replay run.jsonl\n'
+    "outrider replay run.jsonl --step 3"
+)(tracing.replay)
+app.command(
+    epilog="[bold]Examples[/bold]\noutrider bench\noutrider bench my-prompts.jsonl -m ./my-model --method suffix --method auto\n"
+    "outrider bench my-prompts.jsonl -m ./my-model -d ./my-small-model --json run.json --html run.html\n"
+    "outrider bench chat --base-url http://127.0.0.1:8000\n"
+    "outrider bench chat --base-url http://one:8000 --base-url http://two:8000"
+)(measurement.bench)
 app.command(epilog="[bold]Examples[/bold]\noutrider chat\noutrider chat http://127.0.0.1:8000 -t 0 -n 64")(server.chat)
 
 
