@@ -24,6 +24,16 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 
 Model = Annotated[str, option("Model", "A folder, a hub name or a built-in model.", "--model", "-m")]
 Debug = Annotated[bool, option("Output", "Show the traceback of an error.", "--debug")]
+TraceDetail = Annotated[
+    str | None,
+    option(
+        "Output",
+        "counts: numbers only. tokens: also prompts, guesses and texts, as token ids. probs: also the likeliest tokens' "
+        "probabilities.",
+        "--trace-detail",
+        metavar="counts|tokens|probs",
+    ),
+]
 
 
 def environment() -> None:

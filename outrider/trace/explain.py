@@ -18,9 +18,9 @@ from outrider.verify import reference_block, reference_rejection, reference_trav
 from outrider.verify.reference import Number
 
 _RATIO = {
-    "rejection": "p/q, the target's chance of it over the draft's",
-    "block": "the chance of the chain up to it",
-    "traversal": "the chance of the path down to it",
+    "rejection": "p/q",  # the target's chance of it over the draft's
+    "block": "the chance of its chain",
+    "traversal": "the chance of its path",
 }
 
 
@@ -72,12 +72,8 @@ class Node:
         ratio = _RATIO[self.verifier]
         if self.coin is None or (self.kept and not self.coin.kept):
             return "kept: a guess below it was kept"
-        u, c = f"{self.coin.value:.3f}", f"{self.coin.chance:.3f}"
-        return (
-            f"kept: its coin {u} is below {c}, {ratio}"
-            if self.kept
-            else f"refused: its coin {u} is not below {c}, {ratio}"
-        )
+        coin, limit = f"its coin {self.coin.value:.3f}", f"{ratio}, {self.coin.chance:.3f}"
+        return f"kept: {coin} is below {limit}" if self.kept else f"refused: {coin} is not below {limit}"
 
     def _match(self, show: Callable[[int], str]) -> str:
         if self.kept:
@@ -101,7 +97,7 @@ class Node:
 
 
 def _odds(p: float, noise: float | None) -> str:
-    return f"p {p:.3f}" if noise is None else f"p {p:.3f}, noise {noise:+.2f}"
+    return f"p {p:.3g}" if noise is None else f"p {p:.3g}, noise {noise:+.2f}"
 
 
 def explain(
