@@ -291,6 +291,8 @@ BAD = [
     ({"prompt": ""}, "the prompt is empty", None),
     ({"prompt": []}, "empty list", "prompt"),
     ({"prompt": [99999999]}, "outside the vocabulary", None),
+    ({"prompt": [-1], "echo": True}, "outside the vocabulary", None),
+    ({"prompt": [2**64], "echo": True}, "outside the vocabulary", None),
     ({"prompt": "x", "n": 17}, "16 texts", "n"),
     ({"prompt": "x", "stop": ["a"] * 17}, "17 stop strings", None),
     ({"prompt": "x", "stop": "a" * 300}, "300 characters", None),
@@ -311,7 +313,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "words", "param"), BAD, ids=[w or str(i) for i, (_, w, _) in enumerate(BAD)])
+@pytest.mark.parametrize(("body", "words", "param"), BAD, ids=[f"{i} {w}" for i, (_, w, _) in enumerate(BAD)])
 def test_what_cannot_be_answered_is_refused_with_the_reason(
     live: Live, body: dict, words: str, param: str | None
 ) -> None:

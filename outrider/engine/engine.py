@@ -20,9 +20,9 @@ from outrider.drafters import Drafter, NgramDrafter, PredictionDrafter, SuffixDr
 from outrider.drafters.roster import Roster
 from outrider.engine.jobs import EngineStopped, FairQueue, Job, QueueFull, Result, Update
 from outrider.engine.lengths import PerRow
+from outrider.engine.memory import Memory
 from outrider.engine.prefix import PrefixStore
 from outrider.llm import LLM
-from outrider.outputs import CompletionOutput, SpeculativeMetrics
 from outrider.text import End
 from outrider.types import Step
 
@@ -40,6 +40,8 @@ class Stats:
     accepted: int  # jobs so far
     kv_tokens: int  # committed tokens in the cache
     kv_limit: int
+    kv_bytes: int  # taken by keys and values, the drafters' among them
+    memory_limit: int | None  # of these and the prefix store, in bytes
     prefix_bytes: int
     prefix_queries: int
     prefix_hits: int
@@ -62,7 +64,9 @@ class Engine:
 
     max_queue: jobs that may wait. kv_tokens: committed tokens that all rows together may hold, None for as many as the
     rows can; when it runs short the youngest rows give way and are computed again later. prefix_bytes: keys and values
-    kept for prompts that start alike, 0 for none. prefill_chunk: prompt tokens per turn while other rows decode.
+    kept for prompts that start alike, 0 for none. prefill_chunk: prompt tokens per turn while other rows decode. memory:
+    bytes that keys and values, the drafters' and the prefix store's among them, may take at most; ValueError when that is
+    too little for the rows and lengths asked for.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Engine:
         kv_tokens: int | None = None,
         prefix_bytes: int = 256 << 20,
         prefill_chunk: int = 64,
+        memory: int | None = None,
         observer: Observer | None = None,
     ) -> None:
         base = llm.decoder
@@ -100,6 +105,9 @@ class Engine:
             tokenizer=base.tokenizer,
             prefixes=self.prefixes,
         )
+        self.memory = Memory(base.target, self.decoder.cache, drafters.values())
+        if memory is not None:
+            self.memory.bound(memory, self.prefixes.limit if self.prefixes else 0)
         self.observer, self._chunk = observer, prefill_chunk
         self._chunk_alone = max(prefill_chunk, self.decoder.chunk)
         self.queue, self.running = FairQueue(max_queue), dict[int, Job]()  # by row
@@ -126,6 +134,8 @@ class Engine:
             accepted=self.accepted,
             kv_tokens=sum(decoder.cache.length),
             kv_limit=self.kv_limit,
+            kv_bytes=self.memory.bytes,
+            memory_limit=self.memory.limit,
             prefix_bytes=prefixes.bytes if prefixes else 0,
             prefix_queries=prefixes.queries if prefixes else 0,
             prefix_hits=prefixes.hits if prefixes else 0,
@@ -352,7 +362,8 @@ class Engine:
                 held = self.decoder.cache.length[row.slot]
                 self.prefixes.keep(self.decoder.cache, row.slot, row.tokens[:held])
             self.decoder.release(row.slot)
-        result = self._result(job, finish, reason)
+        depth = self.llm.config.budget.depth if job.depth is None else job.depth
+        result = job.result(finish, reason, self.decoder.guarantee, self.method(job), depth)
         self._seconds += 0.2 * (result.total - result.queued - self._seconds)
         self._tell(job, (job.drafted[-1], job.accepted[-1]) if job.drafted else None, result)
 
@@ -367,34 +378,3 @@ class Engine:
             job.sink(Update(*job.news(), *(counts or (0, 0)), result))
         except Exception:  # the reader is gone
             job.cancelled = True
-
-    def _result(self, job: Job, finish: str, reason: str | int | None) -> Result:
-        row, request = job.row, job.request
-        asked = request.params.logprobs is not None
-        output = CompletionOutput(
-            index=0,
-            text=row.ending.text if row else "",
-            token_ids=list(row.output) if row else [],
-            finish_reason=finish,
-            stop_reason=reason,
-            seed=request.seed,
-            guarantee=self.decoder.guarantee,
-            logprobs=row.logprobs if asked and row else None,
-        )
-        method = self.method(job)
-        depth = self.llm.config.budget.depth if job.depth is None else job.depth
-        told = (sum(job.accepted), sum(job.drafted) - sum(job.accepted)) if method == "prediction" else None
-        now = perf_counter()
-        return Result(
-            output=output,
-            prompt_tokens=len(request.prompt),
-            cached_tokens=row.cached if row else 0,
-            queued=(job.admitted or now) - job.submitted,
-            first=None if job.first is None else job.first - job.submitted,
-            total=now - job.submitted,
-            preemptions=job.preemptions,
-            speculative=SpeculativeMetrics.of(job.drafted, job.accepted, depth) if method != "none" else None,
-            undrafted=job.undrafted,
-            prediction=told,
-            prompt_logprobs=row.prompt_logprobs if row and request.params.prompt_logprobs is not None else None,
-        )

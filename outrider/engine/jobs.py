@@ -10,6 +10,7 @@ from time import perf_counter
 
 from outrider.decode import Request, Row
 from outrider.outputs import CompletionOutput, SpeculativeMetrics
+from outrider.types import Guarantee
 
 
 class QueueFull(Exception):
@@ -107,6 +108,35 @@ class Job:
         logprobs = row.logprobs[self.told :]
         self.sent, self.told = at, self.told + len(tokens)
         return new, tokens, [p for p in pieces if p], logprobs
+
+    def result(self, finish: str, reason: str | int | None, guarantee: Guarantee, method: str, depth: int) -> Result:
+        """How it ends, now. method: whose guesses it had. depth: guesses per step that it could have."""
+        row, request, now = self.row, self.request, perf_counter()
+        asked = request.params.logprobs is not None
+        output = CompletionOutput(
+            index=0,
+            text=row.ending.text if row else "",
+            token_ids=list(row.output) if row else [],
+            finish_reason=finish,
+            stop_reason=reason,
+            seed=request.seed,
+            guarantee=guarantee,
+            logprobs=row.logprobs if asked and row else None,
+        )
+        kept = sum(self.accepted)
+        return Result(
+            output=output,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=row.cached if row else 0,
+            queued=(self.admitted or now) - self.submitted,
+            first=None if self.first is None else self.first - self.submitted,
+            total=now - self.submitted,
+            preemptions=self.preemptions,
+            speculative=SpeculativeMetrics.of(self.drafted, self.accepted, depth) if method != "none" else None,
+            undrafted=self.undrafted,
+            prediction=(kept, sum(self.drafted) - kept) if method == "prediction" else None,
+            prompt_logprobs=row.prompt_logprobs if row and request.params.prompt_logprobs is not None else None,
+        )
 
 
 class FairQueue:

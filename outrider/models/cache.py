@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256  # the capacity grows by doubling, in blocks of this many slots
-_SCRATCH = 64  # slots beyond the longest text that the doubling may take; a larger tree takes what it needs
+SCRATCH = 64  # slots beyond the longest text that the doubling may take; a larger tree takes what it needs
 
 
 class SlotCache:
@@ -46,7 +46,7 @@ class SlotCache:
         capacity = self.capacity
         while capacity < need:
             capacity *= 2
-        capacity = max(min(capacity, self.max_length + _SCRATCH), need)
+        capacity = max(min(capacity, self.max_length + SCRATCH), need)
         self.layers = [tuple(_grown(t, capacity) for t in pair) for pair in self.layers]  # pyright: ignore[reportAttributeAccessIssue]
         self.capacity = capacity
 

@@ -49,6 +49,10 @@ def serve(
     max_num_seqs: Annotated[int, option("Engine", "Texts that are written side by side.", min=1)] = 8,
     max_queue: Annotated[int, option("Engine", "Texts that may wait; beyond it clients get 429.", min=0)] = 64,
     kv_tokens: Annotated[int | None, option("Engine", "Tokens that all texts together may hold in the cache.")] = None,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        option("Engine", "Bytes that keys and values may take, drafters' and prefix cache's among them.", min=1),
+    ] = None,
     prefix_cache: Annotated[int, option("Engine", "MiB for prompts that start alike; 0 is off.", min=0)] = 256,
     prefill_chunk: Annotated[int, option("Engine", "Prompt tokens per step while others write.", min=1)] = 64,
     request_timeout: Annotated[float, option("Limits", "Seconds for a request, waiting included.")] = 600.0,
@@ -128,6 +132,7 @@ def serve(
             kv_tokens=kv_tokens,
             prefix_bytes=prefix_cache << 20,
             prefill_chunk=prefill_chunk,
+            memory=kv_cache_memory_bytes,
             observer=metrics,
         )
         metrics.attach(engine)

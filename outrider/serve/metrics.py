@@ -90,8 +90,11 @@ class Metrics:
             "num_requests_running": ("Texts being written.", stats.running),
             "num_requests_waiting": ("Texts in the queue.", stats.waiting),
             "kv_cache_usage_perc": ("Share of the cache in use, 1 is all.", stats.kv_tokens / stats.kv_limit),
+            "kv_cache_bytes": ("Keys and values of texts, the drafters' among them.", stats.kv_bytes),
             "prefix_cache_bytes": ("Keys and values kept for prompts that start alike.", stats.prefix_bytes),
         }
+        if stats.memory_limit is not None:
+            gauges["kv_cache_limit_bytes"] = ("What these two may take at most.", stats.memory_limit)
         counters = {
             "requests_accepted": ("Texts that were queued.", stats.accepted),
             "prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_queries),

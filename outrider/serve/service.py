@@ -116,6 +116,8 @@ class Service:
             params = body.params(most, logprobs, self.settings).with_(prompt_logprobs=prompt_logprobs)
             params = params.with_(skip_special_tokens=params.skip_special_tokens and not special)
             requests = [r for p in prompts for r in self._requests(p, params, mask)]
+            for request in requests[:: params.n]:  # before anything is made of its tokens
+                self.engine.decoder.check(request)
         except ValueError as error:
             raise Refused(str(error)) from error
         echo = isinstance(body, CompletionRequest) and body.echo
