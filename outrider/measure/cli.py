@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.measure.session import Side
 
 CODE, DRAFT = "builtin:code", "builtin:code-draft"
+WIDE = "builtin:code-160M"  # at the cost of a model worth speeding up
 SAVE_EVERY = 5.0  # seconds
 
 
@@ -30,7 +31,7 @@ def bench(
     ] = "code",
     model: Annotated[
         str | None,
-        option("What", f"A model, {CODE} if not given; of a server: the name it is asked for.", "--model", "-m"),
+        option("What", f"A model, {WIDE} if not given; of a server: the name it is asked for.", "--model", "-m"),
     ] = None,
     method: Annotated[
         list[str] | None, option("What", "A way to guess, measured against plain decoding; may be repeated.")
@@ -88,7 +89,7 @@ def bench(
             if path is not None and not path.absolute().parent.is_dir():
                 raise FileNotFoundError(f"there is no folder {path.absolute().parent} to write {path.name} to")
         configs = _configs(
-            model or CODE, method, speculative_config, draft_model, num_speculative_tokens, bool(base_url)
+            model or WIDE, method, speculative_config, draft_model, num_speculative_tokens, bool(base_url)
         )
         sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         given = {"top_p": top_p, "top_k": top_k, "ignore_eos": ignore_eos or None}
@@ -98,7 +99,7 @@ def bench(
 
         asks, notes = read(prompts, num_prompts)
         old = _old(json_file, resume)
-        with loading(model or CODE if not base_url else "what asks servers"):
+        with loading(model or WIDE if not base_url else "what asks servers"):
             from outrider.machine import machine
             from outrider.measure.run import Prompt, Run
 
@@ -107,7 +108,7 @@ def bench(
                 lengths = [None] * len(asks)
             else:
                 options = {"dtype": dtype, "device": device, "quantization": quantization}
-                side, settings, name = _local(model or CODE, configs, sampling, concurrency, options)
+                side, settings, name = _local(model or WIDE, configs, sampling, concurrency, options)
                 lengths = [side.tokens(ask) for ask in asks]
             run = Run(
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

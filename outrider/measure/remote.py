@@ -25,6 +25,7 @@ _WISHES = (
     {"detailed_metrics": True},
     {"continuous_usage_stats": True},
 )  # in the body, in stream_options: not all servers obey
+_LONGEST = 1 << 24  # bytes of an event
 _STEPS = 100_000  # more of them than this in an answer are nonsense
 
 
@@ -155,7 +156,8 @@ class Remote:
             usage = event.get("usage") or usage
             so_far = (event.get("so_far") or {}).get("tokens") or (event.get("usage") or {}).get("completion_tokens")
             for choice in event.get("choices") or ():
-                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                delta = choice.get("delta") or {}
+                text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
                 sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
                 if not text:
                     continue
@@ -235,9 +237,7 @@ def address(url: str) -> str:
 
 def _events(response: httpx.Response, deadline: float) -> Iterator[dict[str, Any]]:
     """The events of a stream, to its end. Raises Failed for what is none, and past the deadline."""
-    for line in response.iter_lines():
-        if perf_counter() > deadline:
-            raise Failed("the answer took longer than --timeout allows")
+    for line in _lines(response, deadline):
         if not line.startswith("data:"):
             if line and line[0] in "{<":
                 raise Failed(f"this is no stream of events: {line[:100]}")
@@ -252,6 +252,20 @@ def _events(response: httpx.Response, deadline: float) -> Iterator[dict[str, Any
         if not isinstance(event, dict):
             raise Failed(f"an event is no object: {data[:100]}")
         yield event
+
+
+def _lines(response: httpx.Response, deadline: float) -> Iterator[str]:
+    """The lines of a stream, as they come."""
+    rest = b""
+    for part in response.iter_bytes():
+        if perf_counter() > deadline:
+            raise Failed("the answer took longer than --timeout allows")
+        *lines, rest = (rest + part).split(b"\n")
+        if len(rest) > _LONGEST:
+            raise Failed(f"this is no stream of events: {rest[:100].decode(errors='replace')}")
+        yield from (line.rstrip(b"\r").decode(errors="replace") for line in lines)
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 def _message(response: httpx.Response) -> str:

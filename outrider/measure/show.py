@@ -49,7 +49,7 @@ def speeds(run: Run) -> Table:
         rate, found = stats.rate(samples), stats.acceptance(samples)
         cells = [_number(rate.value) if rate else "-", "", "", "", "", ""]
         if found:
-            cells[3:5] = f"{found.length:.2f}", f"{found.rate or 0:.2f}"
+            cells[3:5] = f"{found.length:.2f}", f"{found.rate or 0:.0%}"
         if setting is not run.settings[0]:
             ratio, (parted, compared) = stats.ratio(samples, base), stats.differing(samples, base)
             cells[1:3] = _ratio(ratio), _range(ratio)
@@ -109,8 +109,8 @@ def sentences(run: Run) -> Iterator[str]:
             yield f"[red]{escape(setting.name)}: {len(failed)} of {asked} requests failed: {_errors(failed)}[/]"
     if any(stats.acceptance(stats.good(run, s.name)) for s in run.settings):
         yield (
-            "[dim]acceptance length: tokens a step commits, the model's own included; acceptance rate: guesses kept of those "
-            "made[/]"
+            "[dim]tokens a step: the acceptance length, the model's own token included; guesses kept: the acceptance rate, "
+            "of all guesses made[/]"
         )
 
 
