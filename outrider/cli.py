@@ -16,6 +16,7 @@ import typer
 from outrider import trace_cli as tracing
 from outrider._version import __version__
 from outrider.measure import cli as measurement
+from outrider.measure import report_cli
 from outrider.methods import METHODS
 from outrider.serve import cli as server
 from outrider.terminal import (
@@ -321,6 +322,10 @@ app.command(
     "outrider bench chat --base-url http://127.0.0.1:8000\n"
     "outrider bench chat --base-url http://one:8000 --base-url http://two:8000"
 )(measurement.bench)
+app.command(
+    epilog="[bold]Examples[/bold]\noutrider report run.json\noutrider report run.json --out page.html\n"
+    "outrider report before.json after.json"
+)(report_cli.report)
 app.command(epilog="[bold]Examples[/bold]\noutrider chat\noutrider chat http://127.0.0.1:8000 -t 0 -n 64")(server.chat)
 
 
