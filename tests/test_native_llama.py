@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from outrider import native
-from outrider.models.llama import LlamaModel, supports
+from outrider.models.llama import Chain, LlamaModel, supports
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -278,28 +278,41 @@ def test_a_forked_process_goes_on() -> None:
     assert os.waitstatus_to_exitcode(done[1]) == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_draft_chain_is_the_loop_in_one_call(temperature: float) -> None:
+def test_draft_chains_are_the_loop_in_one_call() -> None:
+    """Rows of other lengths, depths, temperatures and seeds: each as the loop draws it alone, and the scratch too."""
     model = LlamaModel(build("llama"))
-    cache = model.new_cache(2, 300)
-    model.forward(TEXT[:, :250], cache, [1], want="none")
-    cache.commit([1], [range(250)])
-    drawn = model.draft_chain(cache, 1, [3, 4], 7, temperature=temperature, seed=9, stream=1, step=2, position=11)
-    scratch = [t[1, :, 250:258].clone() for pair in cache.layers for t in pair]
-    feed, expected = [3, 4], []
-    for i in range(7):
-        logits = model.forward(torch.tensor([feed]), cache, [1], want="last").logits[0, 0]
-        cache.commit([1], [range(len(feed))])
-        if temperature:
-            expected.append(native.argmax_gumbel(logits, 9, 1, 2, 11 + i, temperature=temperature))
-        else:
-            expected.append(native.argmax(logits))
-        feed = [expected[-1]]
-    assert drawn == expected
-    assert all(
-        torch.equal(a, t[1, :, 250:258]) for a, t in zip(scratch, (t for p in cache.layers for t in p), strict=True)
-    )
-    assert model.draft_chain(cache, 1, [3], 0) == []
+    cache = model.new_cache(4, 300)
+    starts = {0: 40, 1: 250, 3: 7}
+    for row, n in starts.items():
+        model.forward(TEXT[:, :n], cache, [row], want="none")
+        cache.commit([row], [range(n)])
+    chains = [
+        Chain(1, [3, 4], 7, 0.8, (9, 1, 2, 11)),
+        Chain(0, [5], 3, 0.0),
+        Chain(2, [1, 2, 3], 0, 0.5),
+        Chain(3, [6, 7, 8, 9, 1], 5, 1.3, (-4, 0, 0, 12)),
+    ]
+    drawn = model.draft_chains(cache, chains)
+    assert drawn[2] == []
+    for c, got in zip(chains, drawn, strict=True):
+        if not c.depth:
+            continue
+        start, end = starts[c.row], starts[c.row] + len(c.tokens) + c.depth - 1
+        scratch = [t[c.row, :, start:end].clone() for pair in cache.layers for t in pair]
+        feed, expected = [*c.tokens], list[int]()
+        seed, stream, step, position = c.noise
+        for i in range(c.depth):
+            logits = model.forward(torch.tensor([feed]), cache, [c.row], want="last").logits[0, 0]
+            cache.commit([c.row], [range(len(feed))])
+            if c.temperature:
+                noise = (seed, stream, step, position + i)
+                expected.append(native.argmax_gumbel(logits, *noise, temperature=c.temperature))
+            else:
+                expected.append(native.argmax(logits))
+            feed = [expected[-1]]
+        assert got == expected
+        alone = [t[c.row, :, start:end] for pair in cache.layers for t in pair]
+        assert all(torch.equal(a, b) for a, b in zip(scratch, alone, strict=True))
 
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
@@ -333,7 +346,7 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="fit"):
         cache.commit([0], [range(65)])
     with pytest.raises(ValueError, match="token 99"):
-        model.draft_chain(cache, 0, [99], 2)
+        model.draft_chains(cache, [Chain(0, [99], 2)])
     with pytest.raises(IndexError, match="rows are 0 to 0"):
         model.forward(torch.tensor([[1]]), cache, [-1])
     other = LlamaModel(build("qwen2")).new_cache(1, 64)

@@ -13,6 +13,7 @@ from outrider.drafters.children import child_scores, children
 from outrider.drafters.growth import Growth
 from outrider.expect import Shape, optimal_shape
 from outrider.models.base import LanguageModel
+from outrider.models.llama import Chain, LlamaModel
 from outrider.noise import Stream
 from outrider.tree import chain, tree
 from outrider.types import PADDING, Budget, Draft, Kept, Siblings
@@ -75,9 +76,10 @@ class ModelDrafter(BaseDrafter):
     def propose(self, batch: Batch) -> Draft:
         room = [self._room(batch, b) for b in range(len(batch.rows))]  # a short-sighted drafter stops drafting, no more
         some = [b for b, budget in enumerate(batch.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
-        if len(some) == 1 and self._has_chain(batch, some[0]):
+        if some and all(self._has_chain(batch, b) for b in some):
             guesses: list[list[int]] = [[] for _ in batch.rows]
-            guesses[some[0]] = self._chain(batch, some[0])
+            for b, drawn in zip(some, self._chains(batch, some), strict=True):
+                guesses[b] = drawn
             return Draft(*chain([[t[-1], *g] for t, g in zip(batch.tokens, guesses, strict=True)]))
         grown = {b: self._start(batch, b) for b in some}
         laws = self._grow(batch, grown) if some else {}
@@ -191,34 +193,31 @@ class ModelDrafter(BaseDrafter):
         return (
             simple
             and self.noise_aware
-            and hasattr(self.model, "draft_chain")
+            and isinstance(self.model, LlamaModel)
             and batch.warp.simple(b)
             and batch.stream is Stream.TOKEN
         )
 
-    def _chain(self, batch: Batch, b: int) -> list[int]:
-        """A chain for one row without a law, in one call of a model that offers it: a small model's token costs less than
-        the way through Python."""
-        row, budget = batch.rows[b], batch.budgets[b]
-        feed = self._level(batch, b)
-        params = batch.warp.histories[b].params
-        seed, stream, step, position = batch.noise.select([b]).keys(batch.stream, batch.positions[[b]])[0]
-        drawn = self.model.draft_chain(  # pyright: ignore[reportAttributeAccessIssue]
-            self.cache,
-            row,
-            feed,
-            min(budget.depth, budget.max_nodes),
-            temperature=params.temperature,
-            seed=seed,
-            stream=stream,
-            step=step,
-            position=position,
-        )
-        self.cache.commit([row], [range(len(feed) - 1)])
-        self._scratch[row] = [
-            (feed[-1], -1),
-            *((token, n) for n, token in enumerate(drawn[:-1])),
-        ]  # the last: not forwarded
+    def _chains(self, batch: Batch, some: list[int]) -> list[list[int]]:
+        """Chains without a law, in one call of a model that offers it: a small model's token costs less than the way through
+        Python."""
+        assert isinstance(self.model, LlamaModel)
+        noise = batch.noise.keys(batch.stream, batch.positions)
+        chains = [
+            Chain(
+                batch.rows[b],
+                self._level(batch, b),
+                min(batch.budgets[b].depth, batch.budgets[b].max_nodes),
+                batch.warp.histories[b].params.temperature,
+                noise[b],
+            )
+            for b in some
+        ]
+        drawn = self.model.draft_chains(self.cache, chains)
+        for c, tokens in zip(chains, drawn, strict=True):
+            self.cache.commit([c.row], [range(len(c.tokens) - 1)])
+            # the last one drawn was not forwarded
+            self._scratch[c.row] = [(c.tokens[-1], -1), *((token, n) for n, token in enumerate(tokens[:-1]))]
         return drawn
 
     def _context(self, batch: Batch, b: int) -> list[int]:

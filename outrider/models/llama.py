@@ -10,7 +10,7 @@ import copy
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from outrider import native
 from outrider.models.base import Output, Want
 from outrider.models.cache import SlotCache
-from outrider.native._library import ChainStruct, ForwardStruct, LayerStruct, ModelStruct
+from outrider.native._library import ChainsStruct, ChainStruct, ForwardStruct, LayerStruct, ModelStruct
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
 _ACTIVATIONS = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}
@@ -46,6 +46,17 @@ def supports(model: PreTrainedModel) -> str | None:
         if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"a weight is {p.dtype} on {p.device}"
     return None
+
+
+class Chain(NamedTuple):
+    """What `LlamaModel.draft_chains` draws for a row. tokens: to ingest first, one at least. noise: (seed, stream, step,
+    position) of the first drawn token, as `Noise.keys` gives them."""
+
+    row: int
+    tokens: Sequence[int]
+    depth: int
+    temperature: float = 0.0
+    noise: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class LlamaModel:
@@ -109,7 +120,7 @@ class LlamaModel:
         library = native.library()
         self._structs, self._numbers = layers, range(self.layers)
         self._decoder = library.decoder_new(self.struct)
-        self._forward, self._chain = library.forward, library.draft_chain
+        self._forward, self._chains = library.forward, library.draft_chains
         self._tables: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
         weakref.finalize(self, library.decoder_free, self._decoder)
 
@@ -196,45 +207,38 @@ class LlamaModel:
             raise _explained(error, tokens, parents, self.vocab_size)
         return Output(logits, features)
 
-    def draft_chain(
-        self,
-        cache: SlotCache,
-        row: int,
-        tokens: Sequence[int],
-        depth: int,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        stream: int = 0,
-        step: int = 0,
-        position: int = 0,
-    ) -> list[int]:
-        """Ingest `tokens` behind the row's prefix, then draw `depth` tokens one after another, each from the logits after
-        the one before: argmax(logits / temperature + noise at position, position + 1, ...), or argmax at temperature 0.
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
+        """For each chain (of a row of its own): ingest its tokens behind the row's prefix, then draw `depth` tokens one after
+        another, each from the logits after the one before: argmax(logits / temperature + noise at position, position + 1,
+        ...), or argmax at temperature 0. One forward a level for all chains. A chain ends early where its logits hold NaN.
 
-        All but the last drawn token are written to the scratch as a chain behind `tokens`; nothing is committed.
+        All but a chain's last token are written to its row's scratch behind its tokens; nothing is committed.
         """
-        table = self._table(cache, [row], len(tokens) + max(depth, 1) - 1)
-        given, drawn = (ctypes.c_int64 * len(tokens))(*tokens), (ctypes.c_int64 * depth)()
-        job = ChainStruct(
-            ctypes.addressof(given),
-            ctypes.addressof(table),
-            ctypes.addressof(drawn),
-            len(tokens),
-            cache.capacity,
-            depth,
-            seed & (2**64 - 1),
-            row,
-            cache.length[row],
-            stream,
-            step & (2**32 - 1),
-            position & (2**32 - 1),
-            temperature,
-        )
-        count = self._chain(self._decoder, job)
-        if count < 0:
-            raise _explained(count, torch.tensor([[*tokens]]), None, self.vocab_size)
-        return drawn[:count]
+        drawn: list[list[int]] = [[] for _ in chains]
+        asked = [i for i, c in enumerate(chains) if c.depth > 0]
+        if not asked:
+            return drawn
+        table = self._table(cache, [chains[i].row for i in asked], max(len(c.tokens) + c.depth - 1 for c in chains))
+        structs, keep = (ChainStruct * len(asked))(), []
+        for struct, i in zip(structs, asked, strict=True):
+            c = chains[i]
+            given, out = (ctypes.c_int64 * len(c.tokens))(*c.tokens), (ctypes.c_int64 * c.depth)()
+            keep.append((given, out))
+            struct.tokens, struct.drafted = ctypes.addressof(given), ctypes.addressof(out)
+            struct.count, struct.depth, struct.row, struct.length = len(c.tokens), c.depth, c.row, cache.length[c.row]
+            seed, struct.stream, step, position = c.noise
+            struct.seed, struct.step, struct.position = seed & (2**64 - 1), step & (2**32 - 1), position & (2**32 - 1)
+            struct.temperature = c.temperature
+        job = ChainsStruct(ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity)
+        error = self._chains(self._decoder, job)
+        if error:
+            width = max(len(chains[i].tokens) for i in asked)
+            raise _explained(
+                error, torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked]), None, self.vocab_size
+            )
+        for struct, i, (_, out) in zip(structs, asked, keep, strict=True):
+            drawn[i] = out[: struct.made]
+        return drawn
 
     def _table(self, cache: SlotCache, rows: list[int], nodes: int) -> Any:
         """Addresses of the cache's tensors; made anew when it has grown."""

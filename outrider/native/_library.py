@@ -72,12 +72,19 @@ class ForwardStruct(ctypes.Structure):
 
 class ChainStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "cache", "drafted")),
-        *((name, c_int64) for name in ("count", "capacity", "depth")),
+        *((name, c_void_p) for name in ("tokens", "drafted")),
+        *((name, c_int64) for name in ("count", "depth", "made")),
         ("seed", c_uint64),
         *((name, c_int32) for name in ("row", "length")),
         *((name, c_uint32) for name in ("stream", "step", "position")),
         ("temperature", c_float),
+    ]
+
+
+class ChainsStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("chains", "cache")),
+        *((name, c_int64) for name in ("count", "capacity")),
     ]
 
 
@@ -99,7 +106,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "decoder_new": (c_void_p, (POINTER(ModelStruct),)),
     "decoder_free": (None, (c_void_p,)),
     "forward": (c_int64, (c_void_p, POINTER(ForwardStruct))),
-    "draft_chain": (c_int64, (c_void_p, POINTER(ChainStruct))),
+    "draft_chains": (c_int64, (c_void_p, POINTER(ChainsStruct))),
     "words": (None, (*_NOISE, c_int64, c_void_p)),
     "gumbel": (None, (*_NOISE, c_int64, c_void_p)),
     "gumbel_at": (None, (*_NOISE, c_void_p, c_int64, c_void_p)),

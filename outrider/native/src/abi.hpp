@@ -89,15 +89,21 @@ struct ForwardJob {
     int32_t want;  // 0 none, 1 last, 2 all
 };
 
-struct ChainJob {  // draft `depth` tokens one after another, starting behind the last of the given ones
+struct ChainJob {  // draft `depth` tokens of a row one after another, starting behind the last of the given ones
     const int64_t* tokens;  // [count] ingested first
-    float* const* cache;
-    int64_t* drafted;  // [depth]
-    int64_t count, capacity, depth;
+    int64_t* drafted;       // [depth]
+    int64_t count, depth;
+    int64_t made;  // out: tokens drafted; fewer than asked where the logits held NaN
     uint64_t seed;
     int32_t row, length;
     uint32_t stream, step, position;  // of the first drafted token's noise
     float temperature;                // 0: greedy
+};
+
+struct ChainsJob {  // one forward a level for all of them
+    ChainJob* chains;
+    float* const* cache;
+    int64_t count, capacity;
 };
 
 struct Kernels {

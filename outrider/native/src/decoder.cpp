@@ -218,6 +218,25 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
     return 0;
 }
 
+struct Choice {
+    ChainJob* const* chains;
+    const float* logits;
+    int64_t vocab;
+};
+
+// Each chain's next token; negative where its logits hold NaN.
+void choose(void* context, int64_t begin, int64_t end) {
+    const Choice& all = *static_cast<Choice*>(context);
+    for (int64_t b = begin; b < end; b++) {
+        ChainJob& c = *all.chains[b];
+        const float* logits = all.logits + b * all.vocab;
+        c.drafted[c.made] = c.temperature > 0
+                                ? kernels()->argmax_gumbel(logits, all.vocab, c.temperature, c.seed, c.stream, c.step,
+                                                           c.position + static_cast<uint32_t>(c.made))
+                                : kernels()->argmax(logits, all.vocab);
+    }
+}
+
 }  // namespace
 
 OUTRIDER_API void* outrider_decoder_new(const Model* model) { return new Decoder(*model); }
@@ -229,30 +248,48 @@ OUTRIDER_API int64_t outrider_forward(void* decoder, const ForwardJob* job) {
     return forward(d, *job);
 }
 
-// Returns how many tokens were drafted (fewer than asked: the logits held NaN), or an error of `forward`.
-OUTRIDER_API int64_t outrider_draft_chain(void* decoder, const ChainJob* chain) {
+// 0, or an error of `forward`, its entry the number of a chain. Every chain asks for one token at least.
+OUTRIDER_API int64_t outrider_draft_chains(void* decoder, const ChainsJob* asked) {
     Decoder& d = *static_cast<Decoder*>(decoder);
     std::lock_guard<std::mutex> guard(d.busy);
     Hot hot;
-    int32_t length = chain->length;
-    const int64_t* tokens = chain->tokens;
-    int64_t count = chain->count;
-    for (int64_t i = 0; i < chain->depth; i++) {
+    std::vector<ChainJob*> live;
+    int64_t nodes = 1;
+    for (int64_t i = 0; i < asked->count; i++) {
+        live.push_back(asked->chains + i);
+        live[i]->made = 0;
+        nodes = live[i]->count > nodes ? live[i]->count : nodes;
+    }
+    std::vector<int64_t> tokens(asked->count * nodes), parents(asked->count * nodes);
+    std::vector<int32_t> rows(asked->count), lengths(asked->count);
+    for (; !live.empty(); nodes = 1) {
+        int64_t batch = static_cast<int64_t>(live.size());
+        for (int64_t b = 0; b < batch; b++) {
+            const ChainJob& c = *live[b];
+            bool first = c.made == 0;
+            rows[b] = c.row, lengths[b] = first ? c.length : static_cast<int32_t>(c.length + c.count + c.made - 1);
+            for (int64_t n = 0; n < nodes; n++) {
+                tokens[b * nodes + n] = !first ? c.drafted[c.made - 1] : n < c.count ? c.tokens[n] : 0;
+                parents[b * nodes + n] = n < (first ? c.count : 1) ? n - 1 : -2;
+            }
+        }
         ForwardJob job{};
-        job.tokens = tokens, job.rows = &chain->row, job.lengths = &length, job.cache = chain->cache;
-        job.logits = d.logits.need(d.m.vocab), job.batch = 1, job.nodes = count, job.capacity = chain->capacity, job.want = 1;
+        job.tokens = tokens.data(), job.parents = parents.data(), job.rows = rows.data(), job.lengths = lengths.data();
+        job.cache = asked->cache, job.logits = d.logits.need(batch * d.m.vocab);
+        job.batch = batch, job.nodes = nodes, job.capacity = asked->capacity, job.want = 1;
         int64_t error = forward(d, job);
         if (error) return error;
-        int64_t next = chain->temperature > 0
-                           ? kernels()->argmax_gumbel(job.logits, d.m.vocab, chain->temperature, chain->seed, chain->stream,
-                                                      chain->step, chain->position + static_cast<uint32_t>(i))
-                           : kernels()->argmax(job.logits, d.m.vocab);
-        if (next < 0) return i;
-        chain->drafted[i] = next;
-        length += static_cast<int32_t>(count);
-        tokens = chain->drafted + i, count = 1;
+        Choice choice{live.data(), job.logits, d.m.vocab};
+        parallel(choose, &choice, batch, pool_threads());
+        std::vector<ChainJob*> going;
+        for (ChainJob* c : live) {
+            int64_t last = c->drafted[c->made];
+            c->made += last >= 0;
+            if (last >= 0 && c->made < c->depth) going.push_back(c);
+        }
+        live.swap(going);
     }
-    return chain->depth;
+    return 0;
 }
 
 }  // namespace outrider
