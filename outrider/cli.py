@@ -162,6 +162,7 @@ def generate(
         with loading(model):
             from outrider.llm import LLM
             from outrider.params import SamplingParams
+            from outrider.trace import asked
 
             params = SamplingParams(
                 temperature=temperature,
@@ -183,7 +184,7 @@ def generate(
                 max_model_len=max_model_len,
                 max_num_seqs=1,
                 quantization=quantization,
-                trace=tracing.recorder(trace, trace_detail or "tokens") if trace or trace_detail else None,
+                trace=asked(trace, trace_detail, "tokens"),
             )
         if _stream(llm, given.decode(errors="replace"), params, chat=chat):
             raise typer.Exit(130)

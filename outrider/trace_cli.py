@@ -12,18 +12,9 @@ from outrider.terminal import DIM, GREEN, RED, YELLOW, Debug, console, loading, 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from outrider.trace import Node, Recorder, Replay, Text, Trace
+    from outrider.trace import Node, Replay, Text, Trace
 
 _STYLES = {"✓": "green", "✗": "red", "·": "dim"}
-
-
-def recorder(path: Path | None, detail: str) -> Recorder:
-    """The trace that --trace and --trace-detail ask for."""
-    if path is None:
-        raise ValueError(f"--trace-detail {detail} needs a file: --trace run.jsonl --trace-detail {detail}")
-    from outrider.trace import Recorder
-
-    return Recorder(path, detail)
 
 
 def replay(
@@ -201,6 +192,3 @@ def _label(node: Node, result: Replay, show: Any) -> Any:
             drew = "what the guesses left of the law gave" if rest else "the target drew"
             label.append(f"\n{drew} {show(node.drawn)}" if node.drawn >= 0 else "\nno token has a chance here")
     return label
-
-
-__all__ = ["recorder", "replay"]

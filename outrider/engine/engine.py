@@ -24,6 +24,7 @@ from outrider.engine.memory import Memory
 from outrider.engine.prefix import PrefixStore
 from outrider.llm import LLM
 from outrider.text import End
+from outrider.trace import Recorder
 from outrider.types import Step
 
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
@@ -79,6 +80,7 @@ class Engine:
         prefill_chunk: int = 64,
         memory: int | None = None,
         observer: Observer | None = None,
+        trace: Recorder | None = None,
     ) -> None:
         base = llm.decoder
         method = "+".join(llm.config.methods) if llm.config.budget.max_nodes else "none"
@@ -108,7 +110,7 @@ class Engine:
         self.memory = Memory(base.target, self.decoder.cache, drafters.values())
         if memory is not None:
             self.memory.bound(memory, self.prefixes.limit if self.prefixes else 0)
-        self.observer, self._chunk = observer, prefill_chunk
+        self.observer, self.trace, self._chunk = observer, trace, prefill_chunk
         self._chunk_alone = max(prefill_chunk, self.decoder.chunk)
         self.queue, self.running = FairQueue(max_queue), dict[int, Job]()  # by row
         self.preemptions = self.accepted = 0
@@ -309,6 +311,8 @@ class Engine:
             else:
                 self._fail(self.running[live[0].slot], error)
             return
+        if self.trace:
+            self.trace.keep(step, live)
         if self.observer:
             now, last = perf_counter(), [self.running[row.slot].last for row in live]
             self.observer.step(step, [None if then is None else now - then for then in last])
@@ -354,6 +358,8 @@ class Engine:
         """Free the job's row, if it has one, and give it its result."""
         row = job.row
         if row is not None and row.end is None:
+            if self.trace:
+                self.trace.end(row, finish)
             row.ending.end = End(finish, reason)  # what was held back, in case it became a stop string, is text now
         if row is not None and self.running.get(row.slot) is job:
             del self.running[row.slot]

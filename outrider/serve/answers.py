@@ -35,6 +35,10 @@ class Writer:
         self._head = {"id": name, "object": "", "created": created, "model": model}
         self._head["system_fingerprint"] = f"outrider-{__version__}"
 
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
     def whole(self, results: Sequence[Result], texts: Sequence[str], detailed: bool, prompts: int) -> dict[str, Any]:
         """The answer in one piece. texts: what to show, one a result. prompts: how many there were."""
         choices = []

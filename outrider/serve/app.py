@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from fastapi import FastAPI, Request
@@ -20,6 +20,9 @@ from outrider.serve.guard import Guard
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.service import Call, Service
+
+if TYPE_CHECKING:
+    from outrider.serve.spans import Spans
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": errors.SCHEMA}}}
@@ -40,7 +43,7 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(service: Service, metrics: Metrics) -> FastAPI:
+def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -> FastAPI:
     """The application around a service; it closes the service when it ends."""
     settings, llm = service.settings, service.llm
 
@@ -48,6 +51,8 @@ def create_app(service: Service, metrics: Metrics) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await anyio.to_thread.run_sync(service.close)
+        if spans is not None:
+            await anyio.to_thread.run_sync(spans.close)
 
     middleware = [Middleware(Guard, settings=settings, metrics=metrics)]
     if settings.cors:
@@ -69,6 +74,8 @@ def create_app(service: Service, metrics: Metrics) -> FastAPI:
         name = request.state.request_id
         client = body.user or (request.client.host if request.client else "")
         writer, call, prompts, echoes = await service.complete(body, name, client)
+        if spans is not None:
+            spans.watch(call, writer.id, settings.model_name, body, request.headers)
         headers = {"x-outrider-guarantee": writer.guarantee.value}
         if body.stream:
             return Events(call, service.stream(writer, call, echoes, body, len(prompts)), headers)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.terminal import DIM, Debug, loading, option, paint, readable
+from outrider.terminal import DIM, Debug, TraceDetail, loading, option, paint, readable
 
 if TYPE_CHECKING:
     import uvicorn
 
     from outrider.serve.service import Service
+    from outrider.serve.spans import Spans
 
 
 def serve(
@@ -69,6 +70,17 @@ def serve(
     log_file: Annotated[Path | None, option("Output", "Write the log there, not to standard error.")] = None,
     log_prompts: Annotated[bool, option("Privacy", "Write prompts to the log.", "--log-prompts")] = False,
     metrics_prefix: Annotated[str, option("Output", "Of the names at /metrics; vllm for its dashboards.")] = "outrider",
+    trace: Annotated[
+        Path | None,
+        option("Output", "Write every step there, for outrider replay; numbers only, no prompt.", metavar="FILE"),
+    ] = None,
+    trace_detail: TraceDetail = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        option(
+            "Output", "Send a span of each request to a collector, as http://127.0.0.1:4318/v1/traces.", metavar="URL"
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Serve a model as OpenAI's API does, with guesses for every request and the text each would have alone."""
@@ -93,9 +105,12 @@ def serve(
             from outrider.serve.app import create_app
             from outrider.serve.service import Service
             from outrider.serve.tools import PARSERS
+            from outrider.trace import asked
 
             if tool_call_parser not in PARSERS:
                 raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {tool_call_parser!r}")
+            spans = None if otlp_traces_endpoint is None else _spans(otlp_traces_endpoint)
+            written = asked(trace, trace_detail, "counts")
             started = perf_counter()
             llm = LLM(
                 model,
@@ -105,6 +120,7 @@ def serve(
                 quantization=quantization,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
+                trace=written,
             )
         if chat_template is not None:
             if llm.tokenizer is None:
@@ -134,12 +150,24 @@ def serve(
             prefill_chunk=prefill_chunk,
             memory=kv_cache_memory_bytes,
             observer=metrics,
+            trace=written,
         )
         metrics.attach(engine)
         service = Service(llm, engine, settings)
         what = f"{name} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}, "
         what += f"{engine.decoder.guarantee.value}, {max_num_seqs} texts of {engine.decoder.max_length} tokens"
-        _run(create_app(service, metrics), service, host, port, what)
+        _run(create_app(service, metrics, spans), service, host, port, what)
+
+
+def _spans(endpoint: str) -> Spans:
+    try:
+        from outrider.serve.spans import Spans
+    except ImportError as error:
+        raise ValueError(
+            f"spans need OpenTelemetry, of which {error.name} is missing; pip install 'outrider[otel]', or leave out "
+            "--otlp-traces-endpoint"
+        ) from None
+    return Spans(endpoint)
 
 
 def _run(app: Any, service: Service, host: str, port: int, what: str) -> None:

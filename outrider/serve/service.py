@@ -32,6 +32,7 @@ class Call:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.jobs, self.results = engine, list[Job](), dict[int, Result]()
+        self.ended: Callable[[Call], None] | None = None  # is told when the call ends
         self._loop, self._told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
 
     def sink(self, index: int) -> Callable[[Update], None]:
@@ -54,6 +55,9 @@ class Call:
     def __exit__(self, *_: object) -> None:
         if len(self.results) < len(self.jobs):
             self.engine.cancel(self.jobs)
+        if self.ended is not None:
+            self.ended(self)
+            self.ended = None
 
 
 class Service:

@@ -1,0 +1,140 @@
+"""OpenTelemetry: one span for every request that was queued, sent to a collector. The packages are an extra, `otel`.
+
+Names are those of the semantic conventions for generative AI (gen-ai-spans.md of open-telemetry/semantic-conventions-genai,
+status: development), and `outrider.*` where they have none. No text, no token, no stop string is sent. The span of a
+request that came with a `traceparent` header is that span's child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter, time_ns
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import propagate
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from outrider._version import __version__
+
+if TYPE_CHECKING:
+    from outrider.serve.protocol import ChatRequest, CompletionRequest
+    from outrider.serve.service import Call
+
+_ASKED = {  # attribute -> field of the request; sent where the request says it
+    "gen_ai.request.temperature": "temperature",
+    "gen_ai.request.top_p": "top_p",
+    "gen_ai.request.frequency_penalty": "frequency_penalty",
+    "gen_ai.request.presence_penalty": "presence_penalty",
+}
+
+
+class Spans:
+    """Makes the spans of a server. exporter: where they go; OTLP over HTTP to `endpoint`, if none is given."""
+
+    def __init__(self, endpoint: str, exporter: SpanExporter | None = None) -> None:
+        """Raises ValueError for an endpoint that is no address."""
+        if exporter is None and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint is where a collector takes OTLP over HTTP, got {endpoint!r}; for example "
+                "http://127.0.0.1:4318/v1/traces"
+            )
+        known = Resource({"service.name": "outrider", "service.version": __version__})
+        self._provider = TracerProvider(resource=known.merge(OTELResourceDetector().detect()))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("outrider", __version__)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    def watch(
+        self, call: Call, name: str, model: str, body: CompletionRequest | ChatRequest, headers: Mapping[str, str]
+    ) -> None:
+        """Make the call's span when it ends. name: the answer's id. headers: the request's."""
+        began = time_ns() - int((perf_counter() - call.jobs[0].submitted) * 1e9)
+        operation = "chat" if hasattr(body, "messages") else "text_completion"
+        asked: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "outrider",
+            "gen_ai.request.model": model,
+        }
+        host, _, port = headers.get("host", "").rpartition(":")
+        if host and port.isdigit():
+            asked |= {"server.address": host, "server.port": int(port)}
+        span = self._tracer.start_span(
+            f"{operation} {model}",
+            context=propagate.extract(headers),
+            kind=SpanKind.SERVER,
+            attributes=asked,
+            start_time=began,
+        )
+
+        def ended(call: Call) -> None:
+            span.set_attributes(
+                {k: v for k, v in {**_request(call, body), **_answer(call, name, model)}.items() if v is not None}
+            )
+            if problem := _problem(call):
+                span.set_attribute("error.type", problem)
+                span.set_status(Status(StatusCode.ERROR))
+            span.end()
+
+        call.ended = ended
+
+
+def _request(call: Call, body: CompletionRequest | ChatRequest) -> dict[str, Any]:
+    params = call.jobs[0].request.params
+    form = body.response_format
+    found: dict[str, Any] = {name: getattr(body, field) for name, field in _ASKED.items()}
+    return {
+        **found,
+        "gen_ai.request.seed": body.seed if abs(body.seed or 0) < 2**63 else None,  # an attribute holds no larger one
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.top_k": float(params.top_k) if params.top_k > 0 else None,
+        "gen_ai.request.choice.count": body.n if (body.n or 1) != 1 else None,
+        "gen_ai.request.stream": True if body.stream else None,
+        "gen_ai.output.type": None if form is None else "text" if form.type == "text" else "json",
+    }
+
+
+def _answer(call: Call, name: str, model: str) -> dict[str, Any]:
+    results = [call.results[i] for i in sorted(call.results)]
+    prompts = {id(job.request.prompt): len(job.request.prompt) for job in call.jobs}  # one of several texts counts once
+    told = [r.speculative for r in results if r.speculative is not None]
+    steps, drafted = sum(s.num_spec_steps for s in told), sum(s.num_draft_tokens for s in told)
+    accepted = sum(s.num_accepted_draft_tokens for s in told)
+    firsts = [r.first for r in results if r.first is not None]
+    decoder = call.engine.decoder
+    return {
+        "gen_ai.response.id": name,
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": [str(r.output.finish_reason) for r in results] or None,
+        "gen_ai.response.time_to_first_chunk": min(firsts, default=None),
+        "gen_ai.usage.input_tokens": sum(prompts.values()),
+        "gen_ai.usage.output_tokens": sum(len(r.output.token_ids) for r in results),
+        "gen_ai.usage.cache_read.input_tokens": sum(r.cached_tokens for r in results),
+        "outrider.guarantee": decoder.guarantee.value,
+        "outrider.verifier": decoder.verifier.name,
+        "outrider.speculation.method": call.engine.method(call.jobs[0]),
+        "outrider.speculation.steps": steps,
+        "outrider.speculation.draft_tokens": drafted,
+        "outrider.speculation.accepted_tokens": accepted,
+        "outrider.speculation.mean_acceptance_length": 1 + accepted / steps if steps else None,
+        "outrider.speculation.draft_acceptance_rate": accepted / drafted if drafted else None,
+        "outrider.queue.seconds": max((r.queued for r in results), default=None),
+        "outrider.preemptions": sum(r.preemptions for r in results),
+    }
+
+
+def _problem(call: Call) -> str | None:
+    """What kept the call from being answered: generation_failed, aborted (late, or the server stops), cancelled (the
+    client has left)."""
+    reasons = [r.output.finish_reason for r in call.results.values()]
+    if "error" in reasons:
+        return "generation_failed"
+    if len(reasons) < len(call.jobs):
+        return "cancelled"
+    return "aborted" if "abort" in reasons else None
