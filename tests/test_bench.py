@@ -198,9 +198,9 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> No
     assert "interrupted measurement; go on with it by --resume" in lost.stderr
     other = bench("--method", "ngram", "-r", "2", "--json", str(file), "--resume")
     assert other.exit_code == 2
-    assert "the settings differ: name=suffix there, name=ngram now" in other.stderr
+    assert "another measurement (settings: name=suffix there, name=ngram now)" in other.stderr
     warmer = bench(*words, "-t", "1", "--resume")
-    assert "the sampling differ: temperature=0.0 there, temperature=1.0 now" in warmer.stderr
+    assert "(sampling: temperature=0.0 there, temperature=1.0 now)" in warmer.stderr
 
     done = bench(*words, "--resume")
     assert done.exit_code == 0, done.output

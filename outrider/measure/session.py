@@ -76,18 +76,8 @@ def measure(run: Run, side: Side, asks: Sequence[Ask]) -> Iterator[list[Sample]]
 
 def resumable(old: Run, new: Run) -> None:
     """Raise ValueError unless `new` asks for the very measurement that `old` is part of."""
-    told = {
-        "format": "its format",
-        "model": "the model",
-        "machine": "the machine or the versions",
-        "settings": "the settings",
-    }
-    told |= {
-        "prompts": "the prompts",
-        "sampling": "the sampling",
-        "repeats": "--repeats",
-        "concurrency": "--concurrency",
-    }
+    told = {"format": "format", "model": "model", "machine": "machine and versions", "settings": "settings"}
+    told |= {"prompts": "prompts", "sampling": "sampling", "repeats": "--repeats", "concurrency": "--concurrency"}
     ours, theirs = old.model_dump(), new.model_dump()
     for setting in (*ours["settings"], *theirs["settings"]):
         del setting["guarantee"]  # learned while measuring
@@ -95,8 +85,8 @@ def resumable(old: Run, new: Run) -> None:
         if ours[name] != theirs[name]:
             was, now = _first_difference(ours[name], theirs[name])
             raise ValueError(
-                f"this is another measurement, {what} differ: {was} there, {now} now; give the same options as then "
-                f"({old.command}), or another file"
+                f"the file holds another measurement ({what}: {was} there, {now} now); give the options of then, "
+                f"{old.command}, or another file"
             )
 
 
