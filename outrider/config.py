@@ -24,9 +24,10 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=256, description="guesses per step, one behind the other, at most; as many as pay if not given"
     )
-    controller: Literal["adaptive", "fixed"] | None = Field(
+    controller: Literal["adaptive", "optimal", "fixed"] | None = Field(
         None,
-        description="adaptive: as many guesses as pay by the clock, none where none do; fixed: always as many as given. "
+        description="adaptive: as many guesses as pay by the clock, none where none do; optimal: the same from costs that are "
+        "measured once and kept, chains against trees too; fixed: always as many as given. "
         "Not given: adaptive, but fixed where the clock would decide the text (every verifier but match)",
     )
     tree_width: int = Field(1, ge=1, le=64, description="guesses side by side at a node; 1 is a chain")
@@ -107,7 +108,7 @@ class SpeculativeConfig(BaseModel):
     @property
     def adaptive(self) -> bool:
         """Whether the clock may shorten drafts. Under `match` that never changes a text."""
-        return self.verifier == "match" if self.controller is None else self.controller == "adaptive"
+        return self.verifier == "match" if self.controller is None else self.controller != "fixed"
 
     @classmethod
     def of(cls, given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from outrider.calibrate import calibrated
 from outrider.config import SpeculativeConfig, plugins
 from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
 from outrider.drafters import make_drafter
@@ -19,9 +20,17 @@ from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
 from outrider.trace import Recorder, describe
-from outrider.tune import Adaptive, Controller, Fixed
+from outrider.tune import Adaptive, Calibrated, Controller, Fixed
 from outrider.types import Step
 
+_FREE = {
+    "controller",
+    "verifier",
+    "prediction",
+    "num_speculative_tokens",
+    "tree_width",
+    "tree_nodes",
+}  # change no costs
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
 
 
@@ -75,7 +84,7 @@ class LLM:
             target,
             drafter,
             self.config.verifier,
-            controller or make_controller(self.config),
+            controller or self._controller(foreign, device, length, max_num_seqs),
             rows=max_num_seqs,
             max_length=length,
             end_ids=self.loaded.end_ids,
@@ -169,6 +178,29 @@ class LLM:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all, or one per prompt")
         return list(given)
 
+    def _controller(self, foreign: bool, device: str, length: int, rows: int) -> Controller:
+        """The controller that the configuration asks for."""
+        config, target = self.config, self.loaded
+        if not config.adaptive:
+            return Fixed(*config.budget.parts)
+        if config.controller != "optimal" or config.method == "none":
+            return Adaptive(config.budget)
+        if foreign:
+            raise ValueError(
+                '"controller": "optimal" measures a drafter of its own and cannot make yours; use "adaptive"'
+            )
+        cost = calibrated(
+            target.model,
+            lambda count: make_drafter(config, target, rows=count, max_length=length, device=device),
+            {
+                "target": f"{target.source} {target.weights}",
+                "draft": config.model_dump_json(exclude=_FREE, fallback=str),
+            },
+            config.budget,
+            sorted({r for r in (1, 2, 4, rows) if r <= rows}),
+        )
+        return Adaptive(config.budget, Calibrated(cost))
+
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         ids = self.encode(prompt)
         seed = draw_seed() if params.seed is None else params.seed
@@ -232,11 +264,6 @@ class LLM:
             metrics=metrics,
             prompt_logprobs=first.prompt_logprobs if wanted else None,
         )
-
-
-def make_controller(config: SpeculativeConfig) -> Controller:
-    """The controller a configuration asks for."""
-    return Adaptive(config.budget) if config.adaptive else Fixed(*config.budget.parts)
 
 
 def _warn(message: str) -> None:

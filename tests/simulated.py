@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from outrider.expect import expected_accepted, geometric, optimal_shape, speedup
 from outrider.tune import Controller
 from outrider.types import Budget, Draft, Kept, Step, Verdict
 
@@ -17,10 +19,13 @@ class Machine:
     """Costs are in plain steps of one row. A guess is right with chance `alpha(row's tokens)`, given those before it."""
 
     alpha: Callable[[int], float] = lambda written: 0.7
+    others: tuple[float, ...] = ()  # chances of the siblings that a tree has beside a chain's guess
     node: float = 0.05  # of one more guess in the target's forward, a row
     level: float = 0.1  # of one level of drafting
+    wide: float = 1.0  # how much dearer a tree's level is
     read: float = 0.0  # per token that the drafter has missed
     row: float = 0.3  # of one more row in a plain step
+    each: bool = False  # does a level cost as much again for every row?
     came: float = 1.0  # chance that the drafter has any guess at all
     context: float = 0.0  # how much slower a plain step is per 1000 tokens
     jitter: float = 0.03
@@ -31,6 +36,7 @@ class Machine:
     plain_time: float = 0.0  # what the same tokens would have taken without drafting
     tokens: int = 0
     depths: list[int] = field(default_factory=list)
+    budgets: list[Budget] = field(default_factory=list)  # of the last step
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -53,17 +59,17 @@ class Machine:
             controller.observe(self.step(rows, budgets))
 
     def step(self, rows: list[int], budgets: list[Budget]) -> Step:
-        rng, kept, behind, nodes = self.rng, [], 0, 0
+        rng, kept, behind, nodes, parents = self.rng, [], 0, 0, [[-1] for _ in rows]
         plain = self.plain(len(rows))
-        for row, budget in zip(rows, budgets, strict=True):
-            right = 0
+        for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+            path = [0]
             if budget.depth:
                 behind += self.position[row] - self.level_of[row]
                 if rng.random() < self.came:
+                    alpha = self.alpha(self.position[row] - self.prompt)
+                    parents[b], path = self.guesses(budget, alpha)
                     nodes = max(nodes, budget.max_nodes)
-                    while right < budget.depth and rng.random() < self.alpha(self.position[row] - self.prompt):
-                        right += 1
-            kept.append(Kept([1] * (right + 1), [0], right))
+            kept.append(Kept([1] * len(path), path, len(path) - 1))
         positions = [self.position[row] for row in rows]
         for row, budget, k in zip(rows, budgets, kept, strict=True):
             self.position[row] += len(k.tokens)
@@ -71,7 +77,10 @@ class Machine:
                 self.level_of[row] = self.position[row]
         depth = max(b.depth for b in budgets)
         slow = rng.lognormvariate(0, self.jitter) * (5 if rng.random() < self.pauses else 1)
-        draft = self.level * depth + self.read * behind
+        width = self.wide if max(b.width for b in budgets) > 1 else 1.0
+        draft = (
+            self.level * depth * width * (sum(b.depth > 0 for b in budgets) if self.each else 1) + self.read * behind
+        )
         seconds = {
             "draft": draft * slow,
             "target": plain * (1 + self.node * nodes) * slow,
@@ -83,11 +92,37 @@ class Machine:
         self.plain_time += written / len(rows) * plain
         self.tokens += written
         self.depths.append(depth)
-        tokens = torch.zeros(len(rows), nodes + 1, dtype=torch.long)
+        self.budgets = budgets
+        tree = torch.tensor([p + [-2] * (nodes + 1 - len(p)) for p in parents])
         none = torch.zeros(len(rows), dtype=torch.long)
-        return Step(Draft(tokens, tokens), Verdict(tokens, none, none), kept, rows, positions, budgets, seconds)
+        return Step(Draft(tree, tree), Verdict(tree, none, none), kept, rows, positions, budgets, seconds)
+
+    def guesses(self, budget: Budget, alpha: float) -> tuple[list[int], list[int]]:
+        """(parents, accepted nodes) of a draft: the best tree for these chances, likeliest nodes first."""
+        ranks = (alpha, *(o * (1 - alpha) for o in self.others))
+        shape = optimal_shape(budget, ranks if budget.width > 1 else ranks[:1])
+        parents, path = list(shape.parents), [0]
+        while True:
+            draw = self.rng.random()
+            rank = next((r for r, total in enumerate(itertools.accumulate(ranks)) if draw < total), None)
+            node = None if rank is None else shape.children.get((path[-1], rank))
+            if node is None:
+                return parents, path
+            path.append(node)
 
     @property
     def speed(self) -> float:
         """Against plain decoding."""
         return self.plain_time / self.time
+
+    def best(self, limit: Budget) -> float:
+        """The speed of the best fixed budget for one row, exactly, reading aside."""
+        alpha = self.alpha(0)
+        ranks = (alpha, *(o * (1 - alpha) for o in self.others))
+        speeds = [1.0]
+        for depth in range(1, limit.depth + 1):
+            speeds.append(speedup(geometric(alpha, depth), self.level * depth, 1 + self.node * depth))
+            for nodes in range(depth + 1, limit.max_nodes + 1) if limit.width > 1 else ():
+                worth = expected_accepted(optimal_shape(Budget(depth, limit.width, nodes), ranks), ranks)
+                speeds.append((1 + worth) / (self.level * self.wide * depth + 1 + self.node * nodes))
+        return max(speeds)

@@ -3,18 +3,12 @@
 import pytest
 from simulated import Machine
 
-from outrider.expect import geometric, speedup
-from outrider.tune import Adaptive, Calibrated, CostModel, Fixed
+from outrider.tune import Adaptive, Fixed
 from outrider.types import Budget
 
 
 def always(alpha):
     return lambda written: alpha
-
-
-def best(machine, alpha, deepest=8):
-    """The speed of the best fixed depth, exactly, for one row."""
-    return max(speedup(geometric(alpha, k), machine.level * k, 1 + machine.node * k) for k in range(deepest + 1))
 
 
 def after(machine, controller, skip, tokens):
@@ -45,7 +39,7 @@ def machines(count, rows=1, **costs):
 def test_it_finds_the_best_depth(alpha, costs):
     """On average within 4 % of the best fixed depth, which nobody knows beforehand."""
     runs = [after(m, Adaptive(Budget(8)), 256, 1500) for m in machines(8, alpha=always(alpha), **costs)]
-    assert sum(runs) / len(runs) > 0.96 * best(Machine(alpha=always(alpha), **costs), alpha)
+    assert sum(runs) / len(runs) > 0.96 * Machine(alpha=always(alpha), **costs).best(Budget(8))
 
 
 HOSTILE = {
@@ -182,23 +176,3 @@ def test_fixed_is_fixed():
     [machine] = machines(1)
     machine.run(controller, steps=5)
     assert controller.budgets([0, 1]) == [Budget(3, 2, 5)] * 2
-
-
-def calibrated(machine, factor=1.0):
-    target = [[1, n, 0, factor * (1 + machine.node * (n - 1))] for n in (1, 2, 9)]
-    return Calibrated(CostModel({}, target, [[1, 0, factor * machine.level]], factor * machine.read, 0.0))
-
-
-def test_a_calibrated_controller_needs_no_plain_steps():
-    for machine in machines(3, alpha=always(0.8), level=0.05, node=0.03):
-        machine.run(Adaptive(Budget(8), calibrated(machine)), tokens=1500)
-        assert machine.depths.count(0) == 0
-        assert machine.speed > 0.93 * best(machine, 0.8)
-
-
-def test_drift_is_noticed():
-    """The machine is twice as fast as it was when it was measured."""
-    [machine] = machines(1, alpha=always(0.8), level=0.05, node=0.03)
-    costs = calibrated(machine, 2.0)
-    machine.run(Adaptive(Budget(8), costs), tokens=1500)
-    assert costs.drift == pytest.approx(0.5, abs=0.15)

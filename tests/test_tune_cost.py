@@ -72,16 +72,18 @@ def test_interpolation():
 
 def model():
     target = [[r, n, c, r * (1 + 0.1 * (n - 1)) + c / 1000] for r in (1, 4) for n in (1, 9) for c in (0, 1000)]
-    return CostModel({"machine": "x"}, target, [[1, 0, 0.2], [1, 1000, 0.4]], prefill=0.01, fixed=0.5)
+    draft = [[1, w, d, c, w * (0.1 + (0.1 + c / 10000) * d)] for w in (1, 4) for d in (0, 1, 3) for c in (0, 1000)]
+    return CostModel({"machine": "x"}, target, draft, prefill=0.01, fixed=0.5)
 
 
 def test_a_cost_model_interpolates_rows_nodes_and_context():
     cost = model()
     assert cost.target_seconds(1, 1, 0) == 1
     assert cost.target_seconds(2, 5, 500) == pytest.approx(2 * 1.4 + 0.5)
-    assert cost.draft_seconds(1, 3, 500) == pytest.approx(0.9)
-    assert cost.draft_seconds(1, 0, 500) == 0
-    assert cost.step_seconds(1, 2, 2, 0) == pytest.approx(0.5 + 0.4 + 1.2)
+    assert cost.draft_seconds(1, 3, 500) == pytest.approx(0.1 + 0.45)
+    assert cost.draft_seconds(1, 2, 0, width=4) == pytest.approx(1.2)
+    assert cost.draft_seconds(1, 0, 500) == pytest.approx(0.1)  # what a step costs before anybody guesses
+    assert cost.step_seconds(1, 2, 2, 0) == pytest.approx(0.5 + 0.3 + 1.2)
 
 
 def test_a_cost_model_is_read_back():

@@ -4,7 +4,6 @@ cost         the cost model: seconds for every size of a step
 observed     running acceptance, and seconds by size
 costs        where a controller's seconds come from: the steps themselves, or a calibrated model
 controllers  Fixed, and Adaptive, which takes what pays and never costs more than it states
-calibrate    measures a cost model once for machine, models, precision and threads
 """
 
 from __future__ import annotations

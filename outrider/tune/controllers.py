@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.tune.costs import SETTLE, Costs
-from outrider.tune.observed import Acceptance, survival
+from outrider.tune.observed import Acceptance, Places, survival
 from outrider.types import Budget, Kept, Step
 
 ALLOWANCE, START = 0.01, 2.0  # what probing may lose: this part of all time, and so many plain steps to begin with
 _GAPS = (16, 512)  # steps between probes of drafting that failed: the first gap, doubled up to the last
-_PLAIN_GAPS = (32, 256)  # steps between measurements of plain decoding, likewise, while drafting pays
 _FIRST_BURST, _BURST, _LOOK = 10, 4, 2  # steps of the first look and of a probe, and their depth
 _FADE = 0.1  # what a probe leaves of the acceptance seen before it
 _EVERY = 16  # steps for which a decision stands
@@ -94,14 +93,18 @@ class _Plan:
     gain: float = 1.0  # expected speed against plain decoding
     believed: bool = False  # drafting is thought to pay
     probe: list[int] | None = None  # rows that are drafted for only to see
+    out: set[int] = field(default_factory=set)  # rows whose own guesses do not pay for their drafting
 
 
 class Adaptive:
-    """As deep as pays, from running acceptance and the measured time of the steps themselves; plain where nothing pays.
+    """As much as pays, from running acceptance and the measured time of the steps themselves; plain where nothing pays.
 
     Needs no calibration: the first steps are plain and measure, then a short look at drafted ones. From there the depth
     with the most expected tokens per second is taken, anew every few steps. While drafting does not pay it is skipped, and
     probed after gaps that double; while it pays, plain decoding is measured again after gaps that double.
+
+    With `Calibrated` costs it starts with what is known, chains of every depth are weighed against trees of every depth and
+    size within the limit, and a row is left out whose own guesses do not pay for drafting them: `"controller": "optimal"`.
 
     The price of probing is bounded: drafting that has not proved itself may lose `START` plain steps in all and
     `ALLOWANCE` of all time, and a probe that could cost more (a draft model that was skipped must first read what was
@@ -116,12 +119,13 @@ class Adaptive:
         self.costs = costs or Costs()
         self.pooled = Acceptance(self.limit.depth, 64)
         self.drafted = Acceptance(self.limit.max_nodes, 128)  # nodes that came, of those asked for
+        self.places = Places(self.limit, 64) if self.costs.shapes and self.limit.width > 1 else None
         self.rows: dict[int, _Row] = {}
         self.length, self.prompt = 128.0, 0.0  # tokens a sequence writes, and has at first, of those seen
         self.ledger, self.plan = _Ledger(), _Plan()
         self.now = 0  # steps so far
         self.gap, self.probe_at, self.burst = _GAPS[0], 0, 0
-        self.plain_gap, self.plain_at = _PLAIN_GAPS[0], 0
+        self.plain_gap, self.plain_at = self.costs.plain_gaps[0], 0
         self.looked = False
 
     def budgets(self, rows: list[int]) -> list[Budget]:
@@ -139,18 +143,23 @@ class Adaptive:
     def observe(self, step: Step) -> None:
         if not self.limit.max_nodes:
             return
-        asked, behind = [b.depth for b in step.budgets], 0
-        if not any(asked):
+        behind = 0
+        if not any(b.depth for b in step.budgets):
             self._plain(step)
             return
-        for row, depth, position, kept in zip(step.rows, asked, step.positions, step.kept, strict=True):
+        for b, (row, asked, position, kept) in enumerate(
+            zip(step.rows, step.budgets, step.positions, step.kept, strict=True)
+        ):
             state, after = self._moved(row, position, kept)
-            if depth:
+            if asked.depth:
                 behind += max(position - state.level, 0)
                 state.level = after
                 if kept.finish is None:  # a cut says nothing of what was refused
-                    state.acceptance.observe(depth, kept.drafted)
-                    self.pooled.observe(depth, kept.drafted)
+                    right = kept.drafted
+                    if self.places is not None and asked.width > 1:
+                        right = self.places.observe(step.draft, b, kept.nodes, asked)
+                    state.acceptance.observe(asked.depth, right)
+                    self.pooled.observe(asked.depth, right)
         nodes = step.draft.nodes - 1
         self.drafted.observe(max(b.max_nodes for b in step.budgets), nodes)
         reading = self.costs.observe(step, nodes, behind)
@@ -200,38 +209,39 @@ class Adaptive:
 
     def _decide(self, rows: list[int]) -> None:
         plan, count = self.plan, len(rows)
-        plan.rows, was, probed, plan.probe = count, plan.believed, plan.probe, None
+        plan.rows, was, probed, plan.probe, plan.out = count, plan.believed, plan.probe, None, set()
         if self.costs.plain(count) is None:
-            self._set(0, 1)  # measure
+            self._set(Budget(0), 1)  # measure
             return
-        depth, plan.gain = self._best(rows)
+        budget, plan.gain = self._best(rows)
         trusted = self.ledger.proved or (self._room(count) > 0 and not self.ledger.disproved)
         ready = trusted and self.looked and self.costs.settled
         plan.believed = ready and plan.gain > (1.0 if was else _ENTER)
         if plan.believed:
-            self._draft(depth, was)
+            self._draft(budget, was)
         elif ready and self._free(count):
             plan.believed = True
-            self._set(min(_LOOK, self.limit.depth), _EVERY)
+            self._set(self._look, _EVERY)
         elif probed and self.burst > 0 and self._room(count) > 0 and self._hopeful(count) and {*probed} <= {*rows}:
             self.burst -= 1
             plan.probe = probed
-            self._set(min(_LOOK, self.limit.depth), 1)
+            self._set(self._look, 1)
         else:
             self._skip(rows, failed=was or probed is not None)
 
-    def _draft(self, depth: int, was: bool) -> None:
+    def _draft(self, budget: Budget, was: bool) -> None:
         """Drafting pays; now and then some plain steps are measured, after as many as it takes to settle."""
         if not was:
-            self.plain_gap, self.plain_at = _PLAIN_GAPS[0], self.now + _PLAIN_GAPS[0]
+            self.plain_gap = self.costs.plain_gaps[0]
+            self.plain_at = self.now + self.plain_gap
         if self.ledger.proved:
             self.gap = _GAPS[0]
-        if self.costs.learns and self.now >= self.plain_at:
-            self.plain_gap = min(2 * self.plain_gap, _PLAIN_GAPS[1])
+        if self.now >= self.plain_at:
+            self.plain_gap = min(2 * self.plain_gap, self.costs.plain_gaps[1])
             self.plain_at = self.now + self.plain_gap
-            self._set(0, SETTLE + 3)
+            self._set(Budget(0), SETTLE + 3)
         else:
-            self._set(depth, _EVERY if self.ledger.proved else 2)
+            self._set(budget, _EVERY if self.ledger.proved else 2)
 
     def _skip(self, rows: list[int], failed: bool) -> None:
         """Drafting does not pay, as far as is known: plain steps, and a probe when it is due and can be afforded."""
@@ -245,55 +255,82 @@ class Adaptive:
                 for seen in (self.pooled, *(self._row(row).acceptance for row in self.plan.probe)):
                     seen.fade(_FADE)
                 self.burst = (_BURST if self.looked else _FIRST_BURST) - 1
-                self._set(min(_LOOK, self.limit.depth), 1)
+                self._set(self._look, 1)
                 return
             self.probe_at = self.now + self.gap
-        self._set(0, self.probe_at - self.now)
+        self._set(Budget(0), self.probe_at - self.now)
 
-    def _set(self, depth: int, left: int) -> None:
+    def _set(self, budget: Budget, left: int) -> None:
         plan, count = self.plan, self.plan.rows
-        plan.budget, plan.left = self._shape(depth), left
-        plan.usual = self.costs.step(count, depth, [1.0] * plan.budget.max_nodes) if depth else 0.0
+        plan.budget, plan.left = budget, left
+        plan.usual = self.costs.step(count, budget, [1.0] * budget.max_nodes) if budget.depth else 0.0
+
+    @property
+    def _look(self) -> Budget:
+        return self._shape(min(_LOOK, self.limit.depth))
 
     def _shape(self, depth: int) -> Budget:
+        """As deep; as wide as the limit where chains and trees are not told apart."""
         limit = self.limit
-        if depth == 0:
-            return Budget(0)
+        if self.costs.shapes:
+            return Budget(depth)
         nodes = None if limit.nodes is None else max(depth, round(limit.nodes * depth / limit.depth))
         return Budget(depth, limit.width, nodes)
 
-    def _best(self, rows: list[int]) -> tuple[int, float]:
-        """(depth, speed against plain decoding) of the best depth of at least 1; not far beyond a look before drafting has
+    def _best(self, rows: list[int]) -> tuple[Budget, float]:
+        """(budget, speed against plain decoding) of the best budget of at least 1; not far beyond a look before drafting has
         proved itself, as little is known of what is deeper."""
         count, pooled = len(rows), self.pooled.chances()
         kept = [survival(self._row(row).acceptance.chances(pooled)) for row in rows]
         came = survival(self.drafted.chances())
-        best, gain, tokens = 0, 0.0, float(count)
+        best, gain, tokens = Budget(0), 0.0, 1.0
         deepest = self.limit.depth if self.ledger.proved else min(2 * _LOOK, self.limit.depth)
         for depth in range(1, deepest + 1):
-            tokens += sum(k[depth - 1] for k in kept)
-            new = tokens / count / self._slowness(count, depth, came)
+            tokens += sum(k[depth - 1] for k in kept) / count
+            new = tokens / self._slowness(count, self._shape(depth), came)
             if new > gain:
-                best, gain = depth, new
+                best, gain = self._shape(depth), new
+        if self.places is not None:
+            if self.plan.budget.width == 1:
+                self.places.fade(0.8)
+            like = sum(k[0] for k in kept) / count / pooled[0]  # these rows against all that were seen
+            for depth, worth in enumerate(self.places.expected(pooled[0])[:deepest], 1):
+                for nodes in range(depth + 1, min(self.limit.max_nodes, 2 * deepest) + 1):
+                    budget = Budget(depth, self.limit.width, nodes)
+                    new = (1 + like * worth[nodes - 1]) / self._slowness(count, budget, came)
+                    if new > gain:
+                        best, gain = budget, new
+        if count > 1 and self.costs.shapes and gain > 1:
+            self._leave_out(rows, kept, best, gain)
         return best, gain
 
-    def _slowness(self, count: int, depth: int, came: Sequence[float]) -> float:
-        """Of a step that asks for guesses so deep, as many as usually come; 1 is a plain step."""
+    def _leave_out(self, rows: list[int], kept: Sequence[Sequence[float]], budget: Budget, gain: float) -> None:
+        """Rows whose expected guesses are worth less than the time of drafting one row less. What was seen of them fades, so
+        that they are tried again."""
+        count, plain = len(rows), self.costs.plain(len(rows))
+        assert plain is not None
+        saved = self.costs.drafting(count, budget) - self.costs.drafting(count - 1, budget)
+        for row, chances in zip(rows, kept, strict=True):
+            if sum(chances[: budget.depth]) / count * plain / gain < saved:
+                self.plan.out.add(row)
+                self._row(row).acceptance.fade(0.8)
+
+    def _slowness(self, count: int, budget: Budget, came: Sequence[float]) -> float:
+        """Of a step that asks for so many guesses, as many as usually come; 1 is a plain step."""
         plain = self.costs.plain(count)
         assert plain is not None
-        return self.costs.step(count, depth, came[: self._shape(depth).max_nodes]) / plain
+        return self.costs.step(count, budget, came) / plain
 
     def _hopeful(self, count: int) -> bool:
         """Would drafting pay at some depth if every guess came and were right? And has one been right?"""
         if self.pooled.tries[0] > 3 and not self.pooled.hits[0]:
             return False
         sure = [1.0] * self.limit.max_nodes
-        return any(1 + d > self._slowness(count, d, sure) for d in range(1, self.limit.depth + 1))
+        return any(1 + d > self._slowness(count, self._shape(d), sure) for d in range(1, self.limit.depth + 1))
 
     def _free(self, count: int) -> bool:
         """Does asking cost next to nothing, as with a lookup that mostly finds nothing?"""
-        depth = min(_LOOK, self.limit.depth)
-        return self._slowness(count, depth, survival(self.drafted.chances())) < 1 + ALLOWANCE
+        return self._slowness(count, self._look, survival(self.drafted.chances())) < 1 + ALLOWANCE
 
     def _room(self, count: int) -> float:
         """Seconds that drafting may still lose before it has proved itself."""
@@ -304,11 +341,11 @@ class Adaptive:
     def _affordable(self, rows: list[int]) -> list[int] | None:
         """The rows that may be probed: what the drafter has to read for them, and steps whose guesses are all wrong, must
         not cost more than is allowed. The first look is always allowed."""
-        plain, depth = self.costs.plain(len(rows)), min(_LOOK, self.limit.depth)
+        plain = self.costs.plain(len(rows))
         assert plain is not None
         if not self.looked:
             return rows
-        slowness = self._slowness(len(rows), depth, survival(self.drafted.chances()))
+        slowness = self._slowness(len(rows), self._look, survival(self.drafted.chances()))
         room = self._room(len(rows)) - _BURST * max(slowness - 1, 0.0) * plain
         chosen: list[int] = []
         for row in sorted(rows, key=self._price):
@@ -328,8 +365,8 @@ class Adaptive:
         if self.plan.probe is not None:
             return row in self.plan.probe
         price = self._price(row)
-        if price <= 0:
-            return True
+        if row in self.plan.out or price <= 0:
+            return row not in self.plan.out
         state, plain = self._row(row), self.costs.plain(self.plan.rows)
         remaining = max(self.length - state.written, state.written / 2, 16.0)
         return plain is not None and price <= (1 - 1 / self.plan.gain) * remaining * plain / self.plan.rows

@@ -27,11 +27,12 @@ def interpolate(points: Mapping[int, float], x: float) -> float:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds, measured by `calibrate`. What it was measured on is `key`; another key wants another measurement.
+    """Seconds, measured by `outrider.calibrate`. What it was measured on is `key`; another key wants another measurement.
 
-    target: [rows, nodes, context, seconds] of one target forward over `nodes` nodes in each of `rows` rows that hold
-    `context` tokens. draft: [rows, context, seconds] of one level of drafting. prefill: seconds per token the drafter must
-    read before it can guess. fixed: seconds of a step beside the two models.
+    target: [rows, nodes, context, seconds] of all of a step but its draft: the forward over `nodes` nodes, the root counted,
+    in each of `rows` rows that hold `context` tokens, the verdict, the commit. draft: [rows, width, depth, context, seconds]
+    of a draft; depth 0 is what a step costs before anybody guesses. prefill: seconds per token the drafter must read before
+    it can guess. fixed: seconds of a step that none of its parts accounts for.
     """
 
     key: dict[str, str]
@@ -41,16 +42,17 @@ class CostModel:
     fixed: float
 
     def target_seconds(self, rows: int, nodes: int, context: int) -> float:
-        """One target forward. Straight lines between what was measured, in context, then nodes, then rows."""
+        """A step without its draft. Straight lines between what was measured, in context, then nodes, then rows."""
         return _through(self.target, (rows, nodes, context))
 
-    def draft_seconds(self, rows: int, depth: int, context: int) -> float:
-        """The draft of `depth` levels; nothing for none."""
-        return depth * _through(self.draft, (rows, context)) if depth and self.draft else 0.0
+    def draft_seconds(self, rows: int, depth: int, context: int, width: int = 1) -> float:
+        """The draft of `depth` levels, a chain or as wide a tree as was measured."""
+        return _through(self.draft, (rows, width, depth, context)) if self.draft else 0.0
 
-    def step_seconds(self, rows: int, depth: int, nodes: int, context: int) -> float:
+    def step_seconds(self, rows: int, depth: int, nodes: int, context: int, width: int = 1) -> float:
         """A whole step: `nodes` guesses a row, `depth` levels deep."""
-        return self.fixed + self.draft_seconds(rows, depth, context) + self.target_seconds(rows, nodes + 1, context)
+        draft = self.draft_seconds(rows, depth, context, width)
+        return self.fixed + draft + self.target_seconds(rows, nodes + 1, context)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -62,7 +64,7 @@ class CostModel:
             model = cls(**json.loads(text))
         except (TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no cost model ({error}); measure again with calibrate()") from None
-        if not model.target or any(len(row) != 4 for row in model.target) or any(len(r) != 3 for r in model.draft):
+        if not model.target or any(len(row) != 4 for row in model.target) or any(len(r) != 5 for r in model.draft):
             raise ValueError("this cost model holds no table of target seconds; measure again with calibrate()")
         return model
 

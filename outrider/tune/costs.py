@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median_low
 
 from outrider.tune.cost import CostModel, interpolate
 from outrider.tune.observed import Curve
-from outrider.types import Step
+from outrider.types import Budget, Step
 
 _NODE = 0.05  # a node's share of a plain step, and
 _WARM = 2  # measurements of plain decoding before anything is compared with it
+_RECENT, _STALE = (
+    9,
+    5,
+)  # measurements whose median is believed, and steps after which others speak for what was not measured
 SETTLE = 4  # plain steps after drafted ones that pay for their traces in the processor's caches
 
 
@@ -17,7 +23,11 @@ class Costs:
     """Seconds learned from steps, by the number of rows. A curve over nodes for the target and all that is not the draft,
     another over depth for the draft; medians, so that a pause of the machine changes nothing."""
 
-    learns = True  # plain steps must be measured now and then
+    plain_gaps = (
+        32,
+        256,
+    )  # drafted steps between measurements of plain decoding: the first gap, doubled up to the last
+    shapes = False  # are chains and trees told apart?
 
     def __init__(self) -> None:
         self.target: dict[int, Curve] = {}  # rows -> seconds by nodes drafted in the longest row
@@ -42,19 +52,23 @@ class Costs:
             return None
         return interpolate({r: known[r] or 0.0 for r in (max(low), min(high))}, rows)
 
-    def step(self, rows: int, depth: int, came: Sequence[float]) -> float:
-        """Seconds of a step that drafts `depth` levels; came[n]: the chance that it has more than n nodes."""
+    def step(self, rows: int, budget: Budget, came: Sequence[float]) -> float:
+        """Seconds of a step that drafts so much; came[n]: the chance that more than n guesses come."""
         plain = self.plain(rows)
         assert plain is not None
         curve = self._like(self.target, rows)
         base = curve.at(0) if curve else None
         scale = plain / base if base else 1.0
         total, last = plain, plain
-        for n, chance in enumerate(came, 1):
+        for n, chance in enumerate(came[: budget.max_nodes], 1):
             here = scale * (curve.at(n) or 0.0) if curve and base else plain * (1 + _NODE * n)
             total, last = total + chance * (here - last), here
+        return total + self.drafting(rows, budget)
+
+    def drafting(self, rows: int, budget: Budget) -> float:
+        """Seconds of a draft for so many rows."""
         draft = self._like(self.draft, rows)
-        return total + ((draft.at(depth) or 0.0) if draft else 0.0)
+        return (draft.at(budget.depth) or 0.0) if draft else 0.0
 
     def reading(self, tokens: int) -> float:
         """Seconds in which the drafter reads so many tokens; nothing as long as none was seen to read."""
@@ -101,38 +115,83 @@ class Costs:
 
 
 class Calibrated(Costs):
-    """Seconds from a calibrated model, scaled by how long the steps really take: `drift` is that factor, 1 where the
-    machine is as it was."""
+    """Seconds from a calibrated model, corrected by how long the steps really take. `drift` has three factors, all 1 where the
+    machine is as it was: plain steps, drafted steps without their draft, drafts; medians of the last few measurements. One
+    that has not been seen lately moves with those that are: a machine that got slower did so for all."""
 
-    learns = False
+    plain_gaps = (256, 1024)
+    shapes = True
 
     def __init__(self, model: CostModel) -> None:
         super().__init__()
-        self.model, self.drift, self.context = model, 1.0, 0
+        self.model, self.context = model, 0
+        self.drift = {"plain": 1.0, "drafted": 1.0, "draft": 1.0}
+        self._recent = {kind: deque[float](maxlen=_RECENT) for kind in self.drift}
+        self._unseen = dict.fromkeys(self.drift, 0)  # steps since it was measured
+        self._known: dict[tuple[int, int, int, int], float] = {}
 
     @property
     def settled(self) -> bool:
         return True
 
-    def plain(self, rows: int) -> float:
-        return self.drift * self.model.step_seconds(rows, 0, 0, self.context)
+    def plain(self, rows: int) -> float | None:
+        if len(self._recent["plain"]) < _WARM:
+            return None
+        return self.drift["plain"] * (self._target(rows, 0) + self._draft(rows, 0, 1))
 
-    def step(self, rows: int, depth: int, came: Sequence[float]) -> float:
-        model = self.model
-        total = last = model.target_seconds(rows, 1, self.context)
-        for n, chance in enumerate(came, 1):
-            here = model.target_seconds(rows, n + 1, self.context)
+    def step(self, rows: int, budget: Budget, came: Sequence[float]) -> float:
+        total = last = self._target(rows, 0)
+        for n, chance in enumerate(came[: budget.max_nodes], 1):
+            here = self._target(rows, n)
             total, last = total + chance * (here - last), here
-        return self.drift * (model.fixed + total + model.draft_seconds(rows, depth, self.context))
+        return self.drift["drafted"] * total + self.drafting(rows, budget)
+
+    def drafting(self, rows: int, budget: Budget) -> float:
+        return self.drift["draft"] * self._draft(rows, budget.depth, budget.width) if rows else 0.0
 
     def reading(self, tokens: int) -> float:
-        return self.drift * self.model.prefill * tokens if tokens > 1 else 0.0
+        return self.drift["draft"] * self.model.prefill * tokens if tokens > 1 else 0.0
 
     def observe(self, step: Step, nodes: int, behind: int) -> float:
         self.context = max(step.positions)
-        depth = max(b.depth for b in step.budgets)
+        rows, draft = len(step.rows), step.seconds["draft"]
+        rest = sum(step.seconds.values()) - draft + self.model.fixed
+        asked = sum(b.depth > 0 for b in step.budgets)
+        if not asked:
+            if self._unsettled:
+                self._unsettled -= 1
+            else:
+                self._drifted("plain", (rest + draft) / (self._target(rows, 0) + self._draft(rows, 0, 1)))
+            return 0.0
+        self._unsettled = SETTLE
+        largest = max(step.budgets, key=lambda b: (b.depth, b.width))
         read = self.reading(behind)
-        expected = self.model.step_seconds(len(step.rows), depth, nodes, self.context) + read / self.drift
-        seen = sum(step.seconds.values()) / expected
-        self.drift += 0.05 * (min(max(seen, 0.2), 5.0) - self.drift)
+        self._drifted("drafted", rest / self._target(rows, nodes))
+        if behind <= largest.depth + 1:
+            self._drifted("draft", draft / self._draft(asked, largest.depth, largest.width))
         return read
+
+    def _drifted(self, kind: str, factor: float) -> None:
+        recent, before = self._recent[kind], self.drift[kind]
+        recent.append(max(factor, 0.01))
+        self._unseen[kind] = 0
+        self.drift[kind] = median_low(recent)
+        change = self.drift[kind] / before
+        for name, others in self._recent.items():
+            self._unseen[name] += name != kind
+            if not others or (self._unseen[name] > _STALE and len(recent) == _RECENT):
+                self.drift[name] *= change
+                self._recent[name] = deque((change * x for x in others), maxlen=_RECENT)
+
+    def _target(self, rows: int, nodes: int) -> float:
+        """A step without its draft, at about this context."""
+        key = (rows, -1 - nodes, 0, self.context // 64)
+        if key not in self._known:
+            self._known[key] = self.model.fixed + self.model.target_seconds(rows, nodes + 1, self.context)
+        return self._known[key]
+
+    def _draft(self, rows: int, depth: int, width: int) -> float:
+        key = (rows, depth, width, self.context // 64)
+        if key not in self._known:
+            self._known[key] = max(self.model.draft_seconds(rows, depth, self.context, width), 1e-7)
+        return self._known[key]

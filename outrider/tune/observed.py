@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
+from outrider.expect import BY_RANK, optimal_shape
 from outrider.tune.cost import interpolate
+from outrider.types import Budget, Draft
 
 FIRST = 0.6  # the chance of a guess before anything was seen: as much as `_WEIGHT` observations
 _WEIGHT = 2.0
@@ -51,6 +54,68 @@ def survival(chances: Sequence[float]) -> list[float]:
         kept *= chance
         result.append(kept)
     return result
+
+
+class Places:
+    """Where in a tree the accepted guesses stood: by depth, and by order, which is 0 for the guess that the drafter thought
+    likeliest. A tree of the n likeliest guesses is part of the tree of the n + 1 likeliest, so that what was seen of a large
+    tree tells what every smaller one would have kept."""
+
+    def __init__(self, limit: Budget, memory: int) -> None:
+        self.limit, self.keep = limit, 1 - 1 / memory
+        self.hits = [[0.0] * limit.max_nodes for _ in range(limit.depth)]
+        self.tries = [[0.0] * limit.max_nodes for _ in range(limit.depth)]
+        self.by_rank, self.visits = [0.0] * limit.width, [0.0] * limit.width
+
+    def observe(self, draft: Draft, b: int, nodes: Sequence[int], asked: Budget) -> int:
+        """nodes: of entry b, the accepted ones, the root first. Returns how many of them a chain would have had."""
+        parents = draft.parents[b].tolist()
+        count = sum(p >= 0 for p in parents)
+        order = range(1, count + 1)
+        if draft.chances is not None:
+            order = sorted(order, key=draft.chances[b].neg().tolist().__getitem__)
+        place = {node: n for n, node in enumerate(order)}
+        for d in range(min(asked.depth, self.limit.depth)):
+            hits, tries = self.hits[d], self.tries[d]
+            for n in range(min(asked.max_nodes, self.limit.max_nodes)):
+                hits[n], tries[n] = self.keep * hits[n], self.keep * tries[n] + 1
+            if d + 1 < len(nodes):
+                hits[min(place[nodes[d + 1]], len(hits) - 1)] += 1
+        straight, along = 0, True
+        for node, following in zip(nodes, [*nodes[1:], 0], strict=True):
+            ranks = [n for n, parent in enumerate(parents) if parent == node][: self.limit.width]
+            for rank, child in enumerate(ranks):
+                self.visits[rank] = self.keep * self.visits[rank] + 1
+                self.by_rank[rank] = self.keep * self.by_rank[rank] + (child == following)
+            along = along and bool(ranks) and ranks[0] == following
+            straight += along
+        return straight
+
+    def fade(self, factor: float) -> None:
+        """Time has passed without trees: what was seen counts less, so that bad luck with a few is not believed for ever."""
+        for table in (self.hits, self.tries, [self.by_rank], [self.visits]):
+            for row in table:
+                row[:] = [factor * x for x in row]
+
+    def expected(self, first: float) -> list[list[float]]:
+        """[depth][nodes]: accepted guesses of a step by its budget, both from one on. first: the chance of a chain's guess,
+        which with the chances by rank stands in where little was seen."""
+        left, ranks = 1 - first, [first]
+        for usual, hits, visits in zip(BY_RANK[1:], self.by_rank[1:], self.visits[1:], strict=False):
+            ranks.append(min((hits + usual * left / 0.3 * 8) / (visits + 8), ranks[-1]))
+        whole = optimal_shape(self.limit, ranks)
+        value, level = [1.0], [-1]
+        chances = [[0.0] * self.limit.max_nodes for _ in range(self.limit.depth)]
+        for n, (parent, rank) in enumerate(zip(whole.parents[1:], whole.ranks[1:], strict=True)):
+            value.append(value[parent] * ranks[rank])
+            level.append(level[parent] + 1)
+            chances[level[-1]][n] = value[-1]
+        total, above = list[list[float]](), [0.0] * self.limit.max_nodes
+        for believed, hits, tries in zip(chances, self.hits, self.tries, strict=True):
+            row = ((h + 6 * c) / (t + 6) for c, h, t in zip(believed, hits, tries, strict=True))
+            above = [a + here for a, here in zip(above, itertools.accumulate(row), strict=True)]
+            total.append(above)
+        return total
 
 
 class Curve:

@@ -1,0 +1,213 @@
+"""Measures what a cost model holds, once for machine, models, precision and threads, and keeps it in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, median_low
+from time import perf_counter
+
+import torch
+
+from outrider import native
+from outrider._version import __version__
+from outrider.decode import Decoder, Request, Row
+from outrider.drafters.base import Drafter, NoDraft, Wrong
+from outrider.models.base import LanguageModel
+from outrider.params import SamplingParams
+from outrider.tune import Fixed
+from outrider.tune.cost import CostModel
+from outrider.types import Budget
+
+NODES, MANY_NODES, CONTEXTS = (1, 2, 3, 5, 9, 17), (1, 2, 5, 9), (64, 512)  # the root counted; where rows are several
+REPEATS, LEAST, PATIENCE = 8, 4, 20.0  # rounds of all settings, the first a warm-up; fewer after so many seconds
+BURST, BURST_SECONDS = 5, 0.02  # steps of one setting in a round, and seconds after which it has had enough
+
+
+def machine() -> dict[str, str]:
+    """What a measurement holds for, the models not counted."""
+    return {
+        "outrider": __version__,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()} {platform.processor() or platform.node()} x{os.cpu_count()}",
+        "threads": str(torch.get_num_threads()),
+        "kernels": "native" if native.available() else "torch",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def calibrated(
+    target: LanguageModel,
+    drafter: Callable[[int], Drafter],
+    names: dict[str, str],
+    limit: Budget,
+    rows: Sequence[int] = (1,),
+) -> CostModel:
+    """The stored cost model for this machine and these models, or a new measurement, which is then stored.
+
+    drafter: makes one for so many rows, if there is need to measure. names: what tells models and drafters apart, with their
+    precision: {"target": "... int8", "draft": "..."}.
+    """
+    key = {**machine(), **names, "rows": ",".join(map(str, rows)), "limit": str(limit.parts)}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache_folder() / f"cost-{digest}.json"
+    try:
+        known = CostModel.from_json(path.read_text(encoding="utf-8"))
+        if known.key == key:
+            return known
+    except (OSError, ValueError):
+        pass  # not there, or not whole: measured anew
+    model = calibrate(target, drafter, key, limit, rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(model.to_json(), encoding="utf-8")
+    part.replace(path)
+    return model
+
+
+def calibrate(
+    target: LanguageModel,
+    drafter: Callable[[int], Drafter],
+    key: dict[str, str],
+    limit: Budget,
+    rows: Sequence[int] = (1,),
+) -> CostModel:
+    """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
+    step after step. Every setting is timed once a round, so that a slow moment of the machine falls on all alike; of the
+    rounds the median counts. limit: the largest budget that will be asked for."""
+    contexts = [c for c in CONTEXTS if 2 * c < target.max_length] or [1]
+    judge = _Side(target, Wrong(), max(rows), contexts)
+    draft = _Side(target, drafter(len(contexts) * max(rows)), max(rows), contexts)
+    shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit)
+    ways = [(r, Budget(n - 1)) for r in rows for n in (NODES if r == 1 else MANY_NODES)]
+    judged: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
+    drafted: dict[tuple[int, int, int, int], _Cell] = defaultdict(_Cell)
+    between, start = list[float](), perf_counter()
+    for turn in range(REPEATS):
+        if turn >= LEAST and perf_counter() - start > PATIENCE:
+            break
+        for c in contexts:
+            for r, b in ways:
+                took = judge.time(c, r, b)
+                judged[r, b.depth + 1, c].add(turn, took.context, took.rest)
+                if not b.depth:
+                    drafted[r, 1, 0, c].add(turn, took.context, took.draft)
+                    between.append(took.between)
+            for r, b in itertools.product(rows, shapes):
+                took = draft.time(c, r, b)
+                drafted[r, b.width, b.depth, c].add(turn, took.context, took.draft)
+    judge.close()
+    draft.close()
+    for r, c in itertools.product(rows, contexts):
+        drafted |= {(r, b.width, 0, c): drafted[r, 1, 0, c] for b in shapes}
+    return CostModel(
+        key,
+        [[r, n, *cell.row] for (r, n, _), cell in judged.items()],
+        [[r, w, d, *cell.row] for (r, w, d, _), cell in drafted.items()],
+        _reading(draft.readings, min((cell.row[1] for (_, _, d, _), cell in drafted.items() if d), default=0.0)),
+        median(between),
+    )
+
+
+def _shapes(limit: Budget) -> list[Budget]:
+    """Chains up to the limit, and trees if it allows any."""
+    depths = [d for d in (1, 2, 4, 8, 16) if d < limit.depth] + [limit.depth]
+    if not limit.max_nodes:
+        return []
+    trees = [Budget(d, limit.width, max(d, limit.max_nodes * d // limit.depth)) for d in depths]
+    return [Budget(d) for d in depths] + (trees if limit.width > 1 else [])
+
+
+@dataclass(eq=False)
+class _Cell:
+    """Seconds of one setting, by what was in the cache."""
+
+    contexts: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, turn: int, context: int, seconds: float) -> None:
+        """The first turn warms up."""
+        if turn:
+            self.contexts.append(context)
+            self.seconds.append(seconds)
+
+    @property
+    def row(self) -> list[float]:
+        return [median_low(self.contexts), median_low(self.seconds)]
+
+
+@dataclass(frozen=True)
+class _Took:
+    """Seconds of a step: its draft, its other parts, and what no part accounts for."""
+
+    context: int
+    draft: float
+    rest: float
+    between: float
+
+
+class _Side:
+    """A decoder with `count` rows for each context, which hold about as many tokens."""
+
+    def __init__(self, target: LanguageModel, drafter: Drafter, count: int, contexts: Sequence[int]) -> None:
+        self.asked, self.count = Fixed(0), count
+        length, rows = min(2 * max(contexts) + 256, target.max_length), count * len(contexts)
+        self.decoder = Decoder(target, drafter, controller=self.asked, rows=rows, max_length=length)
+        self.rows: dict[int, list[Row]] = {c: [] for c in contexts}
+        self.readings: list[tuple[int, float]] = []  # tokens read before the first guess, and seconds of that draft
+
+    def time(self, context: int, rows: int, budget: Budget) -> _Took:
+        """A few steps, of which the fastest counts: the first pay for what others left in the processor's caches."""
+        start, took = perf_counter(), list[_Took]()
+        while len(took) < BURST and (not took or perf_counter() - start < BURST_SECONDS):
+            if any(r.end or r.limit - r.ending.count < budget.depth + 2 for r in self.rows[context]) or not took:
+                self._fill(context)
+            self.asked.budget = budget
+            began = perf_counter()
+            step = self.decoder.round(self.rows[context][:rows])
+            taken, draft = perf_counter() - began, step.seconds["draft"]
+            parts = sum(step.seconds.values())
+            took.append(_Took(max(step.positions), draft, parts - draft, taken - parts))
+        return min(took, key=lambda t: t.draft + t.rest)
+
+    def _fill(self, context: int) -> None:
+        """Rows that hold so many tokens again; a drafter reads them anew."""
+        decoder = self.decoder
+        rows = self.rows[context]
+        if rows and not any(r.end for r in rows) and max(len(r.tokens) for r in rows) < context + max(context, 128):
+            return
+        self._release(context)
+        prompt = [n % decoder.target.vocab_size for n in range(context)]
+        params = SamplingParams(temperature=0, max_tokens=decoder.max_length - context, ignore_eos=True)
+        self.rows[context] = [decoder.admit(Request(n, prompt, params)) for n in range(self.count)]
+        while decoder.waiting:
+            decoder.prefill(decoder.waiting[0])
+        self.asked.budget = Budget(1)
+        step = decoder.round(self.rows[context])
+        self.readings.append((context * self.count, step.seconds["draft"]))
+
+    def _release(self, context: int) -> None:
+        for row in self.rows[context]:
+            self.decoder.release(row.slot)
+
+    def close(self) -> None:
+        for context in self.rows:
+            self._release(context)
+
+
+def _reading(readings: Sequence[tuple[int, float]], usual: float) -> float:
+    """Seconds in which a drafter reads a token: the first draft of a row, which reads all of it, less a usual one."""
+    rates = [max(seconds - usual, 0.0) / tokens for tokens, seconds in readings]
+    return median_low(rates) if rates else 0.0

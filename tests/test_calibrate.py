@@ -1,0 +1,82 @@
+"""Calibration on toy models: what it holds, where it is kept, and when it is measured anew."""
+
+import pytest
+
+from outrider import calibrate as module
+from outrider.calibrate import cache_folder, calibrate, calibrated
+from outrider.drafters.base import NoDraft
+from outrider.drafters.model import ModelDrafter
+from outrider.models.toy import ToyModel
+from outrider.types import Budget
+
+LIMIT = Budget(3, 2, 4)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Fewer rounds."""
+    monkeypatch.setattr(module, "REPEATS", 2)
+    monkeypatch.setattr(module, "BURST", 2)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "outrider"
+
+
+def pair():
+    """A target, and what makes a drafter for it."""
+    draft = ToyModel(11, 1, 0, max_length=256)
+    return ToyModel(11, 2, 0, max_length=256), lambda rows: ModelDrafter(draft, rows, 256)
+
+
+def test_every_setting_has_its_seconds():
+    cost = calibrate(*pair(), {}, LIMIT, rows=(1, 2))
+    sizes = {(1, n) for n in (1, 2, 3, 5, 9, 17)} | {(2, n) for n in (1, 2, 5, 9)}
+    assert {tuple(row[:2]) for row in cost.target} == sizes
+    assert {tuple(row[:3]) for row in cost.draft} == {(r, w, d) for r in (1, 2) for w in (1, 2) for d in (0, 1, 2, 3)}
+    assert all(row[-1] > 0 for row in [*cost.target, *cost.draft])
+    assert all(64 <= row[-2] < 192 for row in [*cost.target, *cost.draft])
+    assert cost.prefill > 0
+    assert cost.fixed > 0
+    assert cost.step_seconds(1, 3, 3, 100) > cost.target_seconds(1, 4, 100)
+
+
+def test_a_drafter_that_guesses_nothing_costs_what_a_step_costs_anyway():
+    cost = calibrate(pair()[0], lambda rows: NoDraft(), {}, Budget(0))
+    assert {tuple(row[:3]) for row in cost.draft} == {(1, 1, 0)}
+    assert cost.prefill >= 0
+
+
+def test_it_is_measured_once_and_again_when_anything_differs(folder, monkeypatch):
+    target, drafter = pair()
+    counted = []
+    measure = calibrate
+    monkeypatch.setattr(module, "calibrate", lambda *given: counted.append(given) or measure(*given))
+    names = {"target": "toy float32", "draft": "toy"}
+    first = calibrated(target, drafter, names, LIMIT)
+    assert calibrated(target, drafter, names, LIMIT) == first
+    assert len(counted) == 1
+    calibrated(target, drafter, {**names, "target": "toy int8"}, LIMIT)
+    calibrated(target, drafter, names, Budget(3))
+    monkeypatch.setattr(module, "machine", lambda: {"threads": "another number"})
+    calibrated(target, drafter, names, LIMIT)
+    assert len(counted) == 4
+    assert cache_folder() == folder
+    assert len(list(folder.glob("cost-*.json"))) == 4
+
+
+@pytest.mark.parametrize("text", ["", "{}", "half a fi"])
+def test_a_broken_file_is_measured_anew(folder, text):
+    target, drafter = pair()
+    calibrated(target, drafter, {}, LIMIT)
+    [path] = folder.glob("cost-*.json")
+    path.write_text(text)
+    assert calibrated(target, drafter, {}, LIMIT).key
+    assert len(path.read_text()) > 100
+
+
+def test_a_folder_that_is_not_named_lies_in_the_home(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder().parts[-2:] == (".cache", "outrider")
