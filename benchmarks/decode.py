@@ -109,18 +109,23 @@ def _conditional(runs: Sequence[Run]) -> float | None:
 def costs(
     side: Generates, methods: Sequence[str], context: int, longest: int
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Seconds of the target's forward by M, and of a guess of each method whose drafter is a model; least of some."""
+    """Seconds of the target's forward by M, and of a guess of each method whose drafter is a model: medians of interleaved
+    rounds, as the texts beside them are a mean over good and bad moments too."""
     rows = [m for m in sorted({1, 2, 3, 5, 9, 17, 1 + longest}) if m <= 1 + longest]
     for m in rows:
         side.forward(m, context, 1)
-    target = {m: min(side.forward(m, context, 8)) for m in rows}
-    drafts = {}
-    for method in methods:
-        try:
-            drafts[method] = min(side.forward(1, context, 10, which=method))
-        except (RuntimeError, ValueError, KeyError):
-            drafts[method] = 0.0  # looks text up, or is plain
-    return target, drafts
+    target: dict[int, list[float]] = {m: [] for m in rows}
+    guess: dict[str, list[float]] = {method: [] for method in methods}
+    for _ in range(5):
+        for m in rows:
+            target[m] += side.forward(m, context, 2)
+        for method in methods:
+            try:
+                guess[method] += side.forward(1, context, 4, which=method)
+            except (RuntimeError, ValueError, KeyError):
+                guess[method] = [0.0]  # looks text up, or is plain
+    median = statistics.median
+    return {m: median(t) for m, t in target.items()}, {method: median(t) for method, t in guess.items()}
 
 
 def compare(
