@@ -47,6 +47,10 @@ class Bench:
         self.result["machine"]["read_gb_per_second"] = machine.bandwidth()
         self.result |= {"forward": [], "decode": [], "missing": []}
         self.path: Path = args.out / f"{self.result['machine']['date']}-{args.name}.json"
+        if args.add and self.path.exists():
+            old = json.loads(self.path.read_text())
+            self.result |= {part: old[part] for part in ("forward", "decode", "missing")}
+            self.result["command"] = f"{old['command']}; {command}"
 
     @property
     def read(self) -> float:
@@ -55,6 +59,12 @@ class Bench:
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def put(self, part: str, measured: dict[str, Any]) -> None:
+        """A measurement, in the place of an earlier one of the same thing."""
+        same = ("kind", "size", "precision")
+        others = [m for m in self.result[part] if any(m.get(k) != measured.get(k) for k in same)]
+        self.result[part] = [*others, measured]
 
     def size(self, size: str, precision: str, kinds: Sequence[str]) -> None:
         """One target in one precision: forwards, then texts of every kind, the sides' processes shared by all."""
@@ -65,7 +75,7 @@ class Bench:
             self.missed(missing)
             times = forward.measure(sides, rounds=args.rounds + 2)
             records = forward.table(times, weight_bytes, self.read)
-            self.result["forward"].append({"size": size, "precision": precision, "context": 256, "records": records})
+            self.put("forward", {"size": size, "precision": precision, "context": 256, "records": records})
             console.print(forward_table(f"{size} {precision}: forwards at context 256", records))
             self.write()
             prompts = encoded(models.target, args.prompts)
@@ -96,7 +106,7 @@ class Bench:
             "weight_bytes": weight_bytes,
         }
         told |= {"prompts": args.prompts, "tokens": args.tokens, "rounds": args.rounds}
-        self.result["decode"].append({**told, "records": records})
+        self.put("decode", {**told, "records": records})
         console.print(decode_table(f"{size} {precision}: {kind}, temperature {temperature:g}", records))
         self.write()
 
@@ -126,6 +136,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--name", default="bench")
+    parser.add_argument("--add", action="store_true", help="keep what today's file holds of other sizes and precisions")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
     args = parser.parse_args()
     args.sizes = args.sizes or (["0.28B"] if args.quick else ["0.28B", "0.5B", "1.1B"] if args.full else ["0.5B"])
@@ -134,9 +145,8 @@ def main() -> None:
     bench = Bench(args)
     console.print(f"[bold]{bench.result['machine']['cpu']}[/], reads {bench.read} GB/s on {machine.cores()} cores")
     try:
-        drafter = argparse.Namespace(**vars(args))
-        bench.args = drafter
-        bench.size("15M", "float32", [])
+        if not args.add:
+            bench.size("15M", "float32", [])
         for size in args.sizes:
             for precision in args.precisions:
                 bench.size(size, precision, args.kinds)
