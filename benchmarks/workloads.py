@@ -35,6 +35,7 @@ from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Controller, Fixed
 
 LENGTH = 2048
+LONGER = 4  # times the tokens of the others: the answer to an edit is a file
 CATEGORIES = ("translation", "summarization", "qa", "rag")
 WORKLOADS = ("code", *CATEGORIES, "edits")
 
@@ -97,7 +98,7 @@ class Runner:
     def run(self, method: str, text: Text, tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         decoder = self.decoder(method, text.answer is not None)
         if text.answer is not None:
-            self.forced.text, tokens = text.prompt + text.answer, min(tokens, len(text.answer))
+            self.forced.text, tokens = text.prompt + text.answer, min(LONGER * tokens, len(text.answer))
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         row = decoder.admit(Request(0, text.prompt, params, seed, prediction=text.prediction))
         out: dict[str, Any] = {"steps": 0, "drafted": 0, "seconds": 0.0, "forwards": 0.0}
