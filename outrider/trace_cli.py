@@ -43,7 +43,7 @@ def replay(
             _summary(found, request)
             return
         text = found.text(request)
-        text.prompt  # noqa: B018 - says what is missing before a model is loaded
+        _ = text.step(step), text.prompt  # what is not there is said before a model is loaded
         with loading(found.header.model):
             llm = _model(found, model)
             from outrider.trace import replay as again
@@ -73,10 +73,10 @@ def _summary(trace: Trace, request: int | None) -> None:
     from rich.table import Table
 
     header, out = trace.header, console()
+    texts = [trace.text(request)] if request is not None else list(trace.texts.values())
     config = ", ".join(f"{k} {v}" for k, v in header.speculative_config.items()) or "plain decoding"
     print(f"{header.model}, {header.dtype} on {header.device}; {config}")
     print(f"verifier {header.verifier}, {header.guarantee}; outrider {header.outrider}, {header.date}")
-    texts = [trace.text(request)] if request is not None else list(trace.texts.values())
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in ("request", "prompt", "tokens", "steps", "accepted of guesses", "tokens a step", "seconds", "ended by"):
         table.add_column(head, justify="left" if head == "ended by" else "right")

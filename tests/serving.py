@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
@@ -40,14 +41,16 @@ def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:
 
 
 @contextmanager
-def serving(llm: LLM, settings: Settings | None = None, **engine_options) -> Iterator[Live]:
+def serving(llm: LLM, settings: Settings | None = None, spans: Any = None, **engine_options) -> Iterator[Live]:
     """Start, hand out, stop; the engine's tables must be empty afterwards."""
     settings = settings or Settings(model_name="code")
     metrics = Metrics(settings.metrics_prefix, settings.model_name)
     engine = Engine(llm, observer=metrics, **engine_options)
     metrics.attach(engine)
     service = Service(llm, engine, settings)
-    server = uvicorn.Server(uvicorn.Config(create_app(service, metrics), port=0, log_level="error", lifespan="on"))
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(service, metrics, spans), port=0, log_level="error", lifespan="on")
+    )
     ready = threading.Event()
     startup = server.startup
 

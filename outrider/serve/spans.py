@@ -47,6 +47,10 @@ class Spans:
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("outrider", __version__)
 
+    def flush(self) -> None:
+        """Send what has ended."""
+        self._provider.force_flush()
+
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()

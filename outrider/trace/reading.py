@@ -63,6 +63,13 @@ class Text:
         """The numbers that `RequestOutput.metrics.speculative_decoding` holds; num_spec_tokens is the deepest draft."""
         return metrics(self.steps)
 
+    def step(self, number: int) -> Step:
+        """One of its steps. Raises ValueError for one that is not there."""
+        if not 0 <= number < len(self.steps):
+            there = f"steps 0 to {len(self.steps) - 1}" if self.steps else "no steps"
+            raise ValueError(f"request {self.id} has {there}, not step {number}")
+        return self.steps[number]
+
     @property
     def prompt(self) -> list[int]:
         """Raises ValueError where only counts were kept."""

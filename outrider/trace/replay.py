@@ -59,11 +59,8 @@ def replay(trace: Trace, decoder: Decoder, step: int, request: int | None = None
     that proposes something else now; IndexError when no row of the decoder is free.
     """
     text = trace.text(request)
-    if not 0 <= step < len(text.steps):
-        there = f"steps 0 to {len(text.steps) - 1}" if text.steps else "no steps"
-        raise ValueError(f"request {text.id} has {there}, not step {step}")
+    recorded = text.step(step)
     _check(trace, text, decoder, mask)
-    recorded = text.steps[step]
     asked = _asked(text, mask)
     row = decoder.admit(asked)
     try:
