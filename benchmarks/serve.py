@@ -2,11 +2,13 @@
 
     python -m benchmarks.serve --base-url http://127.0.0.1:8000 --model builtin:code --num-prompts 64
     python -m benchmarks.serve --start work/bench/models/code-0.5B-float32 --config '{"method": "draft_model", ...}'
-        --arm off='{"disable_spec_decode": true}' --arm fixed='{"num_speculative_tokens": 4}' --arm server='{}'
+        --arm off='{"disable_spec_decode": true}' --arm on='{"num_speculative_tokens": 4}' --arm adaptive='{}'
+        --peer llama.cpp --peer llama.cpp:draft:4 --peer transformers --draft work/bench/models/... --type f32
 
 The names of options and of the results' fields are those of `vllm bench serve`. An arm is what is added to each request; arms
-take turns at every concurrency, on the same prompts and seeds, in one server process. The client reads raw sockets, so that it
-costs the two cores of a small machine little. Texts of the arms are compared: with one seed they must be equal.
+take turns at every concurrency, on the same prompts and seeds, in one server process. A peer (benchmarks/peers/servers.py) is
+an arm with a server of its own. The client reads raw sockets, so that it costs the two cores of a small machine little. Texts
+of the arms are compared: with one seed they must be equal; a peer's are its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import random
 import statistics
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -28,6 +30,7 @@ from urllib.request import urlopen
 
 from benchmarks import ROOT, headline
 from benchmarks.machine import facts
+from benchmarks.peers.servers import Endpoint, started
 from benchmarks.prompts import humaneval
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -50,7 +53,7 @@ class Sample:
 async def ask(host: str, port: int, path: str, body: dict[str, Any]) -> Sample:
     """Send one request and read its stream."""
     sample, last = Sample(perf_counter()), 0.0
-    payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    payload = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer = None
     try:
@@ -89,20 +92,22 @@ async def ask(host: str, port: int, path: str, body: dict[str, Any]) -> Sample:
 
 
 async def load(
-    options: argparse.Namespace, prompts: list[str], concurrency: int, extra: dict[str, Any]
+    options: argparse.Namespace, end: Endpoint, prompts: list[str], concurrency: int
 ) -> tuple[list[Sample], float]:
     """Ask for every prompt, so many at once, in Poisson arrivals where a rate is given; the samples and the whole time."""
-    at, gate, draw = urlsplit(options.base_url), asyncio.Semaphore(concurrency), random.Random(options.seed)
+    at, gate, draw = urlsplit(end.url), asyncio.Semaphore(concurrency), random.Random(options.seed)
 
     async def one(number: int, prompt: str) -> Sample:
         async with gate:
-            body = {"model": options.model, "max_tokens": options.output_len, "temperature": options.temperature}
-            body |= {"seed": options.seed + number, "ignore_eos": True, **extra}
+            body = {"model": end.model, "max_tokens": options.output_len, "temperature": options.temperature}
+            body |= {"seed": options.seed + number, "ignore_eos": True, "stream": True}
+            body |= {"stream_options": {"include_usage": True}, **end.extra}
             body |= (
                 {"messages": [{"role": "user", "content": prompt}]}
                 if "chat" in options.endpoint
                 else {"prompt": prompt}
             )
+            body = {k: v for k, v in body.items() if k not in end.unknown}
             return await ask(at.hostname or "127.0.0.1", at.port or 80, options.endpoint, body)
 
     started, tasks = perf_counter(), []
@@ -237,28 +242,41 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-warmups", type=int, default=1)
     parser.add_argument("--arm", type=arm, action="append", help="NAME=JSON, added to each request; may be repeated")
+    parser.add_argument(
+        "--peer", action="append", default=[], help="a server of others, see benchmarks/peers/servers.py"
+    )
+    parser.add_argument("--draft", type=Path, help="a draft folder, for peers")
+    parser.add_argument("--type", default="f32", help="the peers' precision: f32, f16, bf16")
+    parser.add_argument("--rounds", type=int, default=1, help="times that all arms are gone through")
     parser.add_argument("--save-result", type=Path)
     options = parser.parse_args()
-    arms = options.arm or [("off", {"disable_spec_decode": True}), ("on", {})]
+    given = options.arm or [("off", {"disable_spec_decode": True}), ("on", {})]
     every, runs, differ, compared = humaneval(32), [], 0, 0
-    with server(options):
-        for _, extra in arms:
-            asyncio.run(load(options, every[: options.num_warmups], 1, extra))
-        print(f"{'':>4} {'':<10} {'tokens/s':>9} {'TTFT ms':>9} {'TPOT ms':>9} {'p99 ITL':>9} {'length':>7}  failed")
+    with server(options), ExitStack() as stack:
+        arms = {name: Endpoint(options.base_url, options.model, extra) for name, extra in given}
+        for name in options.peer:
+            most = max(options.max_concurrency)
+            sizes = (most, options.max_model_len, options.output_len)
+            peer = started(name, Path(options.start), options.draft, options.type, *sizes)
+            arms[name] = stack.enter_context(peer)
+        for end in arms.values():
+            asyncio.run(load(options, end, every[: options.num_warmups], 1))
+        print(f"{'':>4} {'':<18} {'tokens/s':>9} {'TTFT ms':>9} {'TPOT ms':>9} {'p99 ITL':>9} {'length':>7}  failed")
         for concurrency in options.max_concurrency:
             count = options.num_prompts or max(4, 2 * concurrency)
             prompts, texts = [every[i % len(every)] for i in range(count)], list[list[str]]()
             compared += count
-            for name, extra in arms:
-                before = counters(options.base_url)
-                samples, seconds = asyncio.run(load(options, prompts, concurrency, extra))
-                after = counters(options.base_url)
+            for name, end in arms.items():
+                before = counters(end.url)
+                samples, seconds = asyncio.run(load(options, end, prompts, concurrency))
+                after = counters(end.url)
                 found = summary(samples, seconds, {k: v - before.get(k, 0) for k, v in after.items()})
-                texts.append([s.text for s in samples])
-                runs.append({"arm": name, "extra_body": extra, "max_concurrency": concurrency, **found})
+                if name not in options.peer:
+                    texts.append([s.text for s in samples])
+                runs.append({"arm": name, "extra_body": end.extra, "max_concurrency": concurrency, **found})
                 length = f"{found.get('spec_decode_acceptance_length', 1):.2f}"
                 print(
-                    f"{concurrency:>4} {name:<10} {found['output_throughput']:>9.1f} {found.get('median_ttft_ms', 0):>9.0f} "
+                    f"{concurrency:>4} {name:<18} {found['output_throughput']:>9.1f} {found.get('median_ttft_ms', 0):>9.0f} "
                     f"{found.get('median_tpot_ms', 0):>9.1f} {found.get('p99_itl_ms', 0):>9.0f} {length:>7}  {found['failed']}",
                     flush=True,
                 )

@@ -1,8 +1,9 @@
 """The engine: one thread that admits, prefills, steps and answers, until it is told to stop.
 
 A turn of its loop: drop what was cancelled or is late; seat who waits, while rows and memory last; read a chunk of the
-oldest unread prompt; one draft-verify round of all rows that decode; tell everybody what was written. Because noise is
-keyed by position, neither the company a request has, nor when it joined, nor how often it had to give way changes its text.
+oldest unread prompt, and one for the draft model; one draft-verify round of all rows that decode; tell everybody what was
+written. Because noise is keyed by position, neither the company a request has, nor when it joined, nor how often it had to
+give way changes its text.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from outrider.engine.jobs import EngineStopped, FairQueue, Job, QueueFull, Resul
 from outrider.engine.lengths import PerRow
 from outrider.engine.memory import Memory
 from outrider.engine.prefix import PrefixStore
+from outrider.engine.reading import Reading
 from outrider.llm import LLM
 from outrider.text import End
 from outrider.trace import Recorder
@@ -107,6 +109,7 @@ class Engine:
             tokenizer=base.tokenizer,
             prefixes=self.prefixes,
         )
+        self.reading = self._lengths.reading = Reading(self.roster, self.decoder.rows)
         self.memory = Memory(base.target, self.decoder.cache, drafters.values())
         if memory is not None:
             self.memory.bound(memory, self.prefixes.limit if self.prefixes else 0)
@@ -209,7 +212,7 @@ class Engine:
             held, last = d.cache.length[slot], len(row.tokens) - 1
             if row.slot != slot or held > last or (held < last) != (row in d.waiting):
                 wrong.append(f"row {slot} holds {held} of {last} tokens")
-        left = set(self.roster._method) | set(self._lengths.depth) | set(self.roster.lost)
+        left = set(self.roster._method) | set(self._lengths.depth) | set(self.roster.lost) | set(self.reading.spent)
         if not left <= set(d.rows):
             wrong.append(f"the drafters remember rows {sorted(left - set(d.rows))}, which are free")
         return wrong + (self.prefixes.check() if self.prefixes else [])
@@ -249,6 +252,7 @@ class Engine:
         self._give_way()
         if self.decoder.waiting:
             self._prefill(self.decoder.waiting[0])
+        self.reading.read()
         if live := self.decoder.live:
             self._round(live)
 
