@@ -247,7 +247,6 @@ def main() -> None:
     )
     parser.add_argument("--draft", type=Path, help="a draft folder, for peers")
     parser.add_argument("--type", default="f32", help="the peers' precision: f32, f16, bf16")
-    parser.add_argument("--rounds", type=int, default=1, help="times that all arms are gone through")
     parser.add_argument("--save-result", type=Path)
     options = parser.parse_args()
     given = options.arm or [("off", {"disable_spec_decode": True}), ("on", {})]

@@ -14,6 +14,8 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
+from outrider.decode import Request
+from outrider.grammar import Grammars
 
 PROMPTS = ["def quicksort(xs):\n", "import os\nimport sys\n\n\nclass Config:\n", "for i in range(10):\n    print(i)\n"]
 
@@ -128,16 +130,30 @@ def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(l
             ("logit_bias", [{"11": 2.0}]),
             ("min_tokens", [1]),
             ("stop", [["self", "\n\n"]]),
+            ("bad_words", [["self", "def"]]),
+            ("structured_outputs", [{"regex": r"[a-c]{3}(-\d+){1,3}"}, {"choice": ["yes", "yesterday"]}]),
         ):
             if draw.random() < 0.25:
                 body[name] = draw.choice(values)
         bodies.append(body)
+    grammars = Grammars(plain.tokenizer, 8192, plain.loaded.end_ids)
     expected = []
     for body in bodies:
-        named = {k: v for k, v in body.items() if k != "prompt"}
+        named = {k: v for k, v in body.items() if k not in ("prompt", "structured_outputs")}
         named["logit_bias"] = {int(k): v for k, v in body.get("logit_bias", {}).items()}
-        out = plain.generate(body["prompt"], SamplingParams(**named))[0].outputs[0]
-        expected.append((out.text, out.finish_reason))
+        if (grammar := body.get("structured_outputs")) is None:
+            out = plain.generate(body["prompt"], SamplingParams(**named))[0].outputs[0]
+            expected.append((out.text, out.finish_reason))
+        else:
+            made = grammars.regex(grammar["regex"]) if "regex" in grammar else grammars.choice(grammar["choice"])
+            [asked] = plain._requests(body["prompt"], SamplingParams(**named))
+            mask = grammars.mask(made)
+            [row] = plain.decoder.generate(
+                [Request(0, asked.prompt, asked.params, asked.seed, asked.bad_words, (), mask)]
+            )
+            expected.append((row.ending.text, row.end.finish))  # type: ignore[union-attr]
+    kinds = {"structured_outputs" in body for body in bodies}
+    assert kinds == {True, False}
     drafting = [{}, {}, {"disable_spec_decode": True}, {"num_speculative_tokens": 8}, {"method": "ngram"}]
     drafting += [
         {"method": "suffix"},
@@ -151,7 +167,7 @@ def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(l
 
             async def one(number: int) -> None:
                 body, extra = dict(bodies[number]), draw.choice(drafting)
-                own = {"top_k", "min_p", "repetition_penalty", "min_tokens"}
+                own = {"top_k", "min_p", "repetition_penalty", "min_tokens", "bad_words", "structured_outputs"}
                 extra = {**extra, **{k: body.pop(k) for k in own & set(body)}}
                 if number % 2:
                     out = await client.completions.create(model="code", **body, extra_body=extra)

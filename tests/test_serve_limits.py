@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import socket
 import threading
@@ -108,10 +109,30 @@ def test_the_key_is_asked_of_everybody_but_the_health_check(llm: LLM) -> None:
         assert httpx.get(live.url + "/health").status_code == 200
 
 
+def test_the_key_is_compared_in_constant_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
+    with serving(llm, Settings(model_name="code", api_key="s3cret")) as live:
+        for key in ("s", "s3cret", "s3creT", "x" * 5000):
+            httpx.get(live.url + "/v1/models", headers={"authorization": f"Bearer {key}"})
+    assert compared == [(32, 32)] * 4  # digests, of one length whatever was sent
+
+
+def test_health_tells_of_tables_that_are_wrong(llm: LLM) -> None:
+    with serving(llm) as live:
+        live.service.engine.roster.lost[99] = "a leak"
+        assert post(live, prompt=PROMPT, max_tokens=2).status_code == 200
+        while (sick := httpx.get(live.url + "/health")).status_code == 200:
+            pass
+        assert "remember rows [99]" in sick.json()["error"]["message"]
+        del live.service.engine.roster.lost[99]
+
+
 def test_no_page_of_another_origin_may_ask_unless_it_is_named(llm: LLM) -> None:
     asking = {"origin": "http://evil.example", "access-control-request-method": "POST"}
     with serving(llm) as live:
         assert "access-control-allow-origin" not in httpx.options(live.url + "/v1/models", headers=asking).headers
+        assert "access-control-allow-origin" not in httpx.get(live.url + "/v1/models", headers=asking).headers
     with serving(llm, Settings(model_name="code", cors=("http://evil.example",), api_key="k")) as live:
         got = httpx.options(live.url + "/v1/models", headers=asking)
         assert got.headers["access-control-allow-origin"] == "http://evil.example"
