@@ -28,7 +28,7 @@ from outrider.types import Budget
 
 NODES, MANY_NODES, CONTEXTS = (1, 2, 3, 5, 9, 17), (1, 2, 5, 9), (64, 512)  # the root counted; where rows are several
 REPEATS, LEAST, PATIENCE = 8, 4, 20.0  # rounds of all settings, the first a warm-up; fewer after so many seconds
-BURST, BURST_SECONDS = 5, 0.02  # steps of one setting in a round, and seconds after which it has had enough
+BURST = 3  # steps of one setting in a round
 
 
 def machine() -> dict[str, str]:
@@ -54,6 +54,7 @@ def calibrated(
     names: dict[str, str],
     limit: Budget,
     rows: Sequence[int] = (1,),
+    known: CostModel | None = None,
 ) -> CostModel:
     """The stored cost model for this machine and these models, or a new measurement, which is then stored.
 
@@ -69,7 +70,7 @@ def calibrated(
             return known
     except (OSError, ValueError):
         pass  # not there, or not whole: measured anew
-    model = calibrate(target, drafter, key, limit, rows)
+    model = calibrate(target, drafter, key, limit, rows, known)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(model.to_json(), encoding="utf-8")
@@ -83,15 +84,18 @@ def calibrate(
     key: dict[str, str],
     limit: Budget,
     rows: Sequence[int] = (1,),
+    known: CostModel | None = None,
 ) -> CostModel:
     """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
     step after step. Every setting is timed once a round, so that a slow moment of the machine falls on all alike; of the
-    rounds the median counts. limit: the largest budget that will be asked for."""
+    rounds the median counts. limit: the largest budget that will be asked for. known: of the same target, whose steps are
+    then not timed again."""
     contexts = [c for c in CONTEXTS if 2 * c < target.max_length] or [1]
     judge = _Side(target, Wrong(), max(rows), contexts)
     draft = _Side(target, drafter(len(contexts) * max(rows)), max(rows), contexts)
     shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit)
-    ways = [(r, Budget(n - 1)) for r in rows for n in (NODES if r == 1 else MANY_NODES)]
+    nodes = {r: (NODES if r == 1 else MANY_NODES) if known is None else (1,) for r in rows}
+    ways = [(r, Budget(n - 1)) for r in rows for n in nodes[r]]
     judged: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
     drafted: dict[tuple[int, int, int, int], _Cell] = defaultdict(_Cell)
     between, start = list[float](), perf_counter()
@@ -114,7 +118,7 @@ def calibrate(
         drafted |= {(r, b.width, 0, c): drafted[r, 1, 0, c] for b in shapes}
     return CostModel(
         key,
-        [[r, n, *cell.row] for (r, n, _), cell in judged.items()],
+        [[r, n, *cell.row] for (r, n, _), cell in judged.items()] if known is None else known.target,
         [[r, w, d, *cell.row] for (r, w, d, _), cell in drafted.items()],
         _reading(draft.readings, min((cell.row[1] for (_, _, d, _), cell in drafted.items() if d), default=0.0)),
         median(between),
@@ -169,9 +173,9 @@ class _Side:
         self.readings: list[tuple[int, float]] = []  # tokens read before the first guess, and seconds of that draft
 
     def time(self, context: int, rows: int, budget: Budget) -> _Took:
-        """A few steps, of which the fastest counts: the first pay for what others left in the processor's caches."""
-        start, took = perf_counter(), list[_Took]()
-        while len(took) < BURST and (not took or perf_counter() - start < BURST_SECONDS):
+        """A few steps, of which the middle one counts: the first pays for what others left in the processor's caches."""
+        took = list[_Took]()
+        while len(took) < BURST:
             if any(r.end or r.limit - r.ending.count < budget.depth + 2 for r in self.rows[context]) or not took:
                 self._fill(context)
             self.asked.budget = budget
@@ -180,7 +184,7 @@ class _Side:
             taken, draft = perf_counter() - began, step.seconds["draft"]
             parts = sum(step.seconds.values())
             took.append(_Took(max(step.positions), draft, parts - draft, taken - parts))
-        return min(took, key=lambda t: t.draft + t.rest)
+        return sorted(took, key=lambda t: t.draft + t.rest)[(BURST - 1) // 2]
 
     def _fill(self, context: int) -> None:
         """Rows that hold so many tokens again; a drafter reads them anew."""

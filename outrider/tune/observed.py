@@ -57,30 +57,31 @@ def survival(chances: Sequence[float]) -> list[float]:
 
 
 class Places:
-    """Where in a tree the accepted guesses stood: by depth, and by order, which is 0 for the guess that the drafter thought
-    likeliest. A tree of the n likeliest guesses is part of the tree of the n + 1 likeliest, so that what was seen of a large
-    tree tells what every smaller one would have kept."""
+    """Where in a tree the accepted guesses stood, by order: 0 is the guess that the drafter thought likeliest. A tree of the n
+    likeliest guesses is part of the tree of the n + 1 likeliest, so that what was seen of a large tree tells what every
+    smaller one would have kept; so does it of flatter ones, where the deeper guesses are not counted."""
 
     def __init__(self, limit: Budget, memory: int) -> None:
         self.limit, self.keep = limit, 1 - 1 / memory
-        self.hits = [[0.0] * limit.max_nodes for _ in range(limit.depth)]
+        self.hits = [[0.0] * limit.max_nodes for _ in range(limit.depth)]  # by the depth of the tree, less one
         self.tries = [[0.0] * limit.max_nodes for _ in range(limit.depth)]
         self.by_rank, self.visits = [0.0] * limit.width, [0.0] * limit.width
 
     def observe(self, draft: Draft, b: int, nodes: Sequence[int], asked: Budget) -> int:
         """nodes: of entry b, the accepted ones, the root first. Returns how many of them a chain would have had."""
         parents = draft.parents[b].tolist()
-        count = sum(p >= 0 for p in parents)
-        order = range(1, count + 1)
+        levels = [0]
+        for parent in parents[1:]:
+            levels.append(levels[parent] + 1 if parent >= 0 else self.limit.depth + 1)
+        order = range(1, len(parents))
         if draft.chances is not None:
             order = sorted(order, key=draft.chances[b].neg().tolist().__getitem__)
-        place = {node: n for n, node in enumerate(order)}
-        for d in range(min(asked.depth, self.limit.depth)):
-            hits, tries = self.hits[d], self.tries[d]
-            for n in range(min(asked.max_nodes, self.limit.max_nodes)):
-                hits[n], tries[n] = self.keep * hits[n], self.keep * tries[n] + 1
-            if d + 1 < len(nodes):
-                hits[min(place[nodes[d + 1]], len(hits) - 1)] += 1
+        good, size = set(nodes[1:]), min(asked.max_nodes, self.limit.max_nodes)
+        for depth in range(1, min(asked.depth, self.limit.depth) + 1):
+            hits, tries = self.hits[depth - 1], self.tries[depth - 1]
+            inside = [node in good for node in order if levels[node] <= depth][:size]
+            for n, hit in enumerate(inside + [False] * (size - len(inside))):
+                hits[n], tries[n] = self.keep * hits[n] + hit, self.keep * tries[n] + 1
         straight, along = 0, True
         for node, following in zip(nodes, [*nodes[1:], 0], strict=True):
             ranks = [n for n, parent in enumerate(parents) if parent == node][: self.limit.width]
@@ -100,21 +101,20 @@ class Places:
     def expected(self, first: float) -> list[list[float]]:
         """[depth][nodes]: accepted guesses of a step by its budget, both from one on. first: the chance of a chain's guess,
         which with the chances by rank stands in where little was seen."""
-        left, ranks = 1 - first, [first]
+        left, ranks, size = 1 - first, [first], self.limit.max_nodes
         for usual, hits, visits in zip(BY_RANK[1:], self.by_rank[1:], self.visits[1:], strict=False):
-            ranks.append(min((hits + usual * left / 0.3 * 8) / (visits + 8), ranks[-1]))
-        whole = optimal_shape(self.limit, ranks)
-        value, level = [1.0], [-1]
-        chances = [[0.0] * self.limit.max_nodes for _ in range(self.limit.depth)]
-        for n, (parent, rank) in enumerate(zip(whole.parents[1:], whole.ranks[1:], strict=True)):
+            ranks.append(min((hits + usual * left / (1 - BY_RANK[0]) * 8) / (visits + 8), ranks[-1]))
+        whole = optimal_shape(Budget(self.limit.depth, len(ranks), 3 * size), ranks)
+        value, level = [1.0], [0]
+        for parent, rank in zip(whole.parents[1:], whole.ranks[1:], strict=True):
             value.append(value[parent] * ranks[rank])
             level.append(level[parent] + 1)
-            chances[level[-1]][n] = value[-1]
-        total, above = list[list[float]](), [0.0] * self.limit.max_nodes
-        for believed, hits, tries in zip(chances, self.hits, self.tries, strict=True):
-            row = ((h + 6 * c) / (t + 6) for c, h, t in zip(believed, hits, tries, strict=True))
-            above = [a + here for a, here in zip(above, itertools.accumulate(row), strict=True)]
-            total.append(above)
+        total = list[list[float]]()
+        for depth, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True), 1):
+            believed = [v for v, d in zip(value[1:], level[1:], strict=True) if d <= depth][:size]
+            believed += [0.0] * (size - len(believed))
+            row = ((h + 6 * v) / (t + 6) for h, t, v in zip(hits, tries, believed, strict=True))
+            total.append(list(itertools.accumulate(row)))
         return total
 
 

@@ -1,0 +1,129 @@
+"""How fast a setting will be, before it is measured: what a drafter's guesses were worth along some texts, at what a step
+costs here.
+
+Under `match` the text is the same whatever is guessed, so one run with a large budget tells of nearly every position whether
+a guess there is right, and every shorter chain can be played through on paper, step by step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.decode import Request
+from outrider.llm import LLM, len_drafted
+from outrider.tune import CostModel, Fixed
+from outrider.tune.observed import Places
+from outrider.types import Budget
+
+
+@dataclass(eq=False)
+class Text:
+    """What was guessed along one text. right: of each output token, was the guess for it right; None where none was asked for.
+    there: guesses that the drafter had from here on, this one included."""
+
+    prompt: int
+    right: list[bool | None] = field(default_factory=list)
+    there: list[int] = field(default_factory=list)
+
+    def add(self, asked: int, drafted: int, kept: int, tokens: int) -> None:
+        """One step: guesses asked for, made and kept, and tokens committed."""
+        for at in range(tokens):
+            known = at < drafted or drafted < asked  # a drafter that had no more says so of what follows
+            self.right.append(at < kept if known else None)
+            self.there.append(drafted - at if known else asked)
+
+
+class Seen:
+    """What a drafter's guesses were worth: chains exactly, trees by the order of what was accepted."""
+
+    def __init__(self, limit: Budget) -> None:
+        self.limit, self.texts = limit, list[Text]()
+        self.places = Places(limit, 1 << 30)
+        self.straight = [0] * (limit.depth + 1)  # steps of trees in which a chain would have kept so many, or more
+        self.drafted = list[int]()  # guesses of those steps
+
+    def watch(self, llm: LLM, requests: Sequence[Request], budget: Budget) -> float:
+        """Answer with this budget in every step, and learn. Returns the seconds that it took."""
+        seconds = 0.0
+        llm.decoder.controller = Fixed(*budget.parts)
+        for request in requests:
+            text = Text(len(request.prompt))
+            for step, _ in llm.decoder.steps([request]):
+                if step is None:
+                    continue
+                [kept], [asked] = step.kept, step.budgets
+                seconds += sum(step.seconds.values())
+                if budget.width == 1:
+                    text.add(asked.depth, len_drafted(step, 0), kept.drafted, len(kept.tokens))
+                elif kept.finish is None:
+                    along = self.places.observe(step.draft, 0, kept.nodes, asked)
+                    self.drafted.append(len_drafted(step, 0))
+                    for depth in range(along + 1):
+                        self.straight[depth] += 1
+            if budget.width == 1:
+                self.texts.append(text)
+        return seconds
+
+    def chain(self, depth: int) -> list[tuple[int, int]]:
+        """Of every step that chains of this depth would take, (guesses made, tokens in the cache)."""
+        draw, steps = random.Random(0), list[tuple[int, int]]()
+        known = [r for text in self.texts for r in text.right if r is not None]
+        usual = sum(known) / max(len(known), 1)
+        for text in self.texts:
+            right = [draw.random() < usual if r is None else r for r in text.right]
+            at, end = 0, len(right)
+            while at < end:
+                made = max(min(depth, text.there[at], end - at - 1), 0)
+                kept = next((n for n in range(made) if not right[at + n]), made)
+                steps.append((made, text.prompt + at))
+                at += kept + 1
+        return steps
+
+    @property
+    def tokens(self) -> int:
+        """Of all texts."""
+        return sum(len(text.right) for text in self.texts)
+
+    def better(self, budget: Budget) -> float:
+        """Tokens per step of a tree over those of a chain as deep, where both could be seen."""
+        steps = self.straight[0]
+        alone = sum(self.straight[1 : budget.depth + 1]) / steps
+        return (1 + self._expected(budget)) / (1 + alone)
+
+    def _expected(self, budget: Budget) -> float:
+        return self.places.expected(self.straight[1] / self.straight[0])[budget.depth - 1][budget.max_nodes - 1]
+
+
+def steps_seconds(seen: Seen, cost: CostModel, budget: Budget) -> float:
+    """Seconds in which these texts will be written with this budget, their prompts aside. Raises ValueError for a tree where
+    only chains were seen."""
+    if budget.width > 1 and not seen.drafted:
+        raise ValueError(f"no tree was seen, so {budget} cannot be predicted; watch one first")
+    steps, known = seen.chain(budget.depth), dict[tuple[int, int], float]()
+    total, fewer = 0.0, 1.0
+    if budget.width > 1:
+        fewer = 1 / seen.better(budget)
+        made = sum(min(n, budget.max_nodes) for n in seen.drafted) / len(seen.drafted)
+        steps = [(round(made), context) for _, context in steps]
+    for nodes, context in steps:
+        key = (nodes, context // 64)
+        if key not in known:
+            known[key] = cost.step_seconds(1, budget.depth, nodes, context, budget.width)
+        total += known[key]
+    return total * fewer
+
+
+def by_rows(seen: Seen, cost: CostModel, rows: Sequence[int], deepest: int) -> dict[int, int]:
+    """The chain's best depth for so many texts side by side, 0 where plain decoding is best."""
+    best = dict[int, int]()
+    for count in rows:
+        speeds = list[float]()
+        for depth in range(deepest + 1):
+            steps = seen.chain(depth)
+            context = sum(c for _, c in steps) // max(len(steps), 1)
+            nodes = round(sum(n for n, _ in steps) / max(len(steps), 1))
+            speeds.append(seen.tokens / (len(steps) * cost.step_seconds(count, depth, nodes, context)))
+        best[count] = max(range(len(speeds)), key=speeds.__getitem__)
+    return best
