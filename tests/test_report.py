@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from outrider import cli
 from outrider.measure import charts, stats
 from outrider.measure.charts import Scale
-from outrider.measure.figures import Floor, figures, floor, judged, step_seconds, survival
+from outrider.measure.figures import Floor, figures, floor, guess_seconds, judged, step_seconds, survival
 from outrider.measure.page import render, visible, write
 from outrider.measure.run import Limits, Run, Sample
 from outrider.measure.verdict import BROKEN, CHANGE, DROP, KEEP, OPEN, verdict
@@ -118,7 +118,7 @@ def test_a_page_of_every_run_is_whole(name: str) -> None:
 
 
 def test_what_prompts_and_models_write_is_only_text(tmp_path: Path) -> None:
-    name = "<b onclick='x'>\u202e{{ 1 }}"
+    name = "<b onclick='x'>\"><i>\u202e{{ 1 }}"
     run = simulate(PLAIN_WAY, Way(name, 4, differing=0.5), words=HOSTILE, prompts=6, categories=(name, "</table>"))
     run.command = run.model = "<script>"
     run.machine = {"<i>": "<i>"}
@@ -166,6 +166,7 @@ VERDICTS = {
     "one of two broken": (
         simulate(PLAIN_WAY, Way("good", 4), Way("bad", 6, differing=0.2)), BROKEN, "Do not trust bad",
     ),
+    "approximate": (simulate(PLAIN_WAY, Way("d", 4, differing=0.3, guarantee="approximate")), KEEP, "times as fast"),
     "no baseline": (simulate(Way("plain", failing=1.0), Way("d", 4)), OPEN, "plain gave no answer"),
     "nobody but the baseline": (simulate(PLAIN_WAY, Way("d", 4, failing=1.0)), OPEN, "d gave no answer"),
     "too long": (simulate(PLAIN_WAY, Way("draft", 8, 0.4)), CHANGE, "draft is slower"),
@@ -251,10 +252,23 @@ def test_figures_against_arithmetic() -> None:
     assert judged([sample]) == [(3, 3), (3, 2), (1, 1), (1, 1)]
     assert survival(judged([sample])) == pytest.approx([1, 2 / 3, 2 / 3, 2 / 3])
     limits = Limits(target={"1": 1.0, "3": 2.0, "5": 4.0}, draft_token=0.1, weight_bytes=10, read_bytes_per_second=20.0)
-    assert [step_seconds(limits, d) for d in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.6, 2.2, 4.4, 4.9])
-    assert floor([sample], limits) == Floor(pytest.approx((2 * 4.4 + 2.2 + 1.0) / 11), pytest.approx(4 * 0.5 / 11))
-    assert floor([sample], Limits(plain_step=1.0)) == Floor(None, None)  # what is not measured is not made up
-    assert floor([sample], limits, chain=False).forwards is None
+    assert [step_seconds(limits, d, 0.1) for d in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.6, 2.2, 4.4, 4.9])
+    assert floor([sample], limits, 0.1) == Floor(pytest.approx((2 * 4.4 + 2.2 + 1.0) / 11), pytest.approx(4 * 0.5 / 11))
+    assert floor([sample], Limits(plain_step=1.0), 0.0) == Floor(None, None)  # what is not measured is not made up
+    assert floor([sample], limits, None).forwards is None
+
+
+def test_a_guess_costs_what_its_drafter_does() -> None:
+    other, tree = {"model": "other"}, {"tree_width": 2}
+    ways = [
+        Way("draft", 4),
+        Way("lookup", 4, config={"method": "suffix"}),
+        Way("other", 4, config=other),
+        Way("tree", 4, config=tree),
+    ]
+    run = simulate(PLAIN_WAY, *ways, Way("both", 4, config={"method": ["suffix", "draft_model"]}))
+    known = [guess_seconds(run, s) for s in run.settings]
+    assert known == [0.0, run.limits.draft_token, 0.0, None, None, None]
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1), st.booleans(), st.booleans())
@@ -265,6 +279,19 @@ def test_scales_hold_what_they_show(values: list[float], zero: bool, log: bool) 
     assert 1 <= len(scale.ticks()) <= 8
     order = sorted(values)
     assert [scale.at(v) for v in order] == sorted(scale.at(v) for v in order)
+
+
+def test_charts_escape() -> None:
+    assert "<b>" not in charts.axis(Scale(0, 1), {0: "<b>"})
+    assert '"x"' not in charts.bar(Scale(0, 1), 1, 0, 1, 'a "x"')
+
+
+def test_one_prompt_has_no_interval() -> None:
+    html, _ = render(simulate(prompts=1))
+    lines = re.findall(r'<line x1="([^"]*)" x2="([^"]*)" [^>]*class="whisker"', html.split("<h2>Before", 1)[1])
+    flat = [a == b for a, b in lines]
+    assert flat.count(False) == 2  # of the legends
+    assert "one prompt" in html
 
 
 def test_equal_ratios_are_equally_far_apart() -> None:

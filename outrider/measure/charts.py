@@ -195,7 +195,8 @@ def _span(scale: Scale, low: float, high: float, kind: str, y: float, height: fl
 
 def _whisker(scale: Scale, low: float, high: float, y: float) -> list[Markup]:
     left, right = _percent(scale.at(low)), _percent(scale.at(high))
-    ends = [_tag("line", x1=x, x2=x, y1=y - 4, y2=y + 4, class_="whisker") for x in (left, right)]
+    inside = [x for x in (low, high) if scale.low <= x <= scale.high]  # one that ends outside has no end
+    ends = [_upright(scale.at(x), "whisker", y - 4, y + 4) for x in inside]
     return [_tag("line", x1=left, x2=right, y1=y, y2=y, class_="whisker"), *ends]
 
 

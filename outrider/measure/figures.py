@@ -15,6 +15,7 @@ from outrider.measure import stats
 from outrider.measure.run import Limits, Run, Sample, Setting
 from outrider.measure.stats import Acceptance, Interval
 
+LOOKUPS = {"suffix", "ngram", "prediction", "token_recycling"}  # guess without a forward
 PHASES = ("target", "draft", "verify", "commit", "rest")
 
 
@@ -52,7 +53,8 @@ class Floor:
 
 @dataclass(frozen=True)
 class Figures:
-    """All answers of one setting. ratio, prompts, texts: None or empty for the baseline. judged: see `judged`."""
+    """All answers of one setting. ratio, prompts, texts: None or empty for the baseline. judged: see `judged`. guess: seconds
+    of one, see `guess_seconds`."""
 
     setting: Setting
     answers: list[Sample]
@@ -64,6 +66,7 @@ class Figures:
     judged: list[tuple[int, int]] = field(default_factory=list)
     texts: Texts | None = None
     phases: dict[str, float] = field(default_factory=dict)
+    guess: float | None = None
     floor: Floor = Floor()
 
     @property
@@ -81,7 +84,7 @@ def figures(run: Run) -> list[Figures]:
     base, found = stats.good(run, run.settings[0].name), []
     alone = len({s.turn for s in run.samples}) == len(run.samples)  # else steps are shared, and their times are too
     for i, setting in enumerate(run.settings):
-        answers = stats.good(run, setting.name)
+        answers, guess = stats.good(run, setting.name), guess_seconds(run, setting)
         found.append(
             Figures(
                 setting,
@@ -94,7 +97,8 @@ def figures(run: Run) -> list[Figures]:
                 judged(answers) if chain(setting) else [],
                 texts(answers, base, stats.promised(run, setting.name)) if i else None,
                 phases(answers),
-                floor(answers, run.limits, chain(setting)) if alone else Floor(),
+                guess,
+                floor(answers, run.limits, guess) if alone else Floor(),
             )
         )
     return found
@@ -109,6 +113,20 @@ def chain(setting: Setting) -> bool:
     """Whether guesses stand one after another, so that the number of guesses is the depth."""
     config = setting.speculative_config or {}
     return config.get("tree_width") in (1, None) and not config.get("tree_nodes")
+
+
+def guess_seconds(run: Run, setting: Setting) -> float | None:
+    """What one guess of a chain costs: nothing if it is looked up, a token of the draft model if that was measured. None:
+    unknown."""
+    configs = [s.speculative_config or {} for s in (setting, *run.settings)]
+    methods = [[m] if isinstance(m := c.get("method", "draft_model"), str) else m for c in configs]
+    if not chain(setting):
+        return None
+    if setting.speculative_config is None or set(methods[0]) <= LOOKUPS:
+        return 0.0
+    models = [c.get("model") for c, m in zip(configs, methods, strict=True) if c and m == ["draft_model"]]
+    same = len(models) > 1 and models[0] == models[1]  # the first of a run is the one that was measured
+    return run.limits.draft_token if methods[0] == ["draft_model"] and same else None
 
 
 def ratio(ours: Sequence[Sample], base: Sequence[Sample]) -> Interval | None:
@@ -175,8 +193,8 @@ def phases(samples: Iterable[Sample]) -> dict[str, float]:
     return {n: t for n in PHASES if (t := sum(s.phases.get(n, 0.0) for s in known) / tokens) > 0} if tokens else {}
 
 
-def floor(samples: Iterable[Sample], limits: Limits, chain: bool = True) -> Floor:
-    """Of the steps these samples made. An answer without steps made one per token."""
+def floor(samples: Iterable[Sample], limits: Limits, guess: float | None) -> Floor:
+    """Of the steps these samples made. An answer without steps made one per token. guess: seconds of one, None: unknown."""
     guesses, tokens = Counter[int](), 0
     for s in samples:
         tokens += s.output_tokens
@@ -187,22 +205,22 @@ def floor(samples: Iterable[Sample], limits: Limits, chain: bool = True) -> Floo
     memory = None
     if limits.weight_bytes and limits.read_bytes_per_second:
         memory = steps * limits.weight_bytes / limits.read_bytes_per_second / tokens
-    most = max((n for n, count in guesses.items() if count), default=0)
-    target = _target(limits)
-    if not target or (most and (len(target) == 1 or not chain)):
+    target, guessed = _target(limits), any(d and n for d, n in guesses.items())
+    if not target or (guessed and (len(target) == 1 or guess is None)):
         return Floor(None, memory)
-    spent = sum(n * step_seconds(limits, d) for d, n in guesses.items())
+    spent = sum(n * step_seconds(limits, d, guess or 0.0) for d, n in guesses.items())
     return Floor(spent / tokens, memory)
 
 
-def step_seconds(limits: Limits, depth: int) -> float:
-    """The forwards of a step with a chain of so many guesses: straight lines between what was measured, level beyond."""
+def step_seconds(limits: Limits, depth: int, guess: float) -> float:
+    """The forwards of a step with a chain of so many guesses: straight lines between what was measured, level beyond. guess:
+    seconds of one."""
     points = sorted(_target(limits).items())
-    nodes, draft = depth + 1, depth * (limits.draft_token or 0.0)
+    nodes = depth + 1
     below = max((p for p in points if p[0] <= nodes), default=points[0])
     above = min((p for p in points if p[0] >= nodes), default=points[-1])
     share = (nodes - below[0]) / (above[0] - below[0]) if above[0] > below[0] else 0.0
-    return below[1] + share * (above[1] - below[1]) + draft
+    return below[1] + share * (above[1] - below[1]) + depth * guess
 
 
 def _target(limits: Limits) -> dict[int, float]:

@@ -19,6 +19,7 @@ from outrider.measure.run import ACCEPTED, BONUS, CORRECTED, PLAIN, Prompt, Run,
 from outrider.measure.verdict import Verdict, count, nothing, percent, times, verdict
 
 LONGEST, MOST_TOKENS, EXTREMES = 1200, 400, 2  # characters of a prompt, tokens of an answer, prompts at either end
+DEEPEST = 10  # columns of a table
 KINDS = {PLAIN: "plain", ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus"}
 MEANINGS = {
     "accepted": "guessed by the drafter and accepted",
@@ -73,7 +74,7 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Verdict]:
         "speedups": pictures.speedups(found),
         "waits": pictures.waits(found),
         "acceptance": pictures.acceptance(found),
-        "deepest": min(max(len(f.judged) for f in found), pictures.MOST_DEPTH),
+        "deepest": min(max(len(f.judged) for f in found), DEEPEST),
         "by_category": pictures.by_category(run, found),
         "categories": list(_categories(run, found)),
         "spent": pictures.time_spent(found),

@@ -58,8 +58,14 @@ def verdict(run: Run, found: list[Figures] | None = None) -> Verdict:
     broken = [f for f in compared if f.texts and f.texts.promised and f.texts.differing]
     best = max([f for f in compared if f not in broken] or compared, key=_order)
     kind, headline = _judge(best, base)
-    reasons = [*_texts(run, best, base), *_acceptance(best), *_hopeless(run, best), *_beside(best, compared)]
-    levers = [*_categories(run, best, base), *_length(run, best), *_shares(best)]
+    reasons = [
+        *_texts(run, best, base),
+        *_acceptance(best),
+        *_hopeless(run, best),
+        *_rest(best),
+        *_beside(best, compared),
+    ]
+    levers = [*_categories(run, best, base), *_length(run, best), *_drafting(best)]
     if kind in (DROP, OPEN) and levers:
         kind = CHANGE
     advice = [*levers, *_expected(run, best)]
@@ -206,24 +212,22 @@ def _by_length(run: Run, best: Figures) -> tuple[list[float], int, int]:
     """Expected tokens per second of the forwards alone with 0, 1, 2... guesses, the number tried, and the best one. Noughts
     where too little is known."""
     alive = survival(best.judged)
-    if not alive or len(run.limits.target) < 2 or best.judged[0][0] < 100:
+    if not alive or len(run.limits.target) < 2 or best.judged[0][0] < 100 or best.guess is None:
         return [], 0, 0
-    rates = [(1 + sum(alive[:k])) / step_seconds(run.limits, k) for k in range(len(alive) + 1)]
+    rates = [(1 + sum(alive[:k])) / step_seconds(run.limits, k, best.guess) for k in range(len(alive) + 1)]
     return rates, len(alive), max(range(len(rates)), key=rates.__getitem__)
 
 
-def _shares(best: Figures) -> list[str]:
-    """Phases that take more than they should."""
-    whole, said = best.per_token or 1.0, []
-    draft, rest = best.phases.get("draft", 0.0) / whole, best.phases.get("rest", 0.0) / whole
-    if draft > 0.35:
-        said.append(f"{percent(draft)} of the time goes into drafting: a smaller drafter, or fewer guesses.")
-    if rest > 0.25:
-        said.append(
-            f"{percent(rest)} of the time is in no step (reading prompts, the tokenizer, waiting): speculation cannot help "
-            "there; longer answers and cached prompts would."
-        )
-    return said
+def _drafting(best: Figures) -> list[str]:
+    share = best.phases.get("draft", 0.0) / (best.per_token or 1.0)
+    advice = "use a smaller drafter, or fewer guesses"
+    return [f"{percent(share)} of the time goes into drafting: {advice}."] if share > 0.35 else []
+
+
+def _rest(best: Figures) -> list[str]:
+    share = best.phases.get("rest", 0.0) / (best.per_token or 1.0)
+    what = "(reading prompts, the tokenizer, waiting), where speculation cannot help"
+    return [f"{percent(share)} of the time is in no step {what}."] if share > 0.25 else []
 
 
 def _expected(run: Run, best: Figures) -> list[str]:
