@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -77,14 +77,19 @@ def readable(debug: bool) -> Iterator[None]:
 @contextmanager
 def loading(what: str) -> Iterator[None]:
     """A spinner on a terminal; transformers' own bars and logs stay silent."""
-    from rich.console import Console
-
-    with nullcontext() if plain(sys.stderr) else Console(stderr=True).status(f"loading {what} ..."):
+    with working(f"loading {what}"):
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         yield
+
+
+def working(what: str) -> AbstractContextManager[Any]:
+    """A spinner on a terminal."""
+    from rich.console import Console
+
+    return nullcontext() if plain(sys.stderr) else Console(stderr=True).status(f"{what} ...")
 
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:

@@ -14,13 +14,17 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import cli
-from outrider.measure import stats
+from outrider.config import SpeculativeConfig
+from outrider.measure import limits, stats
 from outrider.measure.cli import _configs
+from outrider.measure.limits import expect
 from outrider.measure.local import Local, forget
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Run, Sample, Setting
 from outrider.measure.session import measure, plan
 from outrider.measure.summary import summary
+from outrider.tune import CostModel
+from outrider.types import Budget
 
 SMALL = "builtin:code-draft"
 PAIR = {"method": "draft_model", "model": SMALL, "num_speculative_tokens": 3, "controller": "fixed"}
@@ -39,6 +43,19 @@ def local(*configs: dict | None, model: str = "builtin:code", rows: int = 1, **s
         repeats=2, concurrency=rows, prompts=[{"id": a.id, "category": a.category, "text": a.text} for a in ASKS],  # type: ignore[list-item]
     )  # fmt: skip
     return Local(settings, model, run.sampling, rows), run
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No calibration, which takes seconds and writes into the user's cache: a cost model at once, and the depths asked for."""
+    depths = list[int]()
+
+    def cheap(target: object, drafter: object, names: object, limit: Budget, **_: object) -> CostModel:
+        depths.append(limit.depth)
+        return CostModel({}, [[1, 1, 64, 0.001]], [[1, 1, 0, 64, 0.0], [1, 1, 3, 64, 0.006]], 0.0, 0.0)
+
+    monkeypatch.setattr(limits, "calibrated", cheap)
+    return depths
 
 
 def bench(*words: str):
@@ -132,7 +149,7 @@ def test_the_command_measures_and_tells(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for word in ("suffix k=2", "ngram k=2", "plain", "tokens/s", "interval", "By category", "2 of 2", "identical"):
         assert word in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
     assert "\x1b" not in done.stdout
     run = Run.load(file)
     assert run.complete
@@ -305,3 +322,43 @@ def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(sys.modules, "outrider.measure.remote", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'outrider\[bench\]'"):
         importlib.import_module("outrider.measure.remote")
+
+
+def test_what_is_expected_follows_from_costs_and_guesses() -> None:
+    """A machine on which a step costs 1 s, a judged guess 0.1 s and a drafted one 0.2 s; it was twice as busy as that."""
+    cost = CostModel({}, [[1, 1, 64, 1.0], [1, 11, 64, 2.0]], [[1, 1, 0, 64, 0.0], [1, 1, 10, 64, 2.0]], 0.0, 0.0)
+    timed = {"repeat": 0, "turn": 0, "ttft": 3.0, "prompt_tokens": 64}
+    plain = Sample(
+        prompt="a", setting="p", seconds=3 + 2 * 9, output_tokens=10, drafted=[0] * 10, accepted=[0] * 10, **timed
+    )
+    fast = Sample(
+        prompt="a", setting="f", seconds=0, output_tokens=10, drafted=[4, 4, 0, 1], accepted=[4, 2, 0, 0], **timed
+    )
+    expected = expect([fast], [plain], cost)
+    assert expected == pytest.approx(10 / (3 + 2 * ((1 + 4 * 0.3) + 1 + (1 + 0.3))))
+    assert expect([], [plain], cost) is None
+    assert expect([fast], [], cost) is None
+
+
+def test_limits_are_measured_for_files(tmp_path: Path, asked: list[int]) -> None:
+    file, page = tmp_path / "run.json", tmp_path / "run.html"
+    words = ("--speculative-config", json.dumps(PAIR), "--method", "suffix", "-r", "1", "-n", "12")
+    done = bench(
+        *words,
+        "--speculative-config",
+        '{"method": "suffix", "tree_width": 2}',
+        "--json",
+        str(file),
+        "--html",
+        str(page),
+    )
+    assert done.exit_code == 0, done.output
+    assert f"Everything is in {file}" in done.stdout
+    run = Run.load(file)
+    assert asked == [SpeculativeConfig.of({"method": "suffix"}).budget.depth, 3]  # trees are not priced
+    assert run.limits.draft_token == pytest.approx(0.002)
+    assert run.limits.target["1"] == pytest.approx(0.001)
+    assert run.limits.plain_step
+    assert run.limits.weight_bytes
+    assert set(run.predicted) == {"suffix", "draft_model k=3 fixed"}
+    assert "<html" in page.read_text()[:200]

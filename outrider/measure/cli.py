@@ -8,12 +8,13 @@ import os
 import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.terminal import Debug, console, loading, option, paint, plain, readable
+from outrider.terminal import DIM, RED, YELLOW, Debug, console, loading, option, paint, plain, readable, working
 
 if TYPE_CHECKING:
     from outrider.measure.prompts import Ask
@@ -137,6 +138,7 @@ def bench(
 
 def _measure(run: Run, side: Any, asks: list[Ask], notes: list[str], file: Path | None, html: Path | None) -> int:
     """Measure with a progress bar, save, show. Returns the exit code."""
+    from outrider.measure.show import show
     from outrider.measure.summary import summary
 
     interrupted = False
@@ -145,26 +147,46 @@ def _measure(run: Run, side: Any, asks: list[Ask], notes: list[str], file: Path 
             pass
     except KeyboardInterrupt:
         interrupted = True
-    if hasattr(side, "limits") and not interrupted:
-        side.limits(run)
     run.summary = summary(run)
     if file is not None:
         run.save(file)
     for note in (*notes, *getattr(side, "notes", ())):
-        print(paint(f"note: {note}", "33", sys.stderr), file=sys.stderr)
+        print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
     answered = sum(s.error is None for s in run.samples)
     if answered:
-        _show(run, file, html)
+        show(run, console())
+        _keep(run, side, file, html, interrupted)
     if interrupted:
         _interrupted(run, file)
         return 130
     if not answered:
         why = next((s.error for s in run.samples), "nothing was asked")
         print(
-            paint(f"error: none of {len(run.samples)} requests was answered: {why}", "31", sys.stderr), file=sys.stderr
+            paint(f"error: none of {len(run.samples)} requests was answered: {why}", RED, sys.stderr), file=sys.stderr
         )
         return 1
     return int(any(f.get("texts_differing") and f["identity_promised"] for f in run.summary.values()))
+
+
+def _keep(run: Run, side: Any, file: Path | None, html: Path | None, interrupted: bool) -> None:
+    """Write the files that were asked for, with what the machine allows beside what was measured."""
+    from outrider.measure.local import Local
+
+    if file is None and html is None:
+        return
+    if isinstance(side, Local) and not interrupted:
+        from outrider.measure.limits import measure_limits
+
+        with suppress(KeyboardInterrupt), working("measuring what the machine allows"):
+            measure_limits(run, side.llms)
+    if file is not None:
+        run.save(file)
+        print(paint(f"Everything is in {file}; a page of it: outrider report {file}", DIM))
+    if html is not None:
+        from outrider.measure import page
+
+        page.write(run, html)
+        print(paint(f"The page is {html}.", DIM))
 
 
 def _progress(run: Run, side: Side, asks: list[Ask], file: Path | None) -> Any:
@@ -196,22 +218,6 @@ def _doing(samples: list[Sample]) -> str:
     return f"{samples[0].setting:.20} · {samples[0].prompt:.20} · {speed}".ljust(50)
 
 
-def _show(run: Run, file: Path | None, html: Path | None) -> None:
-    from outrider.measure.show import show
-
-    out = console()
-    show(run, out)
-    machine = run.machine
-    out.print(f"{run.model} on {machine['cores']} cores of {machine['cpu']}", highlight=False, style="dim")
-    if html is not None:
-        from outrider.measure import page
-
-        page.write(run, html)
-        out.print(f"The page is {html}.", highlight=False, style="dim")
-    if file is not None:
-        out.print(f"Everything is in {file}; a page of it: outrider report {file}", highlight=False, style="dim")
-
-
 def _interrupted(run: Run, file: Path | None) -> None:
     """Say what was kept, and how to go on."""
     have = len({s.turn for s in run.samples})
@@ -220,7 +226,7 @@ def _interrupted(run: Run, file: Path | None) -> None:
     else:
         command = run.command if " --resume" in run.command else f"{run.command} --resume"
         said = f"interrupted after {have} measurements, kept in {file}; go on with: {command}"
-    print(paint(said, "31", sys.stderr), file=sys.stderr)
+    print(paint(said, RED, sys.stderr), file=sys.stderr)
 
 
 def _old(file: Path | None, resume: bool) -> Run | None:

@@ -29,6 +29,9 @@ def show(run: Run, console: Console) -> None:
     console.print(latencies(run))
     for line in sentences(run):
         console.print(line, highlight=False)
+    where = f"{run.machine['cores']} cores of {run.machine['cpu']}"
+    said = f"{run.model} on {where}" if run.settings[0].base_url is None else f"{run.model}, asked from {where}"
+    console.print(said, highlight=False, style="dim")
 
 
 def speeds(run: Run) -> Table:
@@ -38,8 +41,8 @@ def speeds(run: Run) -> Table:
         "tokens/s",
         "times as\nfast",
         "95 %\ninterval",
-        "acceptance\nlength",
-        "acceptance\nrate",
+        "tokens\na step",
+        "guesses\nkept",
         "same\ntexts",
     ):
         table.add_column(head, justify="right", no_wrap=True)
@@ -60,17 +63,22 @@ def speeds(run: Run) -> Table:
 
 
 def by_category(run: Run) -> Table:
-    """A row per category, the speed-up of every setting."""
-    table = _table("By category: times as fast, 95 % interval", "category")
+    """A row per category and setting: the speed-up."""
+    table = _table("By category", "category")
     table.add_column("prompts", justify="right")
+    table.add_column("setting", overflow="fold")
+    for head in ("times as\nfast", "95 %\ninterval"):
+        table.add_column(head, justify="right", no_wrap=True)
     others = run.settings[1:]
-    for setting in others:
-        table.add_column(escape(setting.name), justify="right")
     for name in stats.categories(run):
         base = stats.good(run, run.settings[0].name, name)
-        ratios = [stats.ratio(stats.good(run, setting.name, name), base) for setting in others]
         count = sum(p.category == name for p in run.prompts)
-        table.add_row(escape(name), str(count), *(f"{_ratio(r)}  [dim]{_range(r)}[/]" for r in ratios))
+        for setting in others:
+            ratio = stats.ratio(stats.good(run, setting.name, name), base)
+            start = (escape(name), str(count)) if setting is others[0] else ("", "")
+            table.add_row(*start, escape(setting.name), _ratio(ratio), _range(ratio))
+        if len(others) > 1:
+            table.add_section()
     return table
 
 

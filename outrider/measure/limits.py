@@ -1,0 +1,80 @@
+"""What the machine allows, and what the cost model expects of settings that draft chains: the yardsticks of a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from outrider.calibrate import NODES, calibrated
+from outrider.drafters import make_drafter
+from outrider.llm import LLM
+from outrider.measure import stats
+from outrider.measure.run import Limits, Run, Sample
+from outrider.tune import CostModel
+
+SLOW = 0.2  # seconds of a plain step from which on calibration would take minutes
+
+
+def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
+    """Fill `run.limits` and `run.predicted`. Takes seconds per setting the first time; cost models are kept."""
+    first, *others = run.settings
+    plain = stats.good(run, first.name)
+    steps = [seconds for s in plain for seconds, tokens in s.gaps if tokens == 1]
+    target = llms[first.name].loaded.model
+    run.limits = Limits(plain_step=median(steps) if steps else None, weight_bytes=getattr(target, "bytes", None))
+    if run.concurrency > 1 or not steps or median(steps) > SLOW:
+        return
+    middle = round(median(s.prompt_tokens + s.output_tokens / 2 for s in plain))
+    for setting in others:
+        config = llms[setting.name].config
+        if config.tree_width > 1 or config.tree_nodes is not None or not config.budget.depth:
+            continue
+        cost = _cost(llms[setting.name])
+        if not run.limits.target:
+            run.limits.target = {str(n): cost.target_seconds(1, n, middle) for n in NODES}
+        depth = config.budget.depth
+        if run.limits.draft_token is None and "draft_model" in config.methods:
+            whole, none = (cost.draft_seconds(1, d, middle) for d in (depth, 0))
+            run.limits.draft_token = (whole - none) / depth
+        if (expected := expect(stats.good(run, setting.name), plain, cost)) is not None:
+            run.predicted[setting.name] = expected
+
+
+def expect(samples: Sequence[Sample], plain: Sequence[Sample], cost: CostModel) -> float | None:
+    """Tokens per second of these steps: the first one as it was measured, the others as the cost model prices their guesses,
+    on a machine as busy as it was for the plain answers. None where nothing is known of steps."""
+    tokens, reading, priced = _priced(samples, cost)
+    _, before, usual = _priced(plain, cost)
+    if not priced or not usual:
+        return None
+    busy = (sum(s.seconds for s in plain) - before) / usual
+    return tokens / (reading + busy * priced)
+
+
+def _priced(samples: Sequence[Sample], cost: CostModel) -> tuple[int, float, float]:
+    """Tokens, seconds to the first ones, and seconds that all other steps should take."""
+    tokens, reading, priced = 0, 0.0, 0.0
+    for s in samples:
+        if not s.drafted or s.ttft is None:
+            continue
+        context, each = float(s.prompt_tokens), s.output_tokens / len(s.drafted)
+        tokens, reading = tokens + s.output_tokens, reading + s.ttft
+        for guesses in s.drafted[1:]:
+            context += each
+            priced += cost.step_seconds(1, guesses, guesses, round(context))
+    return tokens, reading, priced
+
+
+def _cost(llm: LLM) -> CostModel:
+    """The cost model of a setting, measured unless it is known."""
+    loaded, config = llm.loaded, llm.config
+    length, device = llm.decoder.max_length, loaded.model.device.type
+    asked = config.model_dump(exclude_defaults=True)
+    names = {"target": f"{loaded.name} {loaded.weights}", "draft": json.dumps(asked, sort_keys=True, default=str)}
+    return calibrated(
+        loaded.model,
+        lambda rows: make_drafter(config, loaded, rows=rows, max_length=length, device=device),
+        names,
+        config.budget,
+    )
