@@ -128,6 +128,19 @@ def test_health_tells_of_tables_that_are_wrong(llm: LLM) -> None:
         del live.service.engine.roster.lost[99]
 
 
+def test_health_tells_of_an_engine_that_hangs(llm: LLM) -> None:
+    with serving(llm, Settings(model_name="code", stall_timeout=0.2)) as live:
+        assert live.service.engine.stalled == 0
+        with Gate(llm) as gate, streaming(live, max_tokens=20) as response:
+            assert gate.reached.wait(30)
+            while (sick := httpx.get(live.url + "/health")).status_code == 200:
+                pass
+            assert "busy with one step" in sick.json()["error"]["message"]
+            gate.open.set()
+            assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
+        assert httpx.get(live.url + "/health").status_code == 200  # and that it has come back
+
+
 def test_no_page_of_another_origin_may_ask_unless_it_is_named(llm: LLM) -> None:
     asking = {"origin": "http://evil.example", "access-control-request-method": "POST"}
     with serving(llm) as live:

@@ -120,7 +120,7 @@ class Engine:
         self.problem: str | None = None  # what is wrong with the engine, for its doctor
         self._wake = threading.Condition()
         self._stop, self._end = False, math.inf  # _end: when jobs that are left end with what they have
-        self._seconds = 1.0  # of a job, lately
+        self._seconds, self._turned = 1.0, perf_counter()  # of a job, lately; when the last turn began
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._thread.start()
 
@@ -129,6 +129,11 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stop
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that a turn has lasted; 0 without work."""
+        return perf_counter() - self._turned if self.running or len(self.queue) else 0.0
 
     @property
     def stats(self) -> Stats:
@@ -174,6 +179,8 @@ class Engine:
             if len(jobs) > room:
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / self.decoder.cache.rows)))
             self.accepted += len(jobs)
+            if not waiting and not self.running:
+                self._turned = perf_counter()
             for job in jobs:
                 self.queue.put(job)
             self._wake.notify()
@@ -242,7 +249,7 @@ class Engine:
                     log.error("the engine's tables are wrong: %s", self.problem)
                 while not (len(self.queue) or self._stop):
                     self._wake.wait()
-            now = perf_counter()
+            self._turned = now = perf_counter()
             late = [j for j in self.queue if j.cancelled or min(j.deadline, self._end) <= now]
             for job in late:
                 self.queue.remove(job)

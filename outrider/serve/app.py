@@ -128,11 +128,13 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
 
     @app.get("/health", responses={200: {"description": "The engine runs", "content": OBJECT}})
     async def health() -> Response:
-        """Whether texts are being written; 503 when the engine has died or its tables are wrong."""
+        """Whether texts are being written; 503 when the engine has died, hangs, or has wrong tables."""
         engine, stats = service.engine, service.engine.stats
-        well = engine.alive and engine.problem is None
-        if not well:
-            raise Refused(engine.problem or "the engine has stopped", 503, code="unhealthy")
+        problem = engine.problem or (None if engine.alive else "the engine has stopped")
+        if problem is None and engine.stalled > settings.stall_timeout:
+            problem = f"the engine has been busy with one step for {engine.stalled:.0f} s"
+        if problem is not None:
+            raise Refused(problem, 503, code="unhealthy")
         return json_response({"status": "ok", "running": stats.running, "waiting": stats.waiting})
 
     @app.get("/metrics", responses={200: {"description": "For Prometheus", "content": {"text/plain": {}}}})

@@ -26,6 +26,7 @@ class Settings:
     log_prompts: bool = False
     cors: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
+    stall_timeout: float = 120.0  # for one step of the engine; then /health says that it hangs
     send_timeout: float = 60.0  # for a client to take what it is sent
     max_body: int = 4 << 20
     max_connections: int = 256  # requests in work or waiting, of every kind
