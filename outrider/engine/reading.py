@@ -18,7 +18,7 @@ from outrider.drafters.roster import Roster
 from outrider.types import Budget
 
 PIECE = 256  # tokens that draft models read between two steps
-WITHIN = 32  # and within one, more than the last of each row
+WITHIN = 128  # and within one, the shorter rows filled up to the longest
 log = logging.getLogger("outrider.engine")
 
 
@@ -35,15 +35,12 @@ class Reading:
         self.waiting = []
         if len(self.rows) == 1:
             return list(budgets)
-        out, room = list[Budget](), WITHIN
+        out, most = list[Budget](), max(1, WITHIN // max(1, sum(b.depth > 0 for b in budgets)))
         for row, budget in zip(rows, budgets, strict=True):
             missing = sum(self._missing(d, row) for d in self._drafters(row)) if budget.depth else 0
-            if missing > max(room, 1):
+            if missing > most:
                 self.waiting.append(row)
-                budget = Budget(0)
-            else:
-                room -= missing if missing > 1 else 0  # one token is what every step brings
-            out.append(budget)
+            out.append(Budget(0) if missing > most else budget)
         return out
 
     def read(self) -> None:

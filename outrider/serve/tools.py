@@ -18,11 +18,12 @@ from typing import Any
 @dataclass(frozen=True)
 class Format:
     """How a family writes calls. opening: what begins them, unless the text may be `bare` JSON. closing: what ends one; may be
-    missing at the end of a text. key: its word for arguments (both words are read). The rest is what a forced answer is made
-    of: `before` (`begin` JSON `end`, `between` each two) `after`."""
+    missing at the end of a text. sign: what its chat templates hold, if not the opening. key: its word for arguments (both
+    words are read). The rest is what a forced answer is made of: `before` (`begin` JSON `end`, `between` each two) `after`."""
 
     opening: str
     closing: str = ""
+    sign: str = ""
     key: str = "arguments"
     bare: bool = False
     before: str = ""
@@ -34,7 +35,9 @@ class Format:
 
 FORMATS = {  # by vLLM's names
     "hermes": Format("<tool_call>", "</tool_call>", begin="<tool_call>\n", end="\n</tool_call>", between="\n"),
-    "llama3_json": Format("<|python_tag|>", key="parameters", bare=True, between="; "),
+    "llama3_json": Format(
+        "<|python_tag|>", sign='"parameters": dictionary of argument', key="parameters", bare=True, between="; "
+    ),
     "mistral": Format("[TOOL_CALLS]", before="[TOOL_CALLS][", between=", ", after="]"),
 }
 PLAIN = Format("", bare=True, between="\n")  # a forced call where nothing is known of the model
@@ -59,7 +62,7 @@ def chosen(parser: str, template: Any) -> Format | None:
     held = str(template or "")
     if "<function=" in held:  # calls in XML
         return None
-    return next((f for f in FORMATS.values() if f.opening in held), None)
+    return next((f for f in FORMATS.values() if f.opening in held or (f.sign and f.sign in held)), None)
 
 
 @dataclass(frozen=True)
