@@ -219,6 +219,13 @@ def test_reasons(run: Run, words: str) -> None:
     assert words in everything(run)
 
 
+def test_no_length_is_advised_where_a_controller_chose_it() -> None:
+    run = simulate(PLAIN_WAY, Way("d", 8, 0.4))
+    for sample in run.samples:
+        sample.drafted = sample.drafted and [d if i % 3 == 0 else min(d, 2) for i, d in enumerate(sample.drafted)]
+    assert "Set num_speculative_tokens" not in everything(run)
+
+
 def test_nothing_is_said_without_a_reason() -> None:
     assert len(verdict(simulate()).reasons) == 2
     assert verdict(simulate()).advice == []
