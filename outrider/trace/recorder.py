@@ -76,6 +76,7 @@ class Recorder:
             return
         try:
             lines = list[Line]()
+            read = [t.tolist() for t in (step.draft.tokens, step.draft.parents, step.verdict.path, step.verdict.token)]
             for b, row in enumerate(rows):
                 at, asked = step.positions[b], row.request
                 if asked.id not in self._due and at == len(asked.prompt):
@@ -85,7 +86,7 @@ class Recorder:
                     if asked.id in self._due:
                         lines.append(self._end(row, "abort"))
                     continue
-                lines.append(self._step(step, b, row))
+                lines.append(self._step(step, b, row, *(rows_of[b] for rows_of in read)))
                 self._due[asked.id] = at + len(step.kept[b].tokens)
                 if row.end is not None:
                     lines.append(self._end(row, row.end.finish))
@@ -126,11 +127,11 @@ class Recorder:
             grammar=asked.mask is not None,
         )
 
-    def _step(self, step: Step, b: int, row: Row) -> Line:
-        kept, verdict = step.kept[b], step.verdict
-        nodes = int((step.draft.parents[b] >= -1).sum())
-        parents: list[int] = step.draft.parents[b, :nodes].tolist()
-        path = [n for n in verdict.path[b].tolist() if n >= 0]
+    def _step(
+        self, step: Step, b: int, row: Row, tokens: list[int], parents: list[int], path: list[int], token: int
+    ) -> Line:
+        kept, draft, nodes = step.kept[b], step.draft, sum(up >= -1 for up in parents)
+        parents, path = parents[:nodes], [n for n in path if n >= 0]
         levels = [0] * nodes
         for n, up in enumerate(parents[1:], 1):
             levels[n] = levels[up] + 1
@@ -149,13 +150,12 @@ class Recorder:
         }
         if self.detail is Detail.COUNTS:
             return records.Step(**counts)
-        draft = step.draft
         told: dict[str, Any] = {
-            "tokens": draft.tokens[b, :nodes].tolist(),
+            "tokens": tokens[:nodes],
             "parents": parents,
             "siblings": draft.siblings.name,
             "path": path,
-            "token": int(verdict.token[b]),
+            "token": token,
             "budget": step.budgets[b].parts,
             "note": (draft.notes[b] if draft.notes else None) or None,
         }
