@@ -77,8 +77,6 @@ class Remote:
             if second.error:
                 self._plain_protocol.discard(url)  # it was something else
             first = second
-        if first.error:
-            self.notes[f"the warm-up of {setting.name} failed: {first.error}"] = None
         if setting.speculative_config is None and sum(first.drafted or ()):
             self.notes[
                 f"{url} guesses on when it is told not to ({json.dumps(self.off)}): {setting.name} is not plain decoding, and "

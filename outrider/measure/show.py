@@ -104,7 +104,7 @@ def sentences(run: Run) -> Iterator[str]:
     base = stats.good(run, first.name)
     for setting in others:
         samples = stats.good(run, setting.name)
-        yield f"[bold]{escape(setting.name)}[/]: {verdict(stats.ratio(samples, base), first.name)}"
+        yield f"[bold]{escape(setting.name)}[/]: {verdict(stats.ratio(samples, base), first.name, run.concurrency)}"
         parted, compared = stats.differing(samples, base)
         if parted:
             yield _parted(run, setting.name, parted, compared)
@@ -122,20 +122,23 @@ def sentences(run: Run) -> Iterator[str]:
         )
 
 
-def verdict(found: stats.Interval | None, base: str) -> str:
-    """A speed in words."""
+def verdict(found: stats.Interval | None, base: str, concurrency: int = 1) -> str:
+    """A speed in words. concurrency: prompts that were asked together."""
     base = escape(base)
     if found is None:
         return f"nothing to compare: no prompt was answered by both this and {base}."
     times = f"{found.value:.2f} times the tokens per second of {base}"
+    one, several = "prompt", "prompts"
+    if concurrency > 1:
+        one, several = (f"{what} of up to {concurrency} prompts" for what in ("group", "groups"))
     if not math.isfinite(found.high):
-        return f"{times}, from one prompt alone, which shows nothing of others."
+        return f"{times}, from one {one} alone, which shows nothing of others."
     span = f"95 % interval {_range(found)}"
     if found.verdict == "faster":
         return f"[green]faster by {found.value:.2f}x[/] than {base} ({span})."
     if found.verdict == "slower":
         return f"[yellow]slower: {times}[/] ({span})."
-    return f"no difference that {found.groups} prompts could show: {times} ({span})."
+    return f"no difference that {found.groups} {several} could show: {times} ({span})."
 
 
 def _parted(run: Run, setting: str, parted: list[tuple[str, int]], compared: int) -> str:
