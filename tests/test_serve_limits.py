@@ -97,6 +97,18 @@ def test_its_openapi_document_holds_under_schemathesis() -> None:
         assert live.service.engine.problem is None
 
 
+def test_memory_is_bounded_and_shown() -> None:
+    limit = 40 << 20
+    with serving(builtin(2, max_model_len=512), memory=limit, prefix_bytes=1 << 20) as live:
+        before = live.service.engine.stats.kv_bytes
+        assert post(live, prompt=PROMPT * 20, max_tokens=100).status_code == 200
+        read = live.metrics.registry.get_sample_value
+        name = {"model_name": "code"}
+        assert read("outrider:kv_cache_limit_bytes", name) == limit
+        assert 0 < before == read("outrider:kv_cache_bytes", name) <= limit - (1 << 20)
+        assert 0 < read("outrider:prefix_cache_bytes", name) <= 1 << 20  # type: ignore[operator]
+
+
 def test_the_key_is_asked_of_everybody_but_the_health_check(llm: LLM) -> None:
     with serving(llm, Settings(model_name="code", api_key="s3cret")) as live:
         for key in (None, "", "Bearer", "Bearer wrong", "Basic s3cret", "Bearer s3cret2"):
