@@ -59,7 +59,9 @@ def _model(trace: Trace, name: str | None) -> Any:
     from outrider.verify import VERIFIERS
 
     header = trace.header
-    kind = {"quantization": header.dtype} if header.dtype in ("int8", "int4") else {"dtype": header.dtype}
+    kind: dict[str, Any] = (
+        {"quantization": header.dtype} if header.dtype in ("int8", "int4") else {"dtype": header.dtype}
+    )
     needed = header.verifier in VERIFIERS and VERIFIERS[header.verifier].needs_probs
     config = header.speculative_config if needed else None
     return LLM(name or header.model, speculative_config=config, max_num_seqs=1, **kind)

@@ -69,7 +69,7 @@ class Engine:
     rows can; when it runs short the youngest rows give way and are computed again later. prefix_bytes: keys and values
     kept for prompts that start alike, 0 for none. prefill_chunk: prompt tokens per turn while other rows decode. memory:
     bytes that keys and values, the drafters' and the prefix store's among them, may take at most; ValueError when that is
-    too little for the rows and lengths asked for.
+    too little for the rows and lengths asked for. observer: counts steps and jobs. trace: where every step is written.
     """
 
     def __init__(
