@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from outrider.measure.charts import Scale
 from outrider.measure.figures import Floor, figures, floor, guess_seconds, judged, step_seconds, survival
 from outrider.measure.page import render, visible, write
 from outrider.measure.run import Limits, Run, Sample
+from outrider.measure.stats import Interval
 from outrider.measure.verdict import BROKEN, CHANGE, DROP, KEEP, OPEN, verdict
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -185,6 +187,13 @@ def test_the_verdict_follows_from_the_numbers(name: str) -> None:
     page = read(run)
     assert said.label in page.text
     assert words in page.text
+
+
+def test_an_interval_without_an_end_is_no_crash() -> None:
+    run = simulate(prompts=3)
+    plain, draft = figures(run)
+    said = verdict(run, [plain, replace(draft, ratio=Interval(1e-9, 0.0, 2.0, 3))])
+    assert "differs too much from prompt to prompt" in said.headline
 
 
 def everything(run: Run) -> str:

@@ -127,11 +127,11 @@ def _judge(best: Figures, base: Figures) -> tuple[str, str]:
         return DROP, f"{best.name} is slower: {times(found.value)} times the speed of {base.name} ({between(found)})."
     if not math.isfinite(found.high):
         return OPEN, f"{fast}, and prompts differ. Measure more of them."
-    width = math.log(found.high / found.low) / 2
-    more = math.ceil(found.groups * (width / math.log(1 + WORTH)) ** 2 / 10) * 10
+    width = math.log(found.high / found.low) / 2 if found.low > 0 else math.inf
+    more = found.groups * (width / math.log(1 + WORTH)) ** 2
     advice = "the gain differs too much from prompt to prompt for one number: look at the prompts below"
     if more <= 20 * found.groups:
-        advice = f"about {more} prompts like these would tell a difference of {percent(WORTH)}"
+        advice = f"about {math.ceil(more / 10) * 10} prompts like these would tell a difference of {percent(WORTH)}"
     return OPEN, f"{fast}, which may be chance. {found.groups} prompts were compared; {advice}."
 
 
