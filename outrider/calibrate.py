@@ -27,7 +27,7 @@ from outrider.tune.cost import CostModel
 from outrider.types import Budget
 
 NODES, MANY_NODES, CONTEXTS = (1, 2, 3, 5, 9, 17), (1, 2, 5, 9), (64, 512)  # the root counted; where rows are several
-REPEATS, LEAST, PATIENCE = 8, 4, 20.0  # rounds of all settings, the first a warm-up; fewer after so many seconds
+REPEATS, LEAST, PATIENCE = 7, 4, 15.0  # rounds of all settings, the first a warm-up; fewer after so many seconds
 BURST = 3  # steps of one setting in a round
 
 
@@ -127,10 +127,10 @@ def calibrate(
 
 def _shapes(limit: Budget) -> list[Budget]:
     """Chains up to the limit, and trees if it allows any."""
-    depths = [d for d in (1, 2, 4, 8, 16) if d < limit.depth] + [limit.depth]
+    depths = sorted({1, min(4, limit.depth), limit.depth})
     if not limit.max_nodes:
         return []
-    trees = [Budget(d, limit.width, max(d, limit.max_nodes * d // limit.depth)) for d in depths]
+    trees = [Budget(d, limit.width, max(d, limit.max_nodes * d // limit.depth)) for d in (1, limit.depth)]
     return [Budget(d) for d in depths] + (trees if limit.width > 1 else [])
 
 

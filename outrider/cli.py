@@ -16,7 +16,7 @@ import typer
 from outrider import trace_cli as tracing
 from outrider._version import __version__
 from outrider.measure import cli as measurement
-from outrider.measure import report_cli
+from outrider.measure import report_cli, tune_cli
 from outrider.methods import METHODS
 from outrider.serve import cli as server
 from outrider.terminal import (
@@ -33,6 +33,7 @@ from outrider.terminal import (
     plain,
     printable,
     readable,
+    speculation,
 )
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def generate(
         option("Speculation", "match (the very tokens of plain decoding); rejection, block, traversal (the same law)."),
     ] = "match",
     speculative_config: Annotated[
-        str | None, option("Speculation", "The same as JSON, in place of these options.", metavar="JSON")
+        str | None, option("Speculation", "The same as JSON or a file, in place of these options.", metavar="JSON|FILE")
     ] = None,
     temperature: Annotated[float, option("Sampling", "0 is greedy.", "--temperature", "-t")] = 0.0,
     top_p: Annotated[float, option("Sampling", "1 is off.")] = 1.0,
@@ -324,6 +325,10 @@ app.command(
     "outrider bench chat --base-url http://one:8000 --base-url http://two:8000"
 )(measurement.bench)
 app.command(
+    epilog="[bold]Examples[/bold]\noutrider tune\noutrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model\n"
+    "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30"
+)(tune_cli.tune)
+app.command(
     epilog="[bold]Examples[/bold]\noutrider report run.json\noutrider report run.json --out page.html\n"
     "outrider report before.json after.json"
 )(report_cli.report)
@@ -345,17 +350,7 @@ def _speculation(
     if as_json is not None:
         if method or draft:
             raise ValueError("--speculative-config replaces --method and --draft-model; give one or the other")
-        try:
-            config = json.loads(as_json)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f'--speculative-config is not JSON ({error}); an example: \'{{"method": "suffix"}}\''
-            ) from None
-        if not isinstance(config, dict):
-            raise ValueError(
-                f'--speculative-config is a JSON object, got {as_json}; an example: \'{{"method": "suffix"}}\''
-            )
-        return config
+        return speculation(as_json)
     if draft is not None and method not in (None, "auto", "draft_model"):
         raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
     if method in (None, "draft_model") and draft is None and model.startswith(CODE) and model != CODE_DRAFT:

@@ -23,14 +23,6 @@ from outrider.trace import Recorder, describe
 from outrider.tune import Adaptive, Calibrated, Controller, Fixed
 from outrider.types import Step
 
-_FREE = {
-    "controller",
-    "verifier",
-    "prediction",
-    "num_speculative_tokens",
-    "tree_width",
-    "tree_nodes",
-}  # change no costs
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
 
 
@@ -72,7 +64,7 @@ class LLM:
             raise ValueError(
                 f"max_model_len must be in 2..{target.max_length} for {self.loaded.name}, got {max_model_len}"
             )
-        length = max_model_len or target.max_length
+        self._length, self._device = length, device = max_model_len or target.max_length, device
         foreign = drafter is not None or bool(set(self.config.methods) & set(plugins()))
         if drafter is None:
             drafter = make_drafter(self.config, self.loaded, rows=max_num_seqs, max_length=length, device=device)
@@ -84,7 +76,7 @@ class LLM:
             target,
             drafter,
             self.config.verifier,
-            controller or self._controller(foreign, device, length, max_num_seqs),
+            controller or self._controller(foreign, max_num_seqs),
             rows=max_num_seqs,
             max_length=length,
             end_ids=self.loaded.end_ids,
@@ -178,7 +170,7 @@ class LLM:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all, or one per prompt")
         return list(given)
 
-    def _controller(self, foreign: bool, device: str, length: int, rows: int) -> Controller:
+    def _controller(self, foreign: bool, rows: int) -> Controller:
         """The controller that the configuration asks for."""
         config, target = self.config, self.loaded
         if not config.adaptive:
@@ -189,17 +181,13 @@ class LLM:
             raise ValueError(
                 '"controller": "optimal" measures a drafter of its own and cannot make yours; use "adaptive"'
             )
-        cost = calibrated(
-            target.model,
-            lambda count: make_drafter(config, target, rows=count, max_length=length, device=device),
-            {
-                "target": f"{target.source} {target.weights}",
-                "draft": config.model_dump_json(exclude=_FREE, fallback=str),
-            },
-            config.budget,
-            sorted({r for r in (1, 2, 4, rows) if r <= rows}),
-        )
+        some = sorted({r for r in (1, 2, 4, rows) if r <= rows})
+        cost = calibrated(target.model, self.drafter_for, costs_of(config, target), config.budget, some)
         return Adaptive(config.budget, Calibrated(cost))
+
+    def drafter_for(self, rows: int) -> Drafter:
+        """Another drafter as this one is, for so many rows."""
+        return make_drafter(self.config, self.loaded, rows=rows, max_length=self._length, device=self._device)
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         ids = self.encode(prompt)
@@ -264,6 +252,13 @@ class LLM:
             metrics=metrics,
             prompt_logprobs=first.prompt_logprobs if wanted else None,
         )
+
+
+def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
+    """What tells the costs of a target and a drafter apart, for `calibrated`."""
+    free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
+    draft = config.model_dump_json(exclude=free, fallback=str)
+    return {"target": f"{target.source} {target.weights}", "draft": draft}
 
 
 def _warn(message: str) -> None:

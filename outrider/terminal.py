@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -90,6 +92,21 @@ def working(what: str) -> AbstractContextManager[Any]:
     from rich.console import Console
 
     return nullcontext() if plain(sys.stderr) else Console(stderr=True).status(f"{what} ...")
+
+
+def speculation(given: str) -> dict[str, Any]:
+    """A speculative_config as JSON, or a file that holds one. Raises ValueError for what is neither."""
+    example = 'an example: \'{"method": "suffix"}\', or a file with it, as outrider tune writes'
+    path = Path(given)
+    is_file = not given.lstrip().startswith(("{", "[")) and path.is_file()
+    try:
+        config = json.loads(path.read_text(encoding="utf-8") if is_file else given)
+    except ValueError as error:
+        where, other = (f" in {given}", "") if is_file else ("", " and names no file")
+        raise ValueError(f"--speculative-config{where} is not JSON ({error}){other}; {example}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--speculative-config is a JSON object, got {given}; {example}")
+    return config
 
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:

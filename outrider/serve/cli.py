@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.terminal import DIM, Debug, TraceDetail, loading, option, paint, readable
+from outrider.terminal import DIM, Debug, TraceDetail, loading, option, paint, readable, speculation
 
 if TYPE_CHECKING:
     import uvicorn
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub name or a built-in model.")],
     speculative_config: Annotated[
-        str, option("Speculation", 'Who guesses, as JSON; {"method": "none"} is plain decoding.', metavar="JSON")
+        str,
+        option(
+            "Speculation", 'Who guesses, as JSON or a file; {"method": "none"} is plain decoding.', metavar="JSON|FILE"
+        ),
     ] = '{"method": "auto"}',
     host: Annotated[str, option("Server", "The address to listen at; 0.0.0.0 is everywhere.")] = "127.0.0.1",
     port: Annotated[int, option("Server", "0 takes a free one.", min=0, max=65535)] = 8000,
@@ -85,12 +88,7 @@ def serve(
 ) -> None:
     """Serve a model as OpenAI's API does, with guesses for every request and the text each would have alone."""
     with readable(debug):
-        try:
-            config = json.loads(speculative_config)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f'--speculative-config is not JSON ({error}); an example: \'{{"method": "suffix"}}\''
-            ) from None
+        config = speculation(speculative_config)
         with loading(model):
             try:
                 from outrider.serve import logs

@@ -1,0 +1,352 @@
+"""Which setting is fastest on these prompts: what the cost model expects of all of them, and a measurement of those that
+could win, in turns, until one is ahead for sure.
+
+A search is a value that grows; whoever stops it keeps what is known so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from outrider.calibrate import calibrated
+from outrider.config import SpeculativeConfig
+from outrider.llm import LLM, costs_of
+from outrider.measure import stats
+from outrider.measure.local import Record, forget
+from outrider.measure.predict import Seen, by_rows, steps_seconds
+from outrider.measure.prompts import Ask
+from outrider.measure.run import Sample
+from outrider.models.load import Loaded
+from outrider.params import SamplingParams
+from outrider.tune import Adaptive, Calibrated, Controller, CostModel, Fixed
+from outrider.types import Budget
+
+TREE = Budget(6, 4, 16)  # the largest that is thought of
+TREES = ("draft_model", "quantized_self", "layer_skip", "token_recycling")  # who can draft more than a chain
+DEEPEST = {"suffix": 16, "prediction": 16, "ngram": 16}  # of chains; 8 for the others
+CLOSE = 0.9  # of the best prediction: so much may a prediction be wrong
+MOST = 3  # settings of a drafter, and twice as many in all, that are measured
+EQUAL = 0.03  # two settings nearer to each other than this are as good
+CONTEXT = 128  # tokens, where one must do for all
+ROWS = (1, 2, 4, 8, 16)  # texts side by side, for what other engines are told
+
+
+@dataclass(eq=False)
+class Arm:
+    """A setting. predicted: tokens/s. samples: what was measured of it. out: why it is measured no longer."""
+
+    name: str
+    config: dict[str, Any]
+    budget: Budget
+    predicted: float | None = None
+    samples: list[Sample] = field(default_factory=list)
+    out: str = ""
+    controller: Controller | None = None
+
+
+@dataclass(eq=False)
+class Method:
+    """A way to guess, and what was found out about it. seen: None until its guesses were watched."""
+
+    name: str
+    config: dict[str, Any]
+    problem: str = ""  # why it cannot be used here
+    llm: LLM | None = None
+    seen: Seen | None = None
+    cost: CostModel | None = None
+    best: Arm | None = None
+
+
+class Search:
+    """Finds the fastest setting for some prompts. `run` yields a line whenever something is done."""
+
+    def __init__(
+        self,
+        target: Loaded,
+        asks: Sequence[Ask],
+        methods: Sequence[tuple[str, dict[str, Any]]],
+        sampling: dict[str, Any],
+        *,
+        verifiers: Sequence[str] = ("match",),
+        seconds: float = 120.0,
+        pilots: int = 6,
+    ) -> None:
+        """methods: names and configurations of who may guess. sampling: fields of SamplingParams. seconds: to measure for at
+        most, the predictions not counted. pilots: prompts that predictions are made from."""
+        self.target, self.asks, self.sampling = target, list(asks), sampling
+        self.verifiers, self.patience, self.pilots = verifiers, seconds, list(asks)[:pilots]
+        self.methods = [Method(name, config) for name, config in methods]
+        self.plain = Arm("plain", {"method": "none"}, Budget(0))
+        self.arms = [self.plain]
+        self.complete, self.turn = False, 0
+        self.overhead = 0.0  # seconds in which the pilots' prompts are read
+        self.pace = 1.0  # how much slower plain decoding is in real texts than where costs were measured
+        self._llms: dict[str, LLM] = {}
+
+    def run(self) -> Iterator[str]:
+        """Predict, then measure."""
+        yield from self._predict()
+        yield from self._measure()
+        self.complete = True
+
+    # what is expected
+
+    def _predict(self) -> Iterator[str]:
+        plain = LLM(self.target, max_num_seqs=1)
+        self._llms["plain"] = plain
+        self._answer(self.plain, self.pilots[0], 0)
+        self.plain.samples.clear()  # a warm-up
+        for ask in self.pilots:
+            self._answer(self.plain, ask, 0)
+        yield f"plain decoding writes {_speed(self.plain.samples):.0f} tokens/s"
+        for method in self.methods:
+            try:
+                yield from self._look(method)
+            except (ValueError, OSError, MemoryError) as error:
+                method.problem = " ".join(str(error).split())
+                yield f"{method.name} cannot be used here: {method.problem}"
+
+    def _look(self, method: Method) -> Iterator[str]:
+        """Watch a drafter guess, time it, and predict all its settings."""
+        deepest = DEEPEST.get(method.config["method"], 8)
+        config = {**method.config, "num_speculative_tokens": deepest, "controller": "fixed"}
+        llm = method.llm = self._llms[method.name] = LLM(self.target, speculative_config=config, max_num_seqs=2)
+        limit = Budget(deepest, TREE.width, TREE.nodes) if method.config["method"] in TREES else Budget(deepest)
+        known = next((m.cost for m in self.methods if m.cost is not None), None)
+        names = costs_of(SpeculativeConfig.of(config), self.target)
+        method.cost = calibrated(self.target.model, lambda rows: llm.drafter, names, limit, (1,), known)
+        forget(llm.drafter)
+        if not _hopeful(method.cost, deepest):
+            method.problem = "it would be slower than plain decoding if every guess were right"
+            yield f"{method.name}: {method.problem}"
+            return
+        method.seen = Seen(limit)
+        method.seen.watch(llm, self._requests(llm), Budget(deepest))
+        if limit.width > 1:
+            forget(llm.drafter)
+            method.seen.watch(llm, self._requests(llm), TREE)
+        self._settle(method.seen, method.cost)
+        arms = [self._expect(method, budget) for budget in _budgets(limit)]
+        method.best = max(arms, key=lambda a: a.predicted or 0.0)
+        kept = sorted(arms, key=lambda a: -(a.predicted or 0.0))
+        self.arms += _apart(kept)[:MOST]
+        speedup = (method.best.predicted or 0.0) / _speed(self.plain.samples)
+        yield f"{method.best.name}: {method.best.predicted:.0f} tokens/s expected, {speedup:.2f} x plain decoding"
+
+    def _settle(self, seen: Seen, cost: CostModel) -> None:
+        """How long prompts take to be read, and how fast the machine is now: from the plain answers."""
+        samples = self.plain.samples
+        steps = [sum(s for name, s in sample.phases.items() if name != "rest") for sample in samples]
+        self.overhead = sum(s.seconds for s in samples) - sum(steps)
+        written = sum(s.output_tokens for s in samples)
+        self.pace = sum(steps) / written / (steps_seconds(seen, cost, Budget(0)) / seen.tokens)
+
+    def _expect(self, method: Method, budget: Budget) -> Arm:
+        """An arm with its prediction: the model's seconds at the machine's pace, and the time to read prompts, the drafter's
+        included."""
+        seen, cost = method.seen, method.cost
+        assert seen is not None
+        assert cost is not None
+        reading = sum(text.prompt for text in seen.texts) * cost.prefill
+        seconds = self.overhead + self.pace * (reading + steps_seconds(seen, cost, budget))
+        shape = {"num_speculative_tokens": budget.depth}
+        if budget.width > 1:
+            shape |= {"tree_width": budget.width, "tree_nodes": budget.max_nodes}
+        name = f"{method.name} k={budget.depth}" + (f" tree of {budget.max_nodes}" if budget.width > 1 else "")
+        config = {**method.config, **shape, "controller": "fixed"}
+        return Arm(name, config, budget, seen.tokens / seconds)
+
+    # what is measured
+
+    def _measure(self) -> Iterator[str]:
+        """All that could win, in turns; who is behind for sure drops out."""
+        self._choose()
+        start = perf_counter()
+        yield f"measuring {', '.join(a.name for a in self.arms if not a.out)}"
+        for repeat in itertools.count():
+            for llm in self._llms.values():
+                forget(llm.drafter)
+            for number, ask in enumerate(self.asks):
+                alive = [a for a in self.arms if not a.out]
+                for arm in alive if (number + repeat) % 2 else alive[::-1]:
+                    self._answer(arm, ask, repeat)
+                yield self._state()
+                if perf_counter() - start > self.patience:
+                    return
+                if repeat or number >= min(4, len(self.asks) - 1):
+                    self._drop()
+                if self._decided:
+                    return
+
+    def _choose(self) -> None:
+        """Leave out what cannot win; add the adaptive controller for the best drafter, and other verifiers."""
+        guesses = [a for a in self.arms if a.predicted is not None]
+        top = max((a.predicted or 0.0 for a in guesses), default=0.0)
+        floor = max(CLOSE * top, CLOSE * _speed(self.plain.samples))
+        order = sorted(guesses, key=lambda a: -(a.predicted or 0.0))
+        for place, arm in enumerate(order):
+            if (arm.predicted or 0.0) < floor or place >= 2 * MOST:
+                arm.out = "expected to be slower"
+        if not order or order[0].out:
+            return
+        best = next(m for m in self.methods if m.name == _method(order[0]))
+        if "match" in self.verifiers:
+            limit = best.seen.limit if best.seen else order[0].budget
+            shape = {"num_speculative_tokens": limit.depth}
+            shape |= {"tree_width": limit.width, "tree_nodes": limit.max_nodes} if limit.width > 1 else {}
+            config = {**best.config, **shape, "controller": "optimal"}
+            self.arms.append(Arm(f"{best.name} optimal", config, limit, order[0].predicted))
+        for verifier in self.verifiers:
+            if verifier == "match":
+                continue
+            config = {**order[0].config, "verifier": verifier}
+            arm = Arm(f"{order[0].name} {verifier}", config, order[0].budget, order[0].predicted)
+            try:
+                self._llms[arm.name] = LLM(self.target, speculative_config=config, max_num_seqs=1)
+            except ValueError as error:
+                arm.out = " ".join(str(error).split())
+            self.arms.append(arm)
+        if "match" not in self.verifiers:
+            for arm in order:
+                arm.out = arm.out or "match is not among the verifiers that were asked for"
+
+    def _drop(self) -> None:
+        leader = self.leader
+        for arm in self.arms:
+            if arm is leader or arm is self.plain or arm.out:
+                continue
+            found = stats.ratio(arm.samples, leader.samples)
+            if found is not None and found.high < 1:
+                arm.out = f"{found.value:.2f} x {leader.name}"
+            elif found is not None and max(1 - found.low, found.high - 1) < EQUAL:
+                arm.out = f"as fast as {leader.name}"
+
+    @property
+    def leader(self) -> Arm:
+        """Of what is measured, the fastest; an adaptive one wins a near draw, for it also stops where nothing pays."""
+        measured = [a for a in self.arms if a.samples and not a.out]
+        best = max(measured, key=lambda a: _speed(a.samples))
+        for arm in measured:
+            near = arm.config.get("controller") == "optimal" and best.config.get("controller") == "fixed"
+            if near and _speed(arm.samples) > (1 - EQUAL / 2) * _speed(best.samples):
+                return arm
+        return best
+
+    @property
+    def _decided(self) -> bool:
+        alive = [a for a in self.arms if not a.out]
+        leader = self.leader
+        if [a for a in alive if a is not self.plain and a is not leader]:
+            return False
+        against = leader if leader is not self.plain else next((a for a in alive if a is not self.plain), None)
+        if against is None:
+            return True
+        found = stats.ratio(against.samples, self.plain.samples)
+        return found is not None and (found.sure or found.high - found.low < EQUAL)
+
+    @property
+    def gain(self) -> stats.Interval | None:
+        """The leader's speed over plain decoding's."""
+        return None if self.leader is self.plain else stats.ratio(self.leader.samples, self.plain.samples)
+
+    @property
+    def chosen(self) -> Arm:
+        """The answer: the leader if it is faster than plain decoding for sure, else plain decoding."""
+        gain = self.gain
+        return self.leader if gain is not None and gain.low > 1 else self.plain
+
+    def lengths(self, rows: Sequence[int] = ROWS) -> dict[int, int]:
+        """The chosen drafter's best chain by the number of texts side by side, as the cost model expects it. Measured now."""
+        method = next((m for m in self.methods if m.name == _method(self.chosen)), None)
+        if method is None or method.seen is None or method.llm is None:
+            return {}
+        config = SpeculativeConfig.of({**self.chosen.config, "controller": "optimal"})
+        limit = Budget(method.seen.limit.depth)
+        make = method.llm.drafter_for
+        cost = calibrated(self.target.model, make, costs_of(config, self.target), limit, rows)
+        return by_rows(method.seen, cost, rows, limit.depth)
+
+    def _state(self) -> str:
+        leader = self.leader
+        return (
+            f"{leader.name} leads with {_speed(leader.samples):.0f} tokens/s, {sum(not a.out for a in self.arms)} left"
+        )
+
+    # how
+
+    def _answer(self, arm: Arm, ask: Ask, repeat: int) -> None:
+        llm = self._llms.get(arm.name) or self._llms[_method(arm)]
+        llm.decoder.controller = self._controller(arm)
+        [request] = self._requests(llm, [ask], repeat)
+        sample = Sample(prompt=ask.id, setting=arm.name, repeat=repeat, turn=self.turn, seconds=0, seed=request.seed)
+        self.turn += 1
+        record, start = Record(sample), perf_counter()
+        for step, moved in llm.decoder.steps([request]):
+            now = perf_counter() - start
+            for b, row in enumerate(moved):
+                assert step is not None
+                record.add(step, b, row, now)
+        arm.samples.append(sample)
+
+    def _controller(self, arm: Arm) -> Controller:
+        """The same for all answers of an arm, as in use."""
+        if arm.controller is None:
+            cost = next((m.cost for m in self.methods if m.name == _method(arm)), None)
+            if arm.config.get("controller") == "optimal" and cost is not None:
+                arm.controller = Adaptive(arm.budget, Calibrated(cost))
+            else:
+                arm.controller = Fixed(*arm.budget.parts)
+        return arm.controller
+
+    def _requests(self, llm: LLM, asks: Sequence[Ask] | None = None, repeat: int = 0) -> list[Any]:
+        out = []
+        for ask in self.pilots if asks is None else asks:
+            own: dict[str, Any] = {"seed": self.sampling["seed"] + repeat, "prediction": ask.prediction}
+            if ask.max_tokens is not None:
+                own["max_tokens"] = ask.max_tokens
+            out += llm._requests(ask.prompt, SamplingParams(**{**self.sampling, **own}))
+        return out
+
+
+def _method(arm: Arm) -> str:
+    return arm.name.split()[0]
+
+
+def _speed(samples: Sequence[Sample]) -> float:
+    """Tokens per second of all answers together."""
+    seconds = sum(s.seconds for s in samples)
+    return sum(s.output_tokens for s in samples) / seconds if seconds else math.nan
+
+
+def _hopeful(cost: CostModel, deepest: int) -> bool:
+    """Would some chain pay if all its guesses came and were right?"""
+    plain = cost.step_seconds(1, 0, 0, CONTEXT)
+    return any((d + 1) * plain > cost.step_seconds(1, d, d, CONTEXT) for d in range(1, deepest + 1))
+
+
+def _budgets(limit: Budget) -> list[Budget]:
+    """All that is predicted."""
+    chains = [Budget(d) for d in range(1, limit.depth + 1)]
+    if limit.width == 1:
+        return chains
+    trees = itertools.product(range(1, min(TREE.depth, limit.depth) + 1), range(2, limit.max_nodes + 1))
+    return chains + [Budget(d, limit.width, n) for d, n in trees if d < n <= d * limit.width]
+
+
+def _apart(arms: Sequence[Arm]) -> list[Arm]:
+    """Not the neighbours of one that is there already: trees of nearly the same size, chains that are one longer."""
+    out = list[Arm]()
+    near: Callable[[Arm, Arm], bool] = lambda a, b: (  # noqa: E731
+        (a.budget.width > 1) == (b.budget.width > 1)
+        and abs(a.budget.max_nodes - b.budget.max_nodes) <= max(1, b.budget.max_nodes // 4)
+        and abs(a.budget.depth - b.budget.depth) <= (1 if a.budget.width == 1 else 2)
+    )
+    for arm in arms:
+        if not any(near(arm, other) for other in out):
+            out.append(arm)
+    return out

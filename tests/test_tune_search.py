@@ -1,0 +1,129 @@
+"""The search on made-up speeds: what is measured, who drops out, and when it stops."""
+
+import json
+import random
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli import app
+from outrider.measure.prompts import Ask
+from outrider.measure.run import Sample
+from outrider.measure.tune import Arm, Method, Search, _apart, _budgets
+from outrider.types import Budget
+
+ASKS = [Ask(str(n), "all", f"prompt {n}") for n in range(12)]
+
+
+class MadeUp(Search):
+    """Settings with known speeds in tokens/s; an answer differs from the next by `noise`. `clock` counts answers."""
+
+    def __init__(self, speeds, predicted=None, noise=0.05, **more):
+        super().__init__(None, ASKS, [], {"temperature": 0.0, "seed": 0}, seconds=1e9, **more)
+        self.speeds, self.noise, self.rng = {"plain": 100.0, **speeds}, noise, random.Random(1)
+        self.length = [self.rng.lognormvariate(0, 0.3) for _ in ASKS]
+        for name, speed in speeds.items():
+            if name.endswith("optimal"):
+                continue
+            config = {"method": "suffix", "num_speculative_tokens": 4, "controller": "fixed"}
+            self.arms.append(Arm(name, config, Budget(4), (predicted or {}).get(name, speed)))
+        self.methods = [Method("suffix", {"method": "suffix"})]
+
+    def _predict(self):
+        for ask in self.pilots:
+            self._answer(self.plain, ask, 0)
+        yield "predicted"
+
+    def _answer(self, arm, ask, repeat):
+        speed = self.speeds.get(arm.name, 1.0)
+        seconds = 64 / speed * self.length[int(ask.id)] * self.rng.lognormvariate(0, self.noise)
+        self.turn += 1
+        arm.samples.append(
+            Sample(prompt=ask.id, setting=arm.name, repeat=repeat, turn=self.turn, seconds=seconds, output_tokens=64)
+        )
+
+
+def test_the_fastest_is_found():
+    search = MadeUp({"suffix k=4": 150.0, "suffix k=8": 180.0, "suffix k=2": 170.0, "suffix optimal": 100.0})
+    assert len([*search.run()]) > 3
+    assert search.complete
+    assert search.chosen.name == "suffix k=8"
+    assert search.gain.low > 1.5
+    slow = next(a for a in search.arms if a.name == "suffix k=4")
+    assert "expected to be slower" in slow.out
+    assert not slow.samples
+
+
+def test_plain_decoding_is_an_answer():
+    search = MadeUp({"suffix k=4": 90.0, "suffix k=8": 80.0}, predicted={"suffix k=4": 110.0, "suffix k=8": 112.0})
+    for _ in search.run():
+        pass
+    assert search.chosen is search.plain
+    assert search.gain is None or search.gain.low < 1
+
+
+def test_nothing_is_measured_where_nothing_could_win():
+    search = MadeUp({"suffix k=4": 50.0, "suffix k=8": 40.0})
+    for _ in search.run():
+        pass
+    assert not [a for a in search.arms if a.samples and a is not search.plain]
+    assert search.chosen is search.plain
+
+
+def test_an_adaptive_one_wins_a_near_draw():
+    search = MadeUp({"suffix k=4": 150.0, "suffix optimal": 149.0}, noise=0.01)
+    for _ in search.run():
+        pass
+    assert search.chosen.name == "suffix optimal"
+
+
+def test_what_is_known_when_somebody_stops():
+    search = MadeUp({"suffix k=4": 200.0, "suffix k=8": 195.0, "suffix optimal": 150.0})
+    for number, _ in enumerate(search.run()):
+        if number == 4:
+            break
+    assert not search.complete
+    assert search.chosen.name.startswith("suffix k=")
+
+
+def test_the_settings_of_a_drafter():
+    assert _budgets(Budget(3)) == [Budget(1), Budget(2), Budget(3)]
+    trees = [b for b in _budgets(Budget(8, 4, 16)) if b.width > 1]
+    assert all(b.depth < b.max_nodes <= 4 * b.depth and b.depth <= 6 for b in trees)
+    arms = [Arm(str(n), {}, Budget(n)) for n in (4, 5, 3, 7, 8)]
+    assert [a.budget.depth for a in _apart(arms)] == [4, 7]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such-file"], "there is no file no-such-file"),
+        (["code", "--method", "sufix"], "did you mean 'suffix'?"),
+        (["code", "--method", "prediction"], "no prompt has a prediction"),
+        (["code", "--out", "no/such/folder/x.json"], "there is no folder"),
+    ],
+)
+def test_what_cannot_be_tuned(words, said):
+    result = CliRunner().invoke(app, ["tune", *words, "-m", "builtin:code-draft"])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_the_command(tmp_path, monkeypatch, method):
+    """On the built-in pair, as short as it can be: the file it writes is taken by generate."""
+    from outrider import calibrate
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "REPEATS", 2)
+    monkeypatch.setattr(calibrate, "BURST", 1)
+    monkeypatch.setattr(calibrate, "CONTEXTS", (32,))
+    file = tmp_path / "config.json"
+    words = ["tune", "-m", "builtin:code", "--method", method, "--num-prompts", "2", "-n", "12"]
+    result = CliRunner().invoke(app, [*words, "--seconds", "1", "--out", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "plain" in result.output
+    assert "vLLM:" in result.output
+    assert json.loads(file.read_text())["method"] in (method, "none")
+    words = ["generate", "def f(x):", "-n", "4", "--speculative-config", str(file)]
+    assert CliRunner().invoke(app, words).exit_code == 0
