@@ -77,11 +77,11 @@ def bench(
     resume: Annotated[bool, option("Output", "Go on with the file of --json.", "--resume")] = False,
     debug: Debug = False,
 ) -> None:
-    """Does speculation help here? Your prompts, plain against speculative, here or at a running server.
+    """Does speculation help here? Your prompts, plain against speculative, in this process or at a running server.
 
-    Settings take turns on the same prompts and seeds; the result is a ratio with its 95 % interval, and whether the texts
-    are the same. About a minute without options. Ctrl-C keeps what was measured. Exit code 1: a text differs that must not,
-    or no request was answered.
+    Settings take turns on the same prompts and seeds. Tells the ratio of speeds with its 95 % interval, and if texts are equal.
+
+    About a minute without options. Ctrl-C keeps what was measured. Exit code 1: a text differs that must not, or nobody answered.
     """
     with readable(debug):
         if resume and json_file is None:
@@ -296,11 +296,9 @@ def _named(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     method = config.get("method") or ("draft_model" if config.get("model") else "server")
     words = ["+".join(method) if isinstance(method, list) else str(method)]
     short = {"num_speculative_tokens": "k", "tree_width": "width", "tree_nodes": "nodes"}
-    for key, value in config.items():
-        if key in short:
-            words.append(f"{short[key]}={value}")
-        elif key not in ("method", "model"):
-            words.append(f"{value}" if isinstance(value, str) and len(value) < 12 else key)
+    words += [f"{word}={config[key]}" for key, word in short.items() if key in config]
+    for key in sorted(set(config) - set(short) - {"method", "model"}):
+        words.append(f"{config[key]}" if isinstance(config[key], str) and len(config[key]) < 12 else key)
     return " ".join(words), config
 
 

@@ -26,11 +26,12 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
     if run.concurrency > 1 or not steps or median(steps) > SLOW:
         return
     middle = round(median(s.prompt_tokens + s.output_tokens / 2 for s in plain))
+    known = None
     for setting in others:
         config = llms[setting.name].config
         if config.tree_width > 1 or config.tree_nodes is not None or not config.budget.depth:
             continue
-        cost = _cost(llms[setting.name])
+        cost = known = _cost(llms[setting.name], known)
         if not run.limits.target:
             run.limits.target = {str(n): cost.target_seconds(1, n, middle) for n in NODES}
         depth = config.budget.depth
@@ -66,8 +67,8 @@ def _priced(samples: Sequence[Sample], cost: CostModel) -> tuple[int, float, flo
     return tokens, reading, priced
 
 
-def _cost(llm: LLM) -> CostModel:
-    """The cost model of a setting, measured unless it is known."""
+def _cost(llm: LLM, known: CostModel | None) -> CostModel:
+    """The cost model of a setting, measured unless it is kept. known: of another setting, whose target is this one's."""
     loaded, config = llm.loaded, llm.config
     length, device = llm.decoder.max_length, loaded.model.device.type
     asked = config.model_dump(exclude_defaults=True)
@@ -77,4 +78,5 @@ def _cost(llm: LLM) -> CostModel:
         lambda rows: make_drafter(config, loaded, rows=rows, max_length=length, device=device),
         names,
         config.budget,
+        known=known,
     )
