@@ -7,6 +7,9 @@ python -m benchmarks.forward         the time of a forward over M tokens, over o
 python -m benchmarks.decode          tokens/s of methods and peers, interleaved
 python -m benchmarks.workloads       every drafter on code, prose and edits
 python -m benchmarks.trees           trees against chains at equal node count
+python -m benchmarks.predicted       tokens/s by the cost model against tokens/s by the clock
+python -m benchmarks.never_slower    controllers with drafters that cannot help
+python -m benchmarks.tuned           what tune chooses, against an exhaustive sweep
 python -m benchmarks.edits           edits of real files: what the text itself foretells
 python -m benchmarks.identity        a million tokens: how many differ from plain decoding
 python -m benchmarks.serve           load on a server: throughput and latency by concurrency

@@ -1,0 +1,132 @@
+"""Predicted against measured: tokens/s of a sweep over drafters, lengths and trees, by the cost model and by the clock.
+
+    python -m benchmarks.predicted                                               two sizes, temperatures 0 and 1
+    python -m benchmarks.predicted --sizes 160M --temperatures 0 --prompts 3 --rounds 2
+
+For each drafter one run with the longest chain and one with the largest tree are watched (outrider.measure.predict), costs are
+calibrated in the same process, and every setting of the sweep is predicted. Then all are measured in turns with plain decoding,
+forwards and backwards. Two figures for each: predicted over measured tokens/s at the pace of the plain answers measured beside
+(so that what else the machine does falls out), which is what is asked to be within 10 % for 90 % of the settings, and the same
+at the pace of the calibration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS, headline, machine
+from benchmarks.report import markdown
+from outrider.calibrate import calibrate
+from outrider.llm import LLM
+from outrider.measure.local import forget
+from outrider.measure.predict import Seen, steps_seconds
+from outrider.measure.prompts import Ask, read
+from outrider.models.load import Loaded, load
+from outrider.params import SamplingParams
+from outrider.types import Budget
+
+TREE = Budget(6, 4, 16)
+CHAINS = (Budget(1), Budget(2), Budget(3), Budget(4), Budget(6), Budget(8))
+TREES = (Budget(2, 4, 4), Budget(3, 4, 6), Budget(4, 4, 8), Budget(5, 4, 12))
+DRAFTERS: dict[str, tuple[dict[str, Any], tuple[Budget, ...]]] = {
+    "draft_model": ({"method": "draft_model", "model": "builtin:code-draft"}, CHAINS + TREES),
+    "quantized_self": ({"method": "quantized_self"}, CHAINS[:4]),
+    "suffix": ({"method": "suffix", "suffix_shared_tokens": 0}, (*CHAINS[1:], Budget(16))),
+    "token_recycling": ({"method": "token_recycling"}, TREES[:3]),
+}
+
+
+def requests(llm: LLM, asks: list[Ask], temperature: float, tokens: int) -> list[Any]:
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
+    return [llm._requests(ask.prompt, params)[0] for ask in asks]
+
+
+def sweep(
+    target: Loaded, drafter: str, temperature: float, asks: list[Ask], tokens: int, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """A record for every setting of a drafter."""
+    config, budgets = DRAFTERS[drafter]
+    deepest = max(b.depth for b in budgets if b.width == 1) if any(b.width == 1 for b in budgets) else 8
+    config = {**config, "num_speculative_tokens": deepest, "controller": "fixed"}
+    llm = LLM(target, speculative_config=config, max_num_seqs=2)
+    limit = Budget(deepest, TREE.width, TREE.nodes) if any(b.width > 1 for b in budgets) else Budget(deepest)
+    cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit)
+
+    def run(seen: Seen, budget: Budget) -> float:
+        forget(llm.drafter)
+        return seen.watch(llm, requests(llm, asks, temperature, tokens), budget)
+
+    seen = Seen(limit)
+    run(seen, Budget(deepest))
+    if limit.width > 1:
+        run(seen, TREE)
+    settings = [Budget(0), *budgets]
+    taken: dict[tuple[int, int, int | None], list[float]] = {b.parts: [] for b in settings}
+    for turn in range(rounds):
+        for budget in settings if turn % 2 == 0 else settings[::-1]:
+            taken[budget.parts].append(run(Seen(limit), budget))
+    plain, written = sum(taken[Budget(0).parts]) / rounds, seen.tokens
+    pace = plain / steps_seconds(seen, cost, Budget(0))
+    for budget in budgets:
+        measured = written * rounds / sum(taken[budget.parts])
+        predicted = written / steps_seconds(seen, cost, budget)
+        yield {
+            "drafter": drafter, "temperature": temperature, "budget": budget.parts,
+            "measured": round(measured, 2), "predicted": round(predicted / pace, 2),
+            "error": round(predicted / pace / measured - 1, 4), "error_at_calibration": round(predicted / measured - 1, 4),
+            "plain": round(written / plain, 2), "pace": round(pace, 3),
+        }  # fmt: skip
+
+
+def within(records: list[dict[str, Any]], key: str, bound: float = 0.1) -> float:
+    """The share of the settings whose prediction is as near as that."""
+    return sum(abs(r[key]) <= bound for r in records) / len(records)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted", description=headline(__doc__))
+    parser.add_argument("--sizes", nargs="+", default=["160M", "0.5B"], help="of builtin:code-SIZE")
+    parser.add_argument("--drafters", nargs="+", choices=[*DRAFTERS], default=[*DRAFTERS])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    today, records = datetime.now(UTC).date().isoformat(), list[dict[str, Any]]()
+    out, asks = args.out or RESULTS / f"{today}-predicted.json", read("code", args.prompts)[0]
+    for size in args.sizes:
+        target = load(f"builtin:code-{size}", device="cpu")
+        for drafter in args.drafters:
+            for temperature in args.temperatures:
+                for record in sweep(target, drafter, temperature, asks, args.tokens, args.rounds):
+                    records.append({"size": size, **record})
+                    print(records[-1], flush=True)
+                found = {
+                    "within_10": within(records, "error"),
+                    "within_10_raw": within(records, "error_at_calibration"),
+                }
+                made = {"date": today, "machine": machine.facts(), "prompts": args.prompts, "tokens": args.tokens}
+                out.write_text(json.dumps({**made, **found, "settings": records}, indent=1) + "\n", encoding="utf-8")
+    print(table(records))
+    print(f"{within(records, 'error'):.0%} of {len(records)} settings within 10 %; written to {out}")
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Markdown: the share of settings within 10 %, and the largest error, by size, drafter and temperature."""
+    groups = list(dict.fromkeys((r["size"], r["drafter"], r["temperature"]) for r in records))
+    body = []
+    for group in groups:
+        some = [r for r in records if (r["size"], r["drafter"], r["temperature"]) == group]
+        worst = max(some, key=lambda r: abs(r["error"]))["error"]
+        body.append([*map(str, group), str(len(some)), f"{within(some, 'error'):.0%}", f"{worst:+.0%}"])
+    return markdown(["size", "drafter", "temperature", "settings", "within 10 %", "worst"], body)
+
+
+if __name__ == "__main__":
+    main()
