@@ -4,9 +4,12 @@ import pytest
 
 from outrider import calibrate as module
 from outrider.calibrate import cache_folder, calibrate, calibrated
-from outrider.drafters.base import NoDraft
+from outrider.drafters.base import NoDraft, Wrong
 from outrider.drafters.model import ModelDrafter
+from outrider.llm import LLM
 from outrider.models.toy import ToyModel
+from outrider.params import SamplingParams
+from outrider.tune import Calibrated
 from outrider.types import Budget
 
 LIMIT = Budget(3, 2, 4)
@@ -80,3 +83,30 @@ def test_a_broken_file_is_measured_anew(folder, text):
 def test_a_folder_that_is_not_named_lies_in_the_home(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder().parts[-2:] == (".cache", "outrider")
+
+
+def optimal(**more):
+    config = {
+        "method": "draft_model",
+        "model": "builtin:code-draft",
+        "num_speculative_tokens": 3,
+        "controller": "optimal",
+    }
+    return LLM("builtin:code", speculative_config={**config, **more}, max_num_seqs=1)
+
+
+def test_the_optimal_controller_by_name(folder, monkeypatch):
+    """It is measured for once, and the text is plain decoding's."""
+    monkeypatch.setattr(module, "CONTEXTS", (32,))
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
+    plain = LLM("builtin:code", max_num_seqs=1).generate("def area(r):", params)[0].outputs[0]
+    for _ in range(2):
+        llm = optimal(tree_width=2, tree_nodes=5)
+        assert isinstance(llm.decoder.controller.costs, Calibrated)
+        assert llm.generate("def area(r):", params)[0].outputs[0].token_ids == plain.token_ids
+    assert len(list(folder.glob("cost-*.json"))) == 1
+
+
+def test_a_drafter_of_ones_own_cannot_be_measured_by_name():
+    with pytest.raises(ValueError, match='cannot make yours; use "adaptive"'):
+        LLM("builtin:code", speculative_config={"method": "suffix", "controller": "optimal"}, drafter=Wrong())

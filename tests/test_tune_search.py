@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from outrider.cli import app
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Sample
-from outrider.measure.tune import Arm, Method, Search, _apart, _budgets
+from outrider.measure.tune import HOPELESS, Arm, Method, Search, _apart, _budgets
+from outrider.measure.tune_cli import because
 from outrider.types import Budget
 
 ASKS = [Ask(str(n), "all", f"prompt {n}") for n in range(12)]
@@ -79,11 +80,28 @@ def test_an_adaptive_one_wins_a_near_draw():
 
 def test_what_is_known_when_somebody_stops():
     search = MadeUp({"suffix k=4": 200.0, "suffix k=8": 195.0, "suffix optimal": 150.0})
-    for number, _ in enumerate(search.run()):
-        if number == 4:
-            break
+    lines = search.run()
+    assert next(lines) == "predicted"
+    assert search.chosen is search.plain
+    for _ in range(4):
+        next(lines)
     assert not search.complete
     assert search.chosen.name.startswith("suffix k=")
+
+
+def test_why_plain_decoding_is_best():
+    search = MadeUp({"suffix k=4": 96.0, "suffix optimal": 90.0})
+    lines = search.run()
+    assert because(search) == "nothing else was looked at yet"
+    search.methods[0].best = search.arms[1]
+    assert because(search).startswith(
+        "nothing else was measured yet; the most hopeful setting, suffix k=4, is expected"
+    )
+    for _ in lines:
+        pass
+    assert because(search).startswith("the best of 2 measured settings, suffix k=4, is 0.9")
+    search.arms, search.methods[0].best, search.methods[0].problem = search.arms[:1], None, HOPELESS
+    assert because(search) == "guesses of suffix would make it slower even if all were right"
 
 
 def test_the_settings_of_a_drafter():

@@ -32,6 +32,7 @@ DEEPEST = {"suffix": 16, "prediction": 16, "ngram": 16}  # of chains; 8 for the 
 CLOSE = 0.9  # of the best prediction: so much may a prediction be wrong
 MOST = 3  # settings of a drafter, and twice as many in all, that are measured
 EQUAL = 0.03  # two settings nearer to each other than this are as good
+HOPELESS = "slower than plain decoding even if every guess were right"
 CONTEXT = 128  # tokens, where one must do for all
 ROWS = (1, 2, 4, 8, 16)  # texts side by side, for what other engines are told
 
@@ -122,7 +123,7 @@ class Search:
         method.cost = calibrated(self.target.model, lambda rows: llm.drafter, names, limit, (1,), known)
         forget(llm.drafter)
         if not _hopeful(method.cost, deepest):
-            method.problem = "it would be slower than plain decoding if every guess were right"
+            method.problem = HOPELESS
             yield f"{method.name}: {method.problem}"
             return
         method.seen = Seen(limit)
@@ -166,7 +167,7 @@ class Search:
     def _measure(self) -> Iterator[str]:
         """All that could win, in turns; who is behind for sure drops out."""
         self._choose()
-        start = perf_counter()
+        start, pilots = perf_counter(), len(self.plain.samples)
         yield f"measuring {', '.join(a.name for a in self.arms if not a.out)}"
         for repeat in itertools.count():
             for llm in self._llms.values():
@@ -175,6 +176,7 @@ class Search:
                 alive = [a for a in self.arms if not a.out]
                 for arm in alive if (number + repeat) % 2 else alive[::-1]:
                     self._answer(arm, ask, repeat)
+                self.plain.samples, pilots = self.plain.samples[pilots:], 0  # older than what they would be paired with
                 yield self._state()
                 if perf_counter() - start > self.patience:
                     return

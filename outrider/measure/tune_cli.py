@@ -186,6 +186,7 @@ def show(search: Search) -> Arm:
 def because(search: Search) -> str:
     """Why nothing that was looked at beats plain decoding."""
     from outrider.measure import stats
+    from outrider.measure.tune import HOPELESS
 
     tried = [a for a in search.arms if a.samples and a is not search.plain]
     if tried:
@@ -196,11 +197,19 @@ def because(search: Search) -> str:
                 f"the best of {len(tried)} measured settings, {best.name}, is {gain.value:.2f} x as fast (95 %: "
                 f"{gain.low:.2f} to {gain.high:.2f}), which is not more for sure"
             )
-    looked = [m for m in search.methods if m.best is not None]
+    looked = [m.best for m in search.methods if m.best is not None]
     if not looked:
+        hopeless = [m.name for m in search.methods if m.problem == HOPELESS]
+        if hopeless:
+            return f"guesses of {', '.join(hopeless)} would make it slower even if all were right"
         return "nobody can guess for this model here" if search.complete else "nothing else was looked at yet"
-    best = max((m.best for m in looked if m.best is not None), key=lambda a: a.predicted or 0.0)
-    return f"even the most hopeful setting, {best.name}, is expected to write {best.predicted:.0f} tokens/s"
+    best = max(looked, key=lambda a: a.predicted or 0.0)
+    so_far = (
+        "even the most hopeful setting"
+        if search.complete
+        else "nothing else was measured yet; the most hopeful setting"
+    )
+    return f"{so_far}, {best.name}, is expected to write {best.predicted:.0f} tokens/s"
 
 
 def elsewhere(search: Search, lengths: dict[int, int] | None) -> None:
