@@ -15,7 +15,12 @@ from outrider.verify import VERIFIERS
 
 
 class SpeculativeConfig(BaseModel):
-    """How to speculate. Give it as a dict to `LLM(speculative_config=...)` or as JSON on the command line."""
+    """How to speculate. Give it as a dict to `LLM(speculative_config=...)` or as JSON on the command line.
+
+    Names are vLLM's where it has one; every field says what it is (`SpeculativeConfig.model_fields`), docs/drafters.md and
+    docs/trees.md when it pays. Raises ValueError, naming the nearest, for a field, method or verifier that is not there, and
+    for settings that contradict each other. Which methods can draft for a model is seen when that is loaded.
+    """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 

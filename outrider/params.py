@@ -77,6 +77,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Temperature 0: the likeliest token, the lowest id among equals."""
         return self.temperature == 0
 
     def with_(self, **changes: object) -> SamplingParams:

@@ -188,6 +188,15 @@ def test_a_row_that_moved_without_a_step_is_left_there(tmp_path: Path) -> None:
     assert other.tokens == rows[1].output
 
 
+def test_a_header_names_what_was_given_and_tells_no_text(tmp_path: Path) -> None:
+    config = SpeculativeConfig(
+        method=["draft_model", "suffix", "prediction"], model=TARGET, corpus={"text": "secret"}, prediction="secret"
+    )
+    header = describe(LOADED, config, loop())  # type: ignore[arg-type]
+    assert header.speculative_config == {"method": ["draft_model", "suffix", "prediction"], "model": "ToyModel"}
+    assert (header.drafter, header.verifier, header.rows_equal) == ("ModelDrafter", "match", True)
+
+
 def test_one_recorder_holds_one_run(tmp_path: Path) -> None:
     recorder, run = Recorder(tmp_path / "t"), loop()
     recorder.begin(describe(LOADED, SpeculativeConfig(), run))  # type: ignore[arg-type]

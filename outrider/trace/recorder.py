@@ -228,7 +228,8 @@ def asked(path: Path | None, detail: str | None, usual: str) -> Recorder | None:
 
 def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail: Detail = Detail.TOKENS) -> Header:
     """The header for a model, a configuration and the loop that runs them."""
-    chosen = config.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"})
+    texts = {"prediction", "corpus"}  # may be somebody's, and no replay needs them
+    chosen = config.model_dump(mode="json", exclude_defaults=True, exclude=texts, fallback=lambda x: type(x).__name__)
     return Header(
         outrider=__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
