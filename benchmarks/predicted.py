@@ -65,15 +65,18 @@ def sweep(
     run(seen, Budget(deepest))
     if limit.width > 1:
         run(seen, TREE)
-    settings = [Budget(0), *budgets]
-    taken: dict[tuple[int, int, int | None], list[float]] = {b.parts: [] for b in settings}
+    taken: dict[Budget, list[float]] = {b: [] for b in budgets}
+    beside: dict[Budget, list[float]] = {b: [] for b in budgets}
     for turn in range(rounds):
-        for budget in settings if turn % 2 == 0 else settings[::-1]:
-            taken[budget.parts].append(run(Seen(limit), budget))
-    plain, written = sum(taken[Budget(0).parts]) / rounds, seen.tokens
-    pace = plain / steps_seconds(seen, cost, Budget(0))
+        for budget in budgets if turn % 2 == 0 else budgets[::-1]:
+            pair = [(budget, taken), (Budget(0), beside)]
+            for one, where in pair if turn % 2 == 0 else pair[::-1]:
+                where[budget].append(run(Seen(limit), one))
+    written, expected = seen.tokens, steps_seconds(seen, cost, Budget(0))
     for budget in budgets:
-        measured = written * rounds / sum(taken[budget.parts])
+        plain = sum(beside[budget]) / rounds
+        pace = plain / expected
+        measured = written * rounds / sum(taken[budget])
         predicted = written / steps_seconds(seen, cost, budget)
         yield {
             "drafter": drafter, "temperature": temperature, "budget": budget.parts,
