@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import secrets
 import sys
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider import models_cli
 from outrider import trace_cli as tracing
 from outrider._version import __version__
 from outrider.measure import cli as measurement
@@ -20,8 +19,11 @@ from outrider.measure import report_cli, tune_cli
 from outrider.methods import METHODS
 from outrider.serve import cli as server
 from outrider.terminal import (
+    CODE,
+    CODE_DRAFT,
     DIM,
     GREEN,
+    WIDE,
     Debug,
     Model,
     TraceDetail,
@@ -39,9 +41,6 @@ from outrider.terminal import (
 if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.params import SamplingParams
-
-CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
-WIDE = "builtin:code-160M"  # at the cost of a model worth speeding up
 
 app = typer.Typer(
     name="outrider",
@@ -239,76 +238,13 @@ def demo(
         raise typer.Exit(code)
 
 
-@app.command(
+app.command(
     epilog="[bold]Examples[/bold]\noutrider layers -m ./my-model --out layers.json\n"
     "outrider layers -m ./my-model --texts my-prompts.txt --out layers.json\n"
     'outrider generate "def f(x):" -m ./my-model --speculative-config '
     '\'{"method": "layer_skip", "layers": "layers.json"}\''
-)
-def layers(
-    model: Model = CODE,
-    texts: Annotated[
-        list[Path] | None, option("Measurement", "Files with texts like yours; a short sample if none is given.")
-    ] = None,
-    out: Annotated[Path | None, option("Output", "Write the layer set here.", metavar="FILE")] = None,
-    dtype: Annotated[str, option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Search which of its layers a model should draft with (layer_skip), by measured agreement and measured cost."""
-    with readable(debug):
-        samples = [path.read_text(encoding="utf-8") for path in texts or []]
-        with loading(model):
-            from outrider.drafters.skip import SAMPLE, search_layers
-            from outrider.models.load import load
-
-            loaded = load(model, dtype=dtype, quantization=quantization)
-        if loaded.tokenizer is None:
-            raise ValueError(f"{loaded.name} has no tokenizer, so no text can be read")
-        ids = [loaded.tokenizer(text)["input_ids"] for text in samples or [SAMPLE]]
-        found = search_layers(loaded.model, ids, progress=lambda line: print(paint(line, DIM)))
-        if out is not None:
-            found.save(out)
-        chosen = f'{{"method": "layer_skip", "layers": {json.dumps(str(out)) if out else found.layers}, '
-        chosen += f'"num_speculative_tokens": {max(found.depth, 1)}}}'
-        if found.gain <= 1:
-            print("No part of this model promises to draft for it faster than plain decoding. The least bad:")
-        print(
-            f"layers {found.layers}: {found.acceptance:.0%} of their choices are the model's, a token costs {found.cost:.2f} "
-            f"of the model's; predicted {found.gain:.2f} times plain decoding\n--speculative-config '{chosen}'"
-        )
-
-
-@app.command()
-def models(debug: Debug = False) -> None:
-    """List the built-in models."""
-    with readable(debug):
-        with loading("the list"):
-            from outrider.models.load import BUILTIN, DATA, WIDENED
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        table = Table(title="Built-in models", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("name", no_wrap=True)
-        for head in ("parameters", "on disk", "vocabulary", "context"):
-            table.add_column(head, justify="right", no_wrap=True)
-        table.add_column("what")
-        for name, what in BUILTIN.items():
-            folder = DATA / name.removeprefix("builtin:")
-            weights = folder / "model.safetensors"
-            if not weights.exists() or not (folder / "config.json").exists():
-                table.add_row(name, "-", "-", "-", "-", f"{what} [red](its files are missing)[/red]")
-                continue
-            config = json.loads((folder / "config.json").read_text())
-            size = sum(f.stat().st_size for f in folder.iterdir())
-            numbers = [f"{_parameters(weights) / 1e6:.2f} M", f"{size / 1e6:.1f} MB"]
-            numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
-            table.add_row(name, *numbers, what)
-        console().print(table)
-        print(f"builtin:code again, at the cost of a bigger model, to measure with: {', '.join(WIDENED)}")
-        print(f'Use one: outrider generate "def main():" --model {CODE}')
-
-
+)(models_cli.layers)
+app.command()(models_cli.models)
 app.command(
     epilog="[bold]Examples[/bold]\noutrider serve builtin:code\n"
     """outrider serve ./my-model --speculative-config '{"method": "draft_model", "model": "./my-small-model"}'\n"""
@@ -401,13 +337,6 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -
     where = sys.stdout if sys.stdout.isatty() else sys.stderr
     print(paint(line, DIM, where), file=where, flush=True)
     return interrupted
-
-
-def _parameters(weights: Path) -> int:
-    """Stored numbers of a safetensors file, from its header."""
-    with weights.open("rb") as f:
-        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
+CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
+WIDE = "builtin:code-160M"  # at the cost of a model worth speeding up
 Model = Annotated[str, option("Model", "A folder, a hub name or a built-in model.", "--model", "-m")]
 Debug = Annotated[bool, option("Output", "Show the traceback of an error.", "--debug")]
 TraceDetail = Annotated[

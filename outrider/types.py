@@ -146,4 +146,6 @@ class Step:
     positions: list[int]  # committed tokens before the step, one a batch entry
     budgets: list[Budget]
     seconds: dict[str, float]  # draft, target, verify, commit
-    logits: Tensor | None = None  # float32 [batch, node, vocab], the target's after every node, for readers that look closer
+    logits: Tensor | None = (
+        None  # float32 [batch, node, vocab], the target's after every node, for readers that look closer
+    )

@@ -14,15 +14,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.terminal import DIM, RED, YELLOW, Debug, console, loading, option, paint, plain, readable, working
+from outrider.terminal import (
+    CODE,
+    CODE_DRAFT,
+    DIM,
+    RED,
+    WIDE,
+    YELLOW,
+    Debug,
+    console,
+    loading,
+    option,
+    paint,
+    plain,
+    readable,
+    speculation,
+    working,
+)
 
 if TYPE_CHECKING:
     from outrider.measure.prompts import Ask
     from outrider.measure.run import Run, Sample, Setting
     from outrider.measure.session import Side
 
-CODE, DRAFT = "builtin:code", "builtin:code-draft"
-WIDE = "builtin:code-160M"  # at the cost of a model worth speeding up
 SAVE_EVERY = 5.0  # seconds
 
 
@@ -254,7 +268,7 @@ def _configs(
     """Names and configurations of what is measured against plain decoding."""
     out = list[tuple[str, dict[str, Any]]]()
     if methods is None and given is None:
-        builtin = model.startswith(CODE) and model != DRAFT
+        builtin = model.startswith(CODE) and model != CODE_DRAFT
         methods = [] if remote else ["draft_model"] if draft or builtin else ["auto"]
     if draft and "draft_model" not in (methods or ()) and "auto" not in (methods or ()):
         raise ValueError(f"--draft-model {draft} is for --method draft_model; add it, or leave out the model")
@@ -263,7 +277,7 @@ def _configs(
         if name in ("draft_model", "auto") and draft:
             config["model"] = draft
         elif name == "draft_model" and not remote and model.startswith(CODE):
-            config["model"] = DRAFT
+            config["model"] = CODE_DRAFT
         out.append(_named({**config, **({"num_speculative_tokens": guesses} if guesses else {})}))
     for text in given or ():
         out.append(_config(text))
@@ -276,19 +290,9 @@ def _configs(
 
 
 def _config(text: str) -> tuple[str, dict[str, Any]]:
-    """A configuration as JSON, or in a file."""
-    path = Path(text)
-    example = 'an example: \'{"method": "suffix"}\''
-    is_file = not text.lstrip().startswith("{") and path.is_file()
-    if not is_file and not text.lstrip().startswith(("{", "[", '"')):
-        raise FileNotFoundError(f"--speculative-config {text} is neither a file nor JSON; {example}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8") if is_file else text)
-    except ValueError as error:
-        raise ValueError(f"--speculative-config {text} is not JSON ({error}); {example}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--speculative-config {text} is no JSON object; {example}")
-    return (path.stem, config) if is_file else _named(config)
+    """A configuration and its name: that of its file, or what tells it from its neighbours."""
+    config, path = speculation(text), Path(text)
+    return (path.stem, config) if not text.lstrip().startswith("{") and path.is_file() else _named(config)
 
 
 def _named(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -9,14 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.terminal import DIM, GREEN, RED, YELLOW, Debug, console, loading, option, paint, plain, readable
+from outrider.terminal import (
+    CODE,
+    CODE_DRAFT,
+    DIM,
+    GREEN,
+    RED,
+    WIDE,
+    YELLOW,
+    Debug,
+    console,
+    loading,
+    option,
+    paint,
+    plain,
+    readable,
+)
 
 if TYPE_CHECKING:
     from outrider.measure.tune import Arm, Search
     from outrider.models.load import Loaded
-
-CODE, DRAFT = "builtin:code", "builtin:code-draft"
-WIDE = "builtin:code-160M"  # at the cost of a model worth speeding up
 
 
 def tune(
@@ -96,7 +108,7 @@ def candidates(
     from outrider.config import SpeculativeConfig
 
     if draft is None and target.name.startswith(CODE):
-        draft = DRAFT
+        draft = CODE_DRAFT
     every: dict[str, dict[str, Any]] = {}
     if draft is not None:
         every["draft_model"] = {"method": "draft_model", "model": draft}

@@ -33,7 +33,7 @@ from outrider.models.inflate import SIZES, inflated
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 BUILTIN = {
-    "builtin:code": "a small Python code model, the target of the demo",
+    "builtin:code": "a small Python code model",
     "builtin:code-draft": "its draft model, distilled from it",
 }
 WIDENED = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))  # costs that fit a laptop
