@@ -203,6 +203,9 @@ def main() -> None:
     def after(s: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(s))
+        out = result(s, args.target, args.draft)  # an interrupted run has told what it compared
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{out['machine']['date']}-identity.json").write_text(json.dumps(out, indent=1) + "\n")
         speed = s["tokens"] / s["seconds"]
         left = max(args.tokens - s["tokens"], 0) / speed / 60
         print(
@@ -210,9 +213,6 @@ def main() -> None:
         )
 
     run(benches, prompts, args.tokens, args.length, state, after)
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = result(state, args.target, args.draft)
-    (args.out / f"{out['machine']['date']}-identity.json").write_text(json.dumps(out, indent=1) + "\n")
     print(f"{state['differing']} of {state['tokens']:,} tokens differ from plain decoding")
     sys.exit(1 if state["differing"] else 0)
 
