@@ -168,7 +168,7 @@ def result(state: dict[str, Any], target: str, draft: str) -> dict[str, Any]:
     return {
         "name": "identity",
         "command": command,
-        "machine": machine.facts(),
+        "machine": {**machine.facts(), "commit": state["mark"][-1]},  # the one that was measured
         "pair": [target, draft],
         **told,
         "units": units,

@@ -65,9 +65,9 @@ def calibrated(
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"cost-{digest}.json"
     try:
-        known = CostModel.from_json(path.read_text(encoding="utf-8"))
-        if known.key == key:
-            return known
+        stored = CostModel.from_json(path.read_text(encoding="utf-8"))
+        if stored.key == key:
+            return stored
     except (OSError, ValueError):
         pass  # not there, or not whole: measured anew
     model = calibrate(target, drafter, key, limit, rows, known)

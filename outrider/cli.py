@@ -20,7 +20,6 @@ from outrider.methods import METHODS
 from outrider.serve import cli as server
 from outrider.terminal import (
     CODE,
-    CODE_DRAFT,
     DIM,
     GREEN,
     WIDE,
@@ -31,6 +30,7 @@ from outrider.terminal import (
     environment,
     loading,
     option,
+    own_draft,
     paint,
     plain,
     printable,
@@ -289,8 +289,8 @@ def _speculation(
         return speculation(as_json)
     if draft is not None and method not in (None, "auto", "draft_model"):
         raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
-    if method in (None, "draft_model") and draft is None and model.startswith(CODE) and model != CODE_DRAFT:
-        draft = CODE_DRAFT
+    if method in (None, "draft_model"):
+        draft = draft or own_draft(model)
     if method is None and draft is None:
         return None
     config = {"method": method or "draft_model", **budget, "verifier": verifier}

@@ -26,6 +26,13 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
 WIDE = "builtin:code-160M"  # at the cost of a model worth speeding up
+
+
+def own_draft(model: str) -> str | None:
+    """The draft that a built-in model brings; None for all others."""
+    return CODE_DRAFT if model.startswith(CODE) and model != CODE_DRAFT else None
+
+
 Model = Annotated[str, option("Model", "A folder, a hub name or a built-in model.", "--model", "-m")]
 Debug = Annotated[bool, option("Output", "Show the traceback of an error.", "--debug")]
 TraceDetail = Annotated[

@@ -9,6 +9,15 @@ from typing import Any
 from outrider.params import SamplingParams
 
 
+def content_text(content: Any) -> str | None:
+    """The content of a chat message: a string, or a list of text parts put together; None for anything else."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(p["text"] for p in content)
+    return None
+
+
 class Detokenizer:
     """Decodes a growing list of tokens. Text appears once no later token can change it (a split UTF-8 character waits).
 

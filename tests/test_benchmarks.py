@@ -242,7 +242,7 @@ def test_the_exactness_run_counts_what_differs(tmp_path: Path, monkeypatch: pyte
     bench = identity.Bench(str(tmp_path / "target"), str(tmp_path / "draft"), "float32")
     bench.makers = {k: bench.makers[k] for k in ("draft_model", "ngram", "wrong")}
     monkeypatch.setattr(identity, "LENGTH", 64)
-    state = {"round": 0, "tokens": 0, "differing": 0, "seconds": 0.0, "units": {}, "where": []}
+    state = {"mark": ["abc"], "round": 0, "tokens": 0, "differing": 0, "seconds": 0.0, "units": {}, "where": []}
     seen: list[int] = []
     identity.run({"float32": bench}, [[1, 2, 3], [4, 5]], 700, 16, state, lambda s: seen.append(s["round"]))
     assert state["tokens"] == 3 * 2 * 8 * 16
@@ -250,7 +250,9 @@ def test_the_exactness_run_counts_what_differs(tmp_path: Path, monkeypatch: pyte
     assert seen == [1]
     assert set(state["units"]) == {"float32/draft_model", "float32/ngram", "float32/wrong"}
     assert identity.differing([1, 2, 3], [1, 5, 3, 4]) == 2
-    [units] = [u for u in identity.result(state, "a", "b")["units"] if u["drafter"] == "wrong"]
+    told = identity.result(state, "a", "b")
+    assert told["machine"]["commit"] == "abc"
+    [units] = [u for u in told["units"] if u["drafter"] == "wrong"]
     assert units["tokens"] == 256
 
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.terminal import (
-    CODE,
-    CODE_DRAFT,
     DIM,
     RED,
     WIDE,
@@ -25,6 +23,7 @@ from outrider.terminal import (
     console,
     loading,
     option,
+    own_draft,
     paint,
     plain,
     readable,
@@ -268,16 +267,15 @@ def _configs(
     """Names and configurations of what is measured against plain decoding."""
     out = list[tuple[str, dict[str, Any]]]()
     if methods is None and given is None:
-        builtin = model.startswith(CODE) and model != CODE_DRAFT
-        methods = [] if remote else ["draft_model"] if draft or builtin else ["auto"]
+        methods = [] if remote else ["draft_model"] if draft or own_draft(model) else ["auto"]
     if draft and "draft_model" not in (methods or ()) and "auto" not in (methods or ()):
         raise ValueError(f"--draft-model {draft} is for --method draft_model; add it, or leave out the model")
     for name in methods or ():
         config: dict[str, Any] = {"method": name}
         if name in ("draft_model", "auto") and draft:
             config["model"] = draft
-        elif name == "draft_model" and not remote and model.startswith(CODE):
-            config["model"] = CODE_DRAFT
+        elif name == "draft_model" and not remote and own_draft(model):
+            config["model"] = own_draft(model)
         out.append(_named({**config, **({"num_speculative_tokens": guesses} if guesses else {})}))
     for text in given or ():
         out.append(_config(text))

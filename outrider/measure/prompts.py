@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import nearest
+from outrider.text import content_text
 
 FOLDER = Path(__file__).resolve().parent.parent / "data" / "prompts"
 SETS = {
@@ -139,11 +140,10 @@ def _prediction(given: Any) -> str | None:
 
 def _text(content: Any, what: str) -> str:
     """A string, or the text parts of a list put together."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(p["text"] for p in content)
-    raise ValueError(f"{what} is text, got {_kind(content)}")
+    text = content_text(content)
+    if text is None:
+        raise ValueError(f"{what} is text, got {_kind(content)}")
+    return text
 
 
 def _kind(value: Any) -> str:

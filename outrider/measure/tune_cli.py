@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.terminal import (
-    CODE,
-    CODE_DRAFT,
     DIM,
     GREEN,
     RED,
@@ -21,6 +19,7 @@ from outrider.terminal import (
     console,
     loading,
     option,
+    own_draft,
     paint,
     plain,
     readable,
@@ -107,8 +106,7 @@ def candidates(
     """Names and configurations of who may guess. Raises ValueError for a method that is not known or misses something."""
     from outrider.config import SpeculativeConfig
 
-    if draft is None and target.name.startswith(CODE):
-        draft = CODE_DRAFT
+    draft = draft or own_draft(target.name)
     every: dict[str, dict[str, Any]] = {}
     if draft is not None:
         every["draft_model"] = {"method": "draft_model", "model": draft}

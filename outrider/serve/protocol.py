@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from outrider.params import SamplingParams
 from outrider.serve.settings import Settings
+from outrider.text import content_text
 
 Ids = list[int]
 
@@ -264,11 +265,12 @@ class DetokenizeRequest(Body):
 
 def text_of(content: Any, where: str) -> str:
     """A string, or a list of text parts put together. Raises ValueError for anything else."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(p["text"] for p in content)
-    raise ValueError(f'{where} is a string or a list of {{"type": "text", "text": ...}}; this model reads text only')
+    text = content_text(content)
+    if text is None:
+        raise ValueError(
+            f'{where} is a string or a list of {{"type": "text", "text": ...}}; this model reads text only'
+        )
+    return text
 
 
 def _at_most(count: int, limit: int, what: str) -> None:

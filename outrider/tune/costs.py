@@ -10,12 +10,10 @@ from outrider.tune.cost import CostModel, interpolate
 from outrider.tune.observed import Curve
 from outrider.types import Budget, Step
 
-_NODE = 0.05  # a node's share of a plain step, and
+_NODE = 0.05  # a node's share of a plain step, until it was measured
 _WARM = 2  # measurements of plain decoding before anything is compared with it
-_RECENT, _STALE = (
-    9,
-    5,
-)  # measurements whose median is believed, and steps after which others speak for what was not measured
+_RECENT = 9  # measurements whose median is believed
+_STALE = 5  # steps after which others speak for what was not measured
 SETTLE = 4  # plain steps after drafted ones that pay for their traces in the processor's caches
 
 
@@ -23,10 +21,7 @@ class Costs:
     """Seconds learned from steps, by the number of rows. A curve over nodes for the target and all that is not the draft,
     another over depth for the draft; medians, so that a pause of the machine changes nothing."""
 
-    plain_gaps = (
-        32,
-        256,
-    )  # drafted steps between measurements of plain decoding: the first gap, doubled up to the last
+    plain_gaps = (32, 256)  # drafted steps between measurements of plain decoding: the first, doubled up to the last
     shapes = False  # are chains and trees told apart?
 
     def __init__(self) -> None:
