@@ -43,7 +43,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[Budget, ...]]] = {
 
 def requests(llm: LLM, asks: list[Ask], temperature: float, tokens: int) -> list[Any]:
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
-    return [llm._requests(ask.prompt, params)[0] for ask in asks]
+    return [llm.requests(ask.prompt, params)[0] for ask in asks]
 
 
 def sweep(

@@ -102,7 +102,7 @@ class LLM:
         """
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         params = self._params(sampling_params, len(many))
-        groups = [self._requests(p, s) for p, s in zip(many, params, strict=True)]
+        groups = [self.requests(p, s) for p, s in zip(many, params, strict=True)]
         meters = {id(r): Meter() for group in groups for r in group}
         rows: dict[int, Row] = {}
         for step, moved in self._steps([r for group in groups for r in group]):
@@ -121,7 +121,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"stream writes one text, got n={params.n}; use generate for several")
-        [request] = self._requests(prompt, params)
+        [request] = self.requests(prompt, params)
         meter, sent, marks, told = Meter(), 0, list[tuple[int, bool]](), 0
         for step, moved in self._steps([request]):
             for b, row in enumerate(moved):
@@ -143,6 +143,20 @@ class LLM:
             if self.trace is not None and step is not None:
                 self.trace.keep(step, moved)
             yield step, moved
+
+    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """What the decoder is given for one prompt: params.n requests, each with a number and a seed of its own.
+
+        The words to avoid and the prediction are token ids in them. Runs nothing. Raises ValueError for a prompt that cannot
+        be encoded, and for what this model cannot do.
+        """
+        ids = self.encode(prompt)
+        seed = draw_seed() if params.seed is None else params.seed
+        bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
+        told = self._prediction(params.prediction)
+        made = [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, told) for i in range(params.n)]
+        self.decoder.check(made[0])
+        return made
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises ValueError for what cannot be encoded."""
@@ -188,15 +202,6 @@ class LLM:
     def drafter_for(self, rows: int) -> Drafter:
         """Another drafter as this one is, for so many rows."""
         return make_drafter(self.config, self.loaded, rows=rows, max_length=self._length, device=self._device)
-
-    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        ids = self.encode(prompt)
-        seed = draw_seed() if params.seed is None else params.seed
-        bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
-        told = self._prediction(params.prediction)
-        requests = [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, told) for i in range(params.n)]
-        self.decoder.check(requests[0])
-        return requests
 
     def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
         """The tokens of a prediction; none without one."""

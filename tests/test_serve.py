@@ -146,7 +146,7 @@ def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(l
             expected.append((out.text, out.finish_reason))
         else:
             made = grammars.regex(grammar["regex"]) if "regex" in grammar else grammars.choice(grammar["choice"])
-            [asked] = plain._requests(body["prompt"], SamplingParams(**named))
+            [asked] = plain.requests(body["prompt"], SamplingParams(**named))
             mask = grammars.mask(made)
             [row] = plain.decoder.generate(
                 [Request(0, asked.prompt, asked.params, asked.seed, asked.bad_words, (), mask)]

@@ -26,7 +26,7 @@ def llm():
 
 def requests(llm, temperature):
     params = SamplingParams(temperature=temperature, max_tokens=48, seed=3, ignore_eos=True)
-    return [llm._requests(p, params)[0] for p in ("def area(r):\n", "class Stack:\n", "import os\n\nfor name in")]
+    return [llm.requests(p, params)[0] for p in ("def area(r):\n", "class Stack:\n", "import os\n\nfor name in")]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -36,7 +36,7 @@ class Local:
         """The length of a prompt. Raises ValueError for one that cannot be answered."""
         llm = next(iter(self.llms.values()))
         try:
-            return len(llm._requests(ask.prompt, self._params(ask, 0))[0].prompt)
+            return len(llm.requests(ask.prompt, self._params(ask, 0))[0].prompt)
         except ValueError as error:
             raise ValueError(f"prompt {ask.id}: {error}") from None
 
@@ -51,7 +51,7 @@ class Local:
 
     def answer(self, setting: Setting, asks: Sequence[Ask], repeat: int, turn: int) -> list[Sample]:
         llm = self.llms[setting.name]
-        requests = [llm._requests(ask.prompt, self._params(ask, repeat))[0] for ask in asks]
+        requests = [llm.requests(ask.prompt, self._params(ask, repeat))[0] for ask in asks]
         records = {
             id(r): Record(Sample(prompt=a.id, setting=setting.name, repeat=repeat, turn=turn, seconds=0, seed=r.seed))
             for a, r in zip(asks, requests, strict=True)

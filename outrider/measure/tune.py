@@ -311,7 +311,7 @@ class Search:
             own: dict[str, Any] = {"seed": self.sampling["seed"] + repeat, "prediction": ask.prediction}
             if ask.max_tokens is not None:
                 own["max_tokens"] = ask.max_tokens
-            out += llm._requests(ask.prompt, SamplingParams(**{**self.sampling, **own}))
+            out += llm.requests(ask.prompt, SamplingParams(**{**self.sampling, **own}))
         return out
 
 
