@@ -160,6 +160,18 @@ def test_only_pairs_count() -> None:
     assert stats.rate([]) is None
 
 
+@pytest.mark.parametrize("seconds", [(1e-300, 1e300, 1.0), (5e-324, 1.0, 1e308), (1e308, 1e308, 1.0)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_absurd_clock_is_no_error(seconds: tuple[float, ...]) -> None:
+    """What it says is only unsure."""
+    ours = [sample(str(p), "x", p, s, 10) for p, s in enumerate(seconds)]
+    base = [sample(str(p), "y", p, 1.0, 10) for p in range(3)]
+    for found in (stats.ratio(ours, base), stats.ratio(base, ours), stats.rate(ours)):
+        assert found is not None
+        assert found.low <= found.value <= found.high
+        assert not found.sure or found.groups == 3
+
+
 def test_acceptance_counts_the_models_own_token() -> None:
     found = stats.acceptance([sample("a", "x", 0, 1.0, 9, drafted=[4, 4, 0, 2], accepted=[4, 1, 0, 0])])
     assert found is not None

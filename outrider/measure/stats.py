@@ -209,7 +209,7 @@ def interval(table: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
     """
     n = len(table)
     value = float(ratio(table.sum(0)))
-    if n < 2 or not value > 0:
+    if n < 2 or not 0 < value < math.inf:
         return Interval(value, 0.0, math.inf, n)
     picks = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), DRAWS)
     return _spread(value, _logs(ratio(picks @ table)) * math.sqrt(n / (n - 1)), n)
@@ -219,7 +219,7 @@ def interval_apart(a: np.ndarray, b: np.ndarray, ratio: Value, *, seed: int = 0)
     """`interval` for ratio(b) / ratio(a) where the groups of the two are not the same ones."""
     n = min(len(a), len(b))
     value = float(ratio(b.sum(0)) / ratio(a.sum(0)))
-    if n < 2 or not value > 0:
+    if n < 2 or not 0 < value < math.inf:
         return Interval(value, 0.0, math.inf, n)
     draw = np.random.default_rng(seed)
     logs = [
@@ -248,8 +248,11 @@ def student(df: int) -> float:
 
 
 def _spread(value: float, logs: np.ndarray, n: int) -> Interval:
-    half = student(n - 1) * float(np.std(logs[np.isfinite(logs)]))
-    return Interval(value, value * math.exp(-half), value * math.exp(half), n)
+    """Open to the side where a number ends: clocks may say anything."""
+    known = logs[np.isfinite(logs)]
+    half = student(n - 1) * float(np.std(known)) if len(known) else math.inf
+    with np.errstate(over="ignore"):
+        return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), n)
 
 
 def _logs(values: np.ndarray) -> np.ndarray:
