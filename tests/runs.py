@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.measure.run import ACCEPTED, BONUS, CORRECTED, PLAIN, Limits, Prompt, Run, Sample, Setting
+from outrider.measure.run import Limits, Prompt, Run, Sample, Setting
+from outrider.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 
 WORDS = [
     "def ",

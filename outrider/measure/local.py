@@ -11,7 +11,8 @@ from outrider.decode import Row
 from outrider.drafters.base import Drafter
 from outrider.llm import LLM, len_drafted
 from outrider.measure.prompts import Ask
-from outrider.measure.run import ACCEPTED, BONUS, CORRECTED, PLAIN, Sample, Setting
+from outrider.measure.run import Sample, Setting
+from outrider.origins import letters
 from outrider.params import SamplingParams
 from outrider.types import Step
 
@@ -125,10 +126,9 @@ class Record:
 
 
 def origins(step: Step, b: int, drafted: int) -> str:
-    """A letter for every token that a row kept in a step. drafted: how many guesses it had."""
+    """A letter for every token that a row kept in a step, see `outrider.origins`. drafted: how many guesses it had."""
     kept = step.kept[b]
-    own = PLAIN
-    if drafted and kept.nodes:
-        refused = bool((step.draft.parents[b] == kept.nodes[-1]).any())  # the last node kept had children
-        own = CORRECTED if refused else BONUS
-    return (ACCEPTED * kept.drafted + own)[: len(kept.tokens)]
+    if not kept.tokens:
+        return ""  # a row without a law
+    refused = bool((step.draft.parents[b] == kept.nodes[-1]).any())  # the last node kept had children
+    return letters(drafted, kept.drafted, refused, len(kept.tokens))

@@ -15,8 +15,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from outrider.measure import pictures, stats
 from outrider.measure.figures import Figures, drift, figures, ratio
 from outrider.measure.moved import amount, moved, rows
-from outrider.measure.run import ACCEPTED, BONUS, CORRECTED, PLAIN, Prompt, Run, Sample
+from outrider.measure.run import Prompt, Run, Sample
 from outrider.measure.verdict import Verdict, count, nothing, percent, times, verdict
+from outrider.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 
 LONGEST, MOST_TOKENS, EXTREMES = 1200, 400, 2  # characters of a prompt, tokens of an answer, prompts at either end
 DEEPEST = 10  # columns of a table

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 FORMAT = 1  # raised when a field changes its meaning
 
-PLAIN, ACCEPTED, CORRECTED, BONUS = "p", "a", "c", "b"  # where a token came from, see `Sample.origins`
-
 
 class Part(BaseModel):
     """Fields are what the file holds; others are an error, so that a misspelt one is not lost."""
@@ -55,7 +53,7 @@ class Sample(Part):
     text: str = ""
     token_ids: list[int] | None = None
     pieces: list[str] | None = None  # the text of each token
-    origins: str | None = None  # a letter per token: PLAIN, ACCEPTED, CORRECTED (a guess was refused here), BONUS
+    origins: str | None = None  # a letter per token, see `outrider.origins`
     drafted: list[int] | None = None  # guesses of each step
     accepted: list[int] | None = None  # and how many of them were kept
     phases: dict[str, float] = {}  # seconds in draft, target, verify, commit; `rest` is what no step accounts for

@@ -11,24 +11,10 @@ from __future__ import annotations
 
 from outrider.trace.reading import Depth, Text, Trace, read
 from outrider.trace.recorder import Recorder, asked, describe
-from outrider.trace.records import (
-    ACCEPTED,
-    BONUS,
-    CORRECTED,
-    PLAIN,
-    Detail,
-    End,
-    Header,
-    Request,
-    Step,
-)
+from outrider.trace.records import Detail, End, Header, Request, Step
 from outrider.trace.replay import Node, Replay, replay
 
 __all__ = [
-    "ACCEPTED",
-    "BONUS",
-    "CORRECTED",
-    "PLAIN",
     "Depth",
     "Detail",
     "End",

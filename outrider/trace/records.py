@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from outrider.origins import letters
 from outrider.params import SamplingParams
 
 FORMAT = 1  # raised when a field changes its meaning
 TOP = 5  # tokens of a law that `Detail.PROBS` keeps
 
-PLAIN, ACCEPTED, CORRECTED, BONUS = "p", "a", "c", "b"  # where a token came from, see `Step.origins`
 PHASES = ("draft", "target", "verify", "commit")
 
 Id = Annotated[int, Field(ge=0, lt=2**63)]
@@ -150,10 +150,8 @@ class Step(Line):
 
     @property
     def origins(self) -> str:
-        """A letter per written token: ACCEPTED (a guess), then CORRECTED (guesses were refused here), BONUS (all guesses
-        on the way came true) or PLAIN (nothing was guessed), unless the text ended before."""
-        own = PLAIN if not self.drafted else CORRECTED if self.refused else BONUS
-        return (ACCEPTED * self.accepted + own)[: self.committed]
+        """A letter per written token, see `outrider.origins`."""
+        return letters(self.drafted, self.accepted, self.refused > 0, self.committed)
 
 
 class End(Line):
