@@ -47,7 +47,8 @@ def local(*configs: dict | None, model: str = "builtin:code", rows: int = 1, **s
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """No calibration, which takes seconds and writes into the user's cache: a cost model at once, and the depths asked for."""
+    """No calibration, which takes seconds and writes into the user's cache: a cost model at once, and the depths asked for.
+    Of memory little is read."""
     depths = list[int]()
 
     def cheap(target: object, drafter: object, names: object, limit: Budget, **_: object) -> CostModel:
@@ -55,6 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return CostModel({}, [[1, 1, 64, 0.001]], [[1, 1, 0, 64, 0.0], [1, 1, 3, 64, 0.006]], 0.0, 0.0)
 
     monkeypatch.setattr(limits, "calibrated", cheap)
+    monkeypatch.setattr(limits, "MATRIX", 2**20)
     return depths
 
 
@@ -340,6 +342,14 @@ def test_what_is_expected_follows_from_costs_and_guesses() -> None:
     assert expect([fast], [], cost) is None
 
 
+def test_memory_is_read_by_all_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds by a clock of its own: passes of 2, 1 and 4 seconds."""
+    monkeypatch.setattr(limits, "PASSES", 3)
+    clock = iter([0.0, 2.0, 2.0, 3.0, 3.0, 7.0])
+    monkeypatch.setattr(limits, "perf_counter", lambda: next(clock))
+    assert limits.read_speed() == 2**20
+
+
 def test_limits_are_measured_for_files(tmp_path: Path, asked: list[int]) -> None:
     file, page = tmp_path / "run.json", tmp_path / "run.html"
     words = ("--speculative-config", json.dumps(PAIR), "--method", "suffix", "-r", "1", "-n", "12")
@@ -360,5 +370,9 @@ def test_limits_are_measured_for_files(tmp_path: Path, asked: list[int]) -> None
     assert run.limits.target["1"] == pytest.approx(0.001)
     assert run.limits.plain_step
     assert run.limits.weight_bytes
+    assert run.limits.read_bytes_per_second
     assert set(run.predicted) == {"suffix", "draft_model k=3 fixed"}
-    assert "<html" in page.read_text()[:200]
+    html = page.read_text()
+    assert "<html" in html[:200]
+    assert "Memory speed, measured" in html
+    assert "reading weights" in html

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from statistics import median
+from time import perf_counter
 
+import torch
+
+from outrider import native
 from outrider.calibrate import NODES, calibrated
 from outrider.drafters import make_drafter
 from outrider.llm import LLM
@@ -14,6 +18,7 @@ from outrider.measure.run import Limits, Run, Sample
 from outrider.tune import CostModel
 
 SLOW = 0.2  # seconds of a plain step from which on calibration would take minutes
+MATRIX, PASSES = 2**29, 12  # bytes that no cache holds, and how often they are read
 
 
 def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
@@ -23,6 +28,8 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
     steps = [seconds for s in plain for seconds, tokens in s.gaps if tokens == 1]
     target = llms[first.name].loaded.model
     run.limits = Limits(plain_step=median(steps) if steps else None, weight_bytes=getattr(target, "bytes", None))
+    if run.limits.weight_bytes:
+        run.limits.read_bytes_per_second = read_speed()
     if run.concurrency > 1 or not steps or median(steps) > SLOW:
         return
     middle = round(median(s.prompt_tokens + s.output_tokens / 2 for s in plain))
@@ -40,6 +47,19 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
             run.limits.draft_token = (whole - none) / depth
         if (expected := expect(stats.good(run, setting.name), plain, cost)) is not None:
             run.predicted[setting.name] = expected
+
+
+def read_speed() -> float:
+    """Bytes per second that all threads read of memory, by the linear that reads a model's weights: one row times a matrix
+    of `MATRIX` bytes. The best of some passes, as what else the machine does can only slow them. Needs the native kernels."""
+    width = 4096
+    matrix = native.Packed([torch.ones(1, 1).expand(MATRIX // (4 * width), width)], "float32")
+    row, taken = torch.ones(1, width), list[float]()
+    for _ in range(PASSES):
+        began = perf_counter()
+        matrix.linear(row)
+        taken.append(perf_counter() - began)
+    return matrix.bytes / min(taken)
 
 
 def expect(samples: Sequence[Sample], plain: Sequence[Sample], cost: CostModel) -> float | None:
