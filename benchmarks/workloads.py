@@ -5,9 +5,10 @@
 
 The targets are the built-in model inflated (benchmarks.inflate), the draft model is the built-in draft as trained. Workloads:
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
-paid). For each prompt plain decoding and the methods take turns; texts are the same under all of them, which is checked.
-Drafters see their own request alone; `auto` keeps what its controller has learned of costs, as it would in use.
-efficiency: time of the two models' forwards over the whole time.
+paid). For each prompt plain decoding and the methods take turns, a few tokens each (benchmarks.turns), after a text that warms
+up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
+keeps what its controller has learned of costs, as it would in use. efficiency: time of the two models' forwards over the whole
+time. layer_skip is not here: the layers that inflation adds do nothing, and skipping those would be cheating.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from benchmarks import DATA, RESULTS, headline, machine
 from benchmarks.edits import ForcedTarget, edit_workload
 from benchmarks.pairs import PRECISIONS, pair
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
+from benchmarks.turns import Written, in_turns
 from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request
 from outrider.drafters import make_drafter
+from outrider.measure.stats import interval
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Controller, Fixed
@@ -95,52 +99,53 @@ class Runner:
             self._made[method, forced] = Decoder(model, drafter, controller=controller, rows=1, max_length=LENGTH)
         return self._made[method, forced]
 
-    def run(self, method: str, text: Text, tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-        decoder = self.decoder(method, text.answer is not None)
+    def run(self, methods: Sequence[str], text: Text, tokens: int, temperature: float, seed: int) -> dict[str, Written]:
+        forced = text.answer is not None
         if text.answer is not None:
             self.forced.text, tokens = text.prompt + text.answer, min(LONGER * tokens, len(text.answer))
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-        row = decoder.admit(Request(0, text.prompt, params, seed, prediction=text.prediction))
-        out: dict[str, Any] = {"steps": 0, "drafted": 0, "seconds": 0.0, "forwards": 0.0}
-        while row.end is None:
-            reading, started = bool(decoder.waiting), perf_counter()
-            step = decoder.step()
-            if step is None:
-                continue
-            spent = sum(step.seconds.values())
-            out["steps"] += 1
-            out["drafted"] += int(step.draft.drafted)
-            out["seconds"] += spent if reading else perf_counter() - started
-            out["forwards"] += step.seconds["draft"] + step.seconds["target"]
-        decoder.release(row.slot)
-        return {**out, "text": row.output}
+        request = Request(0, text.prompt, params, seed, prediction=text.prediction)
+        return in_turns({m: (self.decoder(m, forced), request) for m in methods})
 
 
 def measure(
     runner: Runner, workload: str, methods: Sequence[str], count: int, tokens: int, temperature: float
 ) -> Iterator[dict[str, Any]]:
-    """A record per method. For each prompt all of them take turns, twice, and each is taken at its faster turn: what else
-    the machine does can only add."""
-    runs: dict[str, list[dict[str, Any]]] = {m: [] for m in ("plain", *methods)}
-    differing = 0
-    for seed, text in enumerate(texts(workload, runner.target.tokenizer, count)):
-        turns = [{m: runner.run(m, text, tokens, temperature, seed) for m in runs} for _ in range(2)]
-        for method, done in runs.items():
-            done.append(min((turn[method] for turn in turns), key=lambda r: r["seconds"]))
-            differing += sum(turn[method]["text"] != turns[0]["plain"]["text"] for turn in turns)
-    base = sum(r["seconds"] for r in runs["plain"])
-    for method, done in runs.items():
-        total = {k: sum(r[k] for r in done) for k in ("steps", "drafted", "seconds", "forwards")}
-        written = sum(len(r["text"]) for r in done)
+    """A record per method: speed against plain decoding's, with its interval of 95 % over the stretches of all texts; for
+    `auto` also against the fastest single method."""
+    names, work = ["plain", *methods], texts(workload, runner.target.tokenizer, count)
+    runner.run(names, work[-1], tokens // 2, temperature, count)  # a warm-up
+    runs = [runner.run(names, text, tokens, temperature, seed) for seed, text in enumerate(work)]
+    differing = sum(done[m].row.output != done["plain"].row.output for done in runs for m in methods)
+    taken = {m: np.array([s for done in runs for s in padded(done)[m]]) for m in names}
+    single = min((m for m in methods if m != "auto"), key=lambda m: taken[m].sum(), default="plain")
+    for method in names:
+        done = [d[method] for d in runs]
+        steps, seconds = sum(d.steps for d in done), sum(d.total for d in done)
+        written = sum(len(d.row.output) for d in done)
         yield {
             "workload": workload, "temperature": temperature, "method": method,
-            "tokens_per_second": round(written / total["seconds"], 2),
-            "speedup": round(base / total["seconds"], 3),
-            "acceptance_length": round(written / total["steps"], 3),
-            "drafted_per_step": round(total["drafted"] / total["steps"], 2),
-            "efficiency": round(total["forwards"] / total["seconds"], 3),
+            "tokens_per_second": round(written / seconds, 2),
+            **against("speedup", taken["plain"], taken[method]),
+            **(against("over_best", taken[single], taken[method]) if method == "auto" else {}),
+            "acceptance_length": round(written / steps, 3),
+            "drafted_per_step": round(sum(d.drafted for d in done) / steps, 2),
+            "efficiency": round(sum(d.forwards for d in done) / seconds, 3),
             "tokens": written, "differing_texts": differing if method == "plain" else None,
         }  # fmt: skip
+
+
+def padded(done: Mapping[str, Written]) -> dict[str, list[float]]:
+    """Seconds by stretch, as many for all: who is ahead at the end has nothing left to write."""
+    most = max(len(w.seconds) for w in done.values())
+    return {name: w.seconds + [0.0] * (most - len(w.seconds)) for name, w in done.items()}
+
+
+def against(name: str, base: Any, ours: Any) -> dict[str, Any]:
+    """How many times faster, and the interval of 95 %; stretches are resampled by fours, as neighbours resemble each other."""
+    sums = np.add.reduceat(np.stack([base, ours], axis=1), np.arange(0, len(base), 4))
+    found = interval(sums, lambda t: t[..., 0] / t[..., 1])
+    return {name: round(found.value, 3), f"{name}_95": [round(found.low, 3), round(min(found.high, 99.0), 3)]}
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -169,8 +174,8 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--methods", nargs="+", choices=[*METHODS], default=[*METHODS])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     today, how = datetime.now(UTC).date().isoformat(), PRECISIONS[args.precision]

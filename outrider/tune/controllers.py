@@ -15,8 +15,9 @@ ALLOWANCE, START = 0.01, 2.0  # what probing may lose: this part of all time, an
 _GAPS = (16, 512)  # steps between probes of drafting that failed: the first gap, doubled up to the last
 _FIRST_BURST, _BURST, _LOOK = 10, 4, 2  # steps of the first look and of a probe, and their depth
 _FADE = 0.1  # what a probe leaves of the acceptance seen before it
-_EVERY = 16  # steps for which a decision stands
+_EVERY, _THINKING = 16, 0.005  # a decision stands for so many steps at most, fewer where it is this part of their time
 _ENTER = 1.02  # how much better drafting must look before it begins
+_MEASURE = SETTLE + 3  # plain steps after drafted ones in which plain decoding is measured again
 _PROOF = 12  # drafted steps after which their own speed, not the estimate, has the last word
 
 
@@ -89,6 +90,7 @@ class _Plan:
     budget: Budget = field(default_factory=lambda: Budget(0))
     rows: int = 0  # how many rows it was decided for
     left: int = 0  # steps it still stands
+    since: int = 0  # the step it was decided at
     usual: float = 0.0  # seconds expected of one of them, if it drafts
     gain: float = 1.0  # expected speed against plain decoding
     believed: bool = False  # drafting is thought to pay
@@ -101,7 +103,8 @@ class Adaptive:
 
     Needs no calibration: the first steps are plain and measure, then a short look at drafted ones. From there the depth
     with the most expected tokens per second is taken, anew every few steps. While drafting does not pay it is skipped, and
-    probed after gaps that double; while it pays, plain decoding is measured again after gaps that double.
+    probed after gaps that double; while it pays, plain decoding is measured again, so seldom that it costs `ALLOWANCE` of the
+    time: the more drafting gains, the longer is it left alone.
 
     With `Calibrated` costs it starts with what is known, chains of every depth are weighed against trees of every depth and
     size within the limit, and a row is left out whose own guesses do not pay for drafting them: `"controller": "optimal"`.
@@ -125,7 +128,7 @@ class Adaptive:
         self.ledger, self.plan = _Ledger(), _Plan()
         self.now = 0  # steps so far
         self.gap, self.probe_at, self.burst = _GAPS[0], 0, 0
-        self.plain_gap, self.plain_at = self.costs.plain_gaps[0], 0
+        self.plain_at = 0
         self.looked = False
 
     def budgets(self, rows: list[int]) -> list[Budget]:
@@ -230,18 +233,22 @@ class Adaptive:
             self._skip(rows, failed=was or probed is not None)
 
     def _draft(self, budget: Budget, was: bool) -> None:
-        """Drafting pays; now and then some plain steps are measured, after as many as it takes to settle."""
-        if not was:
-            self.plain_gap = self.costs.plain_gaps[0]
-            self.plain_at = self.now + self.plain_gap
+        """Drafting pays; now and then some plain steps are measured."""
         if self.ledger.proved:
             self.gap = _GAPS[0]
-        if self.now >= self.plain_at:
-            self.plain_gap = min(2 * self.plain_gap, self.costs.plain_gaps[1])
-            self.plain_at = self.now + self.plain_gap
-            self._set(Budget(0), SETTLE + 3)
-        else:
-            self._set(budget, _EVERY if self.ledger.proved else 2)
+        if was and 0 < self.plain_at <= self.now:
+            self._set(Budget(0), _MEASURE)
+            self.plain_at = 0
+            return
+        self._set(budget, 2)
+        plan, plain = self.plan, self.costs.plain(self.plan.rows)
+        assert plain is not None
+        if self.ledger.proved:
+            plan.left = min(max(round(self.costs.thinking / (_THINKING * plan.usual)), 1), _EVERY)
+        if not was or not self.plain_at:
+            lost = _MEASURE * (1 - 1 / plan.gain) * plain
+            least, most = self.costs.plain_gaps
+            self.plain_at = self.now + round(min(max(lost / (ALLOWANCE * plan.usual), least), most))
 
     def _skip(self, rows: list[int], failed: bool) -> None:
         """Drafting does not pay, as far as is known: plain steps, and a probe when it is due and can be afforded."""
@@ -262,8 +269,13 @@ class Adaptive:
 
     def _set(self, budget: Budget, left: int) -> None:
         plan, count = self.plan, self.plan.rows
-        plan.budget, plan.left = budget, left
+        plan.budget, plan.left, plan.since = budget, left, self.now
         plan.usual = self.costs.step(count, budget, [1.0] * budget.max_nodes) if budget.depth else 0.0
+
+    @property
+    def _aging(self) -> float:
+        """What the steps since the last decision leave of what could not be seen in them."""
+        return 0.8 ** ((self.now - self.plan.since) / _EVERY)
 
     @property
     def _look(self) -> Budget:
@@ -292,7 +304,7 @@ class Adaptive:
                 best, gain = self._shape(depth), new
         if self.places is not None:
             if self.plan.budget.width == 1:
-                self.places.fade(0.8)
+                self.places.fade(self._aging)
             like = sum(k[0] for k in kept) / count / pooled[0]  # these rows against all that were seen
             for depth, worth in enumerate(self.places.expected(pooled[0])[:deepest], 1):
                 for nodes in range(depth + 1, min(self.limit.max_nodes, 2 * deepest) + 1):
@@ -313,7 +325,7 @@ class Adaptive:
         for row, chances in zip(rows, kept, strict=True):
             if sum(chances[: budget.depth]) / count * plain / gain < saved:
                 self.plan.out.add(row)
-                self._row(row).acceptance.fade(0.8)
+                self._row(row).acceptance.fade(self._aging)
 
     def _slowness(self, count: int, budget: Budget, came: Sequence[float]) -> float:
         """Of a step that asks for so many guesses, as many as usually come; 1 is a plain step."""

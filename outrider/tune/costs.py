@@ -21,7 +21,8 @@ class Costs:
     """Seconds learned from steps, by the number of rows. A curve over nodes for the target and all that is not the draft,
     another over depth for the draft; medians, so that a pause of the machine changes nothing."""
 
-    plain_gaps = (32, 256)  # drafted steps between measurements of plain decoding: the first, doubled up to the last
+    plain_gaps = (32, 1024)  # drafted steps between measurements of plain decoding: the least and the most
+    thinking = 2e-4  # seconds, about, of a decision by these costs
     shapes = False  # are chains and trees told apart?
 
     def __init__(self) -> None:
@@ -114,7 +115,8 @@ class Calibrated(Costs):
     machine is as it was: plain steps, drafted steps without their draft, drafts; medians of the last few measurements. One
     that has not been seen lately moves with those that are: a machine that got slower did so for all."""
 
-    plain_gaps = (256, 1024)
+    plain_gaps = (256, 2048)
+    thinking = 2e-3
     shapes = True
 
     def __init__(self, model: CostModel) -> None:
