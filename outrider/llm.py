@@ -16,6 +16,7 @@ from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.roster import Roster
+from outrider.models.checkpoint import stamp
 from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
@@ -260,10 +261,14 @@ class LLM:
 
 
 def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
-    """What tells the costs of a target and a drafter apart, for `calibrated`."""
+    """What tells the costs of a target and a drafter apart, for `calibrated`: names, settings, and files as they are now. Other
+    weights of the same shape may cost something else: they choose experts, and the layers of layer_skip."""
     free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
     draft = config.model_dump_json(exclude=free, fallback=str)
-    return {"target": f"{target.source} {target.weights}", "draft": draft}
+    return {
+        "target": f"{target.source} {target.weights} {stamp(target.source)}",
+        "draft": f"{draft} {stamp(config.model)} {stamp(config.layers)}",
+    }
 
 
 def _warn(message: str) -> None:

@@ -1,15 +1,20 @@
 """Calibration on toy models: what it holds, where it is kept, and when it is measured anew."""
 
+import os
+import shutil
+
 import pytest
 
 from outrider import calibrate as module
 from outrider.calibrate import cache_folder, calibrate, calibrated
 from outrider.drafters.base import NoDraft, Wrong
 from outrider.drafters.model import ModelDrafter
+from outrider.drafters.skip import LayerSearch
 from outrider.llm import LLM
+from outrider.models.load import DATA
 from outrider.models.toy import ToyModel
 from outrider.params import SamplingParams
-from outrider.tune import Calibrated
+from outrider.tune import Calibrated, CostModel
 from outrider.types import Budget
 
 LIMIT = Budget(3, 2, 4)
@@ -68,6 +73,48 @@ def test_it_is_measured_once_and_again_when_anything_differs(folder, monkeypatch
     assert len(counted) == 4
     assert cache_folder() == folder
     assert len(list(folder.glob("cost-*.json"))) == 4
+
+
+def files(folder, part):
+    """A model's folder, and what of an LLM lies in it: the target, the draft model, or the layers of layer_skip."""
+    shutil.copytree(DATA / "code-draft", folder)
+    if part == "target":
+        return folder, {"method": "ngram"}
+    if part == "draft":
+        return "builtin:code", {"method": "draft_model", "model": str(folder)}
+    LayerSearch([0], 0.5, 0.5, 1, 1.0).save(folder / "layers.json")
+    return "builtin:code", {"method": "layer_skip", "layers": str(folder / "layers.json")}
+
+
+@pytest.mark.parametrize(
+    ("part", "file"),
+    [
+        ("target", "model.safetensors"),
+        ("target", "config.json"),
+        ("draft", "model.safetensors"),
+        ("layers", "layers.json"),
+    ],
+)
+def test_files_that_are_written_anew_are_measured_anew(tmp_path, monkeypatch, part, file):
+    counted, place = [], tmp_path / "model"
+
+    def cheap(target, drafter, key, *more):
+        counted.append(key)
+        return CostModel(key, [[1, 1, 64, 0.001]], [[1, 1, 0, 64, 0.0]], 0.0, 0.0)
+
+    monkeypatch.setattr(module, "calibrate", cheap)
+    model, config = files(place, part)
+
+    def made():
+        LLM(model, speculative_config={**config, "controller": "optimal"}, max_num_seqs=1)
+        return len(counted)
+
+    assert (made(), made()) == (1, 1)
+    (place / "README.md").write_text("nothing that costs")
+    assert made() == 1
+    stat = (place / file).stat()
+    os.utime(place / file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert (made(), made()) == (2, 2)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "half a fi"])

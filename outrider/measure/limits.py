@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -11,8 +10,7 @@ import torch
 
 from outrider import native
 from outrider.calibrate import NODES, calibrated
-from outrider.drafters import make_drafter
-from outrider.llm import LLM
+from outrider.llm import LLM, costs_of
 from outrider.measure import stats
 from outrider.measure.run import Limits, Run, Sample
 from outrider.tune import CostModel
@@ -89,14 +87,5 @@ def _priced(samples: Sequence[Sample], cost: CostModel) -> tuple[int, float, flo
 
 def _cost(llm: LLM, known: CostModel | None) -> CostModel:
     """The cost model of a setting, measured unless it is kept. known: of another setting, whose target is this one's."""
-    loaded, config = llm.loaded, llm.config
-    length, device = llm.decoder.max_length, loaded.model.device.type
-    asked = config.model_dump(exclude_defaults=True)
-    names = {"target": f"{loaded.name} {loaded.weights}", "draft": json.dumps(asked, sort_keys=True, default=str)}
-    return calibrated(
-        loaded.model,
-        lambda rows: make_drafter(config, loaded, rows=rows, max_length=length, device=device),
-        names,
-        config.budget,
-        known=known,
-    )
+    names = costs_of(llm.config, llm.loaded)
+    return calibrated(llm.loaded.model, llm.drafter_for, names, llm.config.budget, known=known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -83,6 +84,18 @@ def fits(name: str, need: Sizes, weights: str | None, where: torch.device) -> No
     raise MemoryError(
         f"{name} needs {wanted / 2**30:.1f} GiB as {weights}, and {free / 2**30:.1f} GiB are free on {where}; {hint}"
     )
+
+
+def stamp(source: Any) -> str:
+    """What changes when a model's folder, or another file, is written anew: a digest of names, sizes and times of its
+    config.json and weights. "" for what is no path here: built-in names, hub names, loaded models."""
+    path = Path(source).expanduser() if isinstance(source, (str, Path)) else None
+    if path is None or not path.exists():
+        return ""
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    files = [f for f in inside if f.name == "config.json" or f.suffix in (".safetensors", ".bin")] or [path]
+    seen = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 
 
 def free_memory(where: torch.device) -> int:
