@@ -1,10 +1,10 @@
 """Never slower: controllers with drafters that cannot help, against plain decoding, on a model worth speeding up.
 
     python -m benchmarks.never_slower                                       builtin:code-160M, some minutes
-    python -m benchmarks.never_slower --cases wrong noisy --pairs 2 --tokens 512
+    python -m benchmarks.never_slower --cases wrong noisy --texts 2 --tokens 512
 
-Each case is measured in pairs A B, B A: a text of plain decoding and the same text with the controller, after the first 256
-tokens of each, which are where probing is paid for. Asked: 0.98 of plain. `whole` counts the first 256 tokens too.
+In each case plain decoding and the controller write the same texts, in turns of a few tokens (benchmarks.turns). What counts
+comes after the first 256 tokens of a text, which are where probing is paid for. Asked: 0.98 of plain. `whole` counts those too.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
+from benchmarks.turns import in_turns
 from outrider.calibrate import calibrated
 from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request
@@ -33,7 +34,7 @@ from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Calibrated, Controller
 from outrider.types import Budget
 
-FIRST, LENGTH, LIMIT = 256, 2048, Budget(8)
+FIRST, STRETCH, LENGTH, LIMIT = 256, 16, 2048, Budget(8)
 PROMPT = '"""Tools for reading and writing tables."""\n\nimport csv\n\n\ndef read_table(path):\n'
 
 
@@ -48,41 +49,30 @@ def cases(target: Loaded, draft: str) -> dict[str, tuple[float, Callable[[int], 
     }
 
 
-def write(decoder: Decoder, prompt: list[int], temperature: float, seed: int, tokens: int) -> tuple[float, float]:
-    """Seconds per token after the first ones, and of all."""
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    row = decoder.admit(Request(seed, prompt, params, seed))
-    while decoder.waiting:
-        decoder.prefill(row)
-    start, middle, at = perf_counter(), 0.0, 0
-    while row.end is None:
-        decoder.round([row])
-        if not at and len(row.output) >= FIRST:
-            middle, at = perf_counter(), len(row.output)
-    end = perf_counter()
-    decoder.release(row.slot)
-    return (end - middle) / (tokens - at), (end - start) / tokens
-
-
 def measure(
-    target: Loaded, controller: Controller, drafter: Drafter, temperature: float, pairs: int, tokens: int
+    target: Loaded, controller: Controller, drafter: Drafter, temperature: float, texts: int, tokens: int
 ) -> dict[str, Any]:
-    """Pairs in turns. A new text has a new seed and, as at a server, the controller that has seen the ones before."""
+    """Texts written by both. A new text has a new seed and, as at a server, the controller that has seen the ones before."""
     assert target.tokenizer is not None
     prompt = target.tokenizer(PROMPT)["input_ids"]
     plain = Decoder(target.model, NoDraft(), rows=1, max_length=LENGTH)
     fast = Decoder(target.model, drafter, controller=controller, rows=1, max_length=LENGTH)
-    write(plain, prompt, temperature, 0, FIRST + 8)
-    rows = list[tuple[float, float, float, float]]()
-    for pair in range(pairs):
-        first, second = (plain, fast) if pair % 2 == 0 else (fast, plain)
-        took = {id(d): write(d, prompt, temperature, pair, tokens) for d in (first, second)}
-        rows.append((*took[id(plain)], *took[id(fast)]))
-    after = interval(np.array(rows), lambda t: t[..., 0] / t[..., 2])
-    whole = sum(r[1] for r in rows) / sum(r[3] for r in rows)
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+    in_turns({"plain": (plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})
+    groups, whole = list[Any](), np.zeros(2)
+    for seed in range(texts):
+        done = in_turns({"plain": (plain, r := Request(seed, prompt, params, seed)), "fast": (fast, r)}, STRETCH)
+        if done["plain"].row.output != done["fast"].row.output:
+            raise AssertionError("a text is not plain decoding's")
+        seconds = np.array([done["plain"].seconds, done["fast"].seconds]).T
+        whole += seconds.sum(0)
+        after = seconds[FIRST // STRETCH :]
+        groups += [after[n : n + 4].sum(0) for n in range(0, len(after), 4)]
+    found = interval(np.array(groups), lambda t: t[..., 0] / t[..., 1])
     return {
-        "after_256": round(after.value, 4), "low": round(after.low, 4), "high": round(min(after.high, 99.0), 4),
-        "whole": round(whole, 4), "pairs": pairs, "plain_tokens_per_second": round(pairs / sum(r[1] for r in rows), 1),
+        "after_256": round(found.value, 4), "low": round(found.low, 4), "high": round(min(found.high, 99.0), 4),
+        "whole": round(float(whole[0] / whole[1]), 4), "texts": texts,
+        "plain_tokens_per_second": round(texts * tokens / float(whole[0]), 1),
     }  # fmt: skip
 
 
@@ -92,7 +82,7 @@ def main() -> None:
     parser.add_argument("--draft", default="builtin:code-draft")
     parser.add_argument("--cases", nargs="+")
     parser.add_argument("--controllers", nargs="+", choices=("adaptive", "optimal"), default=["adaptive", "optimal"])
-    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=768)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -107,7 +97,7 @@ def main() -> None:
             if kind == "optimal":
                 names = {**costs_of(SpeculativeConfig.of(None), target), "draft": f"never_slower {name}"}
                 costs = Calibrated(calibrated(target.model, make, names, LIMIT))
-            found = measure(target, Adaptive(LIMIT, costs), make(1), temperature, args.pairs, args.tokens)
+            found = measure(target, Adaptive(LIMIT, costs), make(1), temperature, args.texts, args.tokens)
             records.append({"case": name, "controller": kind, **found})
             print(records[-1], flush=True)
             made = {"date": today, "machine": machine.facts(), "model": args.model, "tokens": args.tokens}

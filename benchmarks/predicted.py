@@ -1,13 +1,13 @@
 """Predicted against measured: tokens/s of a sweep over drafters, lengths and trees, by the cost model and by the clock.
 
     python -m benchmarks.predicted                                               two sizes, temperatures 0 and 1
-    python -m benchmarks.predicted --sizes 160M --temperatures 0 --prompts 3 --rounds 2
+    python -m benchmarks.predicted --sizes 160M --temperatures 0  --prompts 3
 
 For each drafter one run with the longest chain and one with the largest tree are watched (outrider.measure.predict), costs are
-calibrated in the same process, and every setting of the sweep is predicted. Then all are measured in turns with plain decoding,
-forwards and backwards. Two figures for each: predicted over measured tokens/s at the pace of the plain answers measured beside
-(so that what else the machine does falls out), which is what is asked to be within 10 % for 90 % of the settings, and the same
-at the pace of the calibration.
+calibrated in the same process, and every setting of the sweep is predicted. Then all of them and plain decoding are measured in
+turns of a few tokens (benchmarks.turns). Two figures for each: predicted over measured tokens/s at the pace of the plain answers
+measured beside (so that what else the machine does falls out), which is what is asked to be within 10 % for 90 % of the
+settings, and the same at the pace of the calibration.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
+from benchmarks.turns import in_turns
 from outrider.calibrate import calibrate
+from outrider.decode import Decoder
+from outrider.drafters.base import NoDraft
 from outrider.llm import LLM
 from outrider.measure.local import forget
 from outrider.measure.predict import Seen, steps_seconds
 from outrider.measure.prompts import Ask, read
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
+from outrider.tune import Fixed
 from outrider.types import Budget
 
 TREE = Budget(6, 4, 16)
@@ -41,48 +46,42 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[Budget, ...]]] = {
 }
 
 
-def requests(llm: LLM, asks: list[Ask], temperature: float, tokens: int) -> list[Any]:
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
-    return [llm.requests(ask.prompt, params)[0] for ask in asks]
-
-
-def sweep(
-    target: Loaded, drafter: str, temperature: float, asks: list[Ask], tokens: int, rounds: int
-) -> Iterator[dict[str, Any]]:
+def sweep(target: Loaded, drafter: str, temperature: float, asks: list[Ask], tokens: int) -> Iterator[dict[str, Any]]:
     """A record for every setting of a drafter."""
     config, budgets = DRAFTERS[drafter]
-    deepest = max(b.depth for b in budgets if b.width == 1) if any(b.width == 1 for b in budgets) else 8
+    deepest = max((b.depth for b in budgets if b.width == 1), default=8)
     config = {**config, "num_speculative_tokens": deepest, "controller": "fixed"}
     llm = LLM(target, speculative_config=config, max_num_seqs=2)
     limit = Budget(deepest, TREE.width, TREE.nodes) if any(b.width > 1 for b in budgets) else Budget(deepest)
     cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit)
-
-    def run(seen: Seen, budget: Budget) -> float:
-        forget(llm.drafter)
-        return seen.watch(llm, requests(llm, asks, temperature, tokens), budget)
-
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
+    requests = [llm.requests(ask.prompt, params)[0] for ask in asks]
     seen = Seen(limit)
-    run(seen, Budget(deepest))
-    if limit.width > 1:
-        run(seen, TREE)
-    taken: dict[Budget, list[float]] = {b: [] for b in budgets}
-    beside: dict[Budget, list[float]] = {b: [] for b in budgets}
-    for turn in range(rounds):
-        for budget in budgets if turn % 2 == 0 else budgets[::-1]:
-            pair = [(budget, taken), (Budget(0), beside)]
-            for one, where in pair if turn % 2 == 0 else pair[::-1]:
-                where[budget].append(run(Seen(limit), one))
-    written, expected = seen.tokens, steps_seconds(seen, cost, Budget(0))
+    for budget in (Budget(deepest), TREE) if limit.width > 1 else (Budget(deepest),):
+        forget(llm.drafter)
+        seen.watch(llm, requests, budget)
+    length = max(len(r.prompt) for r in requests) + tokens
+    made = {b: llm.drafter_for(1) if b.depth else NoDraft() for b in (Budget(0), *budgets)}
+    decoders = {
+        b: Decoder(target.model, d, controller=Fixed(*b.parts), rows=1, max_length=length) for b, d in made.items()
+    }
+    taken = dict.fromkeys(decoders, 0.0)
+    in_turns({str(b.parts): (d, replace(requests[-1], id=-1)) for b, d in decoders.items()})  # a warm-up
+    for drafter_made in made.values():
+        forget(drafter_made)
+    for request in requests:
+        done = in_turns({str(b.parts): (d, request) for b, d in decoders.items()})
+        for budget in decoders:
+            taken[budget] += done[str(budget.parts)].total
+    pace = taken[Budget(0)] / steps_seconds(seen, cost, Budget(0))
     for budget in budgets:
-        plain = sum(beside[budget]) / rounds
-        pace = plain / expected
-        measured = written * rounds / sum(taken[budget])
-        predicted = written / steps_seconds(seen, cost, budget)
+        measured = seen.tokens / taken[budget]
+        predicted = seen.tokens / steps_seconds(seen, cost, budget)
         yield {
             "drafter": drafter, "temperature": temperature, "budget": budget.parts,
             "measured": round(measured, 2), "predicted": round(predicted / pace, 2),
             "error": round(predicted / pace / measured - 1, 4), "error_at_calibration": round(predicted / measured - 1, 4),
-            "plain": round(written / plain, 2), "pace": round(pace, 3),
+            "plain": round(seen.tokens / taken[Budget(0)], 2), "pace": round(pace, 3),
         }  # fmt: skip
 
 
@@ -98,7 +97,6 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     today, records = datetime.now(UTC).date().isoformat(), list[dict[str, Any]]()
@@ -107,7 +105,7 @@ def main() -> None:
         target = load(f"builtin:code-{size}", device="cpu")
         for drafter in args.drafters:
             for temperature in args.temperatures:
-                for record in sweep(target, drafter, temperature, asks, args.tokens, args.rounds):
+                for record in sweep(target, drafter, temperature, asks, args.tokens):
                     records.append({"size": size, **record})
                     print(records[-1], flush=True)
                 found = {

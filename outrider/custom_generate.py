@@ -64,8 +64,13 @@ def custom_generate(
 ) -> CustomGenerate:
     """A callable for `model.generate(custom_generate=...)`. Keep it: a second call with the same model starts at once.
 
-    tokenizer: needed for stop_strings (transformers hands none to a callable). seed: of the sampling; None draws one
-    from torch's generator, so `torch.manual_seed` decides. The others are `LLM`'s.
+    tokenizer: needed for stop_strings (transformers hands none to a callable). seed: of the sampling, 64 bits, row i with a
+    seed made of it and i; None draws one from torch's generator, so `torch.manual_seed` decides. `generate(seed=...)` goes
+    before it. max_num_seqs: rows that decode side by side; `generate` may be given more. The others are `LLM`'s; the device is
+    the model's.
+
+    Raises ValueError for a wrong speculative_config at once, and for the rest when `generate` calls: for what `LLM` refuses,
+    and for every setting of `generate` that outrider has no equal of, by name.
     """
     options = {
         "tokenizer": tokenizer,

@@ -30,13 +30,25 @@ Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
 class LLM:
     """A model ready to generate.
 
-    model: a folder, a hub name, `builtin:code`, a loaded transformers model, or what another LLM has `loaded`: then both
-    share the weights. speculative_config: see `SpeculativeConfig`, or None for plain decoding. dtype: "auto" keeps the
-    checkpoint's precision. max_model_len: tokens of prompt and output together. max_num_seqs: sequences that decode side by
-    side.
-    drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method.
+    model: a folder, a hub name, `builtin:code`, a loaded transformers model (which stays as it is), or what another LLM has
+    `loaded`: then both share the weights, and tokenizer, dtype and quantization are that one's.
+    tokenizer: a transformers tokenizer, or a folder or hub name of one; None: the model's own, if it is loaded by name.
+    Without one, prompts are token ids.
+    speculative_config: see `SpeculativeConfig`; None is plain decoding.
+    dtype: float32, bfloat16 or float16, what the weights are kept in; "auto" keeps the checkpoint's own precision.
+    quantization: "int8" or "int4" for the weights, on the CPU; None keeps them at dtype.
+    device: "cpu" or "cuda"; "auto" is the GPU if there is one, and for a loaded model where it is.
+    max_model_len: tokens of prompt and output together, at least 2; None: as many as the model was made for.
+    max_num_seqs: sequences that decode side by side, at least 1; further ones wait.
+    drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method. If it
+    fails, there is a warning and the text goes on without it.
+    controller: an object of your own that satisfies `outrider.tune.Controller`, instead of the configured one.
     trace: a file that every step is written to (docs/tuning.md), with the token ids of prompts and texts; a `Recorder` says
     how much.
+
+    Raises ValueError, with what would work, for arguments that are wrong or contradict each other, also those of
+    speculative_config; what `outrider.models.load.load` raises for a model that cannot be had or does not fit; OSError for a
+    trace that cannot be written.
     """
 
     def __init__(
@@ -99,7 +111,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one prompt or a list. A prompt is a string, a list of chat messages, or {"prompt_token_ids": [...]}.
 
-        sampling_params: one for all, or one per prompt. Raises ValueError for a bad request before anything runs.
+        sampling_params: one for all, or one per prompt; None is `SamplingParams()`. Returns one output per prompt, in their
+        order. Raises ValueError for a bad request before anything runs.
         """
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         params = self._params(sampling_params, len(many))
@@ -118,7 +131,12 @@ class LLM:
         ]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Continue one prompt and yield each step's text. The last delta carries the whole output."""
+        """Continue one prompt, given as to `generate`, and yield what each step adds to the text, from none to many tokens.
+
+        What may still become a stop string is held back until that is settled. The last delta carries the whole output.
+        sampling_params: with n=1; None is `SamplingParams()`. Raises ValueError for a bad request, at the first `next`. A
+        reader that stops early leaves the row free.
+        """
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"stream writes one text, got n={params.n}; use generate for several")

@@ -14,7 +14,8 @@ class SpeculativeMetrics:
     """vLLM's `metrics.speculative_decoding`. Rates are fractions; lengths count the bonus token.
 
     mean_acceptance_length: committed tokens per step = 1 + accepted / steps. draft_acceptance_rate: accepted / drafted.
-    acceptance_histogram: steps by number of accepted guesses. acceptance_histogram_by_draft_length: the same per draft length.
+    acceptance_histogram: steps by number of accepted guesses, from none on. acceptance_histogram_by_draft_length: the same for
+    each number of guesses made. per_step_accepted, per_step_drafted: int [step].
     """
 
     num_spec_steps: int
@@ -30,7 +31,9 @@ class SpeculativeMetrics:
 
     @classmethod
     def of(cls, drafted: Sequence[int], accepted: Sequence[int], num_spec_tokens: int) -> SpeculativeMetrics:
-        """From the guesses and the accepted guesses of each step."""
+        """drafted, accepted: int [step], the guesses made (all nodes of a tree) and those accepted, at most as many.
+        num_spec_tokens: the most that a step may guess one behind the other, as configured. The mean is None without steps,
+        the rate without guesses. Raises ValueError where the two are not equally long."""
         longest = max(accepted, default=0)
         by_length: dict[int, list[int]] = {}
         histogram = [0] * (longest + 1)

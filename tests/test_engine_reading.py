@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from engines import LONG, TARGET, engine, job, run, settled
 from helpers import VOCAB, plain_texts, request
+from test_vocabulary import TOY_DRAFT, pairing
 
 from outrider.drafters import ModelDrafter, SuffixDrafter
 from outrider.drafters.router import Router
-from outrider.engine.reading import PIECE, WITHIN
+from outrider.drafters.translated import TranslatedDrafter
+from outrider.engine import reading
 from outrider.models.toy import ToyModel
 from outrider.tune import Adaptive
 from outrider.types import Budget
@@ -17,8 +21,8 @@ from outrider.types import Budget
 class Counting(ToyModel):
     """A draft that counts the tokens it reads, and keeps the count of each turn whose step had several rows."""
 
-    def __init__(self) -> None:
-        super().__init__(VOCAB, seed=5, max_length=400)
+    def __init__(self, vocab_size: int = VOCAB) -> None:
+        super().__init__(vocab_size, seed=5, max_length=600)
         self.count, self.turns = 0, list[int]()
 
     def forward(self, tokens, cache, rows, **options):
@@ -46,20 +50,26 @@ def pair() -> tuple[Turning, Counting]:
     return Turning(draft), draft
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("kind", ["draft_model", "routed", "tli", "slem"])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_no_step_waits_for_a_drafter_to_read_a_prompt(routed: bool, depth: int) -> None:
+def test_no_step_waits_for_a_drafter_to_read_a_prompt(monkeypatch: pytest.MonkeyPatch, kind: str, depth: int) -> None:
+    monkeypatch.setattr(reading, "PIECE", 96)  # much less than a prompt
+    monkeypatch.setattr(reading, "WITHIN", 16)
     target, draft = pair()
-    drafter = ModelDrafter(draft, 4, 400)
-    whole = Router({"suffix": SuffixDrafter(), "draft_model": drafter}, {"draft_model": 0.01}) if routed else drafter
-    eng = engine(target, whole, depth=depth, prefix_bytes=0)  # type: ignore[arg-type]
+    drafter: Any = ModelDrafter(draft, 4, 400)
+    if kind == "routed":
+        drafter = Router({"suffix": SuffixDrafter(), "draft_model": drafter}, {"draft_model": 0.01})
+    elif kind in ("tli", "slem"):  # a tokenizer of its own
+        draft = target.draft = Counting(len(TOY_DRAFT))
+        drafter = TranslatedDrafter(draft, pairing(), 4, kind)
+    eng = engine(target, drafter, depth=depth, prefix_bytes=0)
     requests = [request([1, 2], LONG.with_(max_tokens=60))]
     requests += [request([i + 1, 3] * 160, LONG.with_(max_tokens=40), i) for i in range(5)]
     results = run(eng, [job(r) for r in requests])
     assert [r.output.token_ids for r in results] == plain_texts(TARGET, requests)
-    guessing = 4 * (depth + 1)  # a root and the guesses of each row
-    assert max(draft.turns) <= PIECE + WITHIN + guessing
-    assert max(draft.turns) > WITHIN + guessing  # pieces are read
+    guessing = 4 * (1 + depth * (1 + (kind == "slem")))  # a root and the guesses of each row
+    assert max(draft.turns) <= 96 + 16 + guessing
+    assert max(draft.turns) > 16 + guessing  # pieces are read
     assert all(r.speculative is not None and r.speculative.num_draft_tokens > 0 for r in results)
     settled(eng)
     assert not eng.reading.spent

@@ -197,6 +197,26 @@ def test_no_token_differs_from_plain_decoding(way: Way | None, budget: Budget) -
     assert [r.output for r in engine.generate(requests)] == plain_texts(target, requests)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_what_is_guessed_does_not_depend_on_the_pieces_that_were_read(way: Way, data: st.DataObject) -> None:
+    made, tokens = drafter(way, rows=2), list[int]()
+    for step in range(4):
+        tokens = tokens + data.draw(st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=30))
+        count = data.draw(st.integers(1, 9))
+        while (missing := made.missing(1, tokens)) > 0 and data.draw(st.booleans()):
+            made.read(1, tokens, min(missing, count))
+            assert made.missing(1, tokens) == missing - min(missing, count)
+        ask = batch([1], [tokens], [Budget(3)], SamplingParams(temperature=step % 2), step=step)
+        draft = made.propose(ask)
+        chain = [token for token, _ in guesses(draft, 0)[1:]]
+        assert guesses(draft, 0) == guesses(drafter(way, rows=2).propose(ask), 0)
+        right = chain[: data.draw(st.integers(0, 3))]
+        made.update(ask, [Kept([*right, 1], list(range(len(right) + 1)), len(right))], None)
+        tokens = [*tokens, *right, 1]
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 @pytest.mark.parametrize("way", [*WAYS, None])
 def test_every_verifier_takes_the_drafts(way: Way | None, rule: str) -> None:

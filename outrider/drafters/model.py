@@ -18,7 +18,7 @@ from outrider.noise import Stream
 from outrider.tree import chain, tree
 from outrider.types import PADDING, Budget, Draft, Kept, Siblings
 
-_CHUNK = 256  # prompt tokens ingested per forward
+_CHUNK = 256  # prompt tokens read per forward
 _RIVALS = 8  # candidates that share a node's chances
 ERROR = 0.4  # of a draft's logits, see `_chances`
 
@@ -73,8 +73,22 @@ class ModelDrafter(BaseDrafter):
                 path.append(node)
             self.cache.commit([row], [path])
 
+    def missing(self, row: int, tokens: list[int]) -> int:
+        """How much the model has yet to read of a row, whose committed tokens these are, before it can guess: its own tokens,
+        the root not counted. None where it will not guess, as the text is too long for it."""
+        return len(self._context(row, tokens)) - 1 - self.cache.length[row] if self._room(row, tokens) > 0 else 0
+
+    def read(self, row: int, tokens: list[int], count: int) -> None:
+        """Takes in the next `count` of what is missing, in one forward."""
+        have = self.cache.length[row]
+        self._scratch.pop(row, None)  # overwritten
+        part = self._context(row, tokens)[have : have + count]
+        self.model.forward(torch.tensor([part]), self.cache, [row], want="none")
+        self.cache.commit([row], [range(len(part))])
+
     def propose(self, batch: Batch) -> Draft:
-        room = [self._room(batch, b) for b in range(len(batch.rows))]  # a short-sighted drafter stops drafting, no more
+        # a short-sighted drafter stops drafting, no more
+        room = [self._room(row, tokens) for row, tokens in zip(batch.rows, batch.tokens, strict=True)]
         some = [b for b, budget in enumerate(batch.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
         if some and all(self._has_chain(batch, b) for b in some):
             guesses: list[list[int]] = [[] for _ in batch.rows]
@@ -206,7 +220,7 @@ class ModelDrafter(BaseDrafter):
         chains = [
             Chain(
                 batch.rows[b],
-                self._level(batch, b),
+                self._level(batch.rows[b], batch.tokens[b]),
                 min(batch.budgets[b].depth, batch.budgets[b].max_nodes),
                 batch.warp.histories[b].params.temperature,
                 noise[b],
@@ -220,34 +234,29 @@ class ModelDrafter(BaseDrafter):
             self._scratch[c.row] = [(c.tokens[-1], -1), *((token, n) for n, token in enumerate(tokens[:-1]))]
         return drawn
 
-    def _context(self, batch: Batch, b: int) -> list[int]:
+    def _context(self, row: int, tokens: list[int]) -> list[int]:
         """The committed tokens of a row as the model reads them, the root last."""
-        return batch.tokens[b]
+        return tokens
 
-    def _room(self, batch: Batch, b: int) -> int:
+    def _room(self, row: int, tokens: list[int]) -> int:
         """Tokens that the model can still take in behind a row."""
-        return self.model.max_length - len(self._context(batch, b))
+        return self.model.max_length - len(self._context(row, tokens))
 
     def _own(self, token: int) -> int:
         """The model's own id of a token that it drafted."""
         return token
 
-    def _level(self, batch: Batch, b: int) -> list[int]:
-        """Ingests what is long; returns the committed tokens that are left to forward, the root last."""
-        row, tokens = batch.rows[b], self._context(batch, b)
-        n = self.cache.length[row]
-        while len(tokens) - n > _CHUNK:
-            part = torch.tensor([tokens[n : n + _CHUNK]])
-            self.model.forward(part, self.cache, [row], want="none")
-            self.cache.commit([row], [range(_CHUNK)])
-            n += _CHUNK
-        return tokens[n:]
+    def _level(self, row: int, tokens: list[int]) -> list[int]:
+        """Reads what is long; returns what is left of the committed tokens to forward, the root last."""
+        while self.missing(row, tokens) >= _CHUNK:
+            self.read(row, tokens, _CHUNK)
+        return self._context(row, tokens)[self.cache.length[row] :]
 
     def _ingest(self, batch: Batch, some: list[int]) -> Tensor:
         """Brings the rows level with their committed tokens; returns logits [row, vocab] after the root of each, which
         then stands in the scratch as node 0."""
-        feeds = [self._level(batch, b) for b in some]
         rows = [batch.rows[b] for b in some]
+        feeds = [self._level(row, batch.tokens[b]) for row, b in zip(rows, some, strict=True)]
         tokens, parents = chain(feeds)
         logits = self.model.forward(tokens, self.cache, rows, parents=parents, want="last").logits[:, 0]
         self.cache.commit(rows, [range(len(f) - 1) for f in feeds])

@@ -54,6 +54,10 @@ class SelfDrafter(ModelDrafter):
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
         """The target's own step has written what was accepted."""
 
+    def missing(self, row: int, tokens: list[int]) -> int:
+        """The target has read it."""
+        return 0
+
     def release(self, row: int) -> None:
         """The target's rows are the loop's to release."""
 

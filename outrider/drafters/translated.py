@@ -154,35 +154,44 @@ class TranslatedDrafter(ModelDrafter):
         self._readings.pop(row, None)
         self._guessed.pop(row, None)
 
-    def _context(self, batch: Batch, b: int) -> list[int]:
-        reading = self._readings.setdefault(batch.rows[b], _Reading(Spelling(self.pairing)))
-        return reading.spelling.read(batch.tokens[b])
-
-    def _room(self, batch: Batch, b: int) -> int:
-        return super()._room(batch, b) if self._context(batch, b) else 0  # nothing it could read: nothing to go on from
-
-    def _own(self, token: int) -> int:
-        return self.pairing.shared[token]
-
-    def _level(self, batch: Batch, b: int) -> list[int]:
-        """The cache keeps what the text still begins with, and takes in what the draft wrote itself and came true."""
-        row = batch.rows[b]
-        reading = self._readings[row]
-        ids = reading.spelling.read(batch.tokens[b])
+    def missing(self, row: int, tokens: list[int]) -> int:
+        """See `ModelDrafter.missing`. The cache keeps what the text still begins with, and takes in what the draft wrote
+        itself and came true."""
+        if self._room(row, tokens) <= 0:
+            return 0
+        ids, reading = self._context(row, tokens), self._readings[row]
         same = min(alike(reading.held, ids, min(reading.sure, len(reading.held))), len(ids) - 1)
         length = self.cache.length[row]
         if same < length:
             self.cache.keep(row, same)
         else:
             self.cache.commit([row], [range(same - length)])
-        reading.held, reading.sure = list(ids), reading.spelling.sure
-        return super()._level(batch, b)
+        reading.held, reading.sure = ids[:same], reading.spelling.sure
+        return len(ids) - 1 - same
+
+    def read(self, row: int, tokens: list[int], count: int) -> None:
+        super().read(row, tokens, count)
+        self._readings[row].held = self._context(row, tokens)[: self.cache.length[row]]
+
+    def _context(self, row: int, tokens: list[int]) -> list[int]:
+        return self._readings.setdefault(row, _Reading(Spelling(self.pairing))).spelling.read(tokens)
+
+    def _room(self, row: int, tokens: list[int]) -> int:
+        return super()._room(row, tokens) if self._context(row, tokens) else 0  # nothing it could read
+
+    def _own(self, token: int) -> int:
+        return self.pairing.shared[token]
+
+    def _level(self, row: int, tokens: list[int]) -> list[int]:
+        feed = super()._level(row, tokens)
+        self._readings[row].held += feed
+        return feed
 
     def _written(self, batch: Batch) -> list[list[int]]:
         """SLEM: the tokens of the target for what the draft writes, a chain for each row."""
         guesses: list[list[int]] = [[] for _ in batch.rows]
         asked = [min(b.depth, b.max_nodes) for b in batch.budgets]
-        room = [min(2 * n, self._room(batch, b)) for b, n in enumerate(asked)]
+        room = [min(2 * n, self._room(batch.rows[b], batch.tokens[b])) for b, n in enumerate(asked)]
         live = [b for b, n in enumerate(room) if n > 0]
         if not live:
             return guesses
@@ -215,7 +224,8 @@ class TranslatedDrafter(ModelDrafter):
 
     def _opened(self, batch: Batch, live: list[int]) -> Tensor:
         """Logits [row, vocab of the draft] after the committed text of each row, whose last token stands in the scratch."""
-        feeds, rows = [self._level(batch, b) for b in live], [batch.rows[b] for b in live]
+        rows = [batch.rows[b] for b in live]
+        feeds = [self._level(row, batch.tokens[b]) for row, b in zip(rows, live, strict=True)]
         tokens, parents = chain(feeds)
         logits = self.draft.forward(tokens, self.cache, rows, parents=parents, want="last").logits[:, 0]
         self.cache.commit(rows, [range(len(feed) - 1) for feed in feeds])

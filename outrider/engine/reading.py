@@ -10,8 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 
-import torch
-
 from outrider.decode import Row
 from outrider.drafters import ModelDrafter
 from outrider.drafters.roster import Roster
@@ -57,25 +55,28 @@ class Reading:
         self.spent.pop(row, None)
 
     def _read(self, drafter: ModelDrafter, row: int, count: int) -> None:
-        started, have = perf_counter(), drafter.cache.length[row]
-        piece = self.rows[row].tokens[have : have + count]
+        started = perf_counter()
         try:
-            drafter.model.forward(torch.tensor([piece]), drafter.cache, [row], want="none")
-            drafter.cache.commit([row], [range(len(piece))])
+            drafter.read(row, self.rows[row].tokens, count)
         except Exception as error:
-            log.warning("the drafter of a row could not read (%s)", type(error).__name__)
-            self.roster._lose(self.roster.method(row), [row], error)
+            self._lose(row, error)
         self.spent[row] = self.spent.get(row, 0.0) + perf_counter() - started
 
+    def _missing(self, drafter: ModelDrafter, row: int) -> int:
+        try:
+            return drafter.missing(row, self.rows[row].tokens)
+        except Exception as error:
+            self._lose(row, error)
+            return 0
+
+    def _lose(self, row: int, error: Exception) -> None:
+        log.warning("the drafter of a row could not read (%s)", type(error).__name__)
+        self.roster._lose(self.roster.method(row), [row], error)
+
     def _drafters(self, row: int) -> list[ModelDrafter]:
-        """The draft models behind a row's method that read the target's own tokens into a cache of their own."""
+        """The draft models behind a row's method."""
         if row in self.roster.lost:
             return []
         drafter = self.roster.drafters.get(self.roster.method(row))
         inner = [drafter, *getattr(drafter, "drafters", {}).values()]
-        return [d for d in inner if type(d) is ModelDrafter]
-
-    def _missing(self, drafter: ModelDrafter, row: int) -> int:
-        """Tokens that a drafter has not read of a row; none where it will not draft, as the text is too long for it."""
-        tokens = len(self.rows[row].tokens)
-        return 0 if tokens >= drafter.model.max_length else tokens - 1 - drafter.cache.length[row]
+        return [d for d in inner if isinstance(d, ModelDrafter)]
