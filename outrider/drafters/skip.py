@@ -87,10 +87,10 @@ class LayerSearch:
 
     @classmethod
     def load(cls, path: str | Path) -> LayerSearch:
-        """Raises ValueError for a file that `save` did not write."""
+        """Raises ValueError for a file that is missing or that `save` did not write."""
         try:
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} holds no layer set ({error}); make one with: outrider layers MODEL --out {path}"
             ) from error
