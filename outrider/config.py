@@ -87,11 +87,19 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(
                 'method "draft_model" needs a model: {"method": "draft_model", "model": "builtin:code-draft"}'
             )
-        for key, method in (("prediction", "prediction"), ("corpus", "suffix")):
-            if getattr(self, key) is not None and not {method, "auto"} & set(self.methods):
+        for key, method in (
+            ("prediction", "prediction"),
+            ("corpus", "suffix"),
+            ("layers", "layer_skip"),
+            ("assistant_early_exit", "layer_skip"),
+        ):
+            takers = {method, "auto"} if key in ("prediction", "corpus") else {method}
+            if getattr(self, key) is not None and not takers & set(self.methods):
                 raise ValueError(
                     f'{key} is for the method "{method}", got "{self.method}": {{"method": "{method}", "{key}": ...}}'
                 )
+        if self.layers is not None and self.assistant_early_exit is not None:
+            raise ValueError("layers and assistant_early_exit both say which layers draft; give one of them")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"

@@ -22,7 +22,7 @@ TARGET = ToyModel(VOCAB)
 class Bad(BaseDrafter):
     """Right for every row but those that start with token 0; for these something is wrong."""
 
-    def __init__(self, wrong: Callable[[Batch, Draft, int], Draft], good: BaseDrafter) -> None:
+    def __init__(self, wrong: Callable[[Batch, Draft, int], Draft], good: Drafter) -> None:
         self.wrong, self.good = wrong, good
 
     def propose(self, batch: Batch) -> Draft:
@@ -35,6 +35,12 @@ class Bad(BaseDrafter):
 
 def _raises(batch: Batch, draft: Draft, b: int) -> Draft:
     raise KeyError("lost my table")
+
+
+def _changes(batch: Batch, draft: Draft, b: int) -> Draft:
+    batch.tokens[b][-1] = 1 - batch.tokens[b][-1] % 2
+    batch.tokens[b].append(2)
+    return draft
 
 
 def _grown(draft: Draft, b: int, extra: list[tuple[int, int]]) -> Draft:
@@ -51,8 +57,11 @@ WRONGS: dict[str, tuple[Callable[[Batch, Draft, int], Draft], str]] = {
     "raises": (_raises, "it raised KeyError: 'lost my table'"),
     "children first": (lambda _, d, b: _grown(d, b, [(1, 60), (1, 0)]), "a parent comes before its children"),
     "no such token": (lambda _, d, b: _grown(d, b, [(VOCAB + 3, 0)]), f"outside the target's {VOCAB} tokens"),
-    "too many nodes": (lambda _, d, b: _grown(d, b, [(1, 0)] * 9), "for Budget"),
-    "another root": (lambda _, d, b: Draft(d.tokens + 1 - (d.tokens == VOCAB - 1).long() * 2, d.parents), "a draft with root"),
+    "too many nodes": (lambda _, d, b: _grown(d, b, [(1, 0)] * 9), "nodes where the row's budget allows 4"),
+    "another root": (lambda _, d, b: Draft(d.tokens + 1 - (d.tokens == VOCAB - 1).long() * 2, d.parents), "node 0 is the last"),
+    "too wide": (lambda _, d, b: _grown(Draft(d.tokens[:, :2], d.parents[:, :2]), b, [(1, 0)]), "2 children of a node"),
+    "too deep": (lambda _, d, b: _grown(d, b, [(1, n) for n in range(4, 9)]), "levels where the row's budget allows 4"),
+    "changes the text": (_changes, "committed tokens, which are read-only"),
     "not a draft": (lambda *_: None, "returned a NoneType, not a Draft"),  # pyright: ignore
     "too few rows": (lambda _, d, b: Draft(d.tokens[:0], d.parents[:0]), "drafts for"),
 }  # fmt: skip
@@ -80,6 +89,11 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
             drafted[row] += count
     guessed = [count > 0 for count in drafted.values()]
     assert guessed.count(True) == 2, "the neighbours are drafted for as ever"
+
+
+def test_what_is_no_drafter_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="the drafter 'mine' is none: a drafter has taps, propose, update and release"):
+        Roster({"mine": object()}, "mine", VOCAB)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_users_drafter_in_the_library() -> None:

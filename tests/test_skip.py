@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from architectures import tiny
 from helpers import decoder, plain_texts, request
 
+from outrider import LLM
 from outrider.drafters.skip import LayerSearch, LayerSkipDrafter, search_layers
 from outrider.models.base import LanguageModel
 from outrider.models.hf import HFModel
@@ -81,6 +83,20 @@ def test_a_part_is_the_model_without_the_others() -> None:
 def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
     with pytest.raises(ValueError, match=r"increasing numbers from 0 to 3.*\[0, 2\]"):
         LayerSkipDrafter(HFModel(tiny("llama", num_hidden_layers=4)), layers)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "layer_skip", "assistant_early_exit": 50}, "is 50, and builtin:code has 6 layers"),
+        ({"method": "layer_skip", "layers": "/no/layers.json"}, "outrider layers MODEL --out /no/layers.json"),
+        ({"method": "layer_skip", "layers": [0], "assistant_early_exit": 1}, "give one of them"),
+        ({"method": "suffix", "layers": [0]}, 'layers is for the method "layer_skip", got "suffix"'),
+    ],
+)
+def test_layers_that_cannot_draft_are_told_in_words(config: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        LLM("builtin:code", device="cpu", speculative_config=config)
 
 
 def test_a_model_without_layers_is_refused() -> None:

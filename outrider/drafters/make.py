@@ -115,6 +115,11 @@ def _layer_skip(setting: Setting) -> Drafter:
     if config.layers is not None:
         return LayerSkipDrafter(target.model, config.layers)
     if config.assistant_early_exit is not None:
+        count = int(getattr(target.model, "layers", config.assistant_early_exit))
+        if config.assistant_early_exit > count:
+            raise ValueError(
+                f"assistant_early_exit is {config.assistant_early_exit}, and {target.name} has {count} layers"
+            )
         return LayerSkipDrafter(target.model, range(config.assistant_early_exit))
     if target.tokenizer is None:
         raise ValueError('layer_skip needs to know which layers: {"method": "layer_skip", "layers": [0, 2, ...]}')

@@ -21,7 +21,8 @@ from outrider.types import Draft, Kept, Siblings
 class Roster(BaseDrafter):
     """Drafters by name. `assign` says which of them a row has; a row without one has `default`, "none" has no guesses.
 
-    tell: is told of every failure, with the drafter's name and the rule it broke or what it raised.
+    tell: is told of every failure, with the drafter's name and the rule it broke or what it raised. Raises ValueError for an
+    object that lacks a drafter's methods.
     """
 
     def __init__(
@@ -31,6 +32,12 @@ class Roster(BaseDrafter):
         vocab_size: int,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
+        for name, drafter in drafters.items():
+            if not isinstance(drafter, Drafter):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(
+                    f"the drafter {name!r} is none: a drafter has taps, propose, update and release; "
+                    "outrider.drafters.BaseDrafter has all but propose"
+                )
         self.tell = tell
         self.drafters, self.default, self.vocab_size = drafters, default, vocab_size
         self.taps = tuple(drafters[default].taps) if default in drafters else ()
@@ -89,8 +96,14 @@ class Roster(BaseDrafter):
         """A drafter's proposal for some entries of the batch. If it fails them together, each is asked for alone, and only
         those that fail alone are lost."""
         own, drafter = part(batch, some), self.drafters[name]
+        committed = [(tokens, list(tokens)) for tokens in own.tokens]
         try:
-            draft = drafter.propose(own)
+            try:
+                draft = drafter.propose(own)
+            finally:
+                changed = restore(own.tokens, committed)
+            if changed:
+                raise Broken("propose changed the committed tokens, which are read-only; make a list of your own")
             check(draft, own, self.vocab_size)
             return [(name, some, draft)]
         except Exception as error:
@@ -134,6 +147,16 @@ class Broken(ValueError):
     """A draft that breaks the contract."""
 
 
+def restore(tokens: list[list[int]], committed: Sequence[tuple[list[int], list[int]]]) -> bool:
+    """Make a batch's tokens what they were, in place; whether a drafter had changed any. committed: each list, and a copy."""
+    changed = tokens != [then for _, then in committed]
+    if changed:
+        tokens[:] = [now for now, _ in committed]
+        for now, then in committed:
+            now[:] = then
+    return changed
+
+
 def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
     """Raise Broken unless the draft is one for these rows, within their budgets."""
     if not isinstance(draft, Draft):
@@ -147,11 +170,20 @@ def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
     for tokens, parents, known, budget in zip(
         lists(draft.tokens), lists(draft.parents), batch.tokens, batch.budgets, strict=True
     ):
-        level = [0] * len(parents)
+        if tokens[0] != known[-1]:
+            raise Broken(f"node 0 is the last committed token, {known[-1]}, and here it is {tokens[0]}")
+        level, children = [0] * len(parents), [0] * len(parents)
         for n, parent in enumerate(parents):
-            level[n] = level[parent] + 1 if parent >= 0 else 0
-        if tokens[0] != known[-1] or max(level) > budget.depth or sum(p >= 0 for p in parents) > budget.max_nodes:
-            raise Broken(f"a draft with root {tokens[0]} and parents {parents} for {budget} after token {known[-1]}")
+            if parent >= 0:
+                level[n] = level[parent] + 1
+                children[parent] += 1
+        for what, got, most in (
+            ("levels", max(level), budget.depth),
+            ("nodes", sum(children), budget.max_nodes),
+            ("children of a node", max(children), budget.width),
+        ):
+            if got > most:
+                raise Broken(f"{got} {what} where the row's budget allows {most}")
     if batch.law and draft.siblings is not Siblings.POINT:
         good = draft.probs is not None and draft.probs.shape == (*draft.tokens.shape, vocab_size)
         if not good or not bool(torch.isfinite(draft.probs).all()):  # pyright: ignore[reportArgumentType]
