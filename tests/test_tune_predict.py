@@ -3,6 +3,7 @@
 import pytest
 
 from outrider.llm import LLM
+from outrider.measure.local import forget
 from outrider.measure.predict import Seen, Text, by_rows, steps_seconds
 from outrider.params import SamplingParams
 from outrider.tune import CostModel
@@ -50,6 +51,29 @@ def test_smaller_trees_are_part_of_large_ones(llm):
         real.watch(llm, requests(llm, 0.0), budget)
         steps = len(real.drafted) + 3  # the last step of a text is not counted
         assert len(seen.chain(budget.depth)) / seen.better(budget) == pytest.approx(steps, rel=0.15)
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_trees_from_texts_are_predicted_too(method):
+    """Their nodes come in the order of their likelihood, which is all that is asked for."""
+    llm = LLM("builtin:code", speculative_config={"method": method, "controller": "fixed"}, max_num_seqs=1)
+    limit, asks = Budget(12, 4, 16), requests(llm, 0.0)
+
+    def watched(*budgets):
+        seen = Seen(limit)
+        for budget in budgets:
+            forget(llm.drafter)
+            seen.watch(llm, asks, budget)
+        return seen
+
+    seen = watched(Budget(12), limit)
+    for budget in (Budget(3, 4, 4), Budget(7, 4, 8), Budget(11, 4, 12)):
+        real = watched(budget)
+        steps = len(real.drafted) + 3  # the last step of a text is not counted
+        assert len(seen.chain(budget.depth)) / seen.better(budget) == pytest.approx(steps, rel=0.15)
+        assert seen.made(budget) == pytest.approx(real.made(budget), rel=0.3)
+    # what stands deeper does not count
+    assert seen.made(Budget(1, 4, 16)) < seen.made(Budget(2, 4, 16)) < seen.made(limit)
 
 
 def test_a_run_is_read_position_by_position():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from outrider.decode import Request
 from outrider.llm import LLM, len_drafted
+from outrider.tree import depth as depths
 from outrider.tune import CostModel, Fixed
 from outrider.tune.observed import Places
 from outrider.types import Budget
@@ -42,7 +43,7 @@ class Seen:
         self.limit, self.texts = limit, list[Text]()
         self.places = Places(limit, 1 << 30)
         self.straight = [0] * (limit.depth + 1)  # steps of trees in which a chain would have kept so many, or more
-        self.drafted = list[int]()  # guesses of those steps
+        self.drafted = list[tuple[int, list[int]]]()  # tokens of those steps, and guesses by the depth they are within
 
     def watch(self, llm: LLM, requests: Sequence[Request], budget: Budget) -> float:
         """Answer with this budget in every step, and learn. Returns the seconds that it took."""
@@ -59,7 +60,9 @@ class Seen:
                     text.add(asked.depth, len_drafted(step, 0), kept.drafted, len(kept.tokens))
                 elif kept.finish is None:
                     along = self.places.observe(step.draft, 0, kept.nodes, asked)
-                    self.drafted.append(len_drafted(step, 0))
+                    levels = depths(step.draft.parents)[0][step.draft.parents[0] >= 0].tolist()
+                    within = [sum(n <= depth for n in levels) for depth in range(1, self.limit.depth + 1)]
+                    self.drafted.append((len(kept.tokens), within))
                     for depth in range(along + 1):
                         self.straight[depth] += 1
             if budget.width == 1:
@@ -86,6 +89,13 @@ class Seen:
         """Of all texts."""
         return sum(len(text.right) for text in self.texts)
 
+    def made(self, budget: Budget) -> float:
+        """Guesses per step of a tree: who drafts from texts often has fewer than the budget. A step that wrote more tokens
+        than the budget is deep would have been several such steps."""
+        times = [-(-tokens // (budget.depth + 1)) for tokens, _ in self.drafted]
+        guesses = (min(within[budget.depth - 1], budget.max_nodes) for _, within in self.drafted)
+        return sum(n * made for n, made in zip(times, guesses, strict=True)) / sum(times)
+
     def better(self, budget: Budget) -> float:
         """Tokens per step of a tree over those of a chain as deep, where both could be seen."""
         steps = self.straight[0]
@@ -104,9 +114,8 @@ def steps_seconds(seen: Seen, cost: CostModel, budget: Budget) -> float:
     steps, known = seen.chain(budget.depth), dict[tuple[int, int], float]()
     total, fewer = 0.0, 1.0
     if budget.width > 1:
-        fewer = 1 / seen.better(budget)
-        made = sum(min(n, budget.max_nodes) for n in seen.drafted) / len(seen.drafted)
-        steps = [(round(made), context) for _, context in steps]
+        fewer, made = 1 / seen.better(budget), round(seen.made(budget))
+        steps = [(made, context) for _, context in steps]
     for nodes, context in steps:
         key = (nodes, context // 64)
         if key not in known:

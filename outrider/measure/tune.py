@@ -26,8 +26,8 @@ from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Calibrated, Controller, CostModel, Fixed
 from outrider.types import Budget
 
-TREE = Budget(6, 4, 16)  # the largest that is thought of
-TREES = ("draft_model", "quantized_self", "layer_skip", "token_recycling")  # who can draft more than a chain
+TREE = Budget(6, 4, 16)  # the largest that is thought of; those from texts are as deep as chains
+TREES = ("draft_model", "quantized_self", "layer_skip", "token_recycling", "suffix", "ngram")  # more than a chain
 DEEPEST = {"suffix": 16, "prediction": 16, "ngram": 16}  # of chains; 8 for the others
 CLOSE = 0.9  # of the best prediction: so much may a prediction be wrong
 MOST = 3  # settings of a drafter, and twice as many in all, that are measured
@@ -114,10 +114,12 @@ class Search:
 
     def _look(self, method: Method) -> Iterator[str]:
         """Watch a drafter guess, time it, and predict all its settings."""
-        deepest = DEEPEST.get(method.config["method"], 8)
+        kind = method.config["method"]
+        deepest = DEEPEST.get(kind, 8)
         config = {**method.config, "num_speculative_tokens": deepest, "controller": "fixed"}
         llm = method.llm = self._llms[method.name] = LLM(self.target, speculative_config=config, max_num_seqs=2)
-        limit = Budget(deepest, TREE.width, TREE.nodes) if method.config["method"] in TREES else Budget(deepest)
+        tree = Budget(DEEPEST.get(kind, TREE.depth), TREE.width, TREE.nodes)
+        limit = Budget(deepest, tree.width, tree.nodes) if kind in TREES else Budget(deepest)
         known = next((m.cost for m in self.methods if m.cost is not None), None)
         names = costs_of(SpeculativeConfig.of(config), self.target)
         method.cost = calibrated(self.target.model, lambda rows: llm.drafter, names, limit, (1,), known)
@@ -130,9 +132,9 @@ class Search:
         method.seen.watch(llm, self._requests(llm), Budget(deepest))
         if limit.width > 1:
             forget(llm.drafter)
-            method.seen.watch(llm, self._requests(llm), TREE)
+            method.seen.watch(llm, self._requests(llm), tree)
         self._settle(method.seen, method.cost)
-        arms = [self._expect(method, budget) for budget in _budgets(limit)]
+        arms = [self._expect(method, budget) for budget in _budgets(limit, tree.depth)]
         method.best = max(arms, key=lambda a: a.predicted or 0.0)
         kept = sorted(arms, key=lambda a: -(a.predicted or 0.0))
         self.arms += _apart(kept)[:MOST]
@@ -331,12 +333,14 @@ def _hopeful(cost: CostModel, deepest: int) -> bool:
     return any((d + 1) * plain > cost.step_seconds(1, d, d, CONTEXT) for d in range(1, deepest + 1))
 
 
-def _budgets(limit: Budget) -> list[Budget]:
-    """All that is predicted."""
-    chains = [Budget(d) for d in range(1, limit.depth + 1)]
+def _budgets(limit: Budget, deepest: int) -> list[Budget]:
+    """All that is predicted. deepest: of trees. Where that is as deep as chains, a level by itself costs nothing, and a tree
+    of so many nodes may be as deep as it likes."""
+    chains, sizes = [Budget(d) for d in range(1, limit.depth + 1)], range(2, limit.max_nodes + 1)
     if limit.width == 1:
         return chains
-    trees = itertools.product(range(1, min(TREE.depth, limit.depth) + 1), range(2, limit.max_nodes + 1))
+    free = deepest == limit.depth
+    trees = ((n - 1, n) for n in sizes) if free else itertools.product(range(1, deepest + 1), sizes)
     return chains + [Budget(d, limit.width, n) for d, n in trees if d < n <= d * limit.width]
 
 
