@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from outrider import native
 from outrider.drafters.base import Batch, Drafter, NoDraft
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
@@ -185,6 +186,10 @@ class Decoder:
 
     def round(self, live: list[Row]) -> Step:
         """One draft-verify round of some of the rows that decode."""
+        with native.one_torch_thread(self.target.device):
+            return self._round(live)
+
+    def _round(self, live: list[Row]) -> Step:
         at = [len(row.tokens) for row in live]
         clock = [perf_counter()]
         batch = self._view(live)

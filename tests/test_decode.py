@@ -8,12 +8,13 @@ import pytest
 import torch
 from helpers import VOCAB, RandomTree, TargetTree, counts, decoder, plain_texts, request, toy_drafters
 
+from outrider import native
 from outrider.decode import Request
-from outrider.drafters.base import Echo, Wrong
+from outrider.drafters.base import Batch, Echo, Wrong
 from outrider.models.cache import SlotCache
 from outrider.models.toy import ToyModel
 from outrider.params import SamplingParams
-from outrider.types import Budget, Guarantee
+from outrider.types import Budget, Draft, Guarantee
 
 TARGET = ToyModel(VOCAB, seed=0)
 PARAMETERS = {
@@ -211,3 +212,25 @@ def test_the_guarantee_says_what_the_models_arithmetic_allows() -> None:
     assert decoder(TARGET, Wrong()).guarantee is Guarantee.EXACT_TOKENS
     assert decoder(TARGET, Wrong(), verifier="block").guarantee is Guarantee.EXACT_DISTRIBUTION
     assert decoder(uneven, Wrong()).guarantee is Guarantee.EXACT_DISTRIBUTION
+
+
+def test_torch_has_one_thread_while_the_kernels_work() -> None:
+    """OpenMP's threads spin on after their work, on the cores that the next forward needs: it took 1.4 times as long."""
+    if not native.available():
+        pytest.skip("needs the native kernels")
+
+    class Counting(Wrong):
+        def propose(self, batch: Batch) -> Draft:
+            seen.append(torch.get_num_threads())
+            if len(seen) == 3:
+                raise KeyError("broken")
+            return super().propose(batch)
+
+    seen: list[int] = []
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(KeyError):
+            decoder(TARGET, Counting()).generate([request([1, 2], PARAMETERS["greedy"], 0)])
+        assert (seen, torch.get_num_threads()) == ([1, 1, 1], 3)
+    finally:
+        torch.set_num_threads(1)

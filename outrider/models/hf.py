@@ -99,7 +99,7 @@ class HFModel:
         if self._way is not Way.INTERFACE:
             arguments |= {"attention_mask": self._mask(nodes), "past_key_values": self._view()}
         try:
-            with self._stable if self._careful else nullcontext(), _one_thread(self.device):
+            with self._stable if self._careful else nullcontext(), native.one_torch_thread(self.device):
                 out = self.model(
                     input_ids=tokens.to(self.device),
                     position_ids=nodes.positions,
@@ -300,21 +300,6 @@ def _activations_float32_(model: nn.Module) -> None:
         for name, b in module._buffers.items():
             if b is not None and b.is_floating_point() and b.dtype != torch.float32:
                 module._buffers[name] = b.float()
-
-
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """Torch's own threads cut elementwise work wherever it falls, which rounds some elements otherwise. What is left to
-    torch on the CPU is small; the native kernels have threads of their own, and without them the linears need torch's."""
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or not native.available():
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:

@@ -5,7 +5,16 @@ why it is not. Every function gives the same bits for any number of rows, neighb
 Imports torch only; `outrider.models` and whoever chooses tokens may import it.
 """
 
-from outrider.native._state import available, isa, library, num_threads, set_num_threads, use_isa, why
+from outrider.native._state import (
+    available,
+    isa,
+    library,
+    num_threads,
+    one_torch_thread,
+    set_num_threads,
+    use_isa,
+    why,
+)
 from outrider.native.ops import Plan, argmax, argmax_gumbel, attention, gumbel, gumbel_at, words
 from outrider.native.packed import FORMATS, Packed
 
@@ -22,6 +31,7 @@ __all__ = [
     "isa",
     "library",
     "num_threads",
+    "one_torch_thread",
     "set_num_threads",
     "use_isa",
     "why",

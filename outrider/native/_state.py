@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -82,3 +84,21 @@ def set_num_threads(threads: int) -> None:
     if threads < 1:
         raise ValueError(f"at least one thread is needed, got {threads}")
     library().set_threads(threads)
+
+
+@contextmanager
+def one_torch_thread(device: torch.device) -> Iterator[None]:
+    """On the CPU, where the native kernels do the heavy work: torch without threads of its own.
+
+    They would cut elementwise work wherever it falls, which rounds some elements otherwise; and OpenMP's threads go on
+    spinning for milliseconds after their work is done, on the very cores that the kernels need next.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or not available():
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
