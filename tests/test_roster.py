@@ -10,7 +10,7 @@ import torch
 from helpers import VOCAB, decoder, plain_texts, request
 
 from outrider import LLM, SamplingParams
-from outrider.drafters import BaseDrafter, Echo, Wrong
+from outrider.drafters import BaseDrafter, Drafter, Echo, Wrong
 from outrider.drafters.base import Batch
 from outrider.drafters.roster import Roster
 from outrider.models.toy import ToyModel
