@@ -2,9 +2,9 @@
 
     python -m benchmarks.table [--check]
 
-A marker is a line `<!-- table: KIND FILE -->`, closed by `<!-- /table -->`; KIND is figures, forward, decode, machine,
-identity, trees or workloads, FILE the result's name without its date (bench, identity, trees, workloads). --check fails
-when a document is out of date.
+A marker is a line `<!-- table: KIND FILE -->`, closed by `<!-- /table -->`; KIND is one of `KINDS`, FILE the result's name
+without its date (bench, identity, trees, workloads, never-slower, predicted, tuned). --check fails when a document is out of
+date.
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, ROOT, headline, trees, workloads
+from benchmarks import RESULTS, ROOT, headline, never_slower, predicted, trees, tuned, workloads
 from benchmarks.figures import HEAD, figures
 from benchmarks.report import decode_rows, forward_rows, markdown
 
+LISTS = {  # a module that measures, and where its result holds the records
+    "trees": (trees.table, "trees"),
+    "never_slower": (never_slower.table, "cases"),
+    "predicted": (predicted.table, "settings"),
+    "tuned": (tuned.table, "workloads"),
+}
+KINDS = ("figures", "forward", "decode", "machine", "identity", "workloads", *LISTS)
 DOCUMENT, TREES = ROOT / "docs" / "performance.md", ROOT / "docs" / "trees.md"
 MARKER = re.compile(r"(<!-- table: (\w+) ([\w.-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
@@ -54,12 +61,11 @@ def render(kind: str, result: dict[str, Any], identity: dict[str, Any] | None) -
     if kind == "identity":
         rows = [[u["weights"], u["drafter"], f"{u['tokens']:,}", str(u["differing"])] for u in result["units"]]
         return markdown(["weights", "drafter", "tokens", "differing"], rows)
-    if kind == "trees":
-        return trees.table(result["trees"])
+    if kind in LISTS:
+        made, where = LISTS[kind]
+        return made(result[where])
     if kind == "workloads":
-        parts = [
-            (f"{size} {result['precision']}", workloads.table(records)) for size, records in result["sizes"].items()
-        ]
+        parts = [(title, workloads.table(records)) for title, records in result["targets"].items()]
         return "\n\n".join(f"**{title}**\n\n{text}" for title, text in parts)
     if kind == "forward":
         parts = [(f"{f['size']} {f['precision']}", forward_rows(f["records"])) for f in result["forward"]]
@@ -69,9 +75,7 @@ def render(kind: str, result: dict[str, Any], identity: dict[str, Any] | None) -
             for d in result["decode"]
         ]
     else:
-        raise ValueError(
-            f"unknown table {kind!r}; there are figures, forward, decode, machine, identity, trees and workloads"
-        )
+        raise ValueError(f"unknown table {kind!r}; there are {', '.join(KINDS)}")
     return "\n\n".join(f"**{title}**\n\n{markdown(*rows)}" for title, rows in parts)
 
 

@@ -124,12 +124,19 @@ def main() -> None:
         print(records[-1], flush=True)
         made = {"date": today, "machine": machine.facts(), "model": args.model, "prompts": args.prompts}
         out.write_text(json.dumps({**made, "workloads": records}, indent=1) + "\n", encoding="utf-8")
-    body = [
-        [r["workload"], r["chosen"], r["best"], f"{r['over_best']:.2f}", f"{r['time']:.2f}", f"{r['over_plain']:.2f}"]
-        for r in records
-    ]
-    print(markdown(["", "tune's choice", "best of the sweep", "choice / best", "time / sweep's", "best / plain"], body))
+    print(table(records))
     print(f"written to {out}")
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a workload a line."""
+    head = ["", "tune's choice", "best of the sweep", "choice / best", "95 %", "time / sweep's", "best / plain"]
+    body = [
+        [r["workload"], r["chosen"], r["best"], f"{r['over_best']:.3f}", f"{r['low']:.3f}-{r['high']:.3f}",
+         f"{r['time']:.2f}", f"{r['over_plain']:.2f}"]
+        for r in records
+    ]  # fmt: skip
+    return markdown(head, body)
 
 
 if __name__ == "__main__":

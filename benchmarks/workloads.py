@@ -8,7 +8,8 @@ The targets are the built-in model inflated (benchmarks.inflate), the draft mode
 paid). For each prompt plain decoding and the methods take turns, a few tokens each (benchmarks.turns), after a text that warms
 up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
 keeps what its controller has learned of costs, as it would in use. efficiency: time of the two models' forwards over the whole
-time. layer_skip is not here: the layers that inflation adds do nothing, and skipping those would be cheating.
+time. Only edits come with a prediction. layer_skip is not here: the layers that inflation adds do nothing, and skipping those
+would be cheating.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model, chain 4": {"method": "draft_model", "num_speculative_tokens": 4},
     "draft_model, tree 8": {"method": "draft_model", "num_speculative_tokens": 5, "tree_width": 4, "tree_nodes": 8},
     "quantized_self 3": {"method": "quantized_self", "num_speculative_tokens": 3},
+    "suffix 7": {"method": "suffix", "num_speculative_tokens": 7},
     "suffix 16": {"method": "suffix", "num_speculative_tokens": 16},
     "ngram 8": {"method": "ngram", "num_speculative_tokens": 8},
     "token_recycling, tree 8": {"method": "token_recycling", "num_speculative_tokens": 4, "tree_width": 4, "tree_nodes": 8},
+    "prediction 7": {"method": "prediction", "num_speculative_tokens": 7},
     "prediction 16": {"method": "prediction", "num_speculative_tokens": 16},
     "auto": {"method": "auto", "num_speculative_tokens": 16},
 }  # fmt: skip
@@ -154,6 +157,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     cells = {(r["method"], r["workload"], r["temperature"]): r for r in records}
     names = list(dict.fromkeys(r["method"] for r in records))
     body = [[name, *(_cell(cells.get((name, *c))) for c in columns)] for name in names]
+    if "auto" in names:
+        body.append(["auto over the best single one", *(_over(cells.get(("auto", *c))) for c in columns)])
     return markdown(["", *(f"{w}, T={t:g}" for w, t in columns)], body)
 
 
@@ -163,6 +168,13 @@ def _cell(record: dict[str, Any] | None) -> str:
     if record["method"] == "plain":
         return f"{record['tokens_per_second']:.1f} tokens/s"
     return f"{record['speedup']:.2f} ({record['acceptance_length']:.1f})"
+
+
+def _over(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    low, high = record["over_best_95"]
+    return f"{record['over_best']:.2f} ({low:.2f}-{high:.2f})"
 
 
 def main() -> None:
@@ -180,20 +192,26 @@ def main() -> None:
     args = parser.parse_args()
     today, how = datetime.now(UTC).date().isoformat(), PRECISIONS[args.precision]
     out = args.out or RESULTS / f"{today}-workloads.json"
-    result: dict[str, Any] = {"date": today, "machine": machine.facts(), "precision": args.precision, "sizes": {}}
-    if out.exists() and (old := json.loads(out.read_text(encoding="utf-8")))["precision"] == args.precision:
-        result["sizes"] = old["sizes"]  # sizes may be measured one by one
+    result: dict[str, Any] = {"date": today, "machine": machine.facts(), "targets": {}}
+    if out.exists():  # columns may be measured one by one
+        result["targets"] = json.loads(out.read_text(encoding="utf-8"))["targets"]
     for size in args.sizes:
         models = pair(size, how["stored"], args.source, trained=args.draft)
         target = load(str(models.target), dtype=how["dtype"], device="cpu", quantization=how["quantization"])
-        runner, records = Runner(target, str(models.drafts["trained"])), []
+        runner, records = (
+            Runner(target, str(models.drafts["trained"])),
+            result["targets"].setdefault(f"{size} {args.precision}", []),
+        )
         for workload in args.workloads:
+            methods = [m for m in args.methods if workload == "edits" or not m.startswith("prediction")]
             for temperature in args.temperatures if workload != "edits" else [0.0]:
-                for record in measure(runner, workload, args.methods, args.prompts, args.tokens, temperature):
+                records[:] = [r for r in records if (r["workload"], r["temperature"]) != (workload, temperature)]
+                for record in measure(runner, workload, methods, args.prompts, args.tokens, temperature):
                     records.append(record)
                     print({k: v for k, v in record.items() if k != "tokens"}, file=sys.stderr, flush=True)
-        result["sizes"][size] = records
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a run that is cut off keeps what it has
+                out.write_text(
+                    json.dumps(result, indent=1) + "\n", encoding="utf-8"
+                )  # what is cut off keeps what it has
         print(f"\n{size} {args.precision}: times plain decoding (acceptance length)\n")
         print(table(records))
     print(f"written to {out}")

@@ -231,7 +231,7 @@ def test_the_document_names_results_that_the_tables_know() -> None:
     found = [m.groups()[1:3] for m in table.MARKER.finditer(table.DOCUMENT.read_text(encoding="utf-8"))]
     assert found
     for kind, name in found:
-        assert kind in ("figures", "forward", "decode", "machine", "identity", "trees", "workloads")
+        assert kind in table.KINDS
         if result := table.newest(name):
             table.render(kind, result, None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from contract import batch, guesses
@@ -73,6 +75,22 @@ def test_the_better_one_is_taken() -> None:
         assert len(steps) < 30
         assert steps[-1].draft.notes[0].startswith("echo guesses: ")
         assert "wrong promises" in steps[-1].draft.notes[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_that_boasts_does_not_crowd_out_the_others(temperature: float) -> None:
+    class Boasting(Wrong):
+        def propose(self, batch: Batch) -> Draft:
+            draft = super().propose(batch)
+            return replace(draft, chances=torch.full(draft.tokens.shape, 0.95))
+
+    asked = request([1, 2], SamplingParams(max_tokens=300, temperature=temperature, ignore_eos=True))
+    kept = []
+    for drafter in (model(), Router({"boasting": Boasting(3), "draft": model()}, {"draft": 0.01})):
+        run = decoder(TARGET, drafter, budget=Budget(3, 2, 4), rows=1)
+        steps = [s for s, _ in run.steps([asked]) if s]
+        kept.append(sum(s.kept[0].drafted for s in steps[30:]) / len(steps[30:]))
+    assert kept[1] > 0.9 * kept[0] > 0.9
 
 
 def test_a_row_that_drafts_nothing_says_so() -> None:

@@ -96,7 +96,7 @@ class Roster(BaseDrafter):
         """A drafter's proposal for some entries of the batch. If it fails them together, each is asked for alone, and only
         those that fail alone are lost."""
         own, drafter = part(batch, some), self.drafters[name]
-        committed = [(tokens, list(tokens)) for tokens in own.tokens]
+        committed = [] if trusted(drafter) else [(tokens, list(tokens)) for tokens in own.tokens]
         try:
             try:
                 draft = drafter.propose(own)
@@ -147,9 +147,15 @@ class Broken(ValueError):
     """A draft that breaks the contract."""
 
 
+def trusted(drafter: Drafter) -> bool:
+    """Is it one of this package, and those that it asks too? Copies of long texts are not made for them."""
+    asked = getattr(drafter, "drafters", {})
+    return type(drafter).__module__.startswith("outrider.") and all(trusted(d) for d in asked.values())
+
+
 def restore(tokens: list[list[int]], committed: Sequence[tuple[list[int], list[int]]]) -> bool:
     """Make a batch's tokens what they were, in place; whether a drafter had changed any. committed: each list, and a copy."""
-    changed = tokens != [then for _, then in committed]
+    changed = bool(committed) and tokens != [then for _, then in committed]
     if changed:
         tokens[:] = [now for now, _ in committed]
         for now, then in committed:

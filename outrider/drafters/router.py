@@ -6,9 +6,9 @@ running acceptance. A drafter that costs (models) is asked when
 
     (1 + its running accepted tokens) / (1 + its cost)  >  1 + the best free promise,
 
-its cost in forwards of the target. Its tree is then joined with the free ones, the likeliest nodes within the budget; a
-chain is taken as it is. A drafter that has not been asked for long is asked again now and then. Only counts decide, never
-a clock: the same requests take the same ways. The draft's notes say what was weighed.
+its cost in forwards of the target. Its tree is then joined with the free ones, the likeliest nodes by the same measure within
+the budget; a chain is taken as it is. A drafter that has not been asked for long is asked again now and then. Only counts
+decide, never a clock: the same requests take the same ways. The draft's notes say what was weighed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ from outrider.types import Draft, Kept
 
 _MEMORY = 0.1  # weight of the newest step in a running mean
 _PROBE = 24  # steps after which a drafter that lost is asked again
+
+
+@dataclass
+class _Proposal:
+    name: str
+    draft: Draft
+    row: int
+    nodes: Nodes
+    chances: list[float] | None
+    worth: float
 
 
 @dataclass
@@ -52,15 +62,13 @@ class _Record:
     def promise(self, nodes: Nodes, chances: Sequence[float] | None) -> float:
         return self.share * (len(nodes) - 1) if chances is None else self.truth * sum(chances[1:])
 
-
-@dataclass
-class _Proposal:
-    name: str
-    draft: Draft
-    row: int
-    nodes: Nodes
-    chances: list[float] | None
-    worth: float
+    def believed(self, proposal: _Proposal) -> list[float]:
+        """Chances by node: those stated, as far as they came true lately; else the running acceptance to the power of the
+        level."""
+        if proposal.chances is not None:
+            return [min(self.truth * chance, 1.0) for chance in proposal.chances]
+        levels = depth(proposal.draft.parents)[proposal.row, : len(proposal.nodes)]
+        return [self.share**level for level in levels.tolist()]
 
 
 class Router:
@@ -164,14 +172,9 @@ class Router:
         budget = batch.budgets[b]
         if len(proposals) == 1 or budget.width == 1 or batch.law:
             return best
-        weighted = [(p.nodes, p.chances or _even(p, self._record(batch.rows[b], p.name).share)) for p in proposals]
+        records = [self._record(batch.rows[b], p.name) for p in proposals]
+        weighted = [(p.nodes, r.believed(p)) for p, r in zip(proposals, records, strict=True)]
         nodes, chances = united(weighted, budget.max_nodes)
         tokens, parents = tree([nodes])
         draft = Draft(tokens, parents, chances=torch.tensor([chances]))
         return _Proposal(" + ".join(p.name for p in proposals), draft, 0, nodes, chances, sum(chances[1:]))
-
-
-def _even(proposal: _Proposal, share: float) -> list[float]:
-    """Chances of a draft that states none: its running acceptance to the power of the level."""
-    levels = depth(proposal.draft.parents)[proposal.row, : len(proposal.nodes)]
-    return [share**d for d in levels.tolist()]

@@ -48,5 +48,8 @@ class LanguageModel(Protocol):
 
         If `parents` is longer than `tokens`, its first nodes stand in the scratch already, from an earlier call of the
         same step, and `tokens` are the nodes after them: so a tree is drafted level by level. Padding may then stand
-        anywhere. Logits and features are those of the given nodes."""
+        anywhere. Logits and features are those of the given nodes.
+
+        On the CPU torch has one thread during a step (`native.one_torch_thread`); a forward that is torch's own work and
+        wants more sets them for its time."""
         ...
