@@ -96,7 +96,9 @@ def main() -> None:
             costs = None
             if kind == "optimal":
                 names = {**costs_of(SpeculativeConfig.of(None), target), "draft": f"never_slower {name}"}
-                costs = Calibrated(calibrated(target.model, make, names, LIMIT))
+                costs = Calibrated(
+                    calibrated(target.model, make, names, LIMIT, sampling=SamplingParams(temperature=temperature))
+                )
             found = measure(target, Adaptive(LIMIT, costs), make(1), temperature, args.texts, args.tokens)
             records.append({"case": name, "controller": kind, **found})
             print(records[-1], flush=True)

@@ -53,8 +53,8 @@ def sweep(target: Loaded, drafter: str, temperature: float, asks: list[Ask], tok
     config = {**config, "num_speculative_tokens": deepest, "controller": "fixed"}
     llm = LLM(target, speculative_config=config, max_num_seqs=2)
     limit = Budget(deepest, TREE.width, TREE.nodes) if any(b.width > 1 for b in budgets) else Budget(deepest)
-    cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
+    cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit, sampling=params)
     requests = [llm.requests(ask.prompt, params)[0] for ask in asks]
     seen = Seen(limit)
     for budget in (Budget(deepest), TREE) if limit.width > 1 else (Budget(deepest),):
@@ -101,6 +101,9 @@ def main() -> None:
     args = parser.parse_args()
     today, records = datetime.now(UTC).date().isoformat(), list[dict[str, Any]]()
     out, asks = args.out or RESULTS / f"{today}-predicted.json", read("code", args.prompts)[0]
+    if out.exists():  # sizes may be measured one by one
+        old = json.loads(out.read_text(encoding="utf-8"))["settings"]
+        records = [r for r in old if r["size"] not in args.sizes]
     for size in args.sizes:
         target = load(f"builtin:code-{size}", device="cpu")
         for drafter in args.drafters:
@@ -112,7 +115,7 @@ def main() -> None:
                     "within_10": within(records, "error"),
                     "within_10_raw": within(records, "error_at_calibration"),
                 }
-                made = {"date": today, "machine": machine.facts(), "prompts": args.prompts, "tokens": args.tokens}
+                made = {"date": today, "machine": machine.facts()}
                 out.write_text(json.dumps({**made, **found, "settings": records}, indent=1) + "\n", encoding="utf-8")
     print(table(records))
     print(f"{within(records, 'error'):.0%} of {len(records)} settings within 10 %; written to {out}")

@@ -119,10 +119,13 @@ def main() -> None:
     args = parser.parse_args()
     today, records = datetime.now(UTC).date().isoformat(), list[dict[str, Any]]()
     out, target = args.out or RESULTS / f"{today}-tuned.json", load(args.model, device="cpu")
+    if out.exists():  # workloads may be measured one by one
+        old = json.loads(out.read_text(encoding="utf-8"))["workloads"]
+        records = [r for r in old if r["workload"] not in args.workloads]
     for workload in args.workloads:
         records.append(compare(target, workload, args.prompts, args.tokens, args.repeats, args.seconds))
         print(records[-1], flush=True)
-        made = {"date": today, "machine": machine.facts(), "model": args.model, "prompts": args.prompts}
+        made = {"date": today, "machine": machine.facts(), "model": args.model}
         out.write_text(json.dumps({**made, "workloads": records}, indent=1) + "\n", encoding="utf-8")
     print(table(records))
     print(f"written to {out}")

@@ -9,7 +9,7 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_low
 from time import perf_counter
@@ -29,6 +29,20 @@ from outrider.types import Budget
 NODES, MANY_NODES, CONTEXTS = (1, 2, 3, 5, 9, 17), (1, 2, 5, 9), (64, 512)  # the root counted; where rows are several
 REPEATS, LEAST, PATIENCE = 7, 4, 15.0  # rounds of all settings, the first a warm-up; fewer after so many seconds
 BURST = 3  # steps of one setting in a round
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def _law(sampling: SamplingParams) -> SamplingParams:
+    """What of the parameters decides how a token is chosen from its logits, and so what that costs: the kind, not the value."""
+    return SamplingParams(
+        temperature=float(sampling.temperature > 0),
+        top_p=0.95 if sampling.top_p < 1 else 1.0,
+        top_k=50 if sampling.top_k > 0 else 0,
+        min_p=0.05 if sampling.min_p > 0 else 0.0,
+        ignore_eos=True,
+    )
 
 
 def machine() -> dict[str, str]:
@@ -55,13 +69,21 @@ def calibrated(
     limit: Budget,
     rows: Sequence[int] = (1,),
     known: CostModel | None = None,
+    sampling: SamplingParams | None = None,
 ) -> CostModel:
     """The stored cost model for this machine and these models, or a new measurement, which is then stored.
 
     drafter: makes one for so many rows, if there is need to measure. names: what tells models and drafters apart, with their
-    precision: {"target": "... int8", "draft": "..."}.
+    precision: {"target": "... int8", "draft": "..."}. The rest as for `calibrate`.
     """
-    key = {**machine(), **names, "rows": ",".join(map(str, rows)), "limit": str(limit.parts)}
+    sampling = sampling or GREEDY
+    key = {
+        **machine(),
+        **names,
+        "sampling": str(_law(sampling)),
+        "rows": ",".join(map(str, rows)),
+        "limit": str(limit.parts),
+    }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"cost-{digest}.json"
     try:
@@ -70,7 +92,7 @@ def calibrated(
             return stored
     except (OSError, ValueError):
         pass  # not there, or not whole: measured anew
-    model = calibrate(target, drafter, key, limit, rows, known)
+    model = calibrate(target, drafter, key, limit, rows, known, sampling)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(model.to_json(), encoding="utf-8")
@@ -85,14 +107,16 @@ def calibrate(
     limit: Budget,
     rows: Sequence[int] = (1,),
     known: CostModel | None = None,
+    sampling: SamplingParams | None = None,
 ) -> CostModel:
     """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
     step after step. Every setting is timed once a round, so that a slow moment of the machine falls on all alike; of the
     rounds the median counts. limit: the largest budget that will be asked for. known: of the same target, whose steps are
-    then not timed again."""
+    then not timed again. sampling: how tokens are chosen, greedily if not given; drawing them costs something too."""
     contexts = [c for c in CONTEXTS if 2 * c < target.max_length] or [1]
-    judge = _Side(target, Wrong(), max(rows), contexts)
-    draft = _Side(target, drafter(len(contexts) * max(rows)), max(rows), contexts)
+    law = _law(sampling or GREEDY)
+    judge = _Side(target, Wrong(), max(rows), contexts, law)
+    draft = _Side(target, drafter(len(contexts) * max(rows)), max(rows), contexts, law)
     shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit)
     nodes = {r: (NODES if r == 1 else MANY_NODES) if known is None else (1,) for r in rows}
     ways = [(r, Budget(n - 1)) for r in rows for n in nodes[r]]
@@ -165,8 +189,10 @@ class _Took:
 class _Side:
     """A decoder with `count` rows for each context, which hold about as many tokens."""
 
-    def __init__(self, target: LanguageModel, drafter: Drafter, count: int, contexts: Sequence[int]) -> None:
-        self.asked, self.count = Fixed(0), count
+    def __init__(
+        self, target: LanguageModel, drafter: Drafter, count: int, contexts: Sequence[int], law: SamplingParams
+    ) -> None:
+        self.asked, self.count, self.law = Fixed(0), count, law
         length, rows = min(2 * max(contexts) + 256, target.max_length), count * len(contexts)
         self.decoder = Decoder(target, drafter, controller=self.asked, rows=rows, max_length=length)
         self.rows: dict[int, list[Row]] = {c: [] for c in contexts}
@@ -194,7 +220,7 @@ class _Side:
             return
         self._release(context)
         prompt = [n % decoder.target.vocab_size for n in range(context)]
-        params = SamplingParams(temperature=0, max_tokens=decoder.max_length - context, ignore_eos=True)
+        params = replace(self.law, max_tokens=decoder.max_length - context)
         self.rows[context] = [decoder.admit(Request(n, prompt, params)) for n in range(self.count)]
         while decoder.waiting:
             decoder.prefill(decoder.waiting[0])

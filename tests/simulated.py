@@ -30,6 +30,7 @@ class Machine:
     context: float = 0.0  # how much slower a plain step is per 1000 tokens
     jitter: float = 0.03
     pauses: float = 0.01  # chance of a step that takes 5 times as long
+    swing: float = 1.0  # how many times as long everything takes in slow phases, which come and go about every 25 steps
     prompt: int = 50
     seed: int = 0
     time: float = 0.0
@@ -42,6 +43,7 @@ class Machine:
         self.rng = random.Random(self.seed)
         self.position: dict[int, int] = {}
         self.level_of: dict[int, int] = {}
+        self.slowed = False
 
     def start(self, row: int) -> None:
         self.position[row], self.level_of[row] = self.prompt, 0
@@ -77,6 +79,9 @@ class Machine:
                 self.level_of[row] = self.position[row]
         depth = max(b.depth for b in budgets)
         slow = rng.lognormvariate(0, self.jitter) * (5 if rng.random() < self.pauses else 1)
+        if self.swing != 1:
+            self.slowed ^= rng.random() < 1 / 25
+            slow *= self.swing if self.slowed else 1
         width = self.wide if max(b.width for b in budgets) > 1 else 1.0
         draft = (
             self.level * depth * width * (sum(b.depth > 0 for b in budgets) if self.each else 1) + self.read * behind

@@ -42,6 +42,16 @@ def test_shorter_chains_are_played_through_exactly(llm, temperature):
         assert real.tokens == seen.tokens == 3 * 48
 
 
+def test_a_chain_that_ended_with_its_budget_says_nothing_of_what_was_left():
+    """Always right, five tokens a step: by twos and ones too, nothing is short anywhere."""
+    text = Text(10)
+    for _ in range(8):
+        text.add(4, 4, 4, 5)
+    seen = Seen(Budget(4))
+    seen.texts.append(text)
+    assert [len(seen.chain(depth)) for depth in (0, 1, 2, 4)] == [40, 20, 14, 8]
+
+
 def test_smaller_trees_are_part_of_large_ones(llm):
     seen = Seen(TREE)
     seen.watch(llm, requests(llm, 0.0), Budget(8))
@@ -82,7 +92,7 @@ def test_a_run_is_read_position_by_position():
     text.add(asked=4, drafted=4, kept=4, tokens=5)  # all right, and a token that nobody guessed
     text.add(asked=4, drafted=1, kept=1, tokens=2)  # a drafter that had one guess, and no more
     assert text.right == [True, True, False, True, True, True, True, None, True, False]
-    assert text.there == [4, 3, 2, 4, 3, 2, 1, 4, 1, 0]
+    assert text.there == [4] * 8 + [1, 0]
 
 
 def test_seconds_of_a_chain():

@@ -13,6 +13,7 @@ from outrider.calibrate import NODES, calibrated
 from outrider.llm import LLM, costs_of
 from outrider.measure import stats
 from outrider.measure.run import Limits, Run, Sample
+from outrider.params import SamplingParams
 from outrider.tune import CostModel
 
 SLOW = 0.2  # seconds of a plain step from which on calibration would take minutes
@@ -36,7 +37,7 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
         config = llms[setting.name].config
         if config.tree_width > 1 or config.tree_nodes is not None or not config.budget.depth:
             continue
-        cost = known = _cost(llms[setting.name], known)
+        cost = known = _cost(llms[setting.name], known, SamplingParams(**run.sampling))
         if not run.limits.target:
             run.limits.target = {str(n): cost.target_seconds(1, n, middle) for n in NODES}
         depth = config.budget.depth
@@ -85,7 +86,7 @@ def _priced(samples: Sequence[Sample], cost: CostModel) -> tuple[int, float, flo
     return tokens, reading, priced
 
 
-def _cost(llm: LLM, known: CostModel | None) -> CostModel:
+def _cost(llm: LLM, known: CostModel | None, sampling: SamplingParams) -> CostModel:
     """The cost model of a setting, measured unless it is kept. known: of another setting, whose target is this one's."""
     names = costs_of(llm.config, llm.loaded)
-    return calibrated(llm.loaded.model, llm.drafter_for, names, llm.config.budget, known=known)
+    return calibrated(llm.loaded.model, llm.drafter_for, names, llm.config.budget, known=known, sampling=sampling)

@@ -22,7 +22,7 @@ from outrider.types import Budget
 @dataclass(eq=False)
 class Text:
     """What was guessed along one text. right: of each output token, was the guess for it right; None where none was asked for.
-    there: guesses that the drafter had from here on, this one included."""
+    there: guesses that the drafter had from here on, this one included; as many as asked for where it was not at its end."""
 
     prompt: int
     right: list[bool | None] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Text:
         for at in range(tokens):
             known = at < drafted or drafted < asked  # a drafter that had no more says so of what follows
             self.right.append(at < kept if known else None)
-            self.there.append(drafted - at if known else asked)
+            self.there.append(drafted - at if drafted < asked else asked)
 
 
 class Seen:

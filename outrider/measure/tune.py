@@ -122,7 +122,14 @@ class Search:
         limit = Budget(deepest, tree.width, tree.nodes) if kind in TREES else Budget(deepest)
         known = next((m.cost for m in self.methods if m.cost is not None), None)
         names = costs_of(SpeculativeConfig.of(config), self.target)
-        method.cost = calibrated(self.target.model, lambda rows: llm.drafter, names, limit, (1,), known)
+        method.cost = calibrated(
+            self.target.model,
+            lambda rows: llm.drafter,
+            names,
+            limit,
+            known=known,
+            sampling=SamplingParams(**self.sampling),
+        )
         forget(llm.drafter)
         if not _hopeful(method.cost, deepest):
             method.problem = HOPELESS
@@ -272,7 +279,8 @@ class Search:
         config = SpeculativeConfig.of({**self.chosen.config, "controller": "optimal"})
         limit = Budget(method.seen.limit.depth)
         make = method.llm.drafter_for
-        cost = calibrated(self.target.model, make, costs_of(config, self.target), limit, rows)
+        law = SamplingParams(**self.sampling)
+        cost = calibrated(self.target.model, make, costs_of(config, self.target), limit, rows, sampling=law)
         return by_rows(method.seen, cost, rows, limit.depth)
 
     def _state(self) -> str:
