@@ -36,6 +36,7 @@ from outrider.tune import Fixed
 from outrider.types import Budget
 
 TREE = Budget(6, 4, 16)
+STRETCH = 16  # tokens of a turn: the first step of one pays for what others left in the processor's caches
 CHAINS = (Budget(1), Budget(2), Budget(3), Budget(4), Budget(6), Budget(8))
 TREES = (Budget(2, 4, 4), Budget(3, 4, 6), Budget(4, 4, 8), Budget(5, 4, 12))
 DRAFTERS: dict[str, tuple[dict[str, Any], tuple[Budget, ...]]] = {
@@ -70,7 +71,7 @@ def sweep(target: Loaded, drafter: str, temperature: float, asks: list[Ask], tok
     for drafter_made in made.values():
         forget(drafter_made)
     for request in requests:
-        done = in_turns({str(b.parts): (d, request) for b, d in decoders.items()})
+        done = in_turns({str(b.parts): (d, request) for b, d in decoders.items()}, STRETCH)
         for budget in decoders:
             taken[budget] += done[str(budget.parts)].total
     pace = taken[Budget(0)] / steps_seconds(seen, cost, Budget(0))
