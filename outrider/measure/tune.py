@@ -260,16 +260,21 @@ class Search:
         found = stats.ratio(against.samples, self.plain.samples)
         return found is not None and (found.sure or found.high - found.low < EQUAL)
 
-    @property
-    def gain(self) -> stats.Interval | None:
-        """The leader's speed over plain decoding's."""
-        return None if self.leader is self.plain else stats.ratio(self.leader.samples, self.plain.samples)
+    def over_plain(self, arm: Arm) -> stats.Interval | None:
+        """A setting's speed over plain decoding's. None for plain decoding, and where they have no prompt in common."""
+        return None if arm is self.plain else stats.ratio(arm.samples, self.plain.samples)
 
     @property
     def chosen(self) -> Arm:
-        """The answer: the leader if it is faster than plain decoding for sure, else plain decoding."""
-        gain = self.gain
-        return self.leader if gain is not None and gain.low > 1 else self.plain
+        """The answer: the leader if it is faster than plain decoding for sure. Where that is not sure, what looks faster and
+        has a controller that stops where guesses do not pay, and so has nothing to lose. Else plain decoding."""
+        leader = self.leader
+        careful = [a for a in self.arms if a.samples and a.config.get("controller") == "optimal"]
+        for arm, least in [(leader, 1.0), *((a, 0.0) for a in careful)]:
+            gain = self.over_plain(arm)
+            if gain is not None and gain.low > least and gain.value > 1 + EQUAL * (least == 0):
+                return arm
+        return self.plain
 
     def lengths(self, rows: Sequence[int] = ROWS) -> dict[int, int]:
         """The chosen drafter's best chain by the number of texts side by side, as the cost model expects it. Measured now."""

@@ -184,11 +184,14 @@ def show(search: Search) -> Arm:
     for method in search.methods:
         if method.problem:
             print(paint(f"{method.name}: {method.problem}", DIM))
-    answer, gain = search.chosen, search.gain
+    answer = search.chosen
+    gain = search.over_plain(answer)
     if answer is search.plain:
         print(paint(f"Plain decoding is best here, because {because(search)}.", YELLOW))
     elif gain is not None:
         said = f"{answer.name}: {gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})."
+        if gain.low <= 1:
+            said += " More prompts would make it certain; its controller stops where guesses do not pay."
         print(paint(said, GREEN))
     return answer
 
