@@ -47,10 +47,12 @@ class Reader:
         return self.results[0]
 
 
-def engine(target=TARGET, drafter: Drafter | None = None, *, rows: int = 4, depth: int = 4, **options) -> Engine:
+def engine(
+    target=TARGET, drafter: Drafter | None = None, *, rows: int = 4, depth: int = 4, width: int = 1, **options
+) -> Engine:
     drafter = drafter or toy_drafters(target, rows)["draft_model"]()
-    decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth), rows=rows, end_ids=(0,))
-    config = SimpleNamespace(methods=["mine"], budget=Budget(depth))
+    decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth, width), rows=rows, end_ids=(0,))
+    config = SimpleNamespace(methods=["mine"], budget=Budget(depth, width))
     return Engine(SimpleNamespace(decoder=decoder, config=config, drafter=drafter), **options)  # type: ignore[arg-type]
 
 

@@ -42,7 +42,10 @@ class RandomTree(BaseDrafter):
             for _ in range(
                 int(torch.randint(0, budget.max_nodes + 1, (1,), generator=self.draw)) if budget.depth else 0
             ):
-                open_ = [n for n, d in enumerate(level) if d < budget.depth]
+                full = {n for n in range(len(nodes)) if sum(p == n for _, p in nodes) >= budget.width}
+                open_ = [n for n, d in enumerate(level) if d < budget.depth and n not in full]
+                if not open_:
+                    break
                 parent = open_[int(torch.randint(0, len(open_), (1,), generator=self.draw))]
                 nodes.append((int(torch.randint(0, self.vocab_size, (1,), generator=self.draw)), parent))
                 level.append(level[parent] + 1)

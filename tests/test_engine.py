@@ -25,7 +25,9 @@ def test_64_mixed_requests_in_any_order_have_the_texts_of_plain_decoding_one_by_
     expected = plain_texts(TARGET, requests)
     draw = random.Random(2)
     drafters = [toy_drafters(TARGET, 5)["draft_model"], lambda: RandomTree(VOCAB)]
-    eng = engine(drafter=drafters[kv_tokens is None](), rows=5, max_queue=64, kv_tokens=kv_tokens, prefix_bytes=20_000)
+    eng = engine(
+        drafter=drafters[kv_tokens is None](), rows=5, width=3, max_queue=64, kv_tokens=kv_tokens, prefix_bytes=20_000
+    )
     jobs = [
         job(r, method=draw.choice([None, None, "ngram", "suffix", "none"]), depth=draw.choice([None, None, 0, 1, 8]))
         for r in requests
