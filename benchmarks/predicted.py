@@ -1,7 +1,7 @@
 """Predicted against measured: tokens/s of a sweep over drafters, lengths and trees, by the cost model and by the clock.
 
     python -m benchmarks.predicted                                               two sizes, temperatures 0 and 1
-    python -m benchmarks.predicted --sizes 160M --temperatures 0  --prompts 3
+    python -m benchmarks.predicted --sizes 160M --temperatures 0 --prompts 3
 
 For each drafter one run with the longest chain and one with the largest tree are watched (outrider.measure.predict), costs are
 calibrated in the same process, and every setting of the sweep is predicted. Then all of them and plain decoding are measured in
@@ -82,7 +82,7 @@ def sweep(target: Loaded, drafter: str, temperature: float, asks: list[Ask], tok
             "drafter": drafter, "temperature": temperature, "budget": budget.parts,
             "measured": round(measured, 2), "predicted": round(predicted / pace, 2),
             "error": round(predicted / pace / measured - 1, 4), "error_at_calibration": round(predicted / measured - 1, 4),
-            "plain": round(seen.tokens / taken[Budget(0)], 2), "pace": round(pace, 3),
+            "plain": round(seen.tokens / taken[Budget(0)], 2), "pace": round(pace, 3), "tokens": seen.tokens,
         }  # fmt: skip
 
 

@@ -100,7 +100,8 @@ def compare(target: Loaded, workload: str, prompts: int, tokens: int, repeats: i
     found = stats.ratio(ours.samples, theirs.samples)
     assert found is not None
     return {
-        "workload": workload, "chosen": chosen.name, "best": best.name, "settings": len(arms),
+        "workload": workload, "prompts": prompts, "repeats": repeats, "settings": len(arms),
+        "chosen": chosen.name, "best": best.name,
         "over_best": 1.0 if chosen.name == best.name else round(found.value, 3), "low": round(found.low, 3),
         "high": round(min(found.high, 99.0), 3), "tune_seconds": round(tuning, 1), "sweep_seconds": round(sweeping, 1),
         "time": round(tuning / sweeping, 3), "over_plain": round(speed(best) / speed(arms[0]), 3),

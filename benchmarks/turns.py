@@ -15,7 +15,8 @@ from outrider.decode import Decoder, Request, Row
 
 @dataclass(eq=False)
 class Written:
-    """What one way took. seconds: of each stretch of the text, its prompt aside; the drafter's own reading counts."""
+    """What one way took. seconds: of each stretch of the text, as many for every way; its prompt aside, but the drafter's own
+    reading counts."""
 
     row: Row
     seconds: list[float] = field(default_factory=list)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -120,7 +120,7 @@ def measure(
     runner.run(names, work[-1], tokens // 2, temperature, count)  # a warm-up
     runs = [runner.run(names, text, tokens, temperature, seed) for seed, text in enumerate(work)]
     differing = sum(done[m].row.output != done["plain"].row.output for done in runs for m in methods)
-    taken = {m: np.array([s for done in runs for s in padded(done)[m]]) for m in names}
+    taken = {m: np.array([s for done in runs for s in done[m].seconds]) for m in names}
     single = min((m for m in methods if m != "auto"), key=lambda m: taken[m].sum(), default="plain")
     for method in names:
         done = [d[method] for d in runs]
@@ -136,12 +136,6 @@ def measure(
             "efficiency": round(sum(d.forwards for d in done) / seconds, 3),
             "tokens": written, "differing_texts": differing if method == "plain" else None,
         }  # fmt: skip
-
-
-def padded(done: Mapping[str, Written]) -> dict[str, list[float]]:
-    """Seconds by stretch, as many for all: who is ahead at the end has nothing left to write."""
-    most = max(len(w.seconds) for w in done.values())
-    return {name: w.seconds + [0.0] * (most - len(w.seconds)) for name, w in done.items()}
 
 
 def against(name: str, base: Any, ours: Any) -> dict[str, Any]:
@@ -198,10 +192,8 @@ def main() -> None:
     for size in args.sizes:
         models = pair(size, how["stored"], args.source, trained=args.draft)
         target = load(str(models.target), dtype=how["dtype"], device="cpu", quantization=how["quantization"])
-        runner, records = (
-            Runner(target, str(models.drafts["trained"])),
-            result["targets"].setdefault(f"{size} {args.precision}", []),
-        )
+        runner = Runner(target, str(models.drafts["trained"]))
+        records = result["targets"].setdefault(f"{size} {args.precision}", [])
         for workload in args.workloads:
             methods = [m for m in args.methods if workload == "edits" or not m.startswith("prediction")]
             for temperature in args.temperatures if workload != "edits" else [0.0]:
@@ -209,9 +201,8 @@ def main() -> None:
                 for record in measure(runner, workload, methods, args.prompts, args.tokens, temperature):
                     records.append(record)
                     print({k: v for k, v in record.items() if k != "tokens"}, file=sys.stderr, flush=True)
-                out.write_text(
-                    json.dumps(result, indent=1) + "\n", encoding="utf-8"
-                )  # what is cut off keeps what it has
+                # what is cut off keeps what it has
+                out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"\n{size} {args.precision}: times plain decoding (acceptance length)\n")
         print(table(records))
     print(f"written to {out}")

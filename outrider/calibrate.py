@@ -29,8 +29,6 @@ from outrider.types import Budget
 NODES, MANY_NODES, CONTEXTS = (1, 2, 3, 5, 9, 17), (1, 2, 5, 9), (64, 512)  # the root counted; where rows are several
 REPEATS, LEAST, PATIENCE = 7, 4, 15.0  # rounds of all settings, the first a warm-up; fewer after so many seconds
 BURST = 3  # steps of one setting in a round
-
-
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -69,14 +67,13 @@ def calibrated(
     limit: Budget,
     rows: Sequence[int] = (1,),
     known: CostModel | None = None,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams = GREEDY,
 ) -> CostModel:
     """The stored cost model for this machine and these models, or a new measurement, which is then stored.
 
     drafter: makes one for so many rows, if there is need to measure. names: what tells models and drafters apart, with their
     precision: {"target": "... int8", "draft": "..."}. The rest as for `calibrate`.
     """
-    sampling = sampling or GREEDY
     key = {
         **machine(),
         **names,
@@ -107,14 +104,14 @@ def calibrate(
     limit: Budget,
     rows: Sequence[int] = (1,),
     known: CostModel | None = None,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams = GREEDY,
 ) -> CostModel:
     """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
     step after step. Every setting is timed once a round, so that a slow moment of the machine falls on all alike; of the
     rounds the median counts. limit: the largest budget that will be asked for. known: of the same target, whose steps are
     then not timed again. sampling: how tokens are chosen, greedily if not given; drawing them costs something too."""
     contexts = [c for c in CONTEXTS if 2 * c < target.max_length] or [1]
-    law = _law(sampling or GREEDY)
+    law = _law(sampling)
     judge = _Side(target, Wrong(), max(rows), contexts, law)
     draft = _Side(target, drafter(len(contexts) * max(rows)), max(rows), contexts, law)
     shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit)

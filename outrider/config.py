@@ -87,14 +87,13 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(
                 'method "draft_model" needs a model: {"method": "draft_model", "model": "builtin:code-draft"}'
             )
-        for key, method in (
-            ("prediction", "prediction"),
-            ("corpus", "suffix"),
+        for key, method, *others in (
+            ("prediction", "prediction", "auto"),
+            ("corpus", "suffix", "auto"),
             ("layers", "layer_skip"),
             ("assistant_early_exit", "layer_skip"),
         ):
-            takers = {method, "auto"} if key in ("prediction", "corpus") else {method}
-            if getattr(self, key) is not None and not takers & set(self.methods):
+            if getattr(self, key) is not None and not {method, *others} & set(self.methods):
                 raise ValueError(
                     f'{key} is for the method "{method}", got "{self.method}": {{"method": "{method}", "{key}": ...}}'
                 )

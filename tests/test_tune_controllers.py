@@ -1,5 +1,7 @@
 """Controllers on a simulated machine: they find what is best, and cost next to nothing where nothing is to be found."""
 
+from dataclasses import replace
+
 import pytest
 from simulated import Machine
 
@@ -86,6 +88,43 @@ def test_the_price_of_probing_is_bounded(case):
         first_look = machine.prompt * machine.read + 4 * (2 * machine.level + 2 * machine.node)
         lost = machine.time - machine.plain_time
         assert lost < 2 + 0.01 * machine.time + first_look
+
+
+@pytest.mark.parametrize(("scale", "often"), [(1.0, 1.0), (1e-3, 1 / 16)])
+def test_decisions_are_as_frequent_as_they_are_cheap(scale, often):
+    """Every step where a step takes a second; every sixteenth where it takes a millisecond, five times a decision."""
+
+    class Quick(Machine):
+        def step(self, rows, budgets):
+            made = super().step(rows, budgets)
+            return replace(made, seconds={name: scale * s for name, s in made.seconds.items()})
+
+    class Counting(Adaptive):
+        count = 0
+
+        def _decide(self, rows):
+            self.count += 1
+            super()._decide(rows)
+
+    machine, controller = Quick(alpha=always(0.8)), Counting(Budget(8))
+    machine.start(0)
+    machine.run(controller, steps=100)
+    before = controller.count
+    machine.run(controller, steps=160)
+    assert (controller.count - before) / 160 == pytest.approx(often, rel=0.15)
+
+
+@pytest.mark.parametrize("alpha", [0.6, 0.9])
+def test_plain_decoding_is_measured_again_for_a_hundredth_of_the_time(alpha):
+    [machine] = machines(1, alpha=always(alpha), level=0.02, node=0.02)
+    controller = Adaptive(Budget(8))
+    machine.run(controller, steps=60)
+    machine.depths.clear()
+    began = machine.time
+    machine.run(controller, steps=4000)
+    plain, gain = machine.depths.count(0), machine.best(Budget(8))
+    assert plain >= 7
+    assert plain * (1 - 1 / gain) < 0.015 * (machine.time - began)
 
 
 def test_a_text_that_turns():

@@ -118,7 +118,8 @@ def _layer_skip(setting: Setting) -> Drafter:
         count = int(getattr(target.model, "layers", config.assistant_early_exit))
         if config.assistant_early_exit > count:
             raise ValueError(
-                f"assistant_early_exit is {config.assistant_early_exit}, and {target.name} has {count} layers"
+                f"assistant_early_exit is {config.assistant_early_exit}, and {target.name} has {count} layers; "
+                f"use {count} at most"
             )
         return LayerSkipDrafter(target.model, range(config.assistant_early_exit))
     if target.tokenizer is None:

@@ -75,7 +75,7 @@ class ModelDrafter(BaseDrafter):
 
     def missing(self, row: int, tokens: list[int]) -> int:
         """How much the model has yet to read of a row, whose committed tokens these are, before it can guess: its own tokens,
-        the root not counted. None where it will not guess, as the text is too long for it."""
+        the root not counted. Nothing where it will not guess, as the text is too long for it."""
         return len(self._context(row, tokens)) - 1 - self.cache.length[row] if self._room(row, tokens) > 0 else 0
 
     def read(self, row: int, tokens: list[int], count: int) -> None:

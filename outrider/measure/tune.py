@@ -269,10 +269,12 @@ class Search:
         """The answer: the leader if it is faster than plain decoding for sure. Where that is not sure, what looks faster and
         has a controller that stops where guesses do not pay, and so has nothing to lose. Else plain decoding."""
         leader = self.leader
-        careful = [a for a in self.arms if a.samples and a.config.get("controller") == "optimal"]
-        for arm, least in [(leader, 1.0), *((a, 0.0) for a in careful)]:
-            gain = self.over_plain(arm)
-            if gain is not None and gain.low > least and gain.value > 1 + EQUAL * (least == 0):
+        gain = self.over_plain(leader)
+        if gain is not None and gain.low > 1:
+            return leader
+        for arm in self.arms:
+            gain = self.over_plain(arm) if arm.config.get("controller") == "optimal" else None
+            if gain is not None and gain.value > 1 + EQUAL:
                 return arm
         return self.plain
 
