@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -42,29 +45,32 @@ def run(*words: str, stdin: str | None = None):
 
 
 def in_terminal(*words: str, until: str = "", **env: str) -> tuple[int, str]:
-    """Exit code and everything shown on a terminal. until: ctrl-C is typed 500 bytes after this was shown, and again after
-    2000 more, as a user would: an interrupt that falls into a finalizer is lost in Python."""
+    """Exit code and everything shown on a terminal. until: ctrl-C is typed 500 bytes after this was shown."""
     leader, follower = pty.openpty()
     clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+
+    def at_a_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
+
     process = subprocess.Popen(
         [*COMMAND, *words], stdin=follower, stdout=follower, stderr=follower, env={**clean, "TERM": "xterm", **env},
-        start_new_session=True,
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=at_a_terminal,
     )  # fmt: skip
     os.close(follower)
-    shown, typed, end = b"", 0, time.monotonic() + 120
+    shown, typed, end = b"", False, time.monotonic() + 120
     while time.monotonic() < end:
         if select.select([leader], [], [], 0.1)[0]:
             try:
-                part = os.read(leader, 256 if until and typed < 2 else 65536)  # a full terminal holds the writer back
+                part = os.read(leader, 256 if until and not typed else 65536)  # a full terminal holds the writer back
             except OSError:  # the other side is closed
                 break
             if not part:
                 break
             shown += part
-        if until and typed < 2 and len(shown.partition(until.encode())[2]) > 500 + 2000 * typed:
+        if until and not typed and len(shown.partition(until.encode())[2]) > 500:
             os.write(leader, b"\x03")
-            typed += 1
+            typed = True
     os.close(leader)
     return process.wait(20), shown.decode().replace("\r\n", "\n")
 
