@@ -3,8 +3,9 @@
     python -m benchmarks.never_slower                                       builtin:code-160M, some minutes
     python -m benchmarks.never_slower --cases wrong noisy --texts 2 --tokens 512
 
-In each case plain decoding and the controller write the same texts, in turns of a few tokens (benchmarks.turns). What counts
-comes after the first 256 tokens of a text, which are where probing is paid for. Asked: 0.98 of plain. `whole` counts those too.
+In each case plain decoding and the controller write the same texts, in turns of a few tokens (outrider.measure.turns).
+What counts comes after the first 256 tokens of a text, which are where probing is paid for. Asked: 0.98 of plain. `whole`
+counts those too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import numpy as np
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
-from benchmarks.turns import in_turns
 from outrider.calibrate import calibrated
 from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request
@@ -29,6 +29,7 @@ from outrider.drafters.base import Drafter, NoDraft, Noisy, Wrong
 from outrider.drafters.model import ModelDrafter
 from outrider.llm import costs_of
 from outrider.measure.stats import interval
+from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Calibrated, Controller
@@ -58,10 +59,10 @@ def measure(
     plain = Decoder(target.model, NoDraft(), rows=1, max_length=LENGTH)
     fast = Decoder(target.model, drafter, controller=controller, rows=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    in_turns({"plain": (plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})
+    in_turns({"plain": Way(plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})
     groups, whole = list[Any](), np.zeros(2)
     for seed in range(texts):
-        done = in_turns({"plain": (plain, r := Request(seed, prompt, params, seed)), "fast": (fast, r)}, STRETCH)
+        done = in_turns({"plain": Way(plain, r := Request(seed, prompt, params, seed)), "fast": Way(fast, r)}, STRETCH)
         if done["plain"].row.output != done["fast"].row.output:
             raise AssertionError("a text is not plain decoding's")
         seconds = np.array([done["plain"].seconds, done["fast"].seconds]).T

@@ -5,8 +5,8 @@
 
 For each drafter one run with the longest chain and one with the largest tree are watched (outrider.measure.predict), costs are
 calibrated in the same process, and every setting of the sweep is predicted. Then all of them and plain decoding are measured in
-turns of a few tokens (benchmarks.turns). Two figures for each: predicted over measured tokens/s at the pace of the plain answers
-measured beside (so that what else the machine does falls out), which is what is asked to be within 10 % for 90 % of the
+turns of a few tokens (outrider.measure.turns). Two figures for each: predicted over measured tokens/s at the pace of the plain
+answers measured beside (so that what else the machine does falls out), which is what is asked to be within 10 % for 90 % of the
 settings, and the same at the pace of the calibration.
 """
 
@@ -22,7 +22,6 @@ from typing import Any
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
-from benchmarks.turns import in_turns
 from outrider.calibrate import calibrate
 from outrider.decode import Decoder
 from outrider.drafters.base import NoDraft
@@ -30,6 +29,7 @@ from outrider.llm import LLM
 from outrider.measure.local import forget
 from outrider.measure.predict import Seen, steps_seconds
 from outrider.measure.prompts import Ask, read
+from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 from outrider.tune import Fixed
@@ -67,11 +67,11 @@ def sweep(target: Loaded, drafter: str, temperature: float, asks: list[Ask], tok
         b: Decoder(target.model, d, controller=Fixed(*b.parts), rows=1, max_length=length) for b, d in made.items()
     }
     taken = dict.fromkeys(decoders, 0.0)
-    in_turns({str(b.parts): (d, replace(requests[-1], id=-1)) for b, d in decoders.items()})  # a warm-up
+    in_turns({str(b.parts): Way(d, replace(requests[-1], id=-1)) for b, d in decoders.items()})  # a warm-up
     for drafter_made in made.values():
         forget(drafter_made)
     for request in requests:
-        done = in_turns({str(b.parts): (d, request) for b, d in decoders.items()}, STRETCH)
+        done = in_turns({str(b.parts): Way(d, request) for b, d in decoders.items()}, STRETCH)
         for budget in decoders:
             taken[budget] += done[str(budget.parts)].total
     pace = taken[Budget(0)] / steps_seconds(seen, cost, Budget(0))

@@ -66,17 +66,31 @@ def exhaustive(search: Search, repeats: int) -> tuple[list[Arm], float]:
             continue
         limit = method.seen.limit
         budgets = [Budget(d) for d in range(1, limit.depth + 1)] + [b for b in TREES if limit.width > 1]
-        arms += [search._expect(method, budget) for budget in budgets]
+        arms += [search.expect(method, budget) for budget in budgets]
     plain = Arm("plain", search.plain.config, Budget(0))
     for repeat in range(repeats):
-        for ask in search.asks:
-            for arm in (plain, *arms):
-                search._answer(arm, ask, repeat)
+        for arm in (plain, *arms):
+            search.forget([arm])
+            for ask in search.asks:
+                search.race([arm], ask, repeat)
     return [plain, *arms], perf_counter() - start
 
 
 def speed(arm: Arm) -> float:
     return sum(s.output_tokens for s in arm.samples) / sum(s.seconds for s in arm.samples)
+
+
+def against(search: Search, chosen: Arm, best: Arm, repeats: int) -> tuple[float, float, float]:
+    """The choice's speed over the sweep's best, measured again in turns, and the ends of its interval."""
+    ours, theirs = Arm(chosen.name, chosen.config, chosen.budget), Arm(best.name, best.config, best.budget)
+    ours.controller = chosen.controller
+    for repeat in range(repeats):
+        search.forget([ours, theirs])
+        for ask in search.asks:
+            search.race([ours, theirs], ask, repeat)
+    found = stats.ratio(ours.samples, theirs.samples)
+    assert found is not None
+    return found.value, found.low, found.high
 
 
 def compare(target: Loaded, workload: str, prompts: int, tokens: int, repeats: int, seconds: float) -> dict[str, Any]:
@@ -91,19 +105,12 @@ def compare(target: Loaded, workload: str, prompts: int, tokens: int, repeats: i
     chosen = search.chosen
     arms, sweeping = exhaustive(search, repeats)
     best = max(arms, key=speed)
-    ours, theirs = Arm(chosen.name, chosen.config, chosen.budget), Arm(best.name, best.config, best.budget)
-    ours.controller = chosen.controller
-    for repeat in range(repeats + 1):
-        for number, ask in enumerate(asks):
-            for arm in (ours, theirs) if (number + repeat) % 2 else (theirs, ours):
-                search._answer(arm, ask, repeat)
-    found = stats.ratio(ours.samples, theirs.samples)
-    assert found is not None
+    over = (1.0, 1.0, 1.0) if chosen.name == best.name else against(search, chosen, best, repeats + 1)
     return {
         "workload": workload, "prompts": prompts, "repeats": repeats, "settings": len(arms),
         "chosen": chosen.name, "best": best.name,
-        "over_best": 1.0 if chosen.name == best.name else round(found.value, 3), "low": round(found.low, 3),
-        "high": round(min(found.high, 99.0), 3), "tune_seconds": round(tuning, 1), "sweep_seconds": round(sweeping, 1),
+        "over_best": round(over[0], 3), "low": round(over[1], 3), "high": round(min(over[2], 99.0), 3),
+        "tune_seconds": round(tuning, 1), "sweep_seconds": round(sweeping, 1),
         "time": round(tuning / sweeping, 3), "over_plain": round(speed(best) / speed(arms[0]), 3),
     }  # fmt: skip
 

@@ -5,8 +5,8 @@
 
 The targets are the built-in model inflated (benchmarks.inflate), the draft model is the built-in draft as trained. Workloads:
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
-paid). For each prompt plain decoding and the methods take turns, a few tokens each (benchmarks.turns), after a text that warms
-up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
+paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.measure.turns), after a text that
+warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
 keeps what its controller has learned of costs, as it would in use. efficiency: time of the two models' forwards over the whole
 time. Only edits come with a prediction. layer_skip is not here: the layers that inflation adds do nothing, and skipping those
 would be cheating.
@@ -30,11 +30,11 @@ from benchmarks.edits import ForcedTarget, edit_workload
 from benchmarks.pairs import PRECISIONS, pair
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
-from benchmarks.turns import Written, in_turns
 from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request
 from outrider.drafters import make_drafter
 from outrider.measure.stats import interval
+from outrider.measure.turns import Way, Written, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Controller, Fixed
@@ -108,7 +108,7 @@ class Runner:
             self.forced.text, tokens = text.prompt + text.answer, min(LONGER * tokens, len(text.answer))
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         request = Request(0, text.prompt, params, seed, prediction=text.prediction)
-        return in_turns({m: (self.decoder(m, forced), request) for m in methods})
+        return in_turns({m: Way(self.decoder(m, forced), request) for m in methods})
 
 
 def measure(

@@ -26,8 +26,9 @@ from outrider.tune import Fixed
 from outrider.tune.cost import CostModel
 from outrider.types import Budget
 
-NODES, MANY_NODES, CONTEXTS = (1, 2, 3, 5, 9, 17), (1, 2, 5, 9), (64, 512)  # the root counted; where rows are several
-REPEATS, LEAST, PATIENCE = 7, 4, 15.0  # rounds of all settings, the first a warm-up; fewer after so many seconds
+NODES, MANY_NODES = (1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9)  # the root counted; where rows are several
+CONTEXTS = (64, 512)
+REPEATS, LEAST, PATIENCE = 7, 4, 10.0  # rounds of all settings; fewer after so many seconds
 BURST = 3  # steps of one setting in a round
 GREEDY = SamplingParams(temperature=0)
 
@@ -107,9 +108,10 @@ def calibrate(
     sampling: SamplingParams = GREEDY,
 ) -> CostModel:
     """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
-    step after step. Every setting is timed once a round, so that a slow moment of the machine falls on all alike; of the
-    rounds the median counts. limit: the largest budget that will be asked for. known: of the same target, whose steps are
-    then not timed again. sampling: how tokens are chosen, greedily if not given; drawing them costs something too."""
+    step after step. Every setting is timed once a round with plain steps beside it, for a machine with neighbours changes its
+    pace within seconds: what is kept is the median of its shares of a plain step, in seconds of the median plain step.
+    limit: the largest budget that will be asked for. known: of the same target, whose steps are then not timed again.
+    sampling: how tokens are chosen, greedily if not given; drawing them costs something too."""
     contexts = [c for c in CONTEXTS if 2 * c < target.max_length] or [1]
     law = _law(sampling)
     judge = _Side(target, Wrong(), max(rows), contexts, law)
@@ -119,31 +121,39 @@ def calibrate(
     ways = [(r, Budget(n - 1)) for r in rows for n in nodes[r]]
     judged: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
     drafted: dict[tuple[int, int, int, int], _Cell] = defaultdict(_Cell)
-    between, start = list[float](), perf_counter()
+    plain: dict[tuple[int, int], list[float]] = defaultdict(list)
+    between = list[float]()
+    for side, c, r in itertools.product((judge, draft), contexts, rows):
+        side.time(c, r, Budget(limit.depth))  # a warm-up
+    start = perf_counter()
     for turn in range(REPEATS):
         if turn >= LEAST and perf_counter() - start > PATIENCE:
             break
         for c in contexts:
             for r, b in ways:
-                took = judge.time(c, r, b)
-                judged[r, b.depth + 1, c].add(turn, took.context, took.rest)
+                took, beside = judge.time(c, r, b)
+                plain[r, c].append(beside.whole)
+                judged[r, b.depth + 1, c].add(took.context, took.rest / beside.whole)
                 if not b.depth:
-                    drafted[r, 1, 0, c].add(turn, took.context, took.draft)
+                    drafted[r, 1, 0, c].add(took.context, took.draft / beside.whole)
                     between.append(took.between)
             for r, b in itertools.product(rows, shapes):
-                took = draft.time(c, r, b)
-                drafted[r, b.width, b.depth, c].add(turn, took.context, took.draft)
+                took, beside = draft.time(c, r, b)
+                plain[r, c].append(beside.whole)
+                drafted[r, b.width, b.depth, c].add(took.context, took.draft / beside.whole)
     judge.close()
     draft.close()
     for r, c in itertools.product(rows, contexts):
         drafted |= {(r, b.width, 0, c): drafted[r, 1, 0, c] for b in shapes}
-    return CostModel(
-        key,
-        [[r, n, *cell.row] for (r, n, _), cell in judged.items()] if known is None else known.target,
-        [[r, w, d, *cell.row] for (r, w, d, _), cell in drafted.items()],
-        _reading(draft.readings, min((cell.row[1] for (_, _, d, _), cell in drafted.items() if d), default=0.0)),
-        median(between),
-    )
+    if known is None:
+        usual = {at: median(seconds) for at, seconds in plain.items()}
+    else:  # at the pace of the target's own costs
+        usual = {(r, c): known.target_seconds(r, 1, c) for r, c in plain}
+    target_rows = [[r, n, *cell.row(usual[r, c])] for (r, n, c), cell in judged.items()]
+    draft_rows = [[r, w, d, *cell.row(usual[r, c])] for (r, w, d, c), cell in drafted.items()]
+    cheapest = min((row[-1] for row in draft_rows if row[2]), default=0.0)
+    reading = _reading(draft.readings, cheapest)
+    return CostModel(key, target_rows if known is None else known.target, draft_rows, reading, median(between))
 
 
 def _shapes(limit: Budget) -> list[Budget]:
@@ -157,20 +167,18 @@ def _shapes(limit: Budget) -> list[Budget]:
 
 @dataclass(eq=False)
 class _Cell:
-    """Seconds of one setting, by what was in the cache."""
+    """One setting: what was in the cache, and parts of a plain step beside it."""
 
     contexts: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
 
-    def add(self, turn: int, context: int, seconds: float) -> None:
-        """The first turn warms up."""
-        if turn:
-            self.contexts.append(context)
-            self.seconds.append(seconds)
+    def add(self, context: int, share: float) -> None:
+        self.contexts.append(context)
+        self.shares.append(share)
 
-    @property
-    def row(self) -> list[float]:
-        return [median_low(self.contexts), median_low(self.seconds)]
+    def row(self, plain: float) -> list[float]:
+        """(context, seconds) where a plain step takes so long."""
+        return [median_low(self.contexts), plain * median(self.shares)]
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,10 @@ class _Took:
     draft: float
     rest: float
     between: float
+
+    @property
+    def whole(self) -> float:
+        return self.draft + self.rest
 
 
 class _Side:
@@ -195,7 +207,12 @@ class _Side:
         self.rows: dict[int, list[Row]] = {c: [] for c in contexts}
         self.readings: list[tuple[int, float]] = []  # tokens read before the first guess, and seconds of that draft
 
-    def time(self, context: int, rows: int, budget: Budget) -> _Took:
+    def time(self, context: int, rows: int, budget: Budget) -> tuple[_Took, _Took]:
+        """A step with this budget, and a plain one right after it."""
+        took = self._steps(context, rows, budget)
+        return took, self._steps(context, rows, Budget(0)) if budget.depth else took
+
+    def _steps(self, context: int, rows: int, budget: Budget) -> _Took:
         """A few steps, of which the middle one counts: the first pays for what others left in the processor's caches."""
         took = list[_Took]()
         while len(took) < BURST:
@@ -207,7 +224,7 @@ class _Side:
             taken, draft = perf_counter() - began, step.seconds["draft"]
             parts = sum(step.seconds.values())
             took.append(_Took(max(step.positions), draft, parts - draft, taken - parts))
-        return sorted(took, key=lambda t: t.draft + t.rest)[(BURST - 1) // 2]
+        return sorted(took, key=lambda t: t.whole)[(BURST - 1) // 2]
 
     def _fill(self, context: int) -> None:
         """Rows that hold so many tokens again; a drafter reads them anew."""

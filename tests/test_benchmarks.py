@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import decoder, plain_texts, request
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import decode, forward, identity, machine, pairs, table
@@ -19,11 +18,7 @@ from benchmarks.peers.ours import Ours, config_of
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from benchmarks.side import Missing, Run
-from benchmarks.turns import in_turns
-from outrider.drafters import ModelDrafter, NoDraft
 from outrider.models.load import load
-from outrider.models.toy import ToyModel
-from outrider.params import SamplingParams
 
 VOCAB = 97
 
@@ -275,15 +270,3 @@ def test_prompts_and_sizes() -> None:
         humaneval(33)
     assert pairs.drafts_of(["x", "own=y"]) == {"draft": "x", "own": "y"}
     assert machine.facts()["cores"] >= 1
-
-
-def test_ways_in_turns_write_the_text_of_plain_decoding_in_as_many_stretches() -> None:
-    target, asked = ToyModel(VOCAB), request([1, 2, 3], SamplingParams(max_tokens=21, ignore_eos=True))
-    drafters = {"plain": NoDraft(), "right": ModelDrafter(ToyModel(VOCAB), 1, 64)}
-    ways = {name: (decoder(target, d, rows=1), asked) for name, d in drafters.items()}
-    for _ in range(2):  # the rows are free again
-        done = in_turns(ways, 4)
-        assert done["plain"].row.output == done["right"].row.output == plain_texts(target, [asked])[0]
-        assert [len(w.seconds) for w in done.values()] == [6, 6]
-        assert done["plain"].steps == 21 > done["right"].steps
-        assert done["plain"].drafted == 0 < done["right"].drafted

@@ -41,7 +41,7 @@ def pair():
 
 def test_every_setting_has_its_seconds():
     cost = calibrate(*pair(), {}, LIMIT, rows=(1, 2))
-    sizes = {(1, n) for n in (1, 2, 3, 5, 9, 17)} | {(2, n) for n in (1, 2, 5, 9)}
+    sizes = {(1, n) for n in (1, 2, 3, 6, 7, 9, 13, 17)} | {(2, n) for n in (1, 2, 5, 9)}
     assert {tuple(row[:2]) for row in cost.target} == sizes
     assert {tuple(row[:3]) for row in cost.draft} == {(r, w, d) for r in (1, 2) for w in (1, 2) for d in (0, 1, 3)}
     assert all(row[-1] > 0 for row in [*cost.target, *cost.draft])

@@ -7,17 +7,19 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli import app
+from outrider.llm import LLM
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Sample
 from outrider.measure.tune import HOPELESS, Arm, Method, Search, _apart, _budgets
 from outrider.measure.tune_cli import because
+from outrider.models.load import load
 from outrider.types import Budget
 
 ASKS = [Ask(str(n), "all", f"prompt {n}") for n in range(12)]
 
 
 class MadeUp(Search):
-    """Settings with known speeds in tokens/s; an answer differs from the next by `noise`. `clock` counts answers."""
+    """Settings with known speeds in tokens/s; an answer differs from the next by `noise`."""
 
     def __init__(self, speeds, predicted=None, noise=0.05, **more):
         super().__init__(None, ASKS, [], {"temperature": 0.0, "seed": 0}, seconds=1e9, **more)
@@ -32,16 +34,19 @@ class MadeUp(Search):
 
     def _predict(self):
         for ask in self.pilots:
-            self._answer(self.plain, ask, 0)
+            self.race([self.plain], ask, 0)
         yield "predicted"
 
-    def _answer(self, arm, ask, repeat):
-        speed = self.speeds.get(arm.name, 1.0)
-        seconds = 64 / speed * self.length[int(ask.id)] * self.rng.lognormvariate(0, self.noise)
-        self.turn += 1
-        arm.samples.append(
-            Sample(prompt=ask.id, setting=arm.name, repeat=repeat, turn=self.turn, seconds=seconds, output_tokens=64)
-        )
+    def race(self, arms, ask, repeat):
+        for arm in arms:
+            speed = self.speeds.get(arm.name, 1.0)
+            seconds = 64 / speed * self.length[int(ask.id)] * self.rng.lognormvariate(0, self.noise)
+            self.turn += 1
+            arm.samples.append(
+                Sample(
+                    prompt=ask.id, setting=arm.name, repeat=repeat, turn=self.turn, seconds=seconds, output_tokens=64
+                )
+            )
 
 
 def test_the_fastest_is_found():
@@ -157,3 +162,35 @@ def test_the_command(tmp_path, monkeypatch, method):
     assert json.loads(file.read_text())["method"] in (method, "none")
     words = ["generate", "def f(x):", "-n", "4", "--speculative-config", str(file)]
     assert CliRunner().invoke(app, words).exit_code == 0
+
+
+def test_arms_remember_what_they_have_seen_themselves():
+    """Two lengths of one drafter that learns from answers: neither finds the other's answer in its memory, nor after
+    `forget` its own; a model's weights are there once."""
+    target = load("builtin:code-draft")
+    methods = [
+        ("suffix", {"method": "suffix"}),
+        ("draft_model", {"method": "draft_model", "model": "builtin:code-draft"}),
+    ]
+    asks = [Ask("0", "all", "def area(r):\n    return")]
+    search = Search(target, asks, methods, {"temperature": 0.0, "seed": 0, "max_tokens": 24, "ignore_eos": True})
+    search._reader = LLM(target, max_num_seqs=1)
+    for method in search.methods:
+        method.llm = LLM(target, speculative_config={**method.config, "controller": "fixed"}, max_num_seqs=4)
+    arms = [Arm(f"{name} k={k}", config, Budget(k)) for name, config in methods for k in (2, 5)]
+
+    def accepted(arm):
+        return sum(arm.samples[-1].accepted)
+
+    search.race(arms, asks[0], 0)
+    texts = [arm.samples[-1].token_ids for arm in arms]
+    first = accepted(arms[1])
+    search.race(arms[:1], asks[0], 0)
+    search.race(arms[1:2], asks[0], 0)
+    assert accepted(arms[1]) > first  # its own answer, found again
+    search.forget(arms)
+    search.race(arms, asks[0], 0)
+    assert accepted(arms[1]) == first
+    assert texts == [arm.samples[-1].token_ids for arm in arms] == [texts[0]] * 4
+    assert arms[0].decoder is not arms[1].decoder
+    assert arms[2].decoder is arms[3].decoder

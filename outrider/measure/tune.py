@@ -15,12 +15,14 @@ from typing import Any
 
 from outrider.calibrate import calibrated
 from outrider.config import SpeculativeConfig
+from outrider.decode import Decoder, Request
 from outrider.llm import LLM, costs_of
 from outrider.measure import stats
 from outrider.measure.local import Record, forget
 from outrider.measure.predict import Seen, by_rows, steps_seconds
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Sample
+from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded
 from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Calibrated, Controller, CostModel, Fixed
@@ -31,6 +33,7 @@ TREES = ("draft_model", "quantized_self", "layer_skip", "token_recycling", "suff
 DEEPEST = {"suffix": 16, "prediction": 16, "ngram": 16}  # of chains; 8 for the others
 CLOSE = 0.9  # of the best prediction: so much may a prediction be wrong
 MOST = 3  # settings of a drafter, and twice as many in all, that are measured
+STRETCH = 16  # tokens of a turn
 EQUAL = 0.03  # two settings nearer to each other than this are as good
 HOPELESS = "slower than plain decoding even if every guess were right"
 CONTEXT = 128  # tokens, where one must do for all
@@ -47,6 +50,7 @@ class Arm:
     predicted: float | None = None
     samples: list[Sample] = field(default_factory=list)
     out: str = ""
+    decoder: Decoder | None = None  # with the drafter and its memory
     controller: Controller | None = None
 
 
@@ -87,7 +91,7 @@ class Search:
         self.complete, self.turn = False, 0
         self.overhead = 0.0  # seconds in which the pilots' prompts are read
         self.pace = 1.0  # how much slower plain decoding is in real texts than where costs were measured
-        self._llms: dict[str, LLM] = {}
+        self._reader: LLM | None = None  # knows the tokenizer; decodes plainly
 
     def run(self) -> Iterator[str]:
         """Predict, then measure."""
@@ -98,12 +102,11 @@ class Search:
     # what is expected
 
     def _predict(self) -> Iterator[str]:
-        plain = LLM(self.target, max_num_seqs=1)
-        self._llms["plain"] = plain
-        self._answer(self.plain, self.pilots[0], 0)
+        self._reader = LLM(self.target, max_num_seqs=1)
+        self.race([self.plain], self.pilots[0], 0)
         self.plain.samples.clear()  # a warm-up
         for ask in self.pilots:
-            self._answer(self.plain, ask, 0)
+            self.race([self.plain], ask, 0)
         yield f"plain decoding writes {_speed(self.plain.samples):.0f} tokens/s"
         for method in self.methods:
             try:
@@ -117,7 +120,7 @@ class Search:
         kind = method.config["method"]
         deepest = DEEPEST.get(kind, 8)
         config = {**method.config, "num_speculative_tokens": deepest, "controller": "fixed"}
-        llm = method.llm = self._llms[method.name] = LLM(self.target, speculative_config=config, max_num_seqs=2)
+        llm = method.llm = LLM(self.target, speculative_config=config, max_num_seqs=MOST + 1)
         tree = Budget(DEEPEST.get(kind, TREE.depth), TREE.width, TREE.nodes)
         limit = Budget(deepest, tree.width, tree.nodes) if kind in TREES else Budget(deepest)
         known = next((m.cost for m in self.methods if m.cost is not None), None)
@@ -136,12 +139,12 @@ class Search:
             yield f"{method.name}: {method.problem}"
             return
         method.seen = Seen(limit)
-        method.seen.watch(llm, self._requests(llm), Budget(deepest))
+        method.seen.watch(llm, self._requests(self.pilots), Budget(deepest))
         if limit.width > 1:
             forget(llm.drafter)
-            method.seen.watch(llm, self._requests(llm), tree)
+            method.seen.watch(llm, self._requests(self.pilots), tree)
         self._settle(method.seen, method.cost)
-        arms = [self._expect(method, budget) for budget in _budgets(limit, tree.depth)]
+        arms = [self.expect(method, budget) for budget in _budgets(limit, tree.depth)]
         method.best = max(arms, key=lambda a: a.predicted or 0.0)
         kept = sorted(arms, key=lambda a: -(a.predicted or 0.0))
         self.arms += _apart(kept)[:MOST]
@@ -156,7 +159,7 @@ class Search:
         written = sum(s.output_tokens for s in samples)
         self.pace = sum(steps) / written / (steps_seconds(seen, cost, Budget(0)) / seen.tokens)
 
-    def _expect(self, method: Method, budget: Budget) -> Arm:
+    def expect(self, method: Method, budget: Budget) -> Arm:
         """An arm with its prediction: the model's seconds at the machine's pace, and the time to read prompts, the drafter's
         included."""
         seen, cost = method.seen, method.cost
@@ -179,12 +182,9 @@ class Search:
         start, pilots = perf_counter(), len(self.plain.samples)
         yield f"measuring {', '.join(a.name for a in self.arms if not a.out)}"
         for repeat in itertools.count():
-            for llm in self._llms.values():
-                forget(llm.drafter)
+            self.forget(self.arms)
             for number, ask in enumerate(self.asks):
-                alive = [a for a in self.arms if not a.out]
-                for arm in alive if (number + repeat) % 2 else alive[::-1]:
-                    self._answer(arm, ask, repeat)
+                self.race([a for a in self.arms if not a.out], ask, repeat)
                 self.plain.samples, pilots = self.plain.samples[pilots:], 0  # older than what they would be paired with
                 yield self._state()
                 if perf_counter() - start > self.patience:
@@ -218,7 +218,7 @@ class Search:
             config = {**order[0].config, "verifier": verifier}
             arm = Arm(f"{order[0].name} {verifier}", config, order[0].budget, order[0].predicted)
             try:
-                self._llms[arm.name] = LLM(self.target, speculative_config=config, max_num_seqs=1)
+                arm.decoder = LLM(self.target, speculative_config=config, max_num_seqs=1).decoder
             except ValueError as error:
                 arm.out = " ".join(str(error).split())
             self.arms.append(arm)
@@ -298,19 +298,36 @@ class Search:
 
     # how
 
-    def _answer(self, arm: Arm, ask: Ask, repeat: int) -> None:
-        llm = self._llms.get(arm.name) or self._llms[_method(arm)]
-        llm.decoder.controller = self._controller(arm)
-        [request] = self._requests(llm, [ask], repeat)
-        sample = Sample(prompt=ask.id, setting=arm.name, repeat=repeat, turn=self.turn, seconds=0, seed=request.seed)
+    def race(self, arms: Sequence[Arm], ask: Ask, repeat: int) -> None:
+        """Arms answer a prompt, in turns of a few tokens."""
+        ways, records = dict[str, Way](), dict[str, Record]()
+        [request] = self._requests([ask], repeat)
+        for arm in arms if self.turn % 2 else arms[::-1]:
+            sample = Sample(
+                prompt=ask.id, setting=arm.name, repeat=repeat, turn=self.turn, seconds=0, seed=request.seed
+            )
+            records[arm.name] = Record(sample)
+            ways[arm.name] = Way(self._decoder(arm), request, self._controller(arm), records[arm.name])
         self.turn += 1
-        record, start = Record(sample), perf_counter()
-        for step, moved in llm.decoder.steps([request]):
-            now = perf_counter() - start
-            for b, row in enumerate(moved):
-                assert step is not None
-                record.add(step, b, row, now)
-        arm.samples.append(sample)
+        in_turns(ways, STRETCH)
+        for arm in arms:
+            arm.samples.append(records[arm.name].sample)
+
+    def _decoder(self, arm: Arm) -> Decoder:
+        """A drafter that remembers the answers has a memory for each arm. All others are there once, with a row for each arm."""
+        if arm.decoder is None:
+            llm = next((m.llm for m in self.methods if m.name == _method(arm)), None) or self._reader
+            assert llm is not None
+            if hasattr(llm.drafter, "forget"):
+                llm = LLM(self.target, speculative_config=llm.config, max_num_seqs=1)
+            arm.decoder = llm.decoder
+        return arm.decoder
+
+    def forget(self, arms: Sequence[Arm]) -> None:
+        """What these have seen of the answers."""
+        for arm in arms:
+            if arm.decoder is not None:
+                forget(arm.decoder.drafter)
 
     def _controller(self, arm: Arm) -> Controller:
         """The same for all answers of an arm, as in use."""
@@ -322,13 +339,14 @@ class Search:
                 arm.controller = Fixed(*arm.budget.parts)
         return arm.controller
 
-    def _requests(self, llm: LLM, asks: Sequence[Ask] | None = None, repeat: int = 0) -> list[Any]:
-        out = []
-        for ask in self.pilots if asks is None else asks:
+    def _requests(self, asks: Sequence[Ask], repeat: int = 0) -> list[Request]:
+        assert self._reader is not None
+        out = list[Request]()
+        for ask in asks:
             own: dict[str, Any] = {"seed": self.sampling["seed"] + repeat, "prediction": ask.prediction}
             if ask.max_tokens is not None:
                 own["max_tokens"] = ask.max_tokens
-            out += llm.requests(ask.prompt, SamplingParams(**{**self.sampling, **own}))
+            out += self._reader.requests(ask.prompt, SamplingParams(**{**self.sampling, **own}))
         return out
 
 
