@@ -3,7 +3,7 @@
     python -m benchmarks.predicted                                               two sizes, temperatures 0 and 1
     python -m benchmarks.predicted --sizes 160M --temperatures 0 --prompts 3
 
-For each drafter one run with the longest chain and one with the largest tree are watched (outrider.measure.predict), costs are
+For each drafter one run with the longest chain and one with the largest tree are watched (outrider.measure.told), costs are
 calibrated in the same process, and every setting of the sweep is predicted. Then all of them and plain decoding are measured in
 turns of a few tokens (outrider.measure.turns). Two figures for each: predicted over measured tokens/s at the pace of the plain
 answers measured beside (so that what else the machine does falls out), which is what is asked to be within 10 % for 90 % of the
@@ -27,8 +27,9 @@ from outrider.decode import Decoder
 from outrider.drafters.base import NoDraft
 from outrider.llm import LLM
 from outrider.measure.local import forget
-from outrider.measure.predict import Seen, steps_seconds
+from outrider.measure.predict import steps_seconds
 from outrider.measure.prompts import Ask, read
+from outrider.measure.told import watched
 from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
@@ -57,10 +58,8 @@ def sweep(target: Loaded, drafter: str, temperature: float, asks: list[Ask], tok
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
     cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit, sampling=params)
     requests = [llm.requests(ask.prompt, params)[0] for ask in asks]
-    seen = Seen(limit)
-    for budget in (Budget(deepest), TREE) if limit.width > 1 else (Budget(deepest),):
-        forget(llm.drafter)
-        seen.watch(llm, requests, budget)
+    answers = [row.output for row in LLM(target, max_num_seqs=1).decoder.generate(requests)]
+    seen = watched(target, llm.drafter, requests, answers, Budget(deepest), *([TREE] if limit.width > 1 else []))
     length = max(len(r.prompt) for r in requests) + tokens
     made = {b: llm.drafter_for(1) if b.depth else NoDraft() for b in (Budget(0), *budgets)}
     decoders = {

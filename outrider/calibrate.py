@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median, median_low
+from statistics import mean, median, median_low, stdev
 from time import perf_counter
 
 import torch
@@ -28,7 +28,12 @@ from outrider.types import Budget
 
 NODES, MANY_NODES = (1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9)  # the root counted; where rows are several
 CONTEXTS = (64, 512)
-REPEATS, LEAST, PATIENCE = 7, 4, 10.0  # rounds of all settings; fewer after so many seconds
+REPEATS, LEAST, PATIENCE = (
+    14,
+    6,
+    10.0,
+)  # rounds of all settings, at one context after the other; fewer after so many seconds
+PRECISE = 0.02  # of its step: a setting that is known so well (one standard error) needs no more rounds
 BURST = 3  # steps of one setting in a round
 GREEDY = SamplingParams(temperature=0)
 
@@ -114,41 +119,44 @@ def calibrate(
     sampling: how tokens are chosen, greedily if not given; drawing them costs something too."""
     contexts = [c for c in CONTEXTS if 2 * c < target.max_length] or [1]
     law = _law(sampling)
-    judge = _Side(target, Wrong(), max(rows), contexts, law)
     draft = _Side(target, drafter(len(contexts) * max(rows)), max(rows), contexts, law)
+    judge = _Side(target, Wrong(), max(rows), contexts, law) if known is None else draft
     shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit)
-    nodes = {r: (NODES if r == 1 else MANY_NODES) if known is None else (1,) for r in rows}
-    ways = [(r, Budget(n - 1)) for r in rows for n in nodes[r]]
+    nodes = {r: (NODES if r == 1 else MANY_NODES) if known is None else () for r in rows}
     judged: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
     drafted: dict[tuple[int, int, int, int], _Cell] = defaultdict(_Cell)
     plain: dict[tuple[int, int], list[float]] = defaultdict(list)
     between = list[float]()
-    for side, c, r in itertools.product((judge, draft), contexts, rows):
-        side.time(c, r, Budget(limit.depth))  # a warm-up
+    for side, c, r in itertools.product({judge, draft}, contexts, rows):
+        side.steps(c, r, Budget(limit.depth))  # a warm-up
     start = perf_counter()
     for turn in range(REPEATS):
-        if turn >= LEAST and perf_counter() - start > PATIENCE:
-            break
-        for c in contexts:
-            for r, b in ways:
-                took, beside = judge.time(c, r, b)
-                plain[r, c].append(beside.whole)
-                judged[r, b.depth + 1, c].add(took.context, took.rest / beside.whole)
-                if not b.depth:
-                    drafted[r, 1, 0, c].add(took.context, took.draft / beside.whole)
-                    between.append(took.between)
-            for r, b in itertools.product(rows, shapes):
-                took, beside = draft.time(c, r, b)
-                plain[r, c].append(beside.whole)
-                drafted[r, b.width, b.depth, c].add(took.context, took.draft / beside.whole)
-    judge.close()
-    draft.close()
+        if turn >= 2 * len(contexts) and turn % len(contexts) == 0:
+            late = (turn >= LEAST or known is not None) and perf_counter() - start > PATIENCE
+            if late or all(cell.sure for cell in (*judged.values(), *drafted.values())):
+                break
+        c = contexts[turn % len(contexts)]
+        for r in rows:
+            before = judge.plain(c, r)
+            drafted[r, 1, 0, c].add(before, before.draft, before.whole)
+            plain[r, c].append(before.whole)
+            between.append(before.between)
+            ways = [(judge, Budget(n - 1), judged[r, n, c]) for n in nodes[r]]
+            for side, b, cell in ways + [(draft, b, drafted[r, b.width, b.depth, c]) for b in shapes]:
+                took, after = side.steps(c, r, b), side.plain(c, r)
+                beside, before = (before.whole + after.whole) / 2, after
+                plain[r, c].append(after.whole)
+                cell.add(took, took.rest if side is judge and known is None else took.draft, beside)
+    for side in {judge, draft}:
+        side.close()
     for r, c in itertools.product(rows, contexts):
         drafted |= {(r, b.width, 0, c): drafted[r, 1, 0, c] for b in shapes}
     if known is None:
         usual = {at: median(seconds) for at, seconds in plain.items()}
     else:  # at the pace of the target's own costs
         usual = {(r, c): known.target_seconds(r, 1, c) for r, c in plain}
+    for r in rows:
+        _smooth({n: [judged[r, n, c] for c in contexts] for n in nodes[r]})
     target_rows = [[r, n, *cell.row(usual[r, c])] for (r, n, c), cell in judged.items()]
     draft_rows = [[r, w, d, *cell.row(usual[r, c])] for (r, w, d, c), cell in drafted.items()]
     cheapest = min((row[-1] for row in draft_rows if row[2]), default=0.0)
@@ -165,22 +173,6 @@ def _shapes(limit: Budget) -> list[Budget]:
     return [Budget(d) for d in depths] + (trees if limit.width > 1 else [])
 
 
-@dataclass(eq=False)
-class _Cell:
-    """One setting: what was in the cache, and parts of a plain step beside it."""
-
-    contexts: list[int] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
-
-    def add(self, context: int, share: float) -> None:
-        self.contexts.append(context)
-        self.shares.append(share)
-
-    def row(self, plain: float) -> list[float]:
-        """(context, seconds) where a plain step takes so long."""
-        return [median_low(self.contexts), plain * median(self.shares)]
-
-
 @dataclass(frozen=True)
 class _Took:
     """Seconds of a step: its draft, its other parts, and what no part accounts for."""
@@ -195,6 +187,50 @@ class _Took:
         return self.draft + self.rest
 
 
+@dataclass(eq=False)
+class _Cell:
+    """One setting: what was in the cache, parts of a plain step beside it, and what the whole step was."""
+
+    contexts: list[int] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    wholes: list[float] = field(default_factory=list)
+    smoothed: float | None = None
+
+    def add(self, took: _Took, seconds: float, beside: float) -> None:
+        """seconds: of the part of the step that is measured here. beside: of a plain step."""
+        self.contexts.append(took.context)
+        self.shares.append(seconds / beside)
+        self.wholes.append(took.whole / beside)
+
+    @property
+    def context(self) -> int:
+        return median_low(self.contexts)
+
+    @property
+    def share(self) -> float:
+        return median(self.shares) if self.smoothed is None else self.smoothed
+
+    @property
+    def sure(self) -> bool:
+        return stdev(self.shares) / len(self.shares) ** 0.5 < PRECISE * median(self.wholes)
+
+    def row(self, plain: float) -> list[float]:
+        """(context, seconds) where a plain step takes so long."""
+        return [self.context, plain * self.share]
+
+
+def _smooth(cells: dict[int, list[_Cell]]) -> None:
+    """Shares of a plain step by nodes, at several contexts: what a node costs more for every token in the cache is the same for
+    all nodes, so that every context tells of the others. Least squares."""
+    means = {n: (mean(c.context for c in some), mean(c.share for c in some)) for n, some in cells.items()}
+    moves = [(n - 1, c.context - means[n][0], c.share - means[n][1]) for n, some in cells.items() for c in some]
+    slope = sum(n * x * y for n, x, y in moves) / max(sum((n * x) ** 2 for n, x, _ in moves), 1e-9)
+    for n, some in cells.items():
+        context, share = means[n]
+        for cell in some:
+            cell.smoothed = share + max(slope, 0.0) * (n - 1) * (cell.context - context)
+
+
 class _Side:
     """A decoder with `count` rows for each context, which hold about as many tokens."""
 
@@ -207,12 +243,11 @@ class _Side:
         self.rows: dict[int, list[Row]] = {c: [] for c in contexts}
         self.readings: list[tuple[int, float]] = []  # tokens read before the first guess, and seconds of that draft
 
-    def time(self, context: int, rows: int, budget: Budget) -> tuple[_Took, _Took]:
-        """A step with this budget, and a plain one right after it."""
-        took = self._steps(context, rows, budget)
-        return took, self._steps(context, rows, Budget(0)) if budget.depth else took
+    def plain(self, context: int, rows: int) -> _Took:
+        """A step without a draft."""
+        return self.steps(context, rows, Budget(0))
 
-    def _steps(self, context: int, rows: int, budget: Budget) -> _Took:
+    def steps(self, context: int, rows: int, budget: Budget) -> _Took:
         """A few steps, of which the middle one counts: the first pays for what others left in the processor's caches."""
         took = list[_Took]()
         while len(took) < BURST:
@@ -230,7 +265,7 @@ class _Side:
         """Rows that hold so many tokens again; a drafter reads them anew."""
         decoder = self.decoder
         rows = self.rows[context]
-        if rows and not any(r.end for r in rows) and max(len(r.tokens) for r in rows) < context + max(context, 128):
+        if rows and not any(r.end for r in rows) and max(len(r.tokens) for r in rows) < context + max(context, 256):
             return
         self._release(context)
         prompt = [n % decoder.target.vocab_size for n in range(context)]

@@ -157,3 +157,22 @@ def test_the_optimal_controller_by_name(folder, monkeypatch):
 def test_a_drafter_of_ones_own_cannot_be_measured_by_name():
     with pytest.raises(ValueError, match='cannot make yours; use "adaptive"'):
         LLM("builtin:code", speculative_config={"method": "suffix", "controller": "optimal"}, drafter=Wrong())
+
+
+def test_every_context_tells_of_the_others():
+    """Costs that grow with nodes times context come out as they are; noise at one context is shared by both."""
+    cells = {n: [module._Cell([c], [1 + 0.1 * (n - 1) + 0.0002 * (n - 1) * c]) for c in (64, 512)] for n in (1, 5, 9)}
+    exact = {n: [cell.share for cell in some] for n, some in cells.items()}
+    module._smooth(cells)
+    assert {n: [cell.share for cell in some] for n, some in cells.items()} == {
+        n: pytest.approx(shares) for n, shares in exact.items()
+    }
+    cells[5][0].shares[0] += 0.2
+    for some in cells.values():
+        for cell in some:
+            cell.smoothed = None
+    module._smooth(cells)
+    assert exact[5][0] + 0.05 < cells[5][0].share < exact[5][0] + 0.15
+    flat = {n: [module._Cell([c], [1.0 - c / 1000]) for c in (64, 512)] for n in (1, 5)}
+    module._smooth(flat)
+    assert flat[5][0].share == flat[5][1].share  # nothing gets cheaper

@@ -5,6 +5,7 @@ import pytest
 from outrider.llm import LLM
 from outrider.measure.local import forget
 from outrider.measure.predict import Seen, Text, by_rows, steps_seconds
+from outrider.measure.told import watched
 from outrider.params import SamplingParams
 from outrider.tune import CostModel
 from outrider.types import Budget
@@ -30,13 +31,18 @@ def requests(llm, temperature):
     return [llm.requests(p, params)[0] for p in ("def area(r):\n", "class Stack:\n", "import os\n\nfor name in")]
 
 
+def watch(seen, llm, temperature, budget):
+    for request in requests(llm, temperature):
+        seen.watch(llm.decoder, request, budget)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_shorter_chains_are_played_through_exactly(llm, temperature):
     seen = Seen(TREE)
-    seen.watch(llm, requests(llm, temperature), Budget(8))
+    watch(seen, llm, temperature, Budget(8))
     for depth in (0, 1, 2, 3, 5):
         real = Seen(TREE)
-        real.watch(llm, requests(llm, temperature), Budget(depth))
+        watch(real, llm, temperature, Budget(depth))
         unknown = sum(r is None for text in seen.texts for r in text.right)
         assert abs(len(real.chain(depth)) - len(seen.chain(depth))) <= unknown
         assert real.tokens == seen.tokens == 3 * 48
@@ -54,13 +60,18 @@ def test_a_chain_that_ended_with_its_budget_says_nothing_of_what_was_left():
 
 def test_smaller_trees_are_part_of_large_ones(llm):
     seen = Seen(TREE)
-    seen.watch(llm, requests(llm, 0.0), Budget(8))
-    seen.watch(llm, requests(llm, 0.0), TREE)
+    watch(seen, llm, 0.0, Budget(8))
+    watch(seen, llm, 0.0, TREE)
     for budget in (Budget(2, 3, 4), Budget(3, 3, 6)):
         real = Seen(TREE)
-        real.watch(llm, requests(llm, 0.0), budget)
+        watch(real, llm, 0.0, budget)
         steps = len(real.drafted) + 3  # the last step of a text is not counted
         assert len(seen.chain(budget.depth)) / seen.better(budget) == pytest.approx(steps, rel=0.15)
+
+
+def nodes(seen, budget):
+    """Guesses a step."""
+    return sum(n * share for n, share in seen.made(budget).items())
 
 
 @pytest.mark.parametrize("method", ["suffix", "ngram"])
@@ -69,21 +80,23 @@ def test_trees_from_texts_are_predicted_too(method):
     llm = LLM("builtin:code", speculative_config={"method": method, "controller": "fixed"}, max_num_seqs=1)
     limit, asks = Budget(12, 4, 16), requests(llm, 0.0)
 
-    def watched(*budgets):
+    def real_run(*budgets):
         seen = Seen(limit)
         for budget in budgets:
             forget(llm.drafter)
-            seen.watch(llm, asks, budget)
+            for request in asks:
+                seen.watch(llm.decoder, request, budget)
         return seen
 
-    seen = watched(Budget(12), limit)
+    seen = real_run(Budget(12), limit)
     for budget in (Budget(3, 4, 4), Budget(7, 4, 8), Budget(11, 4, 12)):
-        real = watched(budget)
+        real = real_run(budget)
         steps = len(real.drafted) + 3  # the last step of a text is not counted
         assert len(seen.chain(budget.depth)) / seen.better(budget) == pytest.approx(steps, rel=0.15)
-        assert seen.made(budget) == pytest.approx(real.made(budget), rel=0.3)
+        assert sum(seen.made(budget).values()) == pytest.approx(1)
+        assert nodes(seen, budget) == pytest.approx(nodes(real, budget), rel=0.3)
     # what stands deeper does not count
-    assert seen.made(Budget(1, 4, 16)) < seen.made(Budget(2, 4, 16)) < seen.made(limit)
+    assert nodes(seen, Budget(1, 4, 16)) < nodes(seen, Budget(2, 4, 16)) < nodes(seen, limit)
 
 
 def test_a_run_is_read_position_by_position():
@@ -117,3 +130,34 @@ def test_more_texts_side_by_side_want_fewer_guesses():
     best = by_rows(seen, cost(node=0.12, row=0.0), (1, 8), 6)
     assert best[1] == 2
     assert best[8] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["draft_model", "suffix", "token_recycling", "layer_skip"])
+def test_along_a_text_that_is_known_guesses_are_worth_what_they_are_worth_to_the_target(method, temperature):
+    """Without the target's forwards where the drafter does not look into it, with them where it does."""
+    more = {"draft_model": {"model": "builtin:code-draft"}, "layer_skip": {"layers": [0, 1, 3, 5]}}.get(method, {})
+    config = {"method": method, "controller": "fixed", **more}
+    llm = LLM("builtin:code", speculative_config=config, max_num_seqs=1)
+    asks = requests(llm, temperature)
+    answers = [row.output for row in LLM(llm.loaded, max_num_seqs=1).decoder.generate(asks)]
+    seen = watched(llm.loaded, llm.drafter, asks, answers, Budget(6), TREE)
+    real = Seen(seen.limit)
+    for budget in (Budget(6), TREE):
+        forget(llm.drafter)
+        for request in asks:
+            real.watch(llm.decoder, request, budget)
+    assert [(t.right, t.there) for t in seen.texts] == [(t.right, t.there) for t in real.texts]
+    assert seen.drafted == real.drafted
+    assert seen.straight == real.straight
+    assert seen.tokens == 3 * 48
+
+
+def test_a_tree_costs_what_its_steps_cost_one_by_one():
+    """A node beyond the first eight costs more: half the steps with none and half with sixteen are dearer than all with eight."""
+    steep = CostModel({}, [[1, n, 0, s] for n, s in ((1, 1.0), (9, 1.0), (17, 9.0))], [[1, 4, 1, 0, 0.0]], 0.0, 0.0)
+    seen = Seen(Budget(16, 4, 16))
+    seen.texts.append(Text(10, [False] * 8, [16] * 8))
+    seen.straight[0], seen.drafted = 8, [(1, [0] * 16), (1, [16] * 16)] * 4
+    assert seen.made(Budget(16, 4, 16)) == {0: 0.5, 16: 0.5}
+    assert steps_seconds(seen, steep, Budget(16, 4, 16)) == pytest.approx(len(seen.chain(16)) * 5, rel=0.2)

@@ -115,7 +115,11 @@ def test_why_plain_decoding_is_best():
     for _ in lines:
         pass
     assert because(search).startswith("the best of 2 measured settings, suffix k=4, is 0.9")
-    search.arms, search.methods[0].best, search.methods[0].problem = search.arms[:1], None, HOPELESS
+    search.arms, search.methods[0].best, search.methods[0].problem = (
+        search.arms[:1],
+        None,
+        HOPELESS.format("plain decoding"),
+    )
     assert because(search) == "guesses of suffix would make it slower even if all were right"
 
 
@@ -123,7 +127,7 @@ def test_the_settings_of_a_drafter():
     assert _budgets(Budget(3), 6) == [Budget(1), Budget(2), Budget(3)]
     trees = [b for b in _budgets(Budget(8, 4, 16), 6) if b.width > 1]
     assert all(b.depth < b.max_nodes <= 4 * b.depth and b.depth <= 6 for b in trees)
-    trees = [b for b in _budgets(Budget(16, 4, 4), 16) if b.width > 1]  # from texts, levels are free
+    trees = [b for b in _budgets(Budget(16, 4, 4), None) if b.width > 1]  # from texts, levels are free
     assert trees == [Budget(1, 4, 2), Budget(2, 4, 3), Budget(3, 4, 4)]
     arms = [Arm(str(n), {}, Budget(n)) for n in (4, 5, 3, 7, 8)]
     assert [a.budget.depth for a in _apart(arms)] == [4, 7]

@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.decode import Request
-from outrider.llm import LLM, len_drafted
+from outrider.decode import Decoder, Request
+from outrider.llm import len_drafted
 from outrider.tree import depth as depths
 from outrider.tune import CostModel, Fixed
 from outrider.tune.observed import Places
@@ -45,29 +45,25 @@ class Seen:
         self.straight = [0] * (limit.depth + 1)  # steps of trees in which a chain would have kept so many, or more
         self.drafted = list[tuple[int, list[int]]]()  # tokens of those steps, and guesses by the depth they are within
 
-    def watch(self, llm: LLM, requests: Sequence[Request], budget: Budget) -> float:
-        """Answer with this budget in every step, and learn. Returns the seconds that it took."""
-        seconds = 0.0
-        llm.decoder.controller = Fixed(*budget.parts)
-        for request in requests:
-            text = Text(len(request.prompt))
-            for step, _ in llm.decoder.steps([request]):
-                if step is None:
-                    continue
-                [kept], [asked] = step.kept, step.budgets
-                seconds += sum(step.seconds.values())
-                if budget.width == 1:
-                    text.add(asked.depth, len_drafted(step, 0), kept.drafted, len(kept.tokens))
-                elif kept.finish is None:
-                    along = self.places.observe(step.draft, 0, kept.nodes, asked)
-                    levels = depths(step.draft.parents)[0][step.draft.parents[0] >= 0].tolist()
-                    within = [sum(n <= depth for n in levels) for depth in range(1, self.limit.depth + 1)]
-                    self.drafted.append((len(kept.tokens), within))
-                    for depth in range(along + 1):
-                        self.straight[depth] += 1
+    def watch(self, decoder: Decoder, request: Request, budget: Budget) -> None:
+        """Answer with this budget in every step, and learn."""
+        decoder.controller = Fixed(*budget.parts)
+        text = Text(len(request.prompt))
+        for step, _ in decoder.steps([request]):
+            if step is None:
+                continue
+            [kept], [asked] = step.kept, step.budgets
             if budget.width == 1:
-                self.texts.append(text)
-        return seconds
+                text.add(asked.depth, len_drafted(step, 0), kept.drafted, len(kept.tokens))
+            elif kept.finish is None:
+                along = self.places.observe(step.draft, 0, kept.nodes, asked)
+                levels = depths(step.draft.parents)[0][step.draft.parents[0] >= 0].tolist()
+                within = [sum(n <= depth for n in levels) for depth in range(1, self.limit.depth + 1)]
+                self.drafted.append((len(kept.tokens), within))
+                for depth in range(along + 1):
+                    self.straight[depth] += 1
+        if budget.width == 1:
+            self.texts.append(text)
 
     def chain(self, depth: int) -> list[tuple[int, int]]:
         """Of every step that chains of this depth would take, (guesses made, tokens in the cache)."""
@@ -89,12 +85,15 @@ class Seen:
         """Of all texts."""
         return sum(len(text.right) for text in self.texts)
 
-    def made(self, budget: Budget) -> float:
-        """Guesses per step of a tree: who drafts from texts often has fewer than the budget. A step that wrote more tokens
-        than the budget is deep would have been several such steps."""
-        times = [-(-tokens // (budget.depth + 1)) for tokens, _ in self.drafted]
-        guesses = (min(within[budget.depth - 1], budget.max_nodes) for _, within in self.drafted)
-        return sum(n * made for n, made in zip(times, guesses, strict=True)) / sum(times)
+    def made(self, budget: Budget) -> dict[int, float]:
+        """Shares of the steps of a tree by the guesses they had: who drafts from texts often has fewer than the budget. A step
+        that wrote more tokens than the budget is deep would have been several such steps."""
+        shares: dict[int, float] = {}
+        for tokens, within in self.drafted:
+            guesses = min(within[budget.depth - 1], budget.max_nodes)
+            shares[guesses] = shares.get(guesses, 0.0) + -(-tokens // (budget.depth + 1))
+        whole = sum(shares.values())
+        return {guesses: times / whole for guesses, times in sorted(shares.items())}
 
     def better(self, budget: Budget) -> float:
         """Tokens per step of a tree over those of a chain as deep, where both could be seen."""
@@ -111,17 +110,17 @@ def steps_seconds(seen: Seen, cost: CostModel, budget: Budget) -> float:
     only chains were seen."""
     if budget.width > 1 and not seen.drafted:
         raise ValueError(f"no tree was seen, so {budget} cannot be predicted; watch one first")
-    steps, known = seen.chain(budget.depth), dict[tuple[int, int], float]()
-    total, fewer = 0.0, 1.0
+    steps = [(nodes, context // 64, 1.0) for nodes, context in seen.chain(budget.depth)]
     if budget.width > 1:
-        fewer, made = 1 / seen.better(budget), round(seen.made(budget))
-        steps = [(made, context) for _, context in steps]
-    for nodes, context in steps:
-        key = (nodes, context // 64)
-        if key not in known:
-            known[key] = cost.step_seconds(1, budget.depth, nodes, context, budget.width)
-        total += known[key]
-    return total * fewer
+        fewer, shares = 1 / seen.better(budget), seen.made(budget)
+        steps = [(nodes, context, fewer * share) for _, context, _ in steps for nodes, share in shares.items()]
+    times = dict[tuple[int, int], float]()
+    for nodes, context, share in steps:
+        times[nodes, context] = times.get((nodes, context), 0.0) + share
+    return sum(
+        n * cost.step_seconds(1, budget.depth, nodes, 64 * context + 32, budget.width)
+        for (nodes, context), n in times.items()
+    )
 
 
 def by_rows(seen: Seen, cost: CostModel, rows: Sequence[int], deepest: int) -> dict[int, int]:

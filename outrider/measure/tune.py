@@ -22,6 +22,7 @@ from outrider.measure.local import Record, forget
 from outrider.measure.predict import Seen, by_rows, steps_seconds
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Sample
+from outrider.measure.told import watched
 from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded
 from outrider.params import SamplingParams
@@ -30,12 +31,17 @@ from outrider.types import Budget
 
 TREE = Budget(6, 4, 16)  # the largest that is thought of; those from texts are as deep as chains
 TREES = ("draft_model", "quantized_self", "layer_skip", "token_recycling", "suffix", "ngram")  # more than a chain
-DEEPEST = {"suffix": 16, "prediction": 16, "ngram": 16}  # of chains; 8 for the others
+FREE = ("suffix", "prediction", "ngram")  # from texts, where another level costs nothing: chains of 16, trees as deep
+DEAR = ("quantized_self",)  # a level costs half a forward of the target: chains of 4; 8 for all others
+FEW, FAR = (
+    2,
+    1.25,
+)  # texts of a first look; so many times faster than that says, with trees even, a drafter may turn out
 CLOSE = 0.9  # of the best prediction: so much may a prediction be wrong
 MOST = 3  # settings of a drafter, and twice as many in all, that are measured
 STRETCH = 16  # tokens of a turn
-EQUAL = 0.03  # two settings nearer to each other than this are as good
-HOPELESS = "slower than plain decoding even if every guess were right"
+EQUAL = 0.03  # a gain of less than this is not looked for
+HOPELESS = "slower than {} even if every guess were right"
 CONTEXT = 128  # tokens, where one must do for all
 ROWS = (1, 2, 4, 8, 16)  # texts side by side, for what other engines are told
 
@@ -89,7 +95,7 @@ class Search:
         self.plain = Arm("plain", {"method": "none"}, Budget(0))
         self.arms = [self.plain]
         self.complete, self.turn = False, 0
-        self.overhead = 0.0  # seconds in which the pilots' prompts are read
+        self.overhead = 0.0  # seconds in which the prompts that were watched are read
         self.pace = 1.0  # how much slower plain decoding is in real texts than where costs were measured
         self._reader: LLM | None = None  # knows the tokenizer; decodes plainly
 
@@ -118,46 +124,52 @@ class Search:
     def _look(self, method: Method) -> Iterator[str]:
         """Watch a drafter guess, time it, and predict all its settings."""
         kind = method.config["method"]
-        deepest = DEEPEST.get(kind, 8)
+        deepest = 16 if kind in FREE else 4 if kind in DEAR else 8
         config = {**method.config, "num_speculative_tokens": deepest, "controller": "fixed"}
         llm = method.llm = LLM(self.target, speculative_config=config, max_num_seqs=MOST + 1)
-        tree = Budget(DEEPEST.get(kind, TREE.depth), TREE.width, TREE.nodes)
+        tree = Budget(deepest if kind in FREE else min(deepest, TREE.depth), TREE.width, TREE.nodes)
         limit = Budget(deepest, tree.width, tree.nodes) if kind in TREES else Budget(deepest)
         known = next((m.cost for m in self.methods if m.cost is not None), None)
         names = costs_of(SpeculativeConfig.of(config), self.target)
-        method.cost = calibrated(
-            self.target.model,
-            lambda rows: llm.drafter,
-            names,
-            limit,
-            known=known,
-            sampling=SamplingParams(**self.sampling),
-        )
-        forget(llm.drafter)
-        if not _hopeful(method.cost, deepest):
-            method.problem = HOPELESS
+        law, make = SamplingParams(**self.sampling), lambda rows: llm.drafter
+        method.cost = calibrated(self.target.model, make, names, limit, known=known, sampling=law)
+        plain = _speed(self.plain.samples)
+        rivals = [("plain decoding", plain)]
+        rivals += [(m.best.name, CLOSE * (m.best.predicted or 0.0)) for m in self.methods if m.best is not None]
+        rival, speed = max(rivals, key=lambda pair: pair[1])
+        if plain * _most(method.cost, deepest) <= speed:
+            method.problem = HOPELESS.format(rival)
             yield f"{method.name}: {method.problem}"
             return
-        method.seen = Seen(limit)
-        method.seen.watch(llm, self._requests(self.pilots), Budget(deepest))
-        if limit.width > 1:
-            forget(llm.drafter)
-            method.seen.watch(llm, self._requests(self.pilots), tree)
-        self._settle(method.seen, method.cost)
-        arms = [self.expect(method, budget) for budget in _budgets(limit, tree.depth)]
-        method.best = max(arms, key=lambda a: a.predicted or 0.0)
-        kept = sorted(arms, key=lambda a: -(a.predicted or 0.0))
+        chains, trees = [Budget(deepest)], [tree] if limit.width > 1 else []
+        self._watch(method, self.pilots[:FEW], chains)
+        if max(a.predicted or 0.0 for a in self._arms(method)) * FAR > speed:
+            self._watch(method, self.pilots, chains + trees)
+        kept = sorted(self._arms(method), key=lambda a: -(a.predicted or 0.0))
+        method.best = kept[0]
         self.arms += _apart(kept)[:MOST]
-        speedup = (method.best.predicted or 0.0) / _speed(self.plain.samples)
+        speedup = (method.best.predicted or 0.0) / plain
         yield f"{method.best.name}: {method.best.predicted:.0f} tokens/s expected, {speedup:.2f} x plain decoding"
 
-    def _settle(self, seen: Seen, cost: CostModel) -> None:
-        """How long prompts take to be read, and how fast the machine is now: from the plain answers."""
-        samples = self.plain.samples
-        steps = [sum(s for name, s in sample.phases.items() if name != "rest") for sample in samples]
-        self.overhead = sum(s.seconds for s in samples) - sum(steps)
-        written = sum(s.output_tokens for s in samples)
-        self.pace = sum(steps) / written / (steps_seconds(seen, cost, Budget(0)) / seen.tokens)
+    def _watch(self, method: Method, asks: Sequence[Ask], budgets: Sequence[Budget]) -> None:
+        """What the method's guesses are worth along the answers of plain decoding; how long prompts take to be read, and how
+        fast the machine is now, from the same answers."""
+        assert method.llm is not None
+        assert method.cost is not None
+        answers = [sample.token_ids or [] for sample in self.plain.samples]
+        some = self._requests(asks)
+        method.seen = watched(self.target, method.llm.drafter, some, answers[: len(some)], *budgets)
+        steps = [sum(s for name, s in sample.phases.items() if name != "rest") for sample in self.plain.samples]
+        reading = sum(s.seconds for s in self.plain.samples) - sum(steps)
+        self.overhead = reading * len(method.seen.texts) / len(steps)
+        usual = steps_seconds(method.seen, method.cost, Budget(0)) / method.seen.tokens
+        self.pace = sum(steps) / sum(s.output_tokens for s in self.plain.samples) / usual
+
+    def _arms(self, method: Method) -> list[Arm]:
+        """All that can be expected of a method by what was watched."""
+        assert method.seen is not None
+        free = method.config["method"] in FREE
+        return [self.expect(method, budget) for budget in _budgets(method.seen.limit, None if free else TREE.depth)]
 
     def expect(self, method: Method, budget: Budget) -> Arm:
         """An arm with its prediction: the model's seconds at the machine's pace, and the time to read prompts, the drafter's
@@ -232,10 +244,10 @@ class Search:
             if arm is leader or arm is self.plain or arm.out:
                 continue
             found = stats.ratio(arm.samples, leader.samples)
-            if found is not None and found.high < 1:
-                arm.out = f"{found.value:.2f} x {leader.name}"
-            elif found is not None and max(1 - found.low, found.high - 1) < EQUAL:
-                arm.out = f"as fast as {leader.name}"
+            if found is not None and found.high < 1 + EQUAL:
+                arm.out = (
+                    f"{found.value:.2f} x {leader.name}" if found.high < 1 else f"as fast as {leader.name} at most"
+                )
 
     @property
     def leader(self) -> Arm:
@@ -360,20 +372,20 @@ def _speed(samples: Sequence[Sample]) -> float:
     return sum(s.output_tokens for s in samples) / seconds if seconds else math.nan
 
 
-def _hopeful(cost: CostModel, deepest: int) -> bool:
-    """Would some chain pay if all its guesses came and were right?"""
+def _most(cost: CostModel, deepest: int) -> float:
+    """Times plain decoding, if all guesses came and were right."""
     plain = cost.step_seconds(1, 0, 0, CONTEXT)
-    return any((d + 1) * plain > cost.step_seconds(1, d, d, CONTEXT) for d in range(1, deepest + 1))
+    return max((d + 1) * plain / cost.step_seconds(1, d, d, CONTEXT) for d in range(1, deepest + 1))
 
 
-def _budgets(limit: Budget, deepest: int) -> list[Budget]:
-    """All that is predicted. deepest: of trees. Where that is as deep as chains, a level by itself costs nothing, and a tree
-    of so many nodes may be as deep as it likes."""
+def _budgets(limit: Budget, deepest: int | None) -> list[Budget]:
+    """All that is predicted. deepest: of trees; None where a level by itself costs nothing, and a tree of so many nodes may be as
+    deep as it likes."""
     chains, sizes = [Budget(d) for d in range(1, limit.depth + 1)], range(2, limit.max_nodes + 1)
     if limit.width == 1:
         return chains
-    free = deepest == limit.depth
-    trees = ((n - 1, n) for n in sizes) if free else itertools.product(range(1, deepest + 1), sizes)
+    depths = range(1, min(deepest or 0, limit.depth) + 1)
+    trees = itertools.product(depths, sizes) if deepest else ((n - 1, n) for n in sizes)
     return chains + [Budget(d, limit.width, n) for d, n in trees if d < n <= d * limit.width]
 
 

@@ -212,7 +212,7 @@ def because(search: Search) -> str:
             )
     looked = [m.best for m in search.methods if m.best is not None]
     if not looked:
-        hopeless = [m.name for m in search.methods if m.problem == HOPELESS]
+        hopeless = [m.name for m in search.methods if m.problem == HOPELESS.format("plain decoding")]
         if hopeless:
             return f"guesses of {', '.join(hopeless)} would make it slower even if all were right"
         return "nobody can guess for this model here" if search.complete else "nothing else was looked at yet"
