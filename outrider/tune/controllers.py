@@ -225,7 +225,7 @@ class Adaptive:
         elif ready and self._free(count):
             plan.believed = True
             self._set(self._look, _EVERY)
-        elif probed and self.burst > 0 and self._room(count) > 0 and self._hopeful(count) and {*probed} <= {*rows}:
+        elif probed and self.burst > 0 and self._worth_a_look(count) and {*probed} <= {*rows}:
             self.burst -= 1
             plan.probe = probed
             self._set(self._look, 1)
@@ -253,9 +253,14 @@ class Adaptive:
     def _skip(self, rows: list[int], failed: bool) -> None:
         """Drafting does not pay, as far as is known: plain steps, and a probe when it is due and can be afforded."""
         if failed:
+            proved = self.ledger.proved
             self.ledger.fade(0.0)
             self.probe_at = self.now + self.gap
             self.gap = min(2 * self.gap, _GAPS[1])
+            if proved:  # perhaps plain decoding was measured when the machine was faster: look again first
+                self.costs.forget_plain(len(rows))
+                self._set(Budget(0), _MEASURE)
+                return
         elif self.now >= self.probe_at:
             self.plan.probe = self._affordable(rows)
             if self.plan.probe:
@@ -332,6 +337,10 @@ class Adaptive:
         plain = self.costs.plain(count)
         assert plain is not None
         return self.costs.step(count, budget, came) / plain
+
+    def _worth_a_look(self, count: int) -> bool:
+        """Does a probe go on? As long as little is measured, what was measured decides nothing but how much may be lost."""
+        return self._room(count) > 0 and (not self.costs.settled or self._hopeful(count))
 
     def _hopeful(self, count: int) -> bool:
         """Would drafting pay at some depth if every guess came and were right? And has one been right?"""

@@ -12,6 +12,7 @@ from outrider.types import Budget, Step
 
 _NODE = 0.05  # a node's share of a plain step, until it was measured
 _WARM = 2  # measurements of plain decoding before anything is compared with it
+_ENOUGH = 3  # of drafts, before they are given up: a machine pauses now and then
 _RECENT = 9  # measurements whose median is believed
 _STALE = 5  # steps after which others speak for what was not measured
 SETTLE = 4  # plain steps after drafted ones that pay for their traces in the processor's caches
@@ -34,8 +35,8 @@ class Costs:
 
     @property
     def settled(self) -> bool:
-        """Has a draft been timed that was not mixed with reading?"""
-        return any(curve.samples for curve in self.draft.values())
+        """Have enough drafts been timed that were not mixed with reading?"""
+        return any(sum(map(curve.count, curve.samples)) >= _ENOUGH for curve in self.draft.values())
 
     def plain(self, rows: int) -> float | None:
         """Seconds of a plain step, or None where none was measured near."""
@@ -47,6 +48,11 @@ class Costs:
         if not low or not high or min(high) > 2 * max(low):
             return None
         return interpolate({r: known[r] or 0.0 for r in (max(low), min(high))}, rows)
+
+    def forget_plain(self, rows: int) -> None:
+        """Believe of plain steps only what is measured from now on."""
+        if rows in self.target:
+            self.target[rows].forget(0)
 
     def step(self, rows: int, budget: Budget, came: Sequence[float]) -> float:
         """Seconds of a step that drafts so much; came[n]: the chance that more than n guesses come."""
@@ -135,6 +141,9 @@ class Calibrated(Costs):
         if len(self._recent["plain"]) < _WARM:
             return None
         return self.drift["plain"] * (self._target(rows, 0) + self._draft(rows, 0, 1))
+
+    def forget_plain(self, rows: int) -> None:
+        self._recent["plain"].clear()
 
     def step(self, rows: int, budget: Budget, came: Sequence[float]) -> float:
         total = last = self._target(rows, 0)

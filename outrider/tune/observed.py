@@ -140,6 +140,11 @@ class Curve:
             self.medians[size] = median_low(samples)
             self._known.clear()
 
+    def forget(self, size: int) -> None:
+        """What was measured so far; its last median stays until there is another."""
+        self.samples.pop(size, None)
+        self._waiting.pop(size, None)
+
     def count(self, size: int) -> int:
         return len(self.samples.get(size, ()))
 
