@@ -133,7 +133,7 @@ def test_more_texts_side_by_side_want_fewer_guesses():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["draft_model", "suffix", "token_recycling", "layer_skip"])
+@pytest.mark.parametrize("method", ["draft_model", "suffix", "token_recycling", "layer_skip", "quantized_self"])
 def test_along_a_text_that_is_known_guesses_are_worth_what_they_are_worth_to_the_target(method, temperature):
     """Without the target's forwards where the drafter does not look into it, with them where it does."""
     more = {"draft_model": {"model": "builtin:code-draft"}, "layer_skip": {"layers": [0, 1, 3, 5]}}.get(method, {})

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter
-from outrider.drafters.skip import LayerSkipDrafter
+from outrider.drafters.roster import trusted
+from outrider.drafters.skip import SelfDrafter
 from outrider.measure.local import forget
 from outrider.measure.predict import Seen
 from outrider.models.base import LanguageModel, Output, Want
@@ -63,7 +64,8 @@ def watched(
     chain, one of the largest tree if trees are to be predicted. What the drafter remembers of other texts is forgotten before
     each run."""
     seen = Seen(Budget(budgets[0].depth, *budgets[-1].parts[1:]))
-    needs = bool(drafter.taps) or hasattr(drafter, "watch") or isinstance(drafter, LayerSkipDrafter)
+    looks = bool(drafter.taps) or hasattr(drafter, "watch") or isinstance(drafter, SelfDrafter)  # in the target's cache
+    needs = looks or not trusted(drafter)  # who knows what others' drafters look into
     told = Told(target.model)
     longest = max(len(r.prompt) + len(a) for r, a in zip(requests, answers, strict=True))
     decoder = Decoder(
