@@ -33,7 +33,7 @@ from outrider.measure.told import watched
 from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
-from outrider.tune import CostModel, Fixed
+from outrider.tune import Fixed
 from outrider.types import Budget
 
 TREE = Budget(6, 4, 16)
@@ -48,18 +48,15 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[Budget, ...]]] = {
 }
 
 
-def sweep(
-    target: Loaded, drafter: str, temperature: float, asks: list[Ask], tokens: int, known: dict[float, CostModel]
-) -> Iterator[dict[str, Any]]:
-    """A record for every setting of a drafter. known: costs of this target by temperature, which the first drafter measures."""
+def sweep(target: Loaded, drafter: str, temperature: float, asks: list[Ask], tokens: int) -> Iterator[dict[str, Any]]:
+    """A record for every setting of a drafter."""
     config, budgets = DRAFTERS[drafter]
     deepest = max((b.depth for b in budgets if b.width == 1), default=8)
     config = {**config, "num_speculative_tokens": deepest, "controller": "fixed"}
     llm = LLM(target, speculative_config=config, max_num_seqs=2)
     limit = Budget(deepest, TREE.width, TREE.nodes) if any(b.width > 1 for b in budgets) else Budget(deepest)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
-    cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit, known=known.get(temperature), sampling=params)
-    known.setdefault(temperature, cost)
+    cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit, sampling=params)
     requests = [llm.requests(ask.prompt, params)[0] for ask in asks]
     answers = [row.output for row in LLM(target, max_num_seqs=1).decoder.generate(requests)]
     seen = watched(target, llm.drafter, requests, answers, Budget(deepest), *([TREE] if limit.width > 1 else []))
@@ -108,10 +105,10 @@ def main() -> None:
         old = json.loads(out.read_text(encoding="utf-8"))["settings"]
         records = [r for r in old if r["size"] not in args.sizes]
     for size in args.sizes:
-        target, known = load(f"builtin:code-{size}", device="cpu"), dict[float, CostModel]()
+        target = load(f"builtin:code-{size}", device="cpu")
         for drafter in args.drafters:
             for temperature in args.temperatures:
-                for record in sweep(target, drafter, temperature, asks, args.tokens, known):
+                for record in sweep(target, drafter, temperature, asks, args.tokens):
                     records.append({"size": size, **record})
                     print(records[-1], flush=True)
                 found = {
