@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from outrider.drafters import BaseDrafter, Drafter, Echo, Wrong
 from outrider.drafters.base import Batch
 from outrider.drafters.roster import Roster
 from outrider.models.toy import ToyModel
-from outrider.types import Budget, Draft
+from outrider.types import Budget, Draft, Kept
 
 TARGET = ToyModel(VOCAB)
 
@@ -89,6 +89,30 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
             drafted[row] += count
     guessed = [count > 0 for count in drafted.values()]
     assert guessed.count(True) == 2, "the neighbours are drafted for as ever"
+
+
+@pytest.mark.parametrize("method", ["update", "watch"])
+def test_who_changes_the_text_later_is_found_out_too(method: str) -> None:
+    class Vandal(Wrong):
+        def watch(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> None:
+            self.spoil(batch, "watch")
+
+        def update(self, batch: Batch, kept: Sequence[Kept], features: torch.Tensor | None) -> None:
+            self.spoil(batch, "update")
+
+        def spoil(self, batch: Batch, now: str) -> None:
+            if now == method and len(batch.tokens[0]) > 8:
+                batch.tokens[0][2] = (batch.tokens[0][2] + 1) % VOCAB
+                batch.tokens[0] = [1, 2]
+
+    requests = [request([first, 1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for first in (3, 5)]
+    told: list[str] = []
+    roster = Roster({"mine": Vandal()}, "mine", VOCAB, told.append)
+    rows = decoder(TARGET, roster, budget=Budget(2), rows=2).generate(requests)
+    assert [row.output for row in rows] == plain_texts(TARGET, requests)
+    assert [row.tokens[:3] for row in rows] == [r.prompt for r in requests]
+    assert len(told) == 1
+    assert f"{method} changed the committed tokens, which are read-only" in told[0]
 
 
 def test_what_is_no_drafter_is_refused_at_once() -> None:

@@ -10,7 +10,7 @@ from outrider.cli import app
 from outrider.llm import LLM
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Sample
-from outrider.measure.tune import HOPELESS, Arm, Method, Search, _apart, _budgets
+from outrider.measure.tune import HOPELESS, Arm, Method, Search, _budgets, _ladder
 from outrider.measure.tune_cli import because
 from outrider.models.load import load
 from outrider.types import Budget
@@ -50,7 +50,7 @@ class MadeUp(Search):
 
 
 def test_the_fastest_is_found():
-    search = MadeUp({"suffix k=4": 150.0, "suffix k=8": 180.0, "suffix k=2": 170.0, "suffix optimal": 100.0})
+    search = MadeUp({"suffix k=4": 130.0, "suffix k=8": 180.0, "suffix k=2": 170.0, "suffix optimal": 100.0})
     assert len([*search.run()]) > 3
     assert search.complete
     assert search.chosen.name == "suffix k=8"
@@ -129,8 +129,10 @@ def test_the_settings_of_a_drafter():
     assert all(b.depth < b.max_nodes <= 4 * b.depth and b.depth <= 6 for b in trees)
     trees = [b for b in _budgets(Budget(16, 4, 4), None) if b.width > 1]  # from texts, levels are free
     assert trees == [Budget(1, 4, 2), Budget(2, 4, 3), Budget(3, 4, 4)]
-    arms = [Arm(str(n), {}, Budget(n)) for n in (4, 5, 3, 7, 8)]
-    assert [a.budget.depth for a in _apart(arms)] == [4, 7]
+    arms = [Arm(str(n), {}, Budget(n)) for n in (4, 5, 3, 6, 7, 8, 2, 1)] + [Arm("tree", {}, Budget(3, 2, 4))]
+    assert [a.name for a in _ladder(arms)] == ["4", "6", "2", "tree"]
+    assert [a.name for a in _ladder(arms[::-1])] == ["tree", "1", "5"]
+    assert [a.name for a in _ladder(arms[-2:-1])] == ["1"]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
         warnings.warn(
             f"the corpus is full at {limit:,} tokens; cut or left out: from {left_out[0]} on"
             + (f", and {', '.join(left_out[1:4])}" if left_out[1:] else "")
-            + "; raise corpus_tokens to take it in",
+            + "; raise corpus_tokens in speculative_config to take it in",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -8,6 +8,7 @@ target pays for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,12 +73,9 @@ class Roster(BaseDrafter):
 
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
         for name, some in self._asked:
-            seen = None if features is None else features[some]
-            self._guarded(
-                name,
-                [batch.rows[b] for b in some],
-                lambda d, some=some, seen=seen: d.update(part(batch, some), [kept[b] for b in some], seen),
-            )
+            own, seen = part(batch, some), None if features is None else features[some]
+            mine = [kept[b] for b in some]
+            self._guarded(name, own.rows, lambda d, own=own, mine=mine, seen=seen: lend(d, "update", own, mine, seen))
 
     def release(self, row: int) -> None:
         self._method.pop(row, None)
@@ -88,22 +86,16 @@ class Roster(BaseDrafter):
     def _watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
         for name, some in self._asked:
             if hasattr(self.drafters[name], "watch"):
-                own = Draft(draft.tokens[some], draft.parents[some])
-                rows = [batch.rows[b] for b in some]
-                self._guarded(name, rows, lambda d, some=some, own=own: d.watch(part(batch, some), own, logits[some]))
+                own, drafted = part(batch, some), Draft(draft.tokens[some], draft.parents[some])
+                found = logits[some]
+                self._guarded(name, own.rows, lambda d, own=own, a=drafted, b=found: lend(d, "watch", own, a, b))
 
     def _ask(self, name: str, batch: Batch, some: list[int]) -> list[tuple[str, list[int], Draft]]:
         """A drafter's proposal for some entries of the batch. If it fails them together, each is asked for alone, and only
         those that fail alone are lost."""
         own, drafter = part(batch, some), self.drafters[name]
-        committed = [] if trusted(drafter) else [(tokens, list(tokens)) for tokens in own.tokens]
         try:
-            try:
-                draft = drafter.propose(own)
-            finally:
-                changed = restore(own.tokens, committed)
-            if changed:
-                raise Broken("propose changed the committed tokens, which are read-only; make a list of your own")
+            draft = lend(drafter, "propose", own)
             check(draft, own, self.vocab_size)
             return [(name, some, draft)]
         except Exception as error:
@@ -135,7 +127,7 @@ class Roster(BaseDrafter):
     def _lose(self, name: str, rows: list[int], error: Exception) -> None:
         self.failures += 1
         broken = isinstance(error, Broken)
-        what = f"its draft broke the contract: {error}" if broken else f"it raised {type(error).__name__}"
+        what = f"it broke the contract: {error}" if broken else f"it raised {type(error).__name__}"
         self.tell(
             f"the drafter {name!r} failed: {what if broken else f'{what}: {error}'}; the text goes on without guesses"
         )
@@ -153,14 +145,24 @@ def trusted(drafter: Drafter) -> bool:
     return type(drafter).__module__.startswith("outrider.") and all(trusted(d) for d in asked.values())
 
 
-def restore(tokens: list[list[int]], committed: Sequence[tuple[list[int], list[int]]]) -> bool:
-    """Make a batch's tokens what they were, in place; whether a drafter had changed any. committed: each list, and a copy."""
-    changed = bool(committed) and tokens != [then for _, then in committed]
+def lend(drafter: Any, method: str, own: Batch, *more: Any) -> Any:
+    """What a drafter's method makes of a batch, whose committed tokens stay what they are, whatever it does to them. Raises
+    Broken if it changed them, and what it raises."""
+    act = getattr(drafter, method)
+    if trusted(drafter):
+        return act(own, *more)
+    lists, copies = list(own.tokens), [list(tokens) for tokens in own.tokens]
+    try:
+        made = act(own, *more)
+    finally:
+        changed = own.tokens != copies
+        if changed:
+            own.tokens[:] = lists
+            for now, then in zip(lists, copies, strict=True):
+                now[:] = then
     if changed:
-        tokens[:] = [now for now, _ in committed]
-        for now, then in committed:
-            now[:] = then
-    return changed
+        raise Broken(f"{method} changed the committed tokens, which are read-only; make a list of your own")
+    return made
 
 
 def check(draft: Draft, batch: Batch, vocab_size: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -37,8 +37,11 @@ FEW, FAR = (
     2,
     1.25,
 )  # texts of a first look; so many times faster than that says, with trees even, a drafter may turn out
-CLOSE = 0.9  # of the best prediction: so much may a prediction be wrong
-MOST = 3  # settings of a drafter, and twice as many in all, that are measured
+CLOSE, CHAIN = (
+    0.9,
+    0.75,
+)  # of the best prediction: so much may one be wrong, and so much that of a chain of another length
+MOST = 4  # settings of a drafter, and twice as many in all, that are measured
 STRETCH = 16  # tokens of a turn
 EQUAL = 0.03  # a gain of less than this is not looked for
 HOPELESS = "slower than {} even if every guess were right"
@@ -147,7 +150,7 @@ class Search:
             self._watch(method, self.pilots, chains + trees)
         kept = sorted(self._arms(method), key=lambda a: -(a.predicted or 0.0))
         method.best = kept[0]
-        self.arms += _apart(kept)[:MOST]
+        self.arms += _ladder(kept)
         speedup = (method.best.predicted or 0.0) / plain
         yield f"{method.best.name}: {method.best.predicted:.0f} tokens/s expected, {speedup:.2f} x plain decoding"
 
@@ -210,10 +213,12 @@ class Search:
         """Leave out what cannot win; add the adaptive controller for the best drafter, and other verifiers."""
         guesses = [a for a in self.arms if a.predicted is not None]
         top = max((a.predicted or 0.0 for a in guesses), default=0.0)
-        floor = max(CLOSE * top, CLOSE * _speed(self.plain.samples))
+        floor = CLOSE * max(top, _speed(self.plain.samples))
         order = sorted(guesses, key=lambda a: -(a.predicted or 0.0))
+        hopeful = {_method(arm) for arm in order if (arm.predicted or 0.0) >= floor}
         for place, arm in enumerate(order):
-            if (arm.predicted or 0.0) < floor or place >= 2 * MOST:
+            least = CHAIN / CLOSE * floor if _method(arm) in hopeful and arm.budget.width == 1 else floor
+            if (arm.predicted or 0.0) < least or place >= 2 * MOST:
                 arm.out = "expected to be slower"
         if not order or order[0].out:
             return
@@ -389,15 +394,10 @@ def _budgets(limit: Budget, deepest: int | None) -> list[Budget]:
     return chains + [Budget(d, limit.width, n) for d, n in trees if d < n <= d * limit.width]
 
 
-def _apart(arms: Sequence[Arm]) -> list[Arm]:
-    """Not the neighbours of one that is there already: trees of nearly the same size, chains that are one longer."""
-    out = list[Arm]()
-    near: Callable[[Arm, Arm], bool] = lambda a, b: (  # noqa: E731
-        (a.budget.width > 1) == (b.budget.width > 1)
-        and abs(a.budget.max_nodes - b.budget.max_nodes) <= max(1, b.budget.max_nodes // 4)
-        and abs(a.budget.depth - b.budget.depth) <= (1 if a.budget.width == 1 else 2)
-    )
-    for arm in arms:
-        if not any(near(arm, other) for other in out):
-            out.append(arm)
-    return out
+def _ladder(arms: Sequence[Arm]) -> list[Arm]:
+    """Of a method's arms, the best first: that one, chains of half and of one and a half times its length, and the best of the
+    other kind, chain or tree. Where the price of a node is off by a fifth, the best length is by more than its neighbour."""
+    best, depth = arms[0], arms[0].budget.depth
+    near = [a for a in arms if a.budget.width == 1 and a.budget.depth in (depth // 2, depth + (depth + 1) // 2)]
+    other = next((a for a in arms if (a.budget.width > 1) != (best.budget.width > 1)), best)
+    return list(dict.fromkeys([best, *near, other]))
