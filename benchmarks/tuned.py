@@ -65,7 +65,8 @@ def exhaustive(search: Search, repeats: int) -> tuple[list[Arm], float]:
         if method.seen is None:
             continue
         limit = method.seen.limit
-        budgets = [Budget(d) for d in range(1, limit.depth + 1)] + [b for b in TREES if limit.width > 1]
+        trees = [b for b in TREES if limit.width > 1 and b.depth <= limit.depth]
+        budgets = [*(Budget(d) for d in range(1, limit.depth + 1)), *trees]
         arms += [search.expect(method, budget) for budget in budgets]
     plain = Arm("plain", search.plain.config, Budget(0))
     for repeat in range(repeats):
