@@ -127,7 +127,8 @@ def calibrate(
     drafted: dict[tuple[int, int, int, int], _Cell] = defaultdict(_Cell)
     plain: dict[tuple[int, int], list[float]] = defaultdict(list)
     between = list[float]()
-    for side, c, r in itertools.product({judge, draft}, contexts, rows):
+    sides = list(dict.fromkeys([judge, draft]))
+    for side, c, r in itertools.product(sides, contexts, rows):
         side.steps(c, r, Budget(limit.depth))  # a warm-up
     start = perf_counter()
     for turn in range(REPEATS):
@@ -136,7 +137,7 @@ def calibrate(
             if late or all(cell.sure for cell in (*judged.values(), *drafted.values())):
                 break
         c = contexts[turn % len(contexts)]
-        for r in rows:
+        for r in rows if turn < 2 * len(contexts) else [r for r in rows if r == 1]:  # several rows are dear, and seldom
             before = judge.plain(c, r)
             drafted[r, 1, 0, c].add(before, before.draft, before.whole)
             plain[r, c].append(before.whole)
@@ -147,7 +148,7 @@ def calibrate(
                 beside, before = (before.whole + after.whole) / 2, after
                 plain[r, c].append(after.whole)
                 cell.add(took, took.rest if side is judge and known is None else took.draft, beside)
-    for side in {judge, draft}:
+    for side in sides:
         side.close()
     for r, c in itertools.product(rows, contexts):
         drafted |= {(r, b.width, 0, c): drafted[r, 1, 0, c] for b in shapes}
