@@ -30,9 +30,9 @@ import torch
 from benchmarks import headline
 from outrider.decode import Decoder, Request
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, RecyclingDrafter, SuffixDrafter
+from outrider.measure.told import insist
 from outrider.models.base import LanguageModel, Output
 from outrider.params import SamplingParams
-from outrider.tree import depth
 from outrider.tune import Fixed
 
 MODULES = (
@@ -152,11 +152,7 @@ class ForcedTarget:
         if options.get("want", "all") != "all" or options.get("parents") is None:
             return out
         logits = out.logits.clone()
-        for b, levels in enumerate(depth(options["parents"]).tolist()):
-            for n, level in enumerate(levels):
-                at = cache.length[rows[b]] + level + 1
-                if at < len(self.text):
-                    logits[b, n, self.text[at]] += 1e4
+        insist(logits, options["parents"], [cache.length[row] for row in rows], self.text)
         return out._replace(logits=logits)
 
 

@@ -28,12 +28,9 @@ from outrider.types import Budget
 
 NODES, MANY_NODES = (1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9)  # the root counted; where rows are several
 CONTEXTS = (64, 512)
-REPEATS, LEAST, PATIENCE = (
-    14,
-    6,
-    10.0,
-)  # rounds of all settings, at one context after the other; fewer after so many seconds
-PRECISE = 0.02  # of its step: a setting that is known so well (one standard error) needs no more rounds
+REPEATS, LEAST = 14, 6  # rounds of all settings, at one context after the other: at most, and at least
+PATIENCE = 10.0  # seconds, after which the least must do
+PRECISE = 0.02  # of its step: where every setting is known so well (one standard error), no more rounds are needed
 BURST = 3  # steps of one setting in a round
 GREEDY = SamplingParams(temperature=0)
 
@@ -142,12 +139,13 @@ def calibrate(
             drafted[r, 1, 0, c].add(before, before.draft, before.whole)
             plain[r, c].append(before.whole)
             between.append(before.between)
-            ways = [(judge, Budget(n - 1), judged[r, n, c]) for n in nodes[r]]
-            for side, b, cell in ways + [(draft, b, drafted[r, b.width, b.depth, c]) for b in shapes]:
+            ways = [(judge, Budget(n - 1), judged[r, n, c], "rest") for n in nodes[r]]
+            ways += [(draft, b, drafted[r, b.width, b.depth, c], "draft") for b in shapes]
+            for side, b, cell, part in ways:
                 took, after = side.steps(c, r, b), side.plain(c, r)
                 beside, before = (before.whole + after.whole) / 2, after
                 plain[r, c].append(after.whole)
-                cell.add(took, took.rest if side is judge and known is None else took.draft, beside)
+                cell.add(took, getattr(took, part), beside)
     for side in sides:
         side.close()
     for r, c in itertools.product(rows, contexts):

@@ -82,6 +82,21 @@ def test_nor_to_be_slower(case):
     assert min(runs) > 0.9
 
 
+def test_plain_decoding_is_looked_at_again_before_proven_drafting_is_given_up():
+    """Somebody believes plain steps to be four times as fast as they are: seven of them, and drafting goes on."""
+    [machine] = machines(1, alpha=always(0.8), node=0.04, level=0.04, pauses=0.0)
+    controller = Adaptive(Budget(8))
+    machine.run(controller, steps=100)
+    assert controller.ledger.proved
+    for _ in range(9):
+        controller.costs.target[1].add(0, 0.2)
+    before = len(machine.depths)
+    machine.run(controller, steps=24)
+    first = machine.depths[before:].index(0)  # given up
+    assert machine.depths[before + first : before + first + 7] == [0] * 7
+    assert machine.depths[before + first + 7] > 0
+
+
 @pytest.mark.parametrize("alpha", [0.45, 0.8])
 def test_a_pause_in_the_first_look_condemns_nobody(alpha):
     """One step in a hundred takes five times as long, in one run of 24 among the first two that are drafted."""

@@ -50,11 +50,18 @@ class Told:
         if want == "none" or parents is None:
             return Output(torch.zeros(1, 0, self.vocab_size), None)
         logits = torch.zeros(1, tokens.shape[1], self.vocab_size)
-        for n, level in enumerate(depth(parents)[0].tolist()):
-            at = cache.length[rows[0]] + level + 1
-            if at < len(self.text):
-                logits[0, n, self.text[at]] = 1e4
+        insist(logits, parents, [cache.length[row] for row in rows], self.text)
         return Output(logits, None)
+
+
+def insist(logits: Tensor, parents: Tensor, lengths: Sequence[int], text: Sequence[int]) -> None:
+    """Raise, in place, the logit of the text's next token far above all others at each node, by the node's place in the text.
+    logits: [batch, node, vocab]. parents: [batch, node]. lengths: committed tokens of each row."""
+    for b, levels in enumerate(depth(parents).tolist()):
+        for n, level in enumerate(levels):
+            at = lengths[b] + level + 1
+            if at < len(text):
+                logits[b, n, text[at]] += 1e4
 
 
 def watched(

@@ -36,11 +36,8 @@ DEAR = ("quantized_self",)  # a level costs half a forward of the target: chains
 FEW, FAR = (
     2,
     1.25,
-)  # texts of a first look; so many times faster than that says, with trees even, a drafter may turn out
-CLOSE, CHAIN = (
-    0.9,
-    0.75,
-)  # of the best prediction: so much may one be wrong, and so much that of a chain of another length
+)  # texts of a first look, and so many times faster may a drafter turn out than it says, with trees even
+CLOSE, CHAIN = 0.9, 0.75  # of the best prediction: so much may one be wrong, and one of a chain of another length
 MOST = 4  # settings of a drafter, and twice as many in all, that are measured
 STRETCH = 16  # tokens of a turn
 EQUAL = 0.03  # a gain of less than this is not looked for
