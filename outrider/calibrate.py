@@ -28,7 +28,7 @@ from outrider.types import Budget
 
 NODES, MANY_NODES = (1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9)  # the root counted; where rows are several
 CONTEXTS = (64, 512)
-REPEATS, LEAST = 14, 6  # rounds of all settings, at one context after the other: at most, and at least
+REPEATS, LEAST = 16, 10  # rounds of all settings, at one context after the other: at most, and at least
 PATIENCE = 10.0  # seconds, after which the least must do
 PRECISE = 0.02  # of its step: where every setting is known so well (one standard error), no more rounds are needed
 BURST = 3  # steps of one setting in a round
@@ -120,47 +120,23 @@ def calibrate(
     judge = _Side(target, Wrong(), max(rows), contexts, law) if known is None else draft
     shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit)
     nodes = {r: (NODES if r == 1 else MANY_NODES) if known is None else () for r in rows}
-    judged: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
-    drafted: dict[tuple[int, int, int, int], _Cell] = defaultdict(_Cell)
-    plain: dict[tuple[int, int], list[float]] = defaultdict(list)
-    between = list[float]()
-    sides = list(dict.fromkeys([judge, draft]))
-    for side, c, r in itertools.product(sides, contexts, rows):
+    for side, c, r in itertools.product(dict.fromkeys([judge, draft]), contexts, rows):
         side.steps(c, r, Budget(limit.depth))  # a warm-up
-    start = perf_counter()
+    seen, start = _Seen(), perf_counter()
     for turn in range(REPEATS):
         if turn >= 2 * len(contexts) and turn % len(contexts) == 0:
             late = (turn >= LEAST or known is not None) and perf_counter() - start > PATIENCE
-            if late or all(cell.sure for cell in (*judged.values(), *drafted.values())):
+            if late or seen.sure:
                 break
-        c = contexts[turn % len(contexts)]
         for r in rows if turn < 2 * len(contexts) else [r for r in rows if r == 1]:  # several rows are dear, and seldom
-            before = judge.plain(c, r)
-            drafted[r, 1, 0, c].add(before, before.draft, before.whole)
-            plain[r, c].append(before.whole)
-            between.append(before.between)
-            ways = [(judge, Budget(n - 1), judged[r, n, c], "rest") for n in nodes[r]]
-            ways += [(draft, b, drafted[r, b.width, b.depth, c], "draft") for b in shapes]
-            for side, b, cell, part in ways:
-                took, after = side.steps(c, r, b), side.plain(c, r)
-                beside, before = (before.whole + after.whole) / 2, after
-                plain[r, c].append(after.whole)
-                cell.add(took, getattr(took, part), beside)
-    for side in sides:
+            seen.visit(judge, draft, r, contexts[turn % len(contexts)], nodes[r], shapes)
+    for side in {judge, draft}:
         side.close()
-    for r, c in itertools.product(rows, contexts):
-        drafted |= {(r, b.width, 0, c): drafted[r, 1, 0, c] for b in shapes}
-    if known is None:
-        usual = {at: median(seconds) for at, seconds in plain.items()}
-    else:  # at the pace of the target's own costs
-        usual = {(r, c): known.target_seconds(r, 1, c) for r, c in plain}
+    for r, c, b in itertools.product(rows, contexts, shapes):
+        seen.drafted[r, b.width, 0, c] = seen.drafted[r, 1, 0, c]
     for r in rows:
-        _smooth({n: [judged[r, n, c] for c in contexts] for n in nodes[r]})
-    target_rows = [[r, n, *cell.row(usual[r, c])] for (r, n, c), cell in judged.items()]
-    draft_rows = [[r, w, d, *cell.row(usual[r, c])] for (r, w, d, c), cell in drafted.items()]
-    cheapest = min((row[-1] for row in draft_rows if row[2]), default=0.0)
-    reading = _reading(draft.readings, cheapest)
-    return CostModel(key, target_rows if known is None else known.target, draft_rows, reading, median(between))
+        _smooth({n: [seen.judged[r, n, c] for c in contexts] for n in nodes[r]})
+    return seen.model(key, draft.readings, known)
 
 
 def _shapes(limit: Budget) -> list[Budget]:
@@ -216,6 +192,46 @@ class _Cell:
     def row(self, plain: float) -> list[float]:
         """(context, seconds) where a plain step takes so long."""
         return [self.context, plain * self.share]
+
+
+class _Seen:
+    """All settings. judged: by rows, nodes and context. drafted: by rows, width, depth and context. plain: seconds of plain
+    steps by rows and context. between: what no part of a plain step accounts for."""
+
+    def __init__(self) -> None:
+        self.judged: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
+        self.drafted: dict[tuple[int, int, int, int], _Cell] = defaultdict(_Cell)
+        self.plain: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self.between = list[float]()
+
+    @property
+    def sure(self) -> bool:
+        return all(cell.sure for cell in (*self.judged.values(), *self.drafted.values()))
+
+    def visit(self, judge: _Side, draft: _Side, r: int, c: int, nodes: Sequence[int], shapes: Sequence[Budget]) -> None:
+        """Time every setting of `r` rows at context `c` once, plain steps before and after each."""
+        before = judge.plain(c, r)
+        self.drafted[r, 1, 0, c].add(before, before.draft, before.whole)
+        self.plain[r, c].append(before.whole)
+        self.between.append(before.between)
+        ways = [(judge, Budget(n - 1), self.judged[r, n, c], "rest") for n in nodes]
+        ways += [(draft, b, self.drafted[r, b.width, b.depth, c], "draft") for b in shapes]
+        for side, b, cell, part in ways:
+            took, after = side.steps(c, r, b), side.plain(c, r)
+            beside, before = (before.whole + after.whole) / 2, after
+            self.plain[r, c].append(after.whole)
+            cell.add(took, getattr(took, part), beside)
+
+    def model(self, key: dict[str, str], readings: Sequence[tuple[int, float]], known: CostModel | None) -> CostModel:
+        """In seconds of the median plain step, or at the pace of the target's own costs if they are known."""
+        usual = {
+            at: median(s) if known is None else known.target_seconds(at[0], 1, at[1]) for at, s in self.plain.items()
+        }
+        target = [[r, n, *cell.row(usual[r, c])] for (r, n, c), cell in self.judged.items()]
+        draft = [[r, w, d, *cell.row(usual[r, c])] for (r, w, d, c), cell in self.drafted.items()]
+        cheapest = min((row[-1] for row in draft if row[2]), default=0.0)
+        reading = _reading(readings, cheapest)
+        return CostModel(key, target if known is None else known.target, draft, reading, median(self.between))
 
 
 def _smooth(cells: dict[int, list[_Cell]]) -> None:
