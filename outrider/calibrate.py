@@ -26,13 +26,14 @@ from outrider.tune import Fixed
 from outrider.tune.cost import CostModel
 from outrider.types import Budget
 
+REVISION = "2"  # of the way of measuring: what an older one has stored is measured again
 NODES, MANY_NODES = (1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9)  # the root counted; where rows are several
 CONTEXTS = (64, 512)
-REPEATS, LEAST = 16, 10  # rounds of all settings, at one context after the other: at most, and at least
+REPEATS, LEAST = 48, 24  # rounds of all settings, at one context after the other: at most, and at least
+SEVERAL = 12  # of them for several rows, which are dear
 PATIENCE = 10.0  # seconds, after which the least must do
 PRECISE = 0.02  # of its step: where every setting is known so well (one standard error), no more rounds are needed
-BURST = 3  # steps of one setting in a round
-GREEDY = SamplingParams(temperature=0)
+PLAIN, GREEDY = Budget(0), SamplingParams(temperature=0)
 
 
 def _law(sampling: SamplingParams) -> SamplingParams:
@@ -50,6 +51,7 @@ def machine() -> dict[str, str]:
     """What a measurement holds for, the models not counted."""
     return {
         "outrider": __version__,
+        "calibration": REVISION,
         "torch": torch.__version__,
         "machine": f"{platform.machine()} {platform.processor() or platform.node()} x{os.cpu_count()}",
         "threads": str(torch.get_num_threads()),
@@ -71,11 +73,12 @@ def calibrated(
     rows: Sequence[int] = (1,),
     known: CostModel | None = None,
     sampling: SamplingParams = GREEDY,
+    say: Callable[[str], None] = lambda message: None,
 ) -> CostModel:
     """The stored cost model for this machine and these models, or a new measurement, which is then stored.
 
     drafter: makes one for so many rows, if there is need to measure. names: what tells models and drafters apart, with their
-    precision: {"target": "... int8", "draft": "..."}. The rest as for `calibrate`.
+    precision: {"target": "... int8", "draft": "..."}. say: is told if it has to be measured. The rest as for `calibrate`.
     """
     key = {
         **machine(),
@@ -92,6 +95,7 @@ def calibrated(
             return stored
     except (OSError, ValueError):
         pass  # not there, or not whole: measured anew
+    say(f"measuring what a step costs on this machine, from ten seconds to a minute, once; it is kept in {path.parent}")
     model = calibrate(target, drafter, key, limit, rows, known, sampling)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
@@ -110,8 +114,10 @@ def calibrate(
     sampling: SamplingParams = GREEDY,
 ) -> CostModel:
     """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
-    step after step. Every setting is timed once a round with plain steps beside it, for a machine with neighbours changes its
-    pace within seconds: what is kept is the median of its shares of a plain step, in seconds of the median plain step.
+    step after step. Every setting is timed for one step a round with a plain step before and after it, for a machine with
+    neighbours changes its pace from step to step: what is kept is the median of its shares of a plain step, in seconds of the
+    median plain step. (Where in a run of equal steps a step stands makes no difference; many short visits tell more than few
+    long ones in the same time. docs/log.md.)
     limit: the largest budget that will be asked for. known: of the same target, whose steps are then not timed again.
     sampling: how tokens are chosen, greedily if not given; drawing them costs something too."""
     contexts = [c for c in CONTEXTS if 2 * c < target.max_length] or [1]
@@ -121,14 +127,14 @@ def calibrate(
     shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit)
     nodes = {r: (NODES if r == 1 else MANY_NODES) if known is None else () for r in rows}
     for side, c, r in itertools.product(dict.fromkeys([judge, draft]), contexts, rows):
-        side.steps(c, r, Budget(limit.depth))  # a warm-up
+        side.step(c, r, Budget(limit.depth), after=2)  # a warm-up
     seen, start = _Seen(), perf_counter()
     for turn in range(REPEATS):
         if turn >= 2 * len(contexts) and turn % len(contexts) == 0:
             late = (turn >= LEAST or known is not None) and perf_counter() - start > PATIENCE
             if late or seen.sure:
                 break
-        for r in rows if turn < 2 * len(contexts) else [r for r in rows if r == 1]:  # several rows are dear, and seldom
+        for r in rows if turn < SEVERAL else [r for r in rows if r == 1]:
             seen.visit(judge, draft, r, contexts[turn % len(contexts)], nodes[r], shapes)
     for side in {judge, draft}:
         side.close()
@@ -210,14 +216,15 @@ class _Seen:
 
     def visit(self, judge: _Side, draft: _Side, r: int, c: int, nodes: Sequence[int], shapes: Sequence[Budget]) -> None:
         """Time every setting of `r` rows at context `c` once, plain steps before and after each."""
-        before = judge.plain(c, r)
+        before = judge.step(c, r)
         self.drafted[r, 1, 0, c].add(before, before.draft, before.whole)
         self.plain[r, c].append(before.whole)
         self.between.append(before.between)
-        ways = [(judge, Budget(n - 1), self.judged[r, n, c], "rest") for n in nodes]
-        ways += [(draft, b, self.drafted[r, b.width, b.depth, c], "draft") for b in shapes]
-        for side, b, cell, part in ways:
-            took, after = side.steps(c, r, b), side.plain(c, r)
+        ways = [(judge, Budget(n - 1), self.judged[r, n, c], "rest", 0) for n in nodes]
+        # a drafter first reads what plain steps have written
+        ways += [(draft, b, self.drafted[r, b.width, b.depth, c], "draft", 1) for b in shapes]
+        for side, b, cell, part, earlier in ways:
+            took, after = side.step(c, r, b, earlier), side.step(c, r)
             beside, before = (before.whole + after.whole) / 2, after
             self.plain[r, c].append(after.whole)
             cell.add(took, getattr(took, part), beside)
@@ -258,29 +265,23 @@ class _Side:
         self.rows: dict[int, list[Row]] = {c: [] for c in contexts}
         self.readings: list[tuple[int, float]] = []  # tokens read before the first guess, and seconds of that draft
 
-    def plain(self, context: int, rows: int) -> _Took:
-        """A step without a draft."""
-        return self.steps(context, rows, Budget(0))
+    def step(self, context: int, rows: int, budget: Budget = PLAIN, after: int = 0) -> _Took:
+        """One step, after so many of the same kind that do not count."""
+        self._fill(context, room=(after + 1) * (budget.depth + 1) + 1)
+        self.asked.budget = budget
+        for _ in range(after):
+            self.decoder.round(self.rows[context][:rows])
+        began = perf_counter()
+        step = self.decoder.round(self.rows[context][:rows])
+        taken, draft = perf_counter() - began, step.seconds["draft"]
+        parts = sum(step.seconds.values())
+        return _Took(max(step.positions), draft, parts - draft, taken - parts)
 
-    def steps(self, context: int, rows: int, budget: Budget) -> _Took:
-        """A few steps, of which the middle one counts: the first pays for what others left in the processor's caches."""
-        took = list[_Took]()
-        while len(took) < BURST:
-            if any(r.end or r.limit - r.ending.count < budget.depth + 2 for r in self.rows[context]) or not took:
-                self._fill(context)
-            self.asked.budget = budget
-            began = perf_counter()
-            step = self.decoder.round(self.rows[context][:rows])
-            taken, draft = perf_counter() - began, step.seconds["draft"]
-            parts = sum(step.seconds.values())
-            took.append(_Took(max(step.positions), draft, parts - draft, taken - parts))
-        return sorted(took, key=lambda t: t.whole)[(BURST - 1) // 2]
-
-    def _fill(self, context: int) -> None:
-        """Rows that hold so many tokens again; a drafter reads them anew."""
+    def _fill(self, context: int, room: int) -> None:
+        """New rows where the old ones have grown too long, or cannot write so many more tokens; a drafter reads them anew."""
         decoder = self.decoder
-        rows = self.rows[context]
-        if rows and not any(r.end for r in rows) and max(len(r.tokens) for r in rows) < context + max(context, 256):
+        rows = [r for r in self.rows[context] if not r.end and r.limit - r.ending.count >= room]
+        if len(rows) == self.count and max(len(r.tokens) for r in rows) < context + max(context, 256):
             return
         self._release(context)
         prompt = [n % decoder.target.vocab_size for n in range(context)]

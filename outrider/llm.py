@@ -215,7 +215,8 @@ class LLM:
                 '"controller": "optimal" measures a drafter of its own and cannot make yours; use "adaptive"'
             )
         some = sorted({r for r in (1, 2, 4, rows) if r <= rows})
-        cost = calibrated(target.model, self.drafter_for, costs_of(config, target), config.budget, some)
+        names = costs_of(config, target)
+        cost = calibrated(target.model, self.drafter_for, names, config.budget, some, say=_warn)
         return Adaptive(config.budget, Calibrated(cost))
 
     def drafter_for(self, rows: int) -> Drafter:

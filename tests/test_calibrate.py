@@ -24,7 +24,7 @@ LIMIT = Budget(3, 2, 4)
 def quick(monkeypatch):
     """Fewer rounds."""
     monkeypatch.setattr(module, "REPEATS", 2)
-    monkeypatch.setattr(module, "BURST", 2)
+    monkeypatch.setattr(module, "SEVERAL", 4)
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +63,10 @@ def test_it_is_measured_once_and_again_when_anything_differs(folder, monkeypatch
     measure = calibrate
     monkeypatch.setattr(module, "calibrate", lambda *given: counted.append(given) or measure(*given))
     names = {"target": "toy float32", "draft": "toy"}
-    first = calibrated(target, drafter, names, LIMIT)
-    assert calibrated(target, drafter, names, LIMIT) == first
-    assert len(counted) == 1
+    said: list[str] = []
+    first = calibrated(target, drafter, names, LIMIT, say=said.append)
+    assert calibrated(target, drafter, names, LIMIT, say=said.append) == first
+    assert len(counted) == len(said) == 1 and str(folder) in said[0]
     calibrated(target, drafter, {**names, "target": "toy int8"}, LIMIT)
     calibrated(target, drafter, names, Budget(3))
     monkeypatch.setattr(module, "machine", lambda: {"threads": "another number"})
