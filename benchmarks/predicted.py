@@ -37,7 +37,7 @@ from outrider.llm import LLM
 from outrider.measure.local import forget
 from outrider.measure.predict import steps_seconds
 from outrider.measure.prompts import Ask, read
-from outrider.measure.told import watched
+from outrider.measure.told import play, watched
 from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
@@ -71,6 +71,7 @@ def sweep(
     requests = [llm.requests(ask.prompt, params)[0] for ask in asks]
     answers = [row.output for row in LLM(target, max_num_seqs=1).decoder.generate(requests)]
     seen = watched(target, llm.drafter, requests, answers, Budget(deepest), *([TREE] if limit.width > 1 else []))
+    play(seen, target, llm.drafter, requests, answers, *[b for b in budgets if b.width > 1])
     length = max(len(r.prompt) for r in requests) + tokens
     made: dict[Budget | None, Drafter] = {b: llm.drafter_for(1) for b in budgets}
     made |= {PLAIN: NoDraft(), WRONG: Wrong()}

@@ -115,8 +115,8 @@ def calibrate(
 ) -> CostModel:
     """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
     step after step. Every setting is timed for one step a round with a plain step before and after it, for a machine with
-    neighbours changes its pace from step to step: what is kept is the median of its shares of a plain step, in seconds of the
-    median plain step. (Where in a run of equal steps a step stands makes no difference; many short visits tell more than few
+    neighbours changes its pace from step to step: what is kept is the mean of its shares of a plain step, in seconds of the
+    usual plain step. (Where in a run of equal steps a step stands makes no difference; many short visits tell more than few
     long ones in the same time. docs/log.md.)
     limit: the largest budget that will be asked for. known: of the same target, whose steps are then not timed again.
     sampling: how tokens are chosen, greedily if not given; drawing them costs something too."""
@@ -189,7 +189,7 @@ class _Cell:
 
     @property
     def share(self) -> float:
-        return median(self.shares) if self.smoothed is None else self.smoothed
+        return _middle(self.shares) if self.smoothed is None else self.smoothed
 
     @property
     def sure(self) -> bool:
@@ -230,15 +230,21 @@ class _Seen:
             cell.add(took, getattr(took, part), beside)
 
     def model(self, key: dict[str, str], readings: Sequence[tuple[int, float]], known: CostModel | None) -> CostModel:
-        """In seconds of the median plain step, or at the pace of the target's own costs if they are known."""
+        """In seconds of the usual plain step, or at the pace of the target's own costs if they are known."""
         usual = {
-            at: median(s) if known is None else known.target_seconds(at[0], 1, at[1]) for at, s in self.plain.items()
+            at: _middle(s) if known is None else known.target_seconds(at[0], 1, at[1]) for at, s in self.plain.items()
         }
         target = [[r, n, *cell.row(usual[r, c])] for (r, n, c), cell in self.judged.items()]
         draft = [[r, w, d, *cell.row(usual[r, c])] for (r, w, d, c), cell in self.drafted.items()]
         cheapest = min((row[-1] for row in draft if row[2]), default=0.0)
         reading = _reading(readings, cheapest)
         return CostModel(key, target if known is None else known.target, draft, reading, median(self.between))
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The mean of all but the tenth at either end, where the machine's pauses are."""
+    cut = len(values) // 10
+    return mean(sorted(values)[cut : len(values) - cut])
 
 
 def _smooth(cells: dict[int, list[_Cell]]) -> None:

@@ -66,7 +66,8 @@ def test_it_is_measured_once_and_again_when_anything_differs(folder, monkeypatch
     said: list[str] = []
     first = calibrated(target, drafter, names, LIMIT, say=said.append)
     assert calibrated(target, drafter, names, LIMIT, say=said.append) == first
-    assert len(counted) == len(said) == 1 and str(folder) in said[0]
+    assert len(counted) == len(said) == 1
+    assert str(folder) in said[0]
     calibrated(target, drafter, {**names, "target": "toy int8"}, LIMIT)
     calibrated(target, drafter, names, Budget(3))
     monkeypatch.setattr(module, "machine", lambda: {"threads": "another number"})

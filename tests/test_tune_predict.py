@@ -5,7 +5,7 @@ import pytest
 from outrider.llm import LLM
 from outrider.measure.local import forget
 from outrider.measure.predict import Seen, Text, by_rows, steps_seconds
-from outrider.measure.told import watched
+from outrider.measure.told import play, watched
 from outrider.params import SamplingParams
 from outrider.tune import CostModel
 from outrider.types import Budget
@@ -151,6 +151,17 @@ def test_along_a_text_that_is_known_guesses_are_worth_what_they_are_worth_to_the
     assert seen.drafted == real.drafted
     assert seen.straight == real.straight
     assert seen.tokens == 3 * 48
+    tree = Budget(3, 4, 6)
+    if not play(seen, llm.loaded, llm.drafter, asks, answers, tree):  # by themselves, trees are known step by step
+        assert method in ("token_recycling", "layer_skip", "quantized_self")
+        return
+    forget(llm.drafter)
+    for request in asks:
+        real.play(llm.decoder, request, tree)
+    assert seen.played == real.played
+    assert sum(seen.played[tree][0]) > 0
+    flat = CostModel({}, [[1, n, 0, 1.0] for n in (1, 17)], [[1, 4, 1, 0, 0.0]], 0.0, 0.0)
+    assert steps_seconds(seen, flat, tree) == len(real.played[tree])
 
 
 def test_a_tree_costs_what_its_steps_cost_one_by_one():

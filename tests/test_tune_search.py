@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 from outrider.cli import app
 from outrider.llm import LLM
+from outrider.measure.predict import budgets
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Sample
-from outrider.measure.tune import HOPELESS, Arm, Method, Search, _budgets, _ladder
+from outrider.measure.tune import HOPELESS, Arm, Method, Search, _ladder
 from outrider.measure.tune_cli import because
 from outrider.models.load import load
 from outrider.types import Budget
@@ -124,10 +125,10 @@ def test_why_plain_decoding_is_best():
 
 
 def test_the_settings_of_a_drafter():
-    assert _budgets(Budget(3), 6) == [Budget(1), Budget(2), Budget(3)]
-    trees = [b for b in _budgets(Budget(8, 4, 16), 6) if b.width > 1]
+    assert budgets(Budget(3), 6) == [Budget(1), Budget(2), Budget(3)]
+    trees = [b for b in budgets(Budget(8, 4, 16), 6) if b.width > 1]
     assert all(b.depth < b.max_nodes <= 4 * b.depth and b.depth <= 6 for b in trees)
-    trees = [b for b in _budgets(Budget(16, 4, 4), None) if b.width > 1]  # from texts, levels are free
+    trees = [b for b in budgets(Budget(16, 4, 4), None) if b.width > 1]  # from texts, levels are free
     assert trees == [Budget(1, 4, 2), Budget(2, 4, 3), Budget(3, 4, 4)]
     arms = [Arm(str(n), {}, Budget(n)) for n in (4, 5, 3, 6, 7, 8, 2, 1)] + [Arm("tree", {}, Budget(3, 2, 4))]
     assert [a.name for a in _ladder(arms)] == ["4", "6", "2", "tree"]
@@ -157,7 +158,6 @@ def test_the_command(tmp_path, monkeypatch, method):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "REPEATS", 2)
-    monkeypatch.setattr(calibrate, "BURST", 1)
     monkeypatch.setattr(calibrate, "CONTEXTS", (32,))
     file = tmp_path / "config.json"
     words = ["tune", "-m", "builtin:code", "--method", method, "--num-prompts", "2", "-n", "12"]

@@ -7,6 +7,7 @@ a guess there is right, and every shorter chain can be played through on paper, 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from outrider.tree import depth as depths
 from outrider.tune import CostModel, Fixed
 from outrider.tune.observed import Places
 from outrider.types import Budget
+
+CONTEXT = 128  # tokens, where one must do for all
 
 
 @dataclass(eq=False)
@@ -44,6 +47,7 @@ class Seen:
         self.places = Places(limit, 1 << 30)
         self.straight = [0] * (limit.depth + 1)  # steps of trees in which a chain would have kept so many, or more
         self.drafted = list[tuple[int, list[int]]]()  # tokens of those steps, and guesses by the depth they are within
+        self.played: dict[Budget, list[tuple[int, int]]] = {}  # of trees by themselves: as `chain` tells of chains
 
     def watch(self, decoder: Decoder, request: Request, budget: Budget) -> None:
         """Answer with this budget in every step, and learn."""
@@ -64,6 +68,12 @@ class Seen:
                     self.straight[depth] += 1
         if budget.width == 1:
             self.texts.append(text)
+
+    def play(self, decoder: Decoder, request: Request, budget: Budget) -> None:
+        """Answer with a tree whose steps are to be known, not estimated from a larger one's."""
+        decoder.controller = Fixed(*budget.parts)
+        steps = self.played.setdefault(budget, [])
+        steps += [(len_drafted(step, 0), step.positions[0]) for step, _ in decoder.steps([request]) if step is not None]
 
     def chain(self, depth: int) -> list[tuple[int, int]]:
         """Of every step that chains of this depth would take, (guesses made, tokens in the cache)."""
@@ -108,10 +118,11 @@ class Seen:
 def steps_seconds(seen: Seen, cost: CostModel, budget: Budget) -> float:
     """Seconds in which these texts will be written with this budget, their prompts aside. Raises ValueError for a tree where
     only chains were seen."""
-    if budget.width > 1 and not seen.drafted:
+    known = seen.played.get(budget)
+    if budget.width > 1 and not known and not seen.drafted:
         raise ValueError(f"no tree was seen, so {budget} cannot be predicted; watch one first")
-    steps = [(nodes, context // 64, 1.0) for nodes, context in seen.chain(budget.depth)]
-    if budget.width > 1:
+    steps = [(nodes, context // 64, 1.0) for nodes, context in known or seen.chain(budget.depth)]
+    if budget.width > 1 and not known:
         fewer, shares = 1 / seen.better(budget), seen.made(budget)
         steps = [(nodes, context, fewer * share) for _, context, _ in steps for nodes, share in shares.items()]
     times = dict[tuple[int, int], float]()
@@ -135,3 +146,20 @@ def by_rows(seen: Seen, cost: CostModel, rows: Sequence[int], deepest: int) -> d
             speeds.append(seen.tokens / (len(steps) * cost.step_seconds(count, depth, nodes, context)))
         best[count] = max(range(len(speeds)), key=speeds.__getitem__)
     return best
+
+
+def most(cost: CostModel, deepest: int) -> float:
+    """Times plain decoding, if all guesses came and were right."""
+    plain = cost.step_seconds(1, 0, 0, CONTEXT)
+    return max((d + 1) * plain / cost.step_seconds(1, d, d, CONTEXT) for d in range(1, deepest + 1))
+
+
+def budgets(limit: Budget, deepest: int | None) -> list[Budget]:
+    """All that is predicted. deepest: of trees; None where a level by itself costs nothing, and a tree of so many nodes may be as
+    deep as it likes."""
+    chains, sizes = [Budget(d) for d in range(1, limit.depth + 1)], range(2, limit.max_nodes + 1)
+    if limit.width == 1:
+        return chains
+    depths = range(1, min(deepest or 0, limit.depth) + 1)
+    trees = itertools.product(depths, sizes) if deepest else ((n - 1, n) for n in sizes)
+    return chains + [Budget(d, limit.width, n) for d, n in trees if d < n <= d * limit.width]

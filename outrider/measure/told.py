@@ -6,7 +6,7 @@ judge guesses, but for drafters that look into it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,28 +64,60 @@ def insist(logits: Tensor, parents: Tensor, lengths: Sequence[int], text: Sequen
                 logits[b, n, text[at]] += 1e4
 
 
+class Known:
+    """Texts that plain decoding has written, and a decoder that writes them again: with the target itself only if the drafter
+    looks into it, as `needs_target` says."""
+
+    def __init__(
+        self, target: Loaded, drafter: Drafter, requests: Sequence[Request], answers: Sequence[Sequence[int]]
+    ) -> None:
+        looks = (
+            bool(drafter.taps) or hasattr(drafter, "watch") or isinstance(drafter, SelfDrafter)
+        )  # in the target's cache
+        self.needs_target = looks or not trusted(drafter)  # who knows what others' drafters look into
+        self._texts, self._told = list(zip(requests, answers, strict=True)), Told(target.model)
+        longest = max(len(r.prompt) + len(a) for r, a in self._texts)
+        self.decoder = Decoder(
+            target.model if self.needs_target else self._told,
+            drafter,
+            rows=1,
+            max_length=min(longest + 1, target.model.max_length),
+            end_ids=target.end_ids,
+            tokenizer=target.tokenizer,
+        )
+
+    def requests(self) -> Iterator[Request]:
+        """One by one, each to be answered before the next is asked for. The drafter first forgets other texts."""
+        forget(self.decoder.drafter)
+        for request, answer in self._texts:
+            self._told.text = [*request.prompt, *answer]
+            yield request
+
+
 def watched(
     target: Loaded, drafter: Drafter, requests: Sequence[Request], answers: Sequence[Sequence[int]], *budgets: Budget
 ) -> Seen:
     """What a drafter's guesses are worth along the answers of plain decoding, by a run with each budget: one of the longest
-    chain, one of the largest tree if trees are to be predicted. What the drafter remembers of other texts is forgotten before
-    each run."""
-    seen = Seen(Budget(budgets[0].depth, *budgets[-1].parts[1:]))
-    looks = bool(drafter.taps) or hasattr(drafter, "watch") or isinstance(drafter, SelfDrafter)  # in the target's cache
-    needs = looks or not trusted(drafter)  # who knows what others' drafters look into
-    told = Told(target.model)
-    longest = max(len(r.prompt) + len(a) for r, a in zip(requests, answers, strict=True))
-    decoder = Decoder(
-        target.model if needs else told,
-        drafter,
-        rows=1,
-        max_length=min(longest + 1, target.model.max_length),
-        end_ids=target.end_ids,
-        tokenizer=target.tokenizer,
-    )
+    chain, one of the largest tree if trees are to be predicted."""
+    seen, known = Seen(Budget(budgets[0].depth, *budgets[-1].parts[1:])), Known(target, drafter, requests, answers)
     for budget in budgets:
-        forget(drafter)
-        for request, answer in zip(requests, answers, strict=True):
-            told.text = [*request.prompt, *answer]
-            seen.watch(decoder, request, budget)
+        for request in known.requests():
+            seen.watch(known.decoder, request, budget)
     return seen
+
+
+def play(
+    seen: Seen,
+    target: Loaded,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    answers: Sequence[Sequence[int]],
+    *trees: Budget,
+) -> bool:
+    """Know the steps of these trees instead of estimating them from the largest. False, and nothing done, where that needs the
+    target: then it could as well be measured."""
+    known = Known(target, drafter, requests, answers)
+    for tree in trees if not known.needs_target else ():
+        for request in known.requests():
+            seen.play(known.decoder, request, tree)
+    return not known.needs_target

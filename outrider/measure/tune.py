@@ -19,10 +19,10 @@ from outrider.decode import Decoder, Request
 from outrider.llm import LLM, costs_of
 from outrider.measure import stats
 from outrider.measure.local import Record, forget
-from outrider.measure.predict import Seen, by_rows, steps_seconds
+from outrider.measure.predict import Seen, budgets, by_rows, most, steps_seconds
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Sample
-from outrider.measure.told import watched
+from outrider.measure.told import play, watched
 from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded
 from outrider.params import SamplingParams
@@ -33,16 +33,12 @@ TREE = Budget(6, 4, 16)  # the largest that is thought of; those from texts are 
 TREES = ("draft_model", "quantized_self", "layer_skip", "token_recycling", "suffix", "ngram")  # more than a chain
 FREE = ("suffix", "prediction", "ngram")  # from texts, where another level costs nothing: chains of 16, trees as deep
 DEAR = ("quantized_self",)  # a level costs half a forward of the target: chains of 4; 8 for all others
-FEW, FAR = (
-    2,
-    1.25,
-)  # texts of a first look, and so many times faster may a drafter turn out than it says, with trees even
+FEW, FAR = 2, 1.25  # texts of a first look; so many times faster may a drafter turn out than it says, with trees even
 CLOSE, CHAIN = 0.9, 0.75  # of the best prediction: so much may one be wrong, and one of a chain of another length
 MOST = 4  # settings of a drafter, and twice as many in all, that are measured
 STRETCH = 16  # tokens of a turn
 EQUAL = 0.03  # a gain of less than this is not looked for
 HOPELESS = "slower than {} even if every guess were right"
-CONTEXT = 128  # tokens, where one must do for all
 ROWS = (1, 2, 4, 8, 16)  # texts side by side, for what other engines are told
 
 
@@ -137,39 +133,48 @@ class Search:
         rivals = [("plain decoding", plain)]
         rivals += [(m.best.name, CLOSE * (m.best.predicted or 0.0)) for m in self.methods if m.best is not None]
         rival, speed = max(rivals, key=lambda pair: pair[1])
-        if plain * _most(method.cost, deepest) <= speed:
+        if plain * most(method.cost, deepest) <= speed:
             method.problem = HOPELESS.format(rival)
             yield f"{method.name}: {method.problem}"
             return
         chains, trees = [Budget(deepest)], [tree] if limit.width > 1 else []
         self._watch(method, self.pilots[:FEW], chains)
-        if max(a.predicted or 0.0 for a in self._arms(method)) * FAR > speed:
+        if (self._expected(method)[0].predicted or 0.0) * FAR > speed:
             self._watch(method, self.pilots, chains + trees)
-        kept = sorted(self._arms(method), key=lambda a: -(a.predicted or 0.0))
+        kept = self._expected(method)
         method.best = kept[0]
         self.arms += _ladder(kept)
         speedup = (method.best.predicted or 0.0) / plain
         yield f"{method.best.name}: {method.best.predicted:.0f} tokens/s expected, {speedup:.2f} x plain decoding"
 
-    def _watch(self, method: Method, asks: Sequence[Ask], budgets: Sequence[Budget]) -> None:
+    def _answered(self, count: int) -> tuple[list[Request], list[list[int]]]:
+        """The first few requests, and plain decoding's answers."""
+        return self._requests(self.pilots[:count]), [s.token_ids or [] for s in self.plain.samples[:count]]
+
+    def _watch(self, method: Method, asks: Sequence[Ask], shapes: Sequence[Budget]) -> None:
         """What the method's guesses are worth along the answers of plain decoding; how long prompts take to be read, and how
         fast the machine is now, from the same answers."""
         assert method.llm is not None
         assert method.cost is not None
-        answers = [sample.token_ids or [] for sample in self.plain.samples]
-        some = self._requests(asks)
-        method.seen = watched(self.target, method.llm.drafter, some, answers[: len(some)], *budgets)
+        method.seen = watched(self.target, method.llm.drafter, *self._answered(len(asks)), *shapes)
         steps = [sum(s for name, s in sample.phases.items() if name != "rest") for sample in self.plain.samples]
         reading = sum(s.seconds for s in self.plain.samples) - sum(steps)
         self.overhead = reading * len(method.seen.texts) / len(steps)
         usual = steps_seconds(method.seen, method.cost, Budget(0)) / method.seen.tokens
         self.pace = sum(steps) / sum(s.output_tokens for s in self.plain.samples) / usual
 
-    def _arms(self, method: Method) -> list[Arm]:
-        """All that can be expected of a method by what was watched."""
+    def _expected(self, method: Method) -> list[Arm]:
+        """All settings of a method, the best first, by what was watched. What speaks for a tree is looked at more closely."""
         assert method.seen is not None
-        free = method.config["method"] in FREE
-        return [self.expect(method, budget) for budget in _budgets(method.seen.limit, None if free else TREE.depth)]
+        assert method.llm is not None
+        some = budgets(method.seen.limit, None if method.config["method"] in FREE else TREE.depth)
+        for _ in range(MOST):
+            best = max(some, key=lambda b: self.expect(method, b).predicted or 0.0)
+            if best.width == 1 or best in method.seen.played:
+                break
+            if not play(method.seen, self.target, method.llm.drafter, *self._answered(len(method.seen.texts)), best):
+                break
+        return sorted((self.expect(method, b) for b in some), key=lambda a: -(a.predicted or 0.0))
 
     def expect(self, method: Method, budget: Budget) -> Arm:
         """An arm with its prediction: the model's seconds at the machine's pace, and the time to read prompts, the drafter's
@@ -372,23 +377,6 @@ def _speed(samples: Sequence[Sample]) -> float:
     """Tokens per second of all answers together."""
     seconds = sum(s.seconds for s in samples)
     return sum(s.output_tokens for s in samples) / seconds if seconds else math.nan
-
-
-def _most(cost: CostModel, deepest: int) -> float:
-    """Times plain decoding, if all guesses came and were right."""
-    plain = cost.step_seconds(1, 0, 0, CONTEXT)
-    return max((d + 1) * plain / cost.step_seconds(1, d, d, CONTEXT) for d in range(1, deepest + 1))
-
-
-def _budgets(limit: Budget, deepest: int | None) -> list[Budget]:
-    """All that is predicted. deepest: of trees; None where a level by itself costs nothing, and a tree of so many nodes may be as
-    deep as it likes."""
-    chains, sizes = [Budget(d) for d in range(1, limit.depth + 1)], range(2, limit.max_nodes + 1)
-    if limit.width == 1:
-        return chains
-    depths = range(1, min(deepest or 0, limit.depth) + 1)
-    trees = itertools.product(depths, sizes) if deepest else ((n - 1, n) for n in sizes)
-    return chains + [Budget(d, limit.width, n) for d, n in trees if d < n <= d * limit.width]
 
 
 def _ladder(arms: Sequence[Arm]) -> list[Arm]:
