@@ -163,14 +163,31 @@ def main() -> None:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown: the share of settings within 10 %, and the largest error, by size, drafter and temperature."""
+    """Markdown: the share of settings within 10 %, and the largest error, by size, drafter and temperature, and of each size."""
     groups = list(dict.fromkeys((r["size"], r["drafter"], r["temperature"]) for r in records))
     body = []
     for group in groups:
         some = [r for r in records if (r["size"], r["drafter"], r["temperature"]) == group]
-        worst = max(some, key=lambda r: abs(r["error"]))["error"]
-        body.append([*map(str, group), str(len(some)), f"{within(some, 'error'):.0%}", f"{worst:+.0%}"])
-    return markdown(["size", "drafter", "temperature", "settings", "within 10 %", "worst"], body)
+        body.append([*map(str, group), *_shares(some)])
+    for size in dict.fromkeys(r["size"] for r in records):
+        body.append([size, "all", "", *_shares([r for r in records if r["size"] == size])])
+    head = [
+        "size",
+        "drafter",
+        "temperature",
+        "settings",
+        "within 10 %",
+        "worst",
+        "at plain decoding's pace",
+        "as calibrated",
+    ]
+    return markdown(head, body)
+
+
+def _shares(records: list[dict[str, Any]]) -> list[str]:
+    worst = max(records, key=lambda r: abs(r["error"]))["error"]
+    raw = [f"{within(records, key):.0%}" for key in ("error_at_plain", "error_at_calibration")]
+    return [str(len(records)), f"{within(records, 'error'):.0%}", f"{worst:+.0%}", *raw]
 
 
 if __name__ == "__main__":
