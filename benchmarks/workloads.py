@@ -158,9 +158,10 @@ def against(name: str, base: Any, ours: Any) -> dict[str, Any]:
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown: a method a line, a workload and temperature a column; times plain decoding, and the acceptance length."""
-    columns = list(dict.fromkeys((r["workload"], r["temperature"]) for r in records))
+    columns = sorted({(r["workload"], r["temperature"]) for r in records}, key=lambda c: (WORKLOADS.index(c[0]), c[1]))
     cells = {(r["method"], r["workload"], r["temperature"]): r for r in records}
-    names = list(dict.fromkeys(r["method"] for r in records))
+    made = {r["method"] for r in records}
+    names = [name for name in ("plain", *METHODS) if name in made]
     body = [[name, *(_cell(cells.get((name, *c))) for c in columns)] for name in names]
     if "auto" in names:
         body.append(["auto over the best single one", *(_over(cells.get(("auto", *c))) for c in columns)])
