@@ -6,8 +6,8 @@
 For each drafter one run with the longest chain and one with the largest tree are watched (outrider.measure.told), costs are
 calibrated in the same process, and every setting of the sweep is predicted. Then all of them, plain decoding and a chain of
 eight guesses that are always wrong write the texts in turns of a few tokens (outrider.measure.turns), several times; of each
-stretch of a text the median time counts, as it is medians that are calibrated. Three figures for each setting, predicted over
-measured tokens/s:
+stretch of a text the median time counts, so that a pause of the machine does not. Three figures for each setting, predicted
+over measured tokens/s:
 
 error                 at the paces of the two references measured beside, one for what a plain step takes and one for what
                       nodes cost beyond it, as a neighbour of this machine slows memory and arithmetic by different factors.
@@ -46,7 +46,7 @@ from outrider.types import Budget
 
 TREE = Budget(6, 4, 16)
 PLAIN, WRONG, REFERENCE = Budget(0), None, Budget(8)
-STRETCH = 16  # tokens of a turn: the first step of one pays for what others left in the processor's caches
+STRETCH = 16  # tokens of a turn
 CHAINS = (Budget(1), Budget(2), Budget(3), Budget(4), Budget(6), Budget(8))
 TREES = (Budget(2, 4, 4), Budget(3, 4, 6), Budget(4, 4, 8), Budget(5, 4, 12))
 DRAFTERS: dict[str, tuple[dict[str, Any], tuple[Budget, ...]]] = {
@@ -171,17 +171,8 @@ def table(records: list[dict[str, Any]]) -> str:
         body.append([*map(str, group), *_shares(some)])
     for size in dict.fromkeys(r["size"] for r in records):
         body.append([size, "all", "", *_shares([r for r in records if r["size"] == size])])
-    head = [
-        "size",
-        "drafter",
-        "temperature",
-        "settings",
-        "within 10 %",
-        "worst",
-        "at plain decoding's pace",
-        "as calibrated",
-    ]
-    return markdown(head, body)
+    what = ["settings", "within 10 %", "worst", "at plain decoding's pace", "as calibrated"]
+    return markdown(["size", "drafter", "temperature", *what], body)
 
 
 def _shares(records: list[dict[str, Any]]) -> list[str]:

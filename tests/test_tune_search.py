@@ -8,12 +8,14 @@ from typer.testing import CliRunner
 
 from outrider.cli import app
 from outrider.llm import LLM
+from outrider.measure import tune
 from outrider.measure.predict import budgets
 from outrider.measure.prompts import Ask
 from outrider.measure.run import Sample
 from outrider.measure.tune import HOPELESS, Arm, Method, Search, _ladder
 from outrider.measure.tune_cli import because
 from outrider.models.load import load
+from outrider.tune import CostModel
 from outrider.types import Budget
 
 ASKS = [Ask(str(n), "all", f"prompt {n}") for n in range(12)]
@@ -122,6 +124,22 @@ def test_why_plain_decoding_is_best():
         HOPELESS.format("plain decoding"),
     )
     assert because(search) == "guesses of suffix would make it slower even if all were right"
+
+
+def test_the_tree_that_looks_best_is_played_before_it_is_believed(monkeypatch):
+    """Where nodes and drafts cost nothing some tree is best, and what is said of it must be of its own steps."""
+    free = CostModel(
+        {}, [[1, n, 0, 1.0] for n in (1, 17)], [[1, w, d, 0, 0.0] for w in (1, 4) for d in (1, 8)], 0.0, 0.0
+    )
+    monkeypatch.setattr(tune, "calibrated", lambda *given, **more: free)
+    sampling = {"temperature": 0.0, "seed": 0, "max_tokens": 24, "ignore_eos": True}
+    asks = [Ask(str(n), "all", text) for n, text in enumerate(("def area(r):\n", "class Stack:\n"))]
+    method = {"method": "draft_model", "model": "builtin:code-draft"}
+    search = Search(load("builtin:code", device="cpu"), asks, [("draft_model", method)], sampling)
+    list(search._predict())
+    [found] = search.methods
+    assert found.best.budget.width > 1
+    assert found.best.budget in found.seen.played
 
 
 def test_the_settings_of_a_drafter():
