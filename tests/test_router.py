@@ -65,6 +65,18 @@ def test_the_useless_one_is_left_alone_and_asked_again() -> None:
     assert "asked again" in "".join(note for s in steps for note in s.draft.notes)
 
 
+def test_one_that_costs_is_asked_for_what_it_lately_made_true() -> None:
+    params = SamplingParams(max_tokens=120, temperature=0.5, ignore_eos=True)
+    deepest: dict[float, list[int]] = {}
+    for error in (0.0, 5.0):
+        run = decoder(TARGET, Router({"draft": model(error)}, {"draft": 0.01}), budget=Budget(16), rows=1)
+        drafts = [s.draft.nodes - 1 for s, _ in run.steps([request([1, 2], params)]) if s]
+        deepest[error] = [n for n in drafts if n]
+    assert deepest[0.0][0] == deepest[5.0][0] == 5, "nothing is known of it"
+    assert max(deepest[0.0]) == 16, "who is always right soon has the whole budget"
+    assert max(deepest[5.0][8:]) <= 3, "who is mostly wrong does not get what others have earned"
+
+
 def test_the_better_one_is_taken() -> None:
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
     [truth] = plain_texts(TARGET, [request([1, 2], params)])

@@ -57,6 +57,23 @@ HOSTILE = {
 }
 
 
+def test_guesses_that_are_right_in_a_row_are_soon_followed_by_many():
+    """Twice as many a decision, as nothing speaks against it; one that is mostly wrong stays near the first look."""
+    for machine in machines(8, alpha=always(1.0), node=0.04, level=0.0):
+        machine.run(Adaptive(Budget(16)), steps=16)
+        assert max(machine.depths) == 16
+    for machine in machines(8, alpha=always(0.5), node=0.04, level=0.0):
+        machine.run(Adaptive(Budget(16)), steps=16)
+        assert max(machine.depths) <= 6
+
+
+def test_a_deep_step_that_failed_is_paid_from_what_was_gained():
+    """Sixteen wrong guesses cost three plain steps here, more than drafting may lose that has gained nothing."""
+    for machine in machines(24, alpha=always(0.97), node=0.19, level=0.0):
+        machine.run(Adaptive(Budget(16)), tokens=256)
+        assert machine.plain_time / machine.time > 0.7 * 3.3
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_it_is_never_slower(case, rows):

@@ -6,15 +6,17 @@ running acceptance. A drafter that costs (models) is asked when
 
     (1 + its running accepted tokens) / (1 + its cost)  >  1 + the best free promise,
 
-its cost in forwards of the target. Its tree is then joined with the free ones, the likeliest nodes by the same measure within
-the budget; a chain is taken as it is. A drafter that has not been asked for long is asked again now and then. Only counts
-decide, never a clock: the same requests take the same ways. The draft's notes say what was weighed.
+its cost in forwards of the target, and for no more levels than it has lately made true: twice as many and one, so that who
+guesses well soon has all. (The budget may have been earned by a text.) Its tree is then joined with the free ones, the
+likeliest nodes by the same measure within the budget; a chain is taken as it is. A drafter that has not been asked for long is
+asked again now and then. Only counts decide, never a clock: the same requests take the same ways. The draft's notes say what
+was weighed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +60,11 @@ class _Record:
         self.share += rate * (accepted / drafted - self.share)
         if promised:
             self.truth += rate * (min(accepted / promised, 4.0) - self.truth)
+
+    @property
+    def levels(self) -> int:
+        """As many as it is worth asking for."""
+        return 1 + int(2 * self.accepted)
 
     def promise(self, nodes: Nodes, chances: Sequence[float] | None) -> float:
         return self.share * (len(nodes) - 1) if chances is None else self.truth * sum(chances[1:])
@@ -142,7 +149,11 @@ class Router:
         return self._records.setdefault((row, name), start)
 
     def _ask(self, name: str, batch: Batch, some: list[int], found: list[list[_Proposal]]) -> None:
-        draft = self.drafters[name].propose(part(batch, some))
+        asked = part(batch, some)
+        if self.cost.get(name):
+            budgets = zip(asked.rows, asked.budgets, strict=True)
+            asked = replace(asked, budgets=[b.clipped(self._record(row, name).levels) for row, b in budgets])
+        draft = self.drafters[name].propose(asked)
         for at, b in enumerate(some):
             nodes = nodes_of(draft, at)
             if len(nodes) > 1:
@@ -154,10 +165,11 @@ class Router:
     def _pays(self, name: str, batch: Batch, b: int, found: Sequence[_Proposal], weighed: list[str]) -> bool:
         """Whether a drafter that costs is worth asking for this row."""
         budget = batch.budgets[b]
-        levels = min(budget.depth, budget.max_nodes)
+        record = self._record(batch.rows[b], name)
+        levels = min(budget.depth, budget.max_nodes, record.levels)
         if not levels:
             return False
-        record, cost = self._record(batch.rows[b], name), self.cost[name] * levels
+        cost = self.cost[name] * levels
         free = max((p.worth for p in found), default=0.0)
         record.waited += 1
         again = record.waited > _PROBE

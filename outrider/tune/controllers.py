@@ -130,6 +130,7 @@ class Adaptive:
         self.gap, self.probe_at, self.burst = _GAPS[0], 0, 0
         self.plain_at = 0
         self.looked = False
+        self.streak = 0  # guesses in a row that were right
 
     def budgets(self, rows: list[int]) -> list[Budget]:
         plan = self.plan
@@ -159,6 +160,8 @@ class Adaptive:
                 state.level = after
                 if kept.finish is None:  # a cut says nothing of what was refused
                     right = kept.drafted
+                    wrong = right < min(asked.depth, step.draft.nodes - 1)
+                    self.streak = 0 if wrong else self.streak + right
                     if self.places is not None and asked.width > 1:
                         right = self.places.observe(step.draft, b, kept.nodes, asked)
                     state.acceptance.observe(asked.depth, right)
@@ -295,13 +298,13 @@ class Adaptive:
         return Budget(depth, limit.width, nodes)
 
     def _best(self, rows: list[int]) -> tuple[Budget, float]:
-        """(budget, speed against plain decoding) of the best budget of at least 1; not far beyond a look before drafting has
-        proved itself, as little is known of what is deeper."""
+        """(budget, speed against plain decoding) of the best budget of at least 1; before drafting has proved itself not far
+        beyond a look, or than as many guesses in a row were right, as little is known of what is deeper."""
         count, pooled = len(rows), self.pooled.chances()
         kept = [survival(self._row(row).acceptance.chances(pooled)) for row in rows]
         came = survival(self.drafted.chances())
         best, gain, tokens = Budget(0), 0.0, 1.0
-        deepest = self.limit.depth if self.ledger.proved else min(2 * _LOOK, self.limit.depth)
+        deepest = self.limit.depth if self.ledger.proved else min(max(2 * _LOOK, self.streak), self.limit.depth)
         for depth in range(1, deepest + 1):
             tokens += sum(k[depth - 1] for k in kept) / count
             new = tokens / self._slowness(count, self._shape(depth), came)
@@ -354,10 +357,11 @@ class Adaptive:
         return self._slowness(count, self._look, survival(self.drafted.chances())) < 1 + ALLOWANCE
 
     def _room(self, count: int) -> float:
-        """Seconds that drafting may still lose before it has proved itself."""
-        plain = self.costs.plain(count)
+        """Seconds that drafting may still lose before it has proved itself; what recent drafts have gained is theirs."""
+        ledger, plain = self.ledger, self.costs.plain(count)
         assert plain is not None
-        return START * plain + ALLOWANCE * self.ledger.elapsed - self.ledger.spent
+        gained = max(ledger.worth - ledger.taken, 0.0)
+        return START * plain + ALLOWANCE * ledger.elapsed + gained - ledger.spent
 
     def _affordable(self, rows: list[int]) -> list[int] | None:
         """The rows that may be probed: what the drafter has to read for them, and steps whose guesses are all wrong, must
