@@ -110,9 +110,9 @@ class Adaptive:
     size within the limit, and a row is left out whose own guesses do not pay for drafting them: `"controller": "optimal"`.
 
     The price of probing is bounded: drafting that has not proved itself may lose `START` plain steps in all, what it has
-    lately gained, and `ALLOWANCE` of all time, and a probe that could cost more (a draft model that was skipped must first read what was
-    written) waits until that is earned. On top of it come the first look at a drafter, which must read one prompt before
-    anything can be known of it, and the few steps by which belief lags behind a text that turns.
+    lately gained, and `ALLOWANCE` of all time, and a probe that could cost more (a draft model that was skipped must first
+    read what was written) waits until that is earned. On top of it come the first look at a drafter, which must read one
+    prompt before anything can be known of it, and the few steps by which belief lags behind a text that turns.
     """
 
     def __init__(self, limit: Budget | None = None, costs: Costs | None = None) -> None:
