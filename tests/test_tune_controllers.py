@@ -58,7 +58,7 @@ HOSTILE = {
 
 
 def test_guesses_that_are_right_in_a_row_are_soon_followed_by_many():
-    """Twice as many a decision, as nothing speaks against it; one that is mostly wrong stays near the first look."""
+    """As many as have been right in a row; a drafter that is half the time wrong stays near the first look."""
     for machine in machines(8, alpha=always(1.0), node=0.04, level=0.0):
         machine.run(Adaptive(Budget(16)), steps=16)
         assert max(machine.depths) == 16
