@@ -84,9 +84,12 @@ def made(name: str, source: str, *arguments: str) -> Path:
 
 
 def pair(size: str, stored: str, source: str, rate: float = 0.8, trained: str | None = None) -> Pair:
-    """The target of this size and its drafts. trained: another small model that shares the vocabulary, named so."""
+    """The target of this size and its drafts. size: 1.1B; or 1.1B:6, that shape with six layers. trained: another small
+    model that shares the vocabulary, named so."""
     short, d = source.removeprefix("builtin:").replace("/", "-"), ["--dtype", stored]
-    target = made(f"{short}-{size}-{stored}", source, "--size", size, *d)
+    shape, _, layers = size.partition(":")
+    shaped = ["--size", shape, *(["--layers", layers] if layers else [])]
+    target = made(f"{short}-{size.replace(':', 'x')}-{stored}", source, *shaped, *d)
     drafts = {
         "draft": made(f"{short}-noise{rate}-{stored}", source, "--noise", str(rate), *d),
         "own": made(f"{short}-{stored}", source, *d),

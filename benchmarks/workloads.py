@@ -2,14 +2,15 @@
 
     python -m benchmarks.workloads                                  0.5B and 1.1B, bfloat16: about half an hour
     python -m benchmarks.workloads --sizes 0.5B --workloads code edits --temperatures 0 --prompts 1
+    python -m benchmarks.workloads --sizes 1.1B:6 --workloads code  the 1.1B shape with six layers, for layer_skip
 
 The targets are the built-in model inflated (benchmarks.inflate), the draft model is the built-in draft as trained. Workloads:
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
 paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.measure.turns), after a text that
 warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
 keeps what its controller has learned of costs, as it would in use. efficiency: time of the two models' forwards over the whole
-time. Only edits come with a prediction. layer_skip is not here: the layers that inflation adds do nothing, and skipping those
-would be cheating.
+time. Only edits come with a prediction. layer_skip drafts with the layers that a search finds on other HumanEval prompts, and
+only where the target has no more layers than its source: those that inflation adds do nothing, to skip them would be cheating.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,13 @@ import numpy as np
 
 from benchmarks import DATA, RESULTS, headline, machine
 from benchmarks.edits import ForcedTarget, edit_workload
-from benchmarks.pairs import PRECISIONS, pair
+from benchmarks.pairs import PRECISIONS, pair, source_folder
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request
 from outrider.drafters import make_drafter
+from outrider.drafters.skip import LayerSearch, search_layers
 from outrider.measure.stats import interval
 from outrider.measure.turns import Way, Written, in_turns
 from outrider.models.load import Loaded, load
@@ -49,6 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model, chain 4": {"method": "draft_model", "num_speculative_tokens": 4},
     "draft_model, tree 8": {"method": "draft_model", "num_speculative_tokens": 5, "tree_width": 4, "tree_nodes": 8},
     "quantized_self 3": {"method": "quantized_self", "num_speculative_tokens": 3},
+    "layer_skip": {"method": "layer_skip"},  # layers and length as searched
     "suffix 7": {"method": "suffix", "num_speculative_tokens": 7},
     "suffix 16": {"method": "suffix", "num_speculative_tokens": 16},
     "ngram 8": {"method": "ngram", "num_speculative_tokens": 8},
@@ -90,11 +94,19 @@ class Runner:
         self.forced = ForcedTarget(target.model)
         self._made: dict[tuple[str, bool], Decoder] = {}
 
+    @cached_property
+    def layers(self) -> LayerSearch:
+        """What to draft with, by prompts that are not measured."""
+        ids = [text.prompt for text in texts("code", self.target.tokenizer, 24)[16:]]
+        return search_layers(self.target.model, ids, progress=lambda line: print(line, file=sys.stderr, flush=True))
+
     def decoder(self, method: str, forced: bool) -> Decoder:
         if (method, forced) not in self._made:
             given = {} if method == "plain" else {**METHODS[method], "suffix_shared_tokens": 0}
             if given.get("method") in ("draft_model", "auto"):
                 given["model"] = self.draft
+            if given.get("method") == "layer_skip":
+                given |= {"layers": self.layers.layers, "num_speculative_tokens": self.layers.depth}
             config = SpeculativeConfig.of(given)
             drafter = make_drafter(config, self.target, rows=1, max_length=LENGTH, device="cpu")
             controller: Controller = Adaptive(config.budget) if method == "auto" else Fixed(*config.budget.parts)
@@ -157,7 +169,7 @@ def against(name: str, base: Any, ours: Any) -> dict[str, Any]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a method a line, a workload and temperature a column; times plain decoding, and the acceptance length."""
+    """Markdown: a method a line, a workload and temperature a column; times plain decoding (acceptance length, efficiency)."""
     columns = sorted({(r["workload"], r["temperature"]) for r in records}, key=lambda c: (WORKLOADS.index(c[0]), c[1]))
     cells = {(r["method"], r["workload"], r["temperature"]): r for r in records}
     made = {r["method"] for r in records}
@@ -168,12 +180,16 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return markdown(["", *(f"{w}, T={t:g}" for w, t in columns)], body)
 
 
+def _layers(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["num_hidden_layers"])
+
+
 def _cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return ""
     if record["method"] == "plain":
         return f"{record['tokens_per_second']:.1f} tokens/s"
-    return f"{record['speedup']:.2f} ({record['acceptance_length']:.1f})"
+    return f"{record['speedup']:.2f} ({record['acceptance_length']:.1f}, {100 * record['efficiency']:.0f}%)"
 
 
 def _over(record: dict[str, Any] | None) -> str:
@@ -185,7 +201,7 @@ def _over(record: dict[str, Any] | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.workloads", description=headline(__doc__))
-    parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.1B"])
+    parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.1B"], help="1.1B:6: that shape, six layers")
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
     parser.add_argument("--source", default="builtin:code")
     parser.add_argument("--draft", default="builtin:code-draft")
@@ -205,9 +221,11 @@ def main() -> None:
         models = pair(size, how["stored"], args.source, trained=args.draft)
         target = load(str(models.target), dtype=how["dtype"], device="cpu", quantization=how["quantization"])
         runner = Runner(target, str(models.drafts["trained"]))
+        bare = _layers(models.target) == _layers(source_folder(args.source))  # no layers that do nothing
         records = result["targets"].setdefault(f"{size} {args.precision}", [])
         for workload in args.workloads:
-            methods = [m for m in args.methods if workload == "edits" or not m.startswith("prediction")]
+            without = () if workload == "edits" else ("prediction 7", "prediction 16")
+            methods = [m for m in args.methods if m not in without and (bare or m != "layer_skip")]
             for temperature in args.temperatures if workload != "edits" else [0.0]:
                 records[:] = [r for r in records if (r["workload"], r["temperature"]) != (workload, temperature)]
                 for record in measure(runner, workload, methods, args.prompts, args.tokens, temperature):
@@ -215,7 +233,7 @@ def main() -> None:
                     print({k: v for k, v in record.items() if k != "tokens"}, file=sys.stderr, flush=True)
                 # what is cut off keeps what it has
                 out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"\n{size} {args.precision}: times plain decoding (acceptance length)\n")
+        print(f"\n{size} {args.precision}: times plain decoding (acceptance length, efficiency)\n")
         print(table(records))
     print(f"written to {out}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from outrider.drafters import BaseDrafter, Echo, ModelDrafter, NgramDrafter, SuffixDrafter, Wrong
 from outrider.drafters.base import Batch
 from outrider.drafters.merge import Nodes, join, united
-from outrider.drafters.router import Router
+from outrider.drafters.router import Router, _Record
 from outrider.models.toy import ToyModel
 from outrider.params import SamplingParams
 from outrider.tree import tree, validate
@@ -75,6 +76,16 @@ def test_one_that_costs_is_asked_for_what_it_lately_made_true() -> None:
     assert deepest[0.0][0] == deepest[5.0][0] == 5, "nothing is known of it"
     assert max(deepest[0.0]) == 16, "who is always right soon has the whole budget"
     assert max(deepest[5.0][8:]) <= 3, "who is mostly wrong does not get what others have earned"
+
+
+def test_that_all_were_right_tells_of_no_end() -> None:
+    """Asked for two at a time, one that is right two times in three is known to be worth five."""
+    record, draw, levels = _Record(), random.Random(0), list[int]()
+    for _ in range(400):
+        right = [draw.random() < 2 / 3 for _ in range(2)]
+        record.learn(right.index(False) if False in right else 2, [(1, -1), (1, 0), (1, 1)], None)
+        levels.append(record.levels)
+    assert 4.5 < sum(levels) / len(levels) < 7
 
 
 def test_the_better_one_is_taken() -> None:

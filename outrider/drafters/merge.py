@@ -36,15 +36,16 @@ def nodes_of(draft: Draft, b: int) -> Nodes:
     return [(token, parent) for token, parent in pairs if parent >= -1]
 
 
-def came_true(nodes: Nodes, tokens: Sequence[int]) -> int:
-    """How many of the nodes the committed tokens walk through: what would have been accepted of this draft alone."""
-    at = 0
-    for count, token in enumerate(tokens):
-        following = next((n for n in range(at + 1, len(nodes)) if nodes[n] == (token, at)), 0)
-        if not following:
-            return count
-        at = following
-    return len(tokens)
+def walked(nodes: Nodes, tokens: Sequence[int]) -> list[int]:
+    """The nodes that the committed tokens walk through, the root first: what would have been accepted of this draft alone."""
+    path = [0]
+    for token in tokens:
+        here = (token, path[-1])
+        following = next((n for n in range(path[-1] + 1, len(nodes)) if nodes[n] == here), None)
+        if following is None:
+            break
+        path.append(following)
+    return path
 
 
 def chances_of(draft: Draft, b: int, count: int) -> list[float] | None:

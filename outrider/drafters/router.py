@@ -6,11 +6,11 @@ running acceptance. A drafter that costs (models) is asked when
 
     (1 + its running accepted tokens) / (1 + its cost)  >  1 + the best free promise,
 
-its cost in forwards of the target, and for no more levels than it has lately made true: twice as many and one, so that who
-guesses well soon has all. (The budget may have been earned by a text.) Its tree is then joined with the free ones, the
-likeliest nodes by the same measure within the budget; a chain is taken as it is. A drafter that has not been asked for long is
-asked again now and then. Only counts decide, never a clock: the same requests take the same ways. The draft's notes say what
-was weighed.
+its cost in forwards of the target, and for no more levels than pay: one, and twice as many as it lately made true before a
+guess was wrong, so that who guesses well soon has all. (The budget may have been earned by a text.) Its tree is then joined
+with the free ones, the likeliest nodes by the same measure within the budget; a chain is taken as it is. A drafter that has
+not been asked for long is asked again now and then. Only counts decide, never a clock: the same requests take the same ways.
+The draft's notes say what was weighed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Batch, Drafter
-from outrider.drafters.merge import Nodes, came_true, chances_of, join, nodes_of, part, united
-from outrider.tree import depth, tree
+from outrider.drafters.merge import Nodes, chances_of, join, nodes_of, part, united, walked
+from outrider.tree import tree
 from outrider.types import Draft, Kept
 
 _MEMORY = 0.1  # weight of the newest step in a running mean
@@ -48,23 +48,27 @@ class _Record:
     truth: float = 1.0  # accepted over promised
     share: float = 0.5  # accepted over drafted nodes
     accepted: float = 2.0  # accepted a step
+    missed: float = 1.0  # steps of which the last guess was not right, of all
     seen: int = 0
     waited: int = 0
 
-    def learn(self, accepted: int, drafted: int, promised: float | None) -> None:
+    def learn(self, accepted: int, nodes: Nodes, promised: float | None) -> None:
+        drafted = len(nodes) - 1
         if not drafted:
             return
         self.seen += 1
         rate = max(_MEMORY, 1 / (self.seen + 1))
         self.accepted += rate * (accepted - self.accepted)
+        self.missed += rate * ((accepted < max(_levels(nodes))) - self.missed)
         self.share += rate * (accepted / drafted - self.share)
         if promised:
             self.truth += rate * (min(accepted / promised, 4.0) - self.truth)
 
     @property
     def levels(self) -> int:
-        """As many as it is worth asking for."""
-        return 1 + int(2 * self.accepted)
+        """As many as it is worth asking for. That all were right tells of no end: what is counted is the run between two
+        that were wrong, whatever was asked for."""
+        return 1 + int(2 * self.accepted / max(self.missed, 0.05))
 
     def promise(self, nodes: Nodes, chances: Sequence[float] | None) -> float:
         return self.share * (len(nodes) - 1) if chances is None else self.truth * sum(chances[1:])
@@ -74,8 +78,15 @@ class _Record:
         level."""
         if proposal.chances is not None:
             return [min(self.truth * chance, 1.0) for chance in proposal.chances]
-        levels = depth(proposal.draft.parents)[proposal.row, : len(proposal.nodes)]
-        return [self.share**level for level in levels.tolist()]
+        return [self.share**level for level in _levels(proposal.nodes)]
+
+
+def _levels(nodes: Nodes) -> list[int]:
+    """How deep each node stands; the root is 0."""
+    levels = [0]
+    for _, parent in nodes[1:]:
+        levels.append(levels[parent] + 1)
+    return levels
 
 
 class Router:
@@ -122,11 +133,12 @@ class Router:
 
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
         for row, one in zip(batch.rows, kept, strict=True):
-            for p in self._asked.pop(row, []):
-                accepted = came_true(p.nodes, one.tokens)
+            asked = self._asked.pop(row, [])
+            for p in asked if one.finish is None else ():  # a cut says nothing of what was refused
+                accepted = len(walked(p.nodes, one.tokens)) - 1
                 promised = None if p.chances is None else sum(p.chances[1:])
                 for record in (self._record(row, p.name), self._pooled[p.name]):
-                    record.learn(accepted, len(p.nodes) - 1, promised)
+                    record.learn(accepted, p.nodes, promised)
         for name, drafter in self.drafters.items():
             drafter.update(batch, kept, features if name in self._tapping else None)
 
@@ -145,7 +157,7 @@ class Router:
     def _record(self, row: int, name: str) -> _Record:
         """A new row starts from what all rows have taught."""
         known = self._pooled[name]
-        start = _Record(known.truth, known.share, known.accepted)
+        start = _Record(known.truth, known.share, known.accepted, known.missed)
         return self._records.setdefault((row, name), start)
 
     def _ask(self, name: str, batch: Batch, some: list[int], found: list[list[_Proposal]]) -> None:

@@ -53,6 +53,7 @@ class SelfDrafter(ModelDrafter):
 
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
         """The target's own step has written what was accepted."""
+        self._learn(batch, kept)
 
     def missing(self, row: int, tokens: list[int]) -> int:
         """The target has read it."""
@@ -60,6 +61,7 @@ class SelfDrafter(ModelDrafter):
 
     def release(self, row: int) -> None:
         """The target's rows are the loop's to release."""
+        self._forget(row)
 
 
 class LayerSkipDrafter(SelfDrafter):

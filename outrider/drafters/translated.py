@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Batch, Drafter, chains
-from outrider.drafters.merge import Nodes, came_true, nodes_of
+from outrider.drafters.merge import Nodes, nodes_of, walked
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import LanguageModel, Output, Want
@@ -147,7 +147,7 @@ class TranslatedDrafter(ModelDrafter):
                 reading.held += [self.pairing.shared.get(t, -1) for t in one.tokens]
                 del reading.held[self.cache.length[row] :]
             if row in self._guessed:
-                self.scores[self._last].add(came_true(self._guessed.pop(row), one.tokens))
+                self.scores[self._last].add(len(walked(self._guessed.pop(row), one.tokens)) - 1)
 
     def release(self, row: int) -> None:
         super().release(row)

@@ -11,7 +11,7 @@ from outrider.tune.costs import SETTLE, Costs
 from outrider.tune.observed import Acceptance, Places, survival
 from outrider.types import Budget, Kept, Step
 
-ALLOWANCE, START = 0.01, 2.0  # what probing may lose: this part of all time, and so many plain steps to begin with
+ALLOWANCE, START = 0.01, 4.0  # what probing may lose: this part of all time, and so many plain steps to begin with
 _GAPS = (16, 512)  # steps between probes of drafting that failed: the first gap, doubled up to the last
 _FIRST_BURST, _BURST, _LOOK = 10, 4, 2  # steps of the first look and of a probe, and their depth
 _FADE = 0.1  # what a probe leaves of the acceptance seen before it

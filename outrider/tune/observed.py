@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
-from outrider.expect import BY_RANK, optimal_shape
+from outrider.expect import optimal_shape
+from outrider.ranks import Ranks
 from outrider.tune.cost import interpolate
 from outrider.types import Budget, Draft
 
-FIRST = 0.6  # the chance of a guess before anything was seen: as much as `_WEIGHT` observations
-_WEIGHT = 2.0
+FIRST, _WEIGHT = 0.6, 4.0  # the chance of a guess before anything was seen, and the observations that it counts for
+_PRIOR = 6.0  # those that a prior does
 
 
 class Acceptance:
@@ -42,7 +43,7 @@ class Acceptance:
         chances: list[float] = []
         for j, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True)):
             belief = prior[j] if prior else chances[-1] if chances else self.first
-            weight = 3 * _WEIGHT if prior else _WEIGHT
+            weight = _PRIOR if prior else _WEIGHT
             chances.append((hits + weight * belief) / (tries + weight))
         return chances
 
@@ -65,7 +66,7 @@ class Places:
         self.limit, self.keep = limit, 1 - 1 / memory
         self.hits = [[0.0] * limit.max_nodes for _ in range(limit.depth)]  # by the depth of the tree, less one
         self.tries = [[0.0] * limit.max_nodes for _ in range(limit.depth)]
-        self.by_rank, self.visits = [0.0] * limit.width, [0.0] * limit.width
+        self.ranks = Ranks(limit.width, memory)
 
     def observe(self, draft: Draft, b: int, nodes: Sequence[int], asked: Budget) -> int:
         """nodes: of entry b, the accepted ones, the root first. Returns how many of them a chain would have had."""
@@ -82,28 +83,24 @@ class Places:
             inside = [node in good for node in order if levels[node] <= depth][:size]
             for n, hit in enumerate(inside + [False] * (size - len(inside))):
                 hits[n], tries[n] = self.keep * hits[n] + hit, self.keep * tries[n] + 1
-        straight, along = 0, True
-        for node, following in zip(nodes, [*nodes[1:], 0], strict=True):
-            ranks = [n for n, parent in enumerate(parents) if parent == node][: self.limit.width]
-            for rank, child in enumerate(ranks):
-                self.visits[rank] = self.keep * self.visits[rank] + 1
-                self.by_rank[rank] = self.keep * self.by_rank[rank] + (child == following)
-            along = along and bool(ranks) and ranks[0] == following
-            straight += along
+        self.ranks.observe(parents, nodes)
+        straight = 0
+        for node, following in itertools.pairwise(nodes):
+            if parents.index(node) != following:  # not the first child
+                break
+            straight += 1
         return straight
 
     def fade(self, factor: float) -> None:
         """Time has passed without trees: what was seen counts less, so that bad luck with a few is not believed for ever."""
-        for table in (self.hits, self.tries, [self.by_rank], [self.visits]):
-            for row in table:
-                row[:] = [factor * x for x in row]
+        self.ranks.fade(factor)
+        for row in (*self.hits, *self.tries):
+            row[:] = [factor * x for x in row]
 
     def expected(self, first: float) -> list[list[float]]:
         """[depth][nodes]: accepted guesses of a step by its budget, both from one on. first: the chance of a chain's guess,
         which with the chances by rank stands in where little was seen."""
-        left, ranks, size = 1 - first, [first], self.limit.max_nodes
-        for usual, hits, visits in zip(BY_RANK[1:], self.by_rank[1:], self.visits[1:], strict=False):
-            ranks.append(min((hits + usual * left / (1 - BY_RANK[0]) * 8) / (visits + 8), ranks[-1]))
+        ranks, size = self.ranks.chances(first), self.limit.max_nodes
         whole = optimal_shape(Budget(self.limit.depth, len(ranks), 3 * size), ranks)
         value, level = [1.0], [0]
         for parent, rank in zip(whole.parents[1:], whole.ranks[1:], strict=True):
