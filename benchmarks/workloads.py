@@ -1,6 +1,6 @@
 """Every drafter on every kind of text: acceptance length, tokens/s, speed-up and efficiency.
 
-    python -m benchmarks.workloads                                  0.5B and 1.1B, bfloat16: about half an hour
+    python -m benchmarks.workloads       0.5B and 1.1B, bfloat16: some three hours; columns may be measured one by one:
     python -m benchmarks.workloads --sizes 0.5B --workloads code edits --temperatures 0 --prompts 1
     python -m benchmarks.workloads --sizes 1.1B:6 --workloads code  the 1.1B shape with six layers, for layer_skip
 
@@ -146,7 +146,7 @@ def measure(
             "acceptance_length": round(written / steps, 3),
             "drafted_per_step": round(sum(d.drafted for d in done) / steps, 2),
             "efficiency": round(sum(d.forwards for d in done) / seconds, 3),
-            "tokens": written, "differing_texts": differing if method == "plain" else None,
+            "texts": count, "tokens": written, "differing_texts": differing if method == "plain" else None,
         }  # fmt: skip
 
 
@@ -177,6 +177,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     body = [[name, *(_cell(cells.get((name, *c))) for c in columns)] for name in names]
     if "auto" in names:
         body.append(["auto over the best single one", *(_over(cells.get(("auto", *c))) for c in columns)])
+    body.append(["texts x tokens", *(_length(cells["plain", *c]) for c in columns)])
     return markdown(["", *(f"{w}, T={t:g}" for w, t in columns)], body)
 
 
@@ -197,6 +198,12 @@ def _over(record: dict[str, Any] | None) -> str:
         return ""
     low, high = record["over_best_95"]
     return f"{record['over_best']:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _length(record: dict[str, Any]) -> str:
+    return (
+        f"{record['texts']} x {record['tokens'] / record['texts']:.0f}" if "texts" in record else f"{record['tokens']}"
+    )
 
 
 def main() -> None:
@@ -229,7 +236,7 @@ def main() -> None:
             for temperature in args.temperatures if workload != "edits" else [0.0]:
                 records[:] = [r for r in records if (r["workload"], r["temperature"]) != (workload, temperature)]
                 for record in measure(runner, workload, methods, args.prompts, args.tokens, temperature):
-                    records.append(record)
+                    records.append(record | {"commit": result["machine"]["commit"]})
                     print({k: v for k, v in record.items() if k != "tokens"}, file=sys.stderr, flush=True)
                 # what is cut off keeps what it has
                 out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
