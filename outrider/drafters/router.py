@@ -155,9 +155,9 @@ class Router:
                 watch(batch, draft, logits)
 
     def _record(self, row: int, name: str) -> _Record:
-        """A new row starts from what all rows have taught."""
+        """A new row starts from what all rows have taught, which its first steps do not overturn."""
         known = self._pooled[name]
-        start = _Record(known.truth, known.share, known.accepted, known.missed)
+        start = _Record(known.truth, known.share, known.accepted, known.missed, min(known.seen, round(1 / _MEMORY)))
         return self._records.setdefault((row, name), start)
 
     def _ask(self, name: str, batch: Batch, some: list[int], found: list[list[_Proposal]]) -> None:
