@@ -14,11 +14,6 @@ from outrider.types import Budget, Draft
 
 FIRST, _WEIGHT = 0.6, 4.0  # the chance of a guess before anything was seen, and the observations that it counts for
 _PRIOR = 6.0  # those that a prior does
-_DRAWN, _DRAWN_PLAIN, _SLOPES = (
-    6,
-    2,
-    2,
-)  # measurements that a line counts for, at any size and at 0, and an assumed slope
 
 
 class Acceptance:
@@ -122,20 +117,15 @@ class Places:
 
 class Curve:
     """Seconds by size, each the median of its last few measurements (of two the lower: a machine pauses, it never hurries);
-    straight lines between. Medians are taken anew every few measurements: asking must cost nothing beside a step.
-
-    With a slope, medians of few measurements are drawn towards a straight line: between sizes that were measured once or twice
-    most of the difference is the machine's mood, and it would decide how many guesses are made.
-    """
+    straight lines between. Medians are taken anew every few measurements: asking must cost nothing beside a step."""
 
     def __init__(self, start: float | None = None, slope: float = 0.0) -> None:
-        """start: the value at size 0, if it is known by itself. slope: assumed, in parts of the value at 0, and held against
-        what few measurements say of it."""
+        """start: the value at size 0, if it is known by itself. slope: assumed, in parts of the value at 0, until two sizes
+        were measured."""
         self.samples: dict[int, deque[float]] = {}
         self.medians: dict[int, float] = {} if start is None else {0: start}
         self.slope = slope
         self._waiting: dict[int, int] = {}
-        self._believed: dict[int, float] = {}
         self._known: dict[int, float] = {}
 
     def add(self, size: int, seconds: float) -> None:
@@ -145,7 +135,7 @@ class Curve:
         if len(samples) < 4 or self._waiting[size] >= 4:
             self._waiting[size] = 0
             self.medians[size] = median_low(samples)
-            self._believed, self._known = {}, {}
+            self._known.clear()
 
     def forget(self, size: int) -> None:
         """What was measured so far; its last median stays until there is another."""
@@ -162,23 +152,6 @@ class Curve:
             if len(self.medians) == 1 and 0 in self.medians:
                 value = self.medians[0] * (1 + self.slope * size)
             else:
-                self._believed = self._believed or (self._drawn() if self.slope else self.medians)
-                value = interpolate(self._believed, size)
+                value = interpolate(self.medians, size)
             self._known[size] = value
         return value
-
-    def _drawn(self) -> dict[int, float]:
-        """The medians but that of 0, drawn towards the line with the least squares, to which the assumed slope is `_SLOPES`
-        measurements at size 4. Size 0 is plain decoding, which everything is held against: it is what it was measured to be."""
-        weights = {n: float(max(self.count(n), 1)) for n in self.medians}
-        usual = self.slope * self.medians.get(0, min(self.medians.values()))
-        all_, size, square = (sum(w * n**k for n, w in weights.items()) for k in range(3))
-        value, both = (sum(w * n**k * self.medians[n] for n, w in weights.items()) for k in range(2))
-        square, both = square + _SLOPES * 16, both + _SLOPES * 16 * usual
-        slope = max((all_ * both - size * value) / (all_ * square - size * size), 0.0)
-        level = (value - slope * size) / all_
-        out = dict[int, float]()
-        for n, median in self.medians.items():
-            line = level + slope * n
-            out[n] = line + (median - line) * weights[n] / (weights[n] + _DRAWN) if n else median
-        return out

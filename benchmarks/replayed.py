@@ -1,0 +1,278 @@
+"""`auto` without a clock: guesses recorded at every position of real texts, replayed on simulated costs.
+
+    python -m benchmarks.replayed                 minutes of recording, which is kept under work/bench; then half a minute
+    python -m benchmarks.replayed --swing 1 --jitter 0      a machine that keeps its pace
+
+What the built-in draft and a suffix lookup guess at each position of the built-in model's texts is recorded once, up to sixteen
+tokens. A run then needs no model: the router and the controller that `auto` has decide as ever, what they hear of time is
+simulated, and what would have been kept is known. So `auto` is told from the best fixed drafter to a hundredth, where measured
+columns tell it to a tenth (benchmarks.workloads). The controller hears noisy seconds, and everything is judged without noise.
+Costs, in plain steps: a node in the target's forward `node` as long as the rows are eight, a tile; the ninth row `tile` once, and
+`far` each from there; a drafted level `level`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import RESULTS, WORK, headline
+from benchmarks.pairs import fingerprint
+from benchmarks.report import markdown
+from benchmarks.workloads import texts
+from outrider.config import SpeculativeConfig
+from outrider.decode import Decoder, Request
+from outrider.drafters import Drafter, make_drafter
+from outrider.drafters.base import BaseDrafter, Batch, chains
+from outrider.drafters.router import Router
+from outrider.models.load import load
+from outrider.params import SamplingParams
+from outrider.tune import Adaptive, Controller, Fixed
+from outrider.types import Budget, Draft, Kept, Step, Verdict
+
+DEEPEST, RECORDED = 16, 160
+WORKLOADS = {"code": 12, "translation": 4, "summarization": 4, "qa": 4}  # texts
+GROUP = 4  # texts that one engine writes after another
+FIXED = (*(("draft_model", k) for k in (2, 3, 4, 5, 6, 8)), ("suffix", 7), ("suffix", 16))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a machine, in plain steps. bytes: the draft's weights over the target's."""
+
+    node: float
+    tile: float
+    far: float
+    level: float
+    bytes: float
+
+    def forward(self, nodes: int) -> float:
+        return 1 + self.node * min(nodes, 7) + (self.tile + self.far * (nodes - 7) if nodes > 7 else 0)
+
+
+MACHINES = {  # about what benchmarks.workloads and benchmarks.forward saw, bfloat16 on two cores
+    "0.5B": Costs(0.12, 0.2, 0.2, 0.035, 0.05),
+    "1.1B": Costs(0.06, 0.15, 0.15, 0.02, 0.025),
+}
+
+
+@dataclass
+class Recorded:
+    """A text, and by drafter what it guessed after each of its tokens (before the first: after the prompt)."""
+
+    prompt: int  # tokens
+    text: list[int]
+    guesses: dict[str, list[list[int]]]
+
+
+class _Recorder(BaseDrafter):
+    """Asks drafters at every position and guesses nothing itself."""
+
+    def __init__(self, drafters: dict[str, Drafter]) -> None:
+        self.drafters = drafters
+        self.guesses: dict[str, list[list[int]]] = {name: [] for name in drafters}
+
+    def propose(self, batch: Batch) -> Draft:
+        for name, drafter in self.drafters.items():
+            made = drafter.propose(replace(batch, budgets=[Budget(DEEPEST)]))
+            self.guesses[name].append(made.tokens[0, 1:].tolist())
+        return chains(batch, [[]])
+
+    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+        for drafter in self.drafters.values():
+            drafter.update(batch, kept, None)
+
+    def release(self, row: int) -> None:
+        for drafter in self.drafters.values():
+            drafter.release(row)
+
+
+def record() -> dict[tuple[str, float], list[Recorded]]:
+    """By workload and temperature."""
+    target, found = load("builtin:code", device="cpu"), dict[tuple[str, float], list[Recorded]]()
+    for workload, count in WORKLOADS.items():
+        for temperature in (0.0, 1.0):
+            configs = (
+                {"method": "suffix", "suffix_shared_tokens": 0},
+                {"method": "draft_model", "model": "builtin:code-draft"},
+            )
+            drafters = {
+                c["method"]: make_drafter(SpeculativeConfig.of(c), target, rows=1, max_length=2048, device="cpu")
+                for c in configs
+            }
+            params = SamplingParams(temperature=temperature, max_tokens=RECORDED + 1, ignore_eos=True)
+            for seed, text in enumerate(texts(workload, target.tokenizer, count)):
+                recorder = _Recorder(drafters)
+                decoder = Decoder(target.model, recorder, controller=Fixed(DEEPEST), rows=1, max_length=2048)
+                [row] = decoder.generate([Request(0, text.prompt, params, seed)])
+                found.setdefault((workload, temperature), []).append(
+                    Recorded(len(text.prompt), row.output, recorder.guesses)
+                )
+    return found
+
+
+def recorded() -> dict[tuple[str, float], list[Recorded]]:
+    """Recorded now, unless that was done with this pair."""
+    path = WORK / f"replayed-{fingerprint('builtin:code')}-{fingerprint('builtin:code-draft')}.json"
+    if not path.exists():
+        print("recording what is guessed at every position: some minutes", file=sys.stderr, flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [[*key, [asdict(text) for text in every]] for key, every in record().items()]
+        path.write_text(json.dumps(lines), encoding="utf-8")
+    lines = json.loads(path.read_text(encoding="utf-8"))
+    return {(workload, temperature): [Recorded(**text) for text in every] for workload, temperature, every in lines}
+
+
+class _Replayed(BaseDrafter):
+    def __init__(self, machine: Machine, name: str) -> None:
+        self.machine, self.name = machine, name
+
+    def propose(self, batch: Batch) -> Draft:
+        draft = chains(batch, [self.machine.now.guesses[self.name][self.machine.at]])
+        self.machine.levels += (draft.nodes - 1) * (self.name == "draft_model")
+        return draft
+
+
+class Machine:
+    """Only keeps time. swing: how many times as long everything takes in slow phases, which come and go about every 25
+    steps; jitter: of single steps, of which one in a hundred takes three times as long."""
+
+    def __init__(self, costs: Costs, method: str, swing: float = 1.0, jitter: float = 0.0, seed: int = 0) -> None:
+        self.costs, self.swing, self.jitter = costs, swing, jitter
+        self.random, self.slow = random.Random(seed), False
+        self.at, self.levels = 0, 0  # written tokens of the text, and levels that the draft model drafted in this step
+        self.now: Recorded
+        self.drafter: Drafter = _Replayed(self, method)
+        if method == "auto":
+            some = {name: _Replayed(self, name) for name in ("suffix", "draft_model")}
+            self.drafter = Router(some, {"draft_model": costs.bytes})
+
+    def write(self, controller: Controller, group: Sequence[Recorded], tokens: int) -> float:
+        """Plain steps that so many tokens of each text take."""
+        total = 0.0
+        for self.now in group:
+            self.at, written = 0, [0] * self.now.prompt
+            while self.at < tokens:
+                budget = controller.budgets([0])[0].clipped(tokens - self.at - 1)
+                total += self._step(controller, budget, written)
+            controller.release(0)
+            self.drafter.release(0)
+        return total
+
+    def _step(self, controller: Controller, budget: Budget, written: list[int]) -> float:
+        self.levels = 0
+        view: Any = {"warp": None, "noise": None, "stream": None}  # nobody here draws
+        batch = Batch([0], [written], [budget], **view, law=False, prompt_lengths=[self.now.prompt])
+        draft = self.drafter.propose(batch) if budget.depth else chains(batch, [[]])
+        guesses = draft.tokens[0, 1:].tolist()
+        right = next((n for n, t in enumerate(guesses) if t != self.now.text[self.at + n]), len(guesses))
+        kept = Kept(self.now.text[self.at : self.at + right + 1], list(range(right + 1)), right)
+        position = len(written)
+        if budget.depth:
+            self.drafter.update(batch, [kept], None)
+        written += kept.tokens
+        self.at += len(kept.tokens)
+        target, drafting = self.costs.forward(len(guesses)), self.costs.level * self.levels
+        self.slow ^= self.random.random() < 1 / 25
+        noise = self.random.lognormvariate(0, self.jitter) * (self.swing if self.slow else 1)
+        noise *= 3 if self.jitter and self.random.random() < 0.01 else 1
+        seconds = {"draft": drafting * noise, "target": target * noise, "verify": 0.0, "commit": 0.0}
+        none = torch.zeros(1, dtype=torch.long)
+        verdict = Verdict(draft.tokens, none, none)
+        controller.observe(Step(draft, verdict, [kept], [0], [position], [budget], seconds))
+        return target + drafting
+
+
+def fixed(costs: Costs, group: Sequence[Recorded], tokens: int) -> dict[str, float]:
+    """Plain steps by fixed drafter."""
+    return {f"{method} {k}": Machine(costs, method).write(Fixed(k), group, tokens) for method, k in FIXED} | {
+        "plain": float(tokens * len(group))
+    }
+
+
+def measure(
+    machine: str,
+    workload: str,
+    temperature: float,
+    every: Sequence[Recorded],
+    tokens: int,
+    noise: Callable[[int], Any],
+    seeds: int,
+) -> dict[str, Any]:
+    """`auto` on groups of texts, warmed up by half of another text, as benchmarks.workloads has it."""
+    costs, groups, auto = MACHINES[machine], [every[at : at + GROUP] for at in range(0, len(every), GROUP)], 0.0
+    known = fixed(costs, every, tokens)
+    for group in groups:
+        runs = list[float]()
+        for seed in range(seeds):
+            one, controller = Machine(costs, "auto", *noise(seed)), Adaptive(Budget(DEEPEST))
+            one.write(controller, every[-1:], tokens // 2)
+            runs.append(one.write(controller, group, tokens))
+        auto += mean(runs)
+    plain, best = known["plain"], min(known, key=known.__getitem__)
+    return {
+        "machine": machine,
+        "workload": workload,
+        "temperature": temperature,
+        "texts": len(every),
+        "tokens": tokens,
+        "method": best,
+        "best": round(plain / known[best], 3),
+        "auto": round(plain / auto, 3),
+    }
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    head = ["costs of", "text", "texts x tokens", "best fixed", "over plain", "auto", "auto / best"]
+    rows = [
+        [
+            r["machine"],
+            f"{r['workload']}, T={r['temperature']:g}",
+            f"{r['texts']} x {r['tokens']}",
+            r["method"],
+            f"{r['best']:.2f}",
+            f"{r['auto']:.2f}",
+            f"{r['auto'] / r['best']:.3f}",
+        ]
+        for r in records
+    ]
+    return markdown(head, [*rows, ["mean", "", "", "", "", "", f"{mean(r['auto'] / r['best'] for r in records):.3f}"]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replayed", description=headline(__doc__))
+    parser.add_argument("--tokens", type=int, default=64, help=f"of each text, {RECORDED} at most")
+    parser.add_argument("--swing", type=float, default=1.35, help="how many times as long slow phases take")
+    parser.add_argument("--jitter", type=float, default=0.08, help="of single steps")
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if not 1 <= args.tokens <= RECORDED:
+        raise SystemExit(f"--tokens is 1 to {RECORDED}, got {args.tokens}")
+    every = recorded()
+    records = [
+        measure(machine, *key, every[key], args.tokens, lambda seed: (args.swing, args.jitter, seed), args.seeds)
+        for machine in MACHINES
+        for key in every
+    ]
+    today = datetime.now(UTC).date().isoformat()
+    out = args.out or RESULTS / f"{today}-replayed.json"
+    told = {"date": today, "swing": args.swing, "jitter": args.jitter, "seeds": args.seeds, "records": records}
+    out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(table(records))
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
