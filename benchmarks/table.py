@@ -3,8 +3,7 @@
     python -m benchmarks.table [--check]
 
 A marker is a line `<!-- table: KIND FILE -->`, closed by `<!-- /table -->`; KIND is one of `KINDS`, FILE the result's name
-without its date (bench, identity, trees, workloads, never-slower, predicted, tuned). --check fails when a document is out of
-date.
+without its date (as in benchmarks/results). --check fails when a document is out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, ROOT, headline, never_slower, predicted, trees, tuned, workloads
+from benchmarks import RESULTS, ROOT, headline, never_slower, predicted, replayed, trees, tuned, workloads
 from benchmarks.figures import HEAD, figures
 from benchmarks.report import decode_rows, forward_rows, markdown
 
@@ -25,6 +24,7 @@ LISTS = {  # a module that measures, and where its result holds the records
     "never_slower": (never_slower.table, "cases"),
     "predicted": (predicted.table, "settings"),
     "tuned": (tuned.table, "workloads"),
+    "replayed": (replayed.table, "records"),
 }
 KINDS = ("figures", "forward", "decode", "machine", "identity", "workloads", *LISTS)
 DOCUMENT, TREES = ROOT / "docs" / "performance.md", ROOT / "docs" / "trees.md"

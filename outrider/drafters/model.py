@@ -12,11 +12,10 @@ from outrider.drafters.base import BaseDrafter, Batch
 from outrider.drafters.children import child_scores, children
 from outrider.drafters.growth import Growth
 from outrider.drafters.merge import Nodes, walked
-from outrider.expect import Shape
+from outrider.expect import Shape, optimal_shape
 from outrider.models.base import LanguageModel
 from outrider.models.llama import Chain, LlamaModel
 from outrider.noise import Stream
-from outrider.ranks import Ranks
 from outrider.tree import chain, tree
 from outrider.types import PADDING, Budget, Draft, Kept, Siblings
 
@@ -35,10 +34,10 @@ class ModelDrafter(BaseDrafter):
     The cache takes in what was committed and nothing else: `update` keeps the accepted nodes of the scratch, and a
     proposal ingests what is missing. Full acceptance, rejection, steps without a draft and reuse of a row are one case.
 
-    shape: a tree for each budget, fixed beforehand, instead of the likeliest nodes. A law needs one, by default the best for the
-    acceptance by rank measured in this row so far (so that no row's text depends on another's). siblings: how
-    the children of a node are drawn where a law is asked for. min_probability: a node less likely than this to be visited
-    gets no children (under `match`). noise_aware=False: children by q alone, as trees have them elsewhere; for comparison.
+    shape: a tree for each budget, fixed beforehand, instead of the likeliest nodes. A law needs one, by default the best for
+    usual chances by rank: what is counted while a text is written must not shape it. siblings: how the children of a node are
+    drawn where a law is asked for. min_probability: a node less likely than this to be visited gets no children (under
+    `match`). noise_aware=False: children by q alone, as trees have them elsewhere; for comparison.
     """
 
     def __init__(
@@ -57,32 +56,17 @@ class ModelDrafter(BaseDrafter):
         self.shape, self.siblings, self.noise_aware = shape, siblings, noise_aware
         self.least = log(min_probability) if min_probability > 0 else -inf
         self._scratch: dict[int, Nodes] = {}  # row -> what stands there
-        self._ranks: dict[int, Ranks] = {}
-        self._shaped: dict[int, Nodes] = {}  # row -> the last draft whose shape was fixed by its ranks
 
     def release(self, row: int) -> None:
         self.cache.release(row)
         self._scratch.pop(row, None)
-        self._forget(row)
 
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
         """Commits the root and what came true below it, found by its tokens: others may have renumbered the draft."""
-        self._learn(batch, kept)
         for row, one in zip(batch.rows, kept, strict=True):
             scratch = self._scratch.pop(row, None)
             if scratch is not None:  # the last token is the next root, and forwarded then
                 self.cache.commit([row], [walked(scratch, one.tokens[:-1])])
-
-    def _learn(self, batch: Batch, kept: Sequence[Kept]) -> None:
-        """Which ranks were right."""
-        for row, one in zip(batch.rows, kept, strict=True):
-            nodes = self._shaped.pop(row, None)
-            if nodes and one.finish is None:  # a cut says nothing of what was refused
-                self._ranks[row].observe([parent for _, parent in nodes], walked(nodes, one.tokens))
-
-    def _forget(self, row: int) -> None:
-        self._ranks.pop(row, None)
-        self._shaped.pop(row, None)
 
     def missing(self, row: int, tokens: list[int]) -> int:
         """How much the model has yet to read of a row, whose committed tokens these are, before it can guess: its own tokens,
@@ -112,9 +96,7 @@ class ModelDrafter(BaseDrafter):
 
     def _start(self, batch: Batch, b: int) -> Growth:
         budget = batch.budgets[b]
-        shape = self.shape
-        if shape is None and batch.law and budget.width > 1:
-            shape = self._ranks.setdefault(batch.rows[b], Ranks()).shape
+        shape = self.shape or (optimal_shape if batch.law and budget.width > 1 else None)
         return Growth(batch.tokens[b][-1], budget, shape and shape(budget))
 
     def _draft(self, batch: Batch, grown: dict[int, Growth], laws: dict[tuple[int, int], Tensor]) -> Draft:
@@ -127,7 +109,6 @@ class ModelDrafter(BaseDrafter):
             rows.append([(tokens[-1], -1)])
             if growth is not None:
                 rows[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
-        self._shaped = {row: nodes for row, nodes in zip(batch.rows, rows, strict=True) if row in self._ranks}
         tokens, parents = tree(rows)
         if not batch.law:
             chances = torch.zeros(tokens.shape)

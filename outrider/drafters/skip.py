@@ -53,7 +53,6 @@ class SelfDrafter(ModelDrafter):
 
     def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
         """The target's own step has written what was accepted."""
-        self._learn(batch, kept)
 
     def missing(self, row: int, tokens: list[int]) -> int:
         """The target has read it."""
@@ -61,7 +60,6 @@ class SelfDrafter(ModelDrafter):
 
     def release(self, row: int) -> None:
         """The target's rows are the loop's to release."""
-        self._forget(row)
 
 
 class LayerSkipDrafter(SelfDrafter):
