@@ -17,7 +17,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -145,8 +145,9 @@ class _Replayed(BaseDrafter):
 
 
 class Machine:
-    """Only keeps time. swing: how many times as long everything takes in slow phases, which come and go about every 25
-    steps; jitter: of single steps, of which one in a hundred takes three times as long."""
+    """Only keeps time. swing: how many times as long reading the target's weights takes in slow phases, which come and go about
+    every 25 steps (then nodes cost nothing until they take longer than that); jitter: of single steps, of which one in a
+    hundred takes three times as long. Judged is the mean of both phases without jitter."""
 
     def __init__(self, costs: Costs, method: str, swing: float = 1.0, jitter: float = 0.0, seed: int = 0) -> None:
         self.costs, self.swing, self.jitter = costs, swing, jitter
@@ -185,20 +186,25 @@ class Machine:
         self.at += len(kept.tokens)
         target, drafting = self.costs.forward(len(guesses)), self.costs.level * self.levels
         self.slow ^= self.random.random() < 1 / 25
-        noise = self.random.lognormvariate(0, self.jitter) * (self.swing if self.slow else 1)
+        slow = max(self.swing, target)
+        noise = self.random.lognormvariate(0, self.jitter)
         noise *= 3 if self.jitter and self.random.random() < 0.01 else 1
-        seconds = {"draft": drafting * noise, "target": target * noise, "verify": 0.0, "commit": 0.0}
+        seconds = {
+            "draft": drafting * noise,
+            "target": (slow if self.slow else target) * noise,
+            "verify": 0.0,
+            "commit": 0.0,
+        }
         none = torch.zeros(1, dtype=torch.long)
         verdict = Verdict(draft.tokens, none, none)
         controller.observe(Step(draft, verdict, [kept], [0], [position], [budget], seconds))
-        return target + drafting
+        return (target + slow) / 2 + drafting
 
 
-def fixed(costs: Costs, group: Sequence[Recorded], tokens: int) -> dict[str, float]:
-    """Plain steps by fixed drafter."""
-    return {f"{method} {k}": Machine(costs, method).write(Fixed(k), group, tokens) for method, k in FIXED} | {
-        "plain": float(tokens * len(group))
-    }
+def fixed(costs: Costs, group: Sequence[Recorded], tokens: int, swing: float = 1.0) -> dict[str, float]:
+    """Plain steps of the fast phases by fixed drafter."""
+    every = (("plain", "suffix", 0), *((f"{method} {k}", method, k) for method, k in FIXED))
+    return {name: Machine(costs, method, swing).write(Fixed(k), group, tokens) for name, method, k in every}
 
 
 def measure(
@@ -207,16 +213,17 @@ def measure(
     temperature: float,
     every: Sequence[Recorded],
     tokens: int,
-    noise: Callable[[int], Any],
+    swing: float,
+    jitter: float,
     seeds: int,
 ) -> dict[str, Any]:
     """`auto` on groups of texts, warmed up by half of another text, as benchmarks.workloads has it."""
     costs, groups, auto = MACHINES[machine], [every[at : at + GROUP] for at in range(0, len(every), GROUP)], 0.0
-    known = fixed(costs, every, tokens)
+    known = fixed(costs, every, tokens, swing)
     for group in groups:
         runs = list[float]()
         for seed in range(seeds):
-            one, controller = Machine(costs, "auto", *noise(seed)), Adaptive(Budget(DEEPEST))
+            one, controller = Machine(costs, "auto", swing, jitter, seed), Adaptive(Budget(DEEPEST))
             one.write(controller, every[-1:], tokens // 2)
             runs.append(one.write(controller, group, tokens))
         auto += mean(runs)
@@ -253,7 +260,9 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replayed", description=headline(__doc__))
     parser.add_argument("--tokens", type=int, default=64, help=f"of each text, {RECORDED} at most")
-    parser.add_argument("--swing", type=float, default=1.35, help="how many times as long slow phases take")
+    parser.add_argument(
+        "--swing", type=float, default=1.6, help="how many times as long reading weights takes in slow phases"
+    )
     parser.add_argument("--jitter", type=float, default=0.08, help="of single steps")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--out", type=Path)
@@ -262,7 +271,7 @@ def main() -> None:
         raise SystemExit(f"--tokens is 1 to {RECORDED}, got {args.tokens}")
     every = recorded()
     records = [
-        measure(machine, *key, every[key], args.tokens, lambda seed: (args.swing, args.jitter, seed), args.seeds)
+        measure(machine, *key, every[key], args.tokens, args.swing, args.jitter, args.seeds)
         for machine in MACHINES
         for key in every
     ]

@@ -47,7 +47,7 @@ def test_auto_finds_the_one_that_is_right() -> None:
 
 
 def test_a_line_for_each_text_and_the_mean_of_all() -> None:
-    made = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, lambda seed: (1.0, 0.0, seed), 1)
+    made = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, 1.0, 0.0, 1)
     assert made["texts"] == 5
     assert made["best"] >= made["auto"] > 1
     assert replayed.table([made, {**made, "auto": made["best"]}]).count("| 1.000 |") == 1
