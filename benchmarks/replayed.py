@@ -2,6 +2,7 @@
 
     python -m benchmarks.replayed                 minutes of recording, which is kept under work/bench; then half a minute
     python -m benchmarks.replayed --swing 1 --jitter 0      a machine that keeps its pace
+    python -m benchmarks.replayed --calibrated --out FILE   with the costs told beforehand, as "controller": "optimal" has them
 
 What the built-in draft and a suffix lookup guess at each position of the built-in model's texts is recorded once, up to sixteen
 tokens. A run then needs no model: the router and the controller that `auto` has decide as ever, what they hear of time is
@@ -38,7 +39,7 @@ from outrider.drafters.base import BaseDrafter, Batch, chains
 from outrider.drafters.router import Router
 from outrider.models.load import load
 from outrider.params import SamplingParams
-from outrider.tune import Adaptive, Controller, Fixed
+from outrider.tune import Adaptive, Calibrated, Controller, CostModel, Fixed
 from outrider.types import Budget, Draft, Kept, Step, Verdict
 
 DEEPEST, RECORDED = 16, 160
@@ -56,6 +57,12 @@ class Costs:
     far: float
     level: float
     bytes: float
+
+    def calibrated(self, swing: float) -> CostModel:
+        """What a calibration without errors would find, in both phases."""
+        nodes, levels = range(DEEPEST + 1), range(DEEPEST + 1)
+        target = [[1, n + 1, 0, (self.forward(n) + max(swing, self.forward(n))) / 2] for n in nodes]
+        return CostModel({}, target, [[1, 1, d, 0, self.level * d] for d in levels], prefill=0.0, fixed=0.0)
 
     def forward(self, nodes: int) -> float:
         return 1 + self.node * min(nodes, 7) + (self.tile + self.far * (nodes - 7) if nodes > 7 else 0)
@@ -216,6 +223,7 @@ def measure(
     swing: float,
     jitter: float,
     seeds: int,
+    calibrated: bool = False,
 ) -> dict[str, Any]:
     """`auto` on groups of texts, warmed up by half of another text, as benchmarks.workloads has it."""
     costs, groups, auto = MACHINES[machine], [every[at : at + GROUP] for at in range(0, len(every), GROUP)], 0.0
@@ -223,7 +231,9 @@ def measure(
     for group in groups:
         runs = list[float]()
         for seed in range(seeds):
-            one, controller = Machine(costs, "auto", swing, jitter, seed), Adaptive(Budget(DEEPEST))
+            one = Machine(costs, "auto", swing, jitter, seed)
+            told = Calibrated(costs.calibrated(swing)) if calibrated else None
+            controller = Adaptive(Budget(DEEPEST), costs=told)
             one.write(controller, every[-1:], tokens // 2)
             runs.append(one.write(controller, group, tokens))
         auto += mean(runs)
@@ -265,19 +275,27 @@ def main() -> None:
     )
     parser.add_argument("--jitter", type=float, default=0.08, help="of single steps")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--calibrated", action="store_true", help="costs are told beforehand")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not 1 <= args.tokens <= RECORDED:
         raise SystemExit(f"--tokens is 1 to {RECORDED}, got {args.tokens}")
     every = recorded()
     records = [
-        measure(machine, *key, every[key], args.tokens, args.swing, args.jitter, args.seeds)
+        measure(machine, *key, every[key], args.tokens, args.swing, args.jitter, args.seeds, args.calibrated)
         for machine in MACHINES
         for key in every
     ]
     today = datetime.now(UTC).date().isoformat()
     out = args.out or RESULTS / f"{today}-replayed.json"
-    told = {"date": today, "swing": args.swing, "jitter": args.jitter, "seeds": args.seeds, "records": records}
+    told = {
+        "date": today,
+        "swing": args.swing,
+        "jitter": args.jitter,
+        "seeds": args.seeds,
+        "calibrated": args.calibrated,
+        "records": records,
+    }
     out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print(table(records))
     print(f"written to {out}")

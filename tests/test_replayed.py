@@ -50,4 +50,6 @@ def test_a_line_for_each_text_and_the_mean_of_all() -> None:
     made = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, 1.0, 0.0, 1)
     assert made["texts"] == 5
     assert made["best"] >= made["auto"] > 1
+    told = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, 1.0, 0.0, 1, calibrated=True)
+    assert made["best"] >= told["auto"] > made["auto"]  # nothing to find out
     assert replayed.table([made, {**made, "auto": made["best"]}]).count("| 1.000 |") == 1
