@@ -148,6 +148,11 @@ class Router:
             self._records.pop((row, name), None)
         self._asked.pop(row, None)
 
+    def forget(self) -> None:
+        """What the drafters' guesses were worth so far."""
+        self._records.clear()
+        self._pooled = {name: _Record() for name in self.drafters}
+
     def _watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
         for drafter in self.drafters.values():
             watch: Any = getattr(drafter, "watch", None)
