@@ -394,4 +394,5 @@ class Adaptive:
             return row not in self.plan.out
         state, plain = self._row(row), self.costs.plain(self.plan.rows)
         remaining = max(self.length - state.written, state.written / 2, 16.0)
-        return plain is not None and price <= (1 - 1 / self.plan.gain) * remaining * plain / self.plan.rows
+        surely = 1.0 if self.ledger.proved else 0.5  # what has not proved itself must promise twice what it costs
+        return plain is not None and price <= surely * (1 - 1 / self.plan.gain) * remaining * plain / self.plan.rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
@@ -14,7 +15,10 @@ _NODE = 0.05  # a node's share of a plain step, until it was measured
 _WARM = 2  # measurements of plain decoding before anything is compared with it
 _ENOUGH = 3  # of drafts, before they are given up: a machine pauses now and then
 _RECENT = 9  # measurements whose median is believed
-_STALE = 5  # steps after which others speak for what was not measured
+_NEAR = 3  # steps of either kind that are compared where plain and drafted ones meet
+_DOUBT = 2.0  # such meetings that the calibration counts for
+_GROSS = 1.5  # the log of how far they may seem apart
+_MEETING = 0.95  # what a meeting leaves of those before it
 SETTLE = 4  # plain steps after drafted ones that pay for their traces in the processor's caches
 
 
@@ -117,46 +121,58 @@ class Costs:
 
 
 class Calibrated(Costs):
-    """Seconds from a calibrated model, corrected by how long the steps really take. `drift` has three factors, all 1 where the
-    machine is as it was: plain steps, drafted steps without their draft, drafts; medians of the last few measurements. One
-    that has not been seen lately moves with those that are: a machine that got slower did so for all."""
+    """Seconds from a calibrated model, corrected by how long the steps really take. `pace` is how fast the machine is just now:
+    the median of the last few steps, plain or drafted. `share`: how much dearer than the model says drafted steps and drafts
+    are beside plain ones. It is learned only where plain and drafted steps meet, and from several meetings, for what is
+    measured at other times may be of another pace."""
 
-    plain_gaps = (256, 2048)
+    plain_gaps = (32, 2048)
     thinking = 2e-3
     shapes = True
 
     def __init__(self, model: CostModel) -> None:
         super().__init__()
         self.model, self.context = model, 0
-        self.drift = {"plain": 1.0, "drafted": 1.0, "draft": 1.0}
-        self._recent = {kind: deque[float](maxlen=_RECENT) for kind in self.drift}
-        self._unseen = dict.fromkeys(self.drift, 0)  # steps since it was measured
+        self.pace = 1.0
+        self.share = {"plain": 1.0, "drafted": 1.0, "draft": 1.0}
+        self._measured = 0  # plain steps
+        self._lately = deque[tuple[str, float]](
+            maxlen=_RECENT
+        )  # kinds of steps, and logs of their seconds over the model's
+        self._drafts = deque[float](maxlen=_RECENT)  # such logs of drafts, less those of the steps they were made in
+        self._kind, self._now, self._before = "", list[float](), list[float]()  # of the steps since the last meeting
+        self._apart, self._meetings = 0.0, 0.0
         self._known: dict[tuple[int, int, int, int], float] = {}
 
     @property
     def settled(self) -> bool:
         return True
 
+    @property
+    def drift(self) -> dict[str, float]:
+        """By kind: seconds over those of the model."""
+        return {kind: self.pace * share for kind, share in self.share.items()}
+
     def plain(self, rows: int) -> float | None:
-        if len(self._recent["plain"]) < _WARM:
+        if self._measured < _WARM:
             return None
-        return self.drift["plain"] * (self._target(rows, 0) + self._draft(rows, 0, 1))
+        return self.pace * (self._target(rows, 0) + self._draft(rows, 0, 1))
 
     def forget_plain(self, rows: int) -> None:
-        self._recent["plain"].clear()
+        self._measured = 0
 
     def step(self, rows: int, budget: Budget, came: Sequence[float]) -> float:
         total = last = self._target(rows, 0)
         for n, chance in enumerate(came[: budget.max_nodes], 1):
             here = self._target(rows, n)
             total, last = total + chance * (here - last), here
-        return self.drift["drafted"] * total + self.drafting(rows, budget)
+        return self.pace * self.share["drafted"] * total + self.drafting(rows, budget)
 
     def drafting(self, rows: int, budget: Budget) -> float:
-        return self.drift["draft"] * self._draft(rows, budget.depth, budget.width) if rows else 0.0
+        return self.pace * self.share["draft"] * self._draft(rows, budget.depth, budget.width) if rows else 0.0
 
     def reading(self, tokens: int) -> float:
-        return self.drift["draft"] * self.model.prefill * tokens if tokens > 1 else 0.0
+        return self.pace * self.share["draft"] * self.model.prefill * tokens if tokens > 1 else 0.0
 
     def observe(self, step: Step, nodes: int, behind: int) -> float:
         self.context = max(step.positions)
@@ -167,27 +183,34 @@ class Calibrated(Costs):
             if self._unsettled:
                 self._unsettled -= 1
             else:
-                self._drifted("plain", (rest + draft) / (self._target(rows, 0) + self._draft(rows, 0, 1)))
+                self._measured += 1
+                self._saw("plain", (rest + draft) / (self._target(rows, 0) + self._draft(rows, 0, 1)))
             return 0.0
         self._unsettled = SETTLE
         largest = max(step.budgets, key=lambda b: (b.depth, b.width))
         read = self.reading(behind)
-        self._drifted("drafted", rest / self._target(rows, nodes))
+        own = self._saw("drafted", rest / self._target(rows, nodes))
         if behind <= largest.depth + 1:
-            self._drifted("draft", draft / self._draft(asked, largest.depth, largest.width))
+            drafting = max(draft / self._draft(asked, largest.depth, largest.width), 0.01)
+            self._drafts.append(math.log(drafting) - own)
+            self.share["draft"] = self.share["drafted"] * math.exp(median_low(self._drafts))
         return read
 
-    def _drifted(self, kind: str, factor: float) -> None:
-        recent, before = self._recent[kind], self.drift[kind]
-        recent.append(max(factor, 0.01))
-        self._unseen[kind] = 0
-        self.drift[kind] = median_low(recent)
-        change = self.drift[kind] / before
-        for name, others in self._recent.items():
-            self._unseen[name] += name != kind
-            if not others or (self._unseen[name] > _STALE and len(recent) == _RECENT):
-                self.drift[name] *= change
-                self._recent[name] = deque((change * x for x in others), maxlen=_RECENT)
+    def _saw(self, kind: str, factor: float) -> float:
+        """A step that took so many times its seconds in the model. Returns the log of that."""
+        own = math.log(max(factor, 0.01))
+        if kind != self._kind:
+            self._kind, self._now, self._before = kind, [], self._now[-_NEAR:]
+        self._now.append(own)
+        if len(self._now) == len(self._before) == _NEAR:
+            apart = median_low(self._now) - median_low(self._before)
+            apart = min(max(apart if kind == "drafted" else -apart, -_GROSS), _GROSS)
+            self._apart, self._meetings = _MEETING * self._apart + apart, _MEETING * self._meetings + 1
+            self.share["drafted"] = math.exp(self._apart / (self._meetings + _DOUBT))
+        self._lately.append((kind, own))
+        shares = {name: math.log(share) for name, share in self.share.items()}
+        self.pace = math.exp(median_low([own - shares[name] for name, own in self._lately]))
+        return own
 
     def _target(self, rows: int, nodes: int) -> float:
         """A step without its draft, at about this context."""
