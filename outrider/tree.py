@@ -43,6 +43,15 @@ def depth(parents: Tensor) -> Tensor:
     return steps
 
 
+def levels(parents: Sequence[int]) -> list[int]:
+    """`depth` of one row, on the host."""
+    found = [0] * len(parents)
+    for n, parent in enumerate(parents):
+        if parent >= 0:
+            found[n] = found[parent] + 1
+    return found
+
+
 def child_table(parents: Tensor, width: int) -> Tensor:
     """int64 [batch, node, width]: the children of every node in index order, then -1.
 

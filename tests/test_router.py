@@ -19,7 +19,7 @@ from outrider.drafters.router import Router, _Record
 from outrider.models.toy import ToyModel
 from outrider.params import SamplingParams
 from outrider.tree import tree, validate
-from outrider.types import Budget, Draft, Siblings
+from outrider.types import Budget, Draft, Kept, Siblings
 
 TARGET = ToyModel(VOCAB)
 
@@ -86,6 +86,27 @@ def test_that_all_were_right_tells_of_no_end() -> None:
         record.learn(right.index(False) if False in right else 2, [(1, -1), (1, 0), (1, 1)], None)
         levels.append(record.levels)
     assert 4.5 < sum(levels) / len(levels) < 7
+
+
+def test_a_new_row_does_not_forget_at_its_first_step_what_all_have_taught() -> None:
+    """After many texts it is known how much one may be asked for; one bad step of the next one halves that at most."""
+    router, own = Router({"wrong": Wrong(1)}, {"wrong": 0.01}), batch([0], [[1, 2, 3]], [Budget(4)], SamplingParams())
+    known = router._pooled["wrong"]
+    for _ in range(40):
+        known.learn(4, [(1, -1), (1, 0), (1, 1), (1, 2), (1, 3)], None)
+    before = router._record(0, "wrong").levels
+    router.propose(own)
+    router.update(own, [Kept([9], [0], 0)], None)
+    assert router._record(0, "wrong").levels > before / 4
+
+
+def test_a_step_that_was_cut_teaches_nothing() -> None:
+    """The end of the text is no miss of the guesses behind it."""
+    router, own = Router({"wrong": Wrong(1)}), batch([0], [[1, 2, 3]], [Budget(4)], SamplingParams())
+    for finish in ("length", None):
+        router.propose(own)
+        router.update(own, [Kept([9], [0], 0, finish)], None)
+        assert router._pooled["wrong"].seen == (finish is None)
 
 
 def test_the_better_one_is_taken() -> None:

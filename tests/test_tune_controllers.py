@@ -6,6 +6,7 @@ import pytest
 from simulated import Machine
 
 from outrider.tune import Adaptive, Fixed
+from outrider.tune.observed import Acceptance
 from outrider.types import Budget
 
 
@@ -274,3 +275,19 @@ def test_fixed_is_fixed():
     [machine] = machines(1)
     machine.run(controller, steps=5)
     assert controller.budgets([0, 1]) == [Budget(3, 2, 5)] * 2
+
+
+def test_what_is_drafted_short_is_hoped_to_go_on():
+    """Three steps said little of the second guess; drafting one alone would never tell more."""
+    seen, often = Acceptance(8, 64), Acceptance(8, 64)
+    for acceptance, times in ((seen, 1), (often, 40)):
+        for _ in range(times):
+            for kept in (1, 1, 2):
+                acceptance.observe(2, kept)
+    for acceptance, least, most in ((seen, 0.15, 0.25), (often, 0.03, 0.08)):
+        plain, hoped = acceptance.chances(), acceptance.chances(hope=4)
+        assert hoped[0] == plain[0]  # every draft tells of the first
+        assert least < hoped[1] - plain[1] < most
+        assert hoped[3] > plain[3]
+        assert hoped[4:] == plain[4:]
+        assert max(hoped) <= 1

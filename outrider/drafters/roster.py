@@ -7,6 +7,7 @@ target pays for them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from outrider.drafters.base import BaseDrafter, Batch, Drafter
 from outrider.drafters.merge import Nodes, join, nodes_of, part
-from outrider.tree import lists, tree, validate
+from outrider.tree import levels, lists, tree, validate
 from outrider.types import Draft, Kept, Siblings
 
 
@@ -180,15 +181,11 @@ def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
     ):
         if tokens[0] != known[-1]:
             raise Broken(f"node 0 is the last committed token, {known[-1]}, and here it is {tokens[0]}")
-        level, children = [0] * len(parents), [0] * len(parents)
-        for n, parent in enumerate(parents):
-            if parent >= 0:
-                level[n] = level[parent] + 1
-                children[parent] += 1
+        children = Counter(parent for parent in parents if parent >= 0)
         for what, got, most in (
-            ("levels", max(level), budget.depth),
-            ("nodes", sum(children), budget.max_nodes),
-            ("children of a node", max(children), budget.width),
+            ("levels", max(levels(parents)), budget.depth),
+            ("nodes", children.total(), budget.max_nodes),
+            ("children of a node", max(children.values(), default=0), budget.width),
         ):
             if got > most:
                 raise Broken(f"{got} {what} where the row's budget allows {most}")

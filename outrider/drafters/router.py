@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Batch, Drafter
 from outrider.drafters.merge import Nodes, chances_of, join, nodes_of, part, united, walked
-from outrider.tree import tree
+from outrider.tree import levels, tree
 from outrider.types import Draft, Kept
 
 _MEMORY = 0.1  # weight of the newest step in a running mean
@@ -59,7 +59,7 @@ class _Record:
         self.seen += 1
         rate = max(_MEMORY, 1 / (self.seen + 1))
         self.accepted += rate * (accepted - self.accepted)
-        self.missed += rate * ((accepted < max(_levels(nodes))) - self.missed)
+        self.missed += rate * ((accepted < max(_depths(nodes))) - self.missed)
         self.share += rate * (accepted / drafted - self.share)
         if promised:
             self.truth += rate * (min(accepted / promised, 4.0) - self.truth)
@@ -78,15 +78,11 @@ class _Record:
         level."""
         if proposal.chances is not None:
             return [min(self.truth * chance, 1.0) for chance in proposal.chances]
-        return [self.share**level for level in _levels(proposal.nodes)]
+        return [self.share**level for level in _depths(proposal.nodes)]
 
 
-def _levels(nodes: Nodes) -> list[int]:
-    """How deep each node stands; the root is 0."""
-    levels = [0]
-    for _, parent in nodes[1:]:
-        levels.append(levels[parent] + 1)
-    return levels
+def _depths(nodes: Nodes) -> list[int]:
+    return levels([parent for _, parent in nodes])
 
 
 class Router:
@@ -207,3 +203,10 @@ class Router:
         tokens, parents = tree([nodes])
         draft = Draft(tokens, parents, chances=torch.tensor([chances]))
         return _Proposal(" + ".join(p.name for p in proposals), draft, 0, nodes, chances, sum(chances[1:]))
+
+
+def dearest(drafter: Drafter) -> Drafter:
+    """Of several drafters the one that costs most, if one costs anything; else the drafter itself."""
+    if not isinstance(drafter, Router) or not any(drafter.cost.values()):
+        return drafter
+    return drafter.drafters[max(drafter.cost, key=drafter.cost.__getitem__)]

@@ -300,7 +300,7 @@ class Adaptive:
     def _best(self, rows: list[int]) -> tuple[Budget, float]:
         """(budget, speed against plain decoding) of the best budget of at least 1; before drafting has proved itself not far
         beyond a look, or than as many guesses in a row were right, as little is known of what is deeper."""
-        count, pooled = len(rows), self.pooled.chances()
+        count, pooled = len(rows), self.pooled.chances(hope=2 * _LOOK)
         kept = [survival(self._row(row).acceptance.chances(pooled)) for row in rows]
         came = survival(self.drafted.chances())
         best, gain, tokens = Budget(0), 0.0, 1.0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
 from outrider.expect import optimal_shape
 from outrider.ranks import Ranks
+from outrider.tree import levels
 from outrider.tune.cost import interpolate
 from outrider.types import Budget, Draft
 
@@ -38,13 +40,16 @@ class Acceptance:
         self.first = self.chances()[0]
         self.hits, self.tries = [factor * x for x in self.hits], [factor * x for x in self.tries]
 
-    def chances(self, prior: Sequence[float] | None = None) -> list[float]:
-        """By depth, each given the one before. prior: what to believe where little was seen, else the depth above."""
+    def chances(self, prior: Sequence[float] | None = None, hope: int = 0) -> list[float]:
+        """By depth, each given the one before. prior: what to believe where little was seen, else the depth above. hope: to so
+        many guesses, but the first, a standard error is added: what is drafted short says nothing of what would have followed."""
         chances: list[float] = []
         for j, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True)):
             belief = prior[j] if prior else chances[-1] if chances else self.first
             weight = _PRIOR if prior else _WEIGHT
             chances.append((hits + weight * belief) / (tries + weight))
+        for j in range(1, min(hope, len(chances))):
+            chances[j] += math.sqrt(chances[j] * (1 - chances[j]) / (self.tries[j] + _WEIGHT))
         return chances
 
 
@@ -71,16 +76,13 @@ class Places:
     def observe(self, draft: Draft, b: int, nodes: Sequence[int], asked: Budget) -> int:
         """nodes: of entry b, the accepted ones, the root first. Returns how many of them a chain would have had."""
         parents = draft.parents[b].tolist()
-        levels = [0]
-        for parent in parents[1:]:
-            levels.append(levels[parent] + 1 if parent >= 0 else self.limit.depth + 1)
-        order = range(1, len(parents))
+        level, order = levels(parents), [n for n, parent in enumerate(parents) if parent >= 0]
         if draft.chances is not None:
-            order = sorted(order, key=draft.chances[b].neg().tolist().__getitem__)
+            order.sort(key=draft.chances[b].neg().tolist().__getitem__)
         good, size = set(nodes[1:]), min(asked.max_nodes, self.limit.max_nodes)
         for depth in range(1, min(asked.depth, self.limit.depth) + 1):
             hits, tries = self.hits[depth - 1], self.tries[depth - 1]
-            inside = [node in good for node in order if levels[node] <= depth][:size]
+            inside = [node in good for node in order if level[node] <= depth][:size]
             for n, hit in enumerate(inside + [False] * (size - len(inside))):
                 hits[n], tries[n] = self.keep * hits[n] + hit, self.keep * tries[n] + 1
         self.ranks.observe(parents, nodes)
@@ -102,10 +104,9 @@ class Places:
         which with the chances by rank stands in where little was seen."""
         ranks, size = self.ranks.chances(first), self.limit.max_nodes
         whole = optimal_shape(Budget(self.limit.depth, len(ranks), 3 * size), ranks)
-        value, level = [1.0], [0]
+        value, level = [1.0], levels(whole.parents)
         for parent, rank in zip(whole.parents[1:], whole.ranks[1:], strict=True):
             value.append(value[parent] * ranks[rank])
-            level.append(level[parent] + 1)
         total = list[list[float]]()
         for depth, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True), 1):
             believed = [v for v, d in zip(value[1:], level[1:], strict=True) if d <= depth][:size]

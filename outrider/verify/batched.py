@@ -9,13 +9,14 @@ Which noise is read where, with `position` the place of the token after the root
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from outrider.noise import Noise, Stream
-from outrider.tree import child_table, depth, lists
+from outrider.tree import child_table, depth, levels, lists
 from outrider.types import Draft, Siblings, Verdict
 from outrider.verify.laws import (
     check_laws,
@@ -253,15 +254,9 @@ def traversal(target: Target, draft: Draft, noise: Noise, position: Tensor) -> V
 
 def _extent(draft: Draft) -> tuple[int, int]:
     """(levels below the root, most children of a node). One host read."""
-    levels = width = 0
-    for parents in lists(draft.parents):
-        level, children = [0] * len(parents), [0] * len(parents)
-        for n, parent in enumerate(parents):
-            if parent >= 0:
-                level[n] = level[parent] + 1
-                children[parent] += 1
-        levels, width = max(levels, *level), max(width, *children)
-    return levels, width
+    rows = lists(draft.parents)
+    children = [count for row in rows for count in Counter(parent for parent in row if parent >= 0).values()]
+    return max((max(levels(row)) for row in rows), default=0), max(children, default=0)
 
 
 def _judging_order(draft: Draft, width: int) -> Tensor:
