@@ -2,14 +2,14 @@
 
     python -m benchmarks.replayed                 minutes of recording, which is kept under work/bench; then half a minute
     python -m benchmarks.replayed --swing 1 --jitter 0      a machine that keeps its pace
-    python -m benchmarks.replayed --calibrated --out FILE   with the costs told beforehand, as "controller": "optimal" has them
+    python -m benchmarks.replayed --learned --out FILE      with costs learned from the steps alone, as "controller": "adaptive"
 
 What the built-in draft and a suffix lookup guess at each position of the built-in model's texts is recorded once, up to sixteen
 tokens. A run then needs no model: the router and the controller that `auto` has decide as ever, what they hear of time is
-simulated, and what would have been kept is known. So `auto` is told from the best fixed drafter to a hundredth, where measured
+simulated, and what would have been kept is known. Costs are calibrated beforehand, each wrong by some hundredths, as in a quick
+calibration. So `auto` is told from the best fixed drafter to a hundredth, where measured
 columns tell it to a tenth (benchmarks.workloads). The controller hears noisy seconds, and everything is judged without noise.
-Costs, in plain steps: a node in the target's forward `node` as long as the rows are eight, a tile; the ninth row `tile` once, and
-`far` each from there; a drafted level `level`.
+Costs are those that calibrations found: of a machine on which a few nodes are cheap, and of one on which a third row is dear.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks import RESULTS, WORK, headline
 from benchmarks.pairs import fingerprint
 from benchmarks.report import markdown
 from benchmarks.workloads import texts
+from outrider.calibrate import QUICK
 from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request
 from outrider.drafters import Drafter, make_drafter
@@ -40,6 +41,7 @@ from outrider.drafters.router import Router
 from outrider.models.load import load
 from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Calibrated, Controller, CostModel, Fixed
+from outrider.tune.cost import interpolate
 from outrider.types import Budget, Draft, Kept, Step, Verdict
 
 DEEPEST, RECORDED = 16, 160
@@ -50,27 +52,29 @@ FIXED = (*(("draft_model", k) for k in (2, 3, 4, 5, 6, 8)), ("suffix", 7), ("suf
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a machine, in plain steps. bytes: the draft's weights over the target's."""
+    """Of a machine, in plain steps. sizes: of a forward by its rows. level: of a drafted level. bytes: the draft's weights over
+    the target's."""
 
-    node: float
-    tile: float
-    far: float
+    sizes: dict[int, float]
     level: float
     bytes: float
 
-    def calibrated(self, swing: float) -> CostModel:
-        """What a calibration without errors would find, in both phases."""
-        nodes, levels = range(DEEPEST + 1), range(DEEPEST + 1)
-        target = [[1, n + 1, 0, (self.forward(n) + max(swing, self.forward(n))) / 2] for n in nodes]
-        return CostModel({}, target, [[1, 1, d, 0, self.level * d] for d in levels], prefill=0.0, fixed=0.0)
+    def calibrated(self, swing: float, wrong: float, seed: int) -> CostModel:
+        """What a quick calibration finds, in both phases. wrong: the standard error of each size, in parts of it."""
+        draw = random.Random(seed)
+        mean = {n: (self.forward(n) + max(swing, self.forward(n))) / 2 for n in range(DEEPEST + 1)}
+        target = [[1, n, 0, mean[n - 1] * draw.lognormvariate(0, wrong)] for n in QUICK.nodes]
+        draft = [[1, 1, d, 0, self.level * d * draw.lognormvariate(0, wrong)] for d in (0, 1, 8)]
+        return CostModel({}, target, draft, prefill=0.0, fixed=0.0)
 
     def forward(self, nodes: int) -> float:
-        return 1 + self.node * min(nodes, 7) + (self.tile + self.far * (nodes - 7) if nodes > 7 else 0)
+        return interpolate(self.sizes, 1 + nodes)
 
 
-MACHINES = {  # about what benchmarks.workloads and benchmarks.forward saw, bfloat16 on two cores
-    "0.5B": Costs(0.12, 0.2, 0.2, 0.035, 0.05),
-    "1.1B": Costs(0.06, 0.15, 0.15, 0.02, 0.025),
+MACHINES = {  # bfloat16 on two cores of two hosts
+    "0.5B": Costs({1: 1.0, 8: 1.84, 9: 2.24, 17: 3.84}, 0.035, 0.05),
+    "1.1B": Costs({1: 1.0, 8: 1.42, 9: 1.72, 17: 2.92}, 0.02, 0.025),
+    "1.1B, dear": Costs({1: 1.0, 2: 1.12, 3: 1.54, 5: 1.64, 8: 1.88, 9: 2.15, 17: 3.5}, 0.01, 0.025),
 }
 
 
@@ -223,16 +227,17 @@ def measure(
     swing: float,
     jitter: float,
     seeds: int,
-    calibrated: bool = False,
+    wrong: float | None,
 ) -> dict[str, Any]:
-    """`auto` on groups of texts, warmed up by half of another text, as benchmarks.workloads has it."""
+    """`auto` on groups of texts, warmed up by half of another text, as benchmarks.workloads has it. wrong: how far its
+    calibration is off; None: it has none."""
     costs, groups, auto = MACHINES[machine], [every[at : at + GROUP] for at in range(0, len(every), GROUP)], 0.0
     known = fixed(costs, every, tokens, swing)
     for group in groups:
         runs = list[float]()
         for seed in range(seeds):
             one = Machine(costs, "auto", swing, jitter, seed)
-            told = Calibrated(costs.calibrated(swing)) if calibrated else None
+            told = None if wrong is None else Calibrated(costs.calibrated(swing, wrong, seed))
             controller = Adaptive(Budget(DEEPEST), costs=told)
             one.write(controller, every[-1:], tokens // 2)
             runs.append(one.write(controller, group, tokens))
@@ -275,14 +280,17 @@ def main() -> None:
     )
     parser.add_argument("--jitter", type=float, default=0.08, help="of single steps")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--calibrated", action="store_true", help="costs are told beforehand")
+    parser.add_argument(
+        "--wrong", type=float, default=0.05, help="standard error of each calibrated cost, in parts of it"
+    )
+    parser.add_argument("--learned", action="store_true", help="nothing is calibrated")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not 1 <= args.tokens <= RECORDED:
         raise SystemExit(f"--tokens is 1 to {RECORDED}, got {args.tokens}")
-    every = recorded()
+    every, wrong = recorded(), None if args.learned else args.wrong
     records = [
-        measure(machine, *key, every[key], args.tokens, args.swing, args.jitter, args.seeds, args.calibrated)
+        measure(machine, *key, every[key], args.tokens, args.swing, args.jitter, args.seeds, wrong)
         for machine in MACHINES
         for key in every
     ]
@@ -293,7 +301,7 @@ def main() -> None:
         "swing": args.swing,
         "jitter": args.jitter,
         "seeds": args.seeds,
-        "calibrated": args.calibrated,
+        "wrong": wrong,
         "records": records,
     }
     out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -8,9 +8,10 @@ The targets are the built-in model inflated (benchmarks.inflate), the draft mode
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
 paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.measure.turns), after a text that
 warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
-keeps what its controller has learned of costs, as it would in use. efficiency: time of the two models' forwards over the whole
-time. Only edits come with a prediction. layer_skip drafts with the layers that a search finds on other HumanEval prompts, and
-only where the target has no more layers than its source: those that inflation adds do nothing, to skip them would be cheating.
+measures costs for some seconds, as it does when an LLM is first made, and keeps what its controller learns. efficiency: time of
+the two models' forwards over the whole time. Only edits come with a prediction. layer_skip drafts with the layers that a search
+finds on other HumanEval prompts, and only where the target has no more layers than its source: those that inflation adds do
+nothing, to skip them would be cheating.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from benchmarks.edits import ForcedTarget, edit_workload
 from benchmarks.pairs import PRECISIONS, pair, source_folder
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
+from outrider.calibrate import calibrate
 from outrider.config import SpeculativeConfig
 from outrider.decode import Decoder, Request
-from outrider.drafters import make_drafter
+from outrider.drafters import Drafter, make_drafter
 from outrider.drafters.skip import LayerSearch, search_layers
 from outrider.measure.stats import interval
 from outrider.measure.turns import Way, Written, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
-from outrider.tune import Adaptive, Controller, Fixed
+from outrider.tune import Adaptive, Calibrated, Controller, CostModel, Fixed
 
 LENGTH = 2048
 LONGER = 4  # times the tokens of the others: the answer to an edit is a file
@@ -93,12 +95,23 @@ class Runner:
         self.target, self.draft = target, draft
         self.forced = ForcedTarget(target.model)
         self._made: dict[tuple[str, bool], Decoder] = {}
+        self._costs: CostModel | None = None
 
     @cached_property
     def layers(self) -> LayerSearch:
         """What to draft with, by prompts that are not measured."""
         ids = [text.prompt for text in texts("code", self.target.tokenizer, 24)[16:]]
         return search_layers(self.target.model, ids, progress=lambda line: print(line, file=sys.stderr, flush=True))
+
+    def costs(self, config: SpeculativeConfig) -> CostModel:
+        """As an LLM measures them for `auto` when it is first made."""
+
+        def drafter(rows: int) -> Drafter:
+            return make_drafter(config, self.target, rows=rows, max_length=LENGTH, device="cpu")
+
+        if self._costs is None:
+            self._costs = calibrate(self.target.model, drafter, {}, config.budget, quick=True)
+        return self._costs
 
     def decoder(self, method: str, forced: bool) -> Decoder:
         if (method, forced) not in self._made:
@@ -109,7 +122,9 @@ class Runner:
                 given |= {"layers": self.layers.layers, "num_speculative_tokens": self.layers.depth}
             config = SpeculativeConfig.of(given)
             drafter = make_drafter(config, self.target, rows=1, max_length=LENGTH, device="cpu")
-            controller: Controller = Adaptive(config.budget) if method == "auto" else Fixed(*config.budget.parts)
+            controller: Controller = Fixed(*config.budget.parts)
+            if method == "auto":
+                controller = Adaptive(config.budget, Calibrated(self.costs(config)))
             model = self.forced if forced else self.target.model
             self._made[method, forced] = Decoder(model, drafter, controller=controller, rows=1, max_length=LENGTH)
         return self._made[method, forced]

@@ -20,6 +20,7 @@ from outrider import native
 from outrider._version import __version__
 from outrider.decode import Decoder, Request, Row
 from outrider.drafters.base import Drafter, NoDraft, Wrong
+from outrider.drafters.router import dearest
 from outrider.models.base import LanguageModel
 from outrider.params import SamplingParams
 from outrider.tune import Fixed
@@ -27,12 +28,27 @@ from outrider.tune.cost import CostModel
 from outrider.types import Budget
 
 REVISION = "2"  # of the way of measuring: what an older one has stored is measured again
-NODES, MANY_NODES = (1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9)  # the root counted; where rows are several
-CONTEXTS = (64, 512)
-REPEATS, LEAST = 48, 24  # rounds of all settings, at one context after the other: at most, and at least
-SEVERAL = 12  # of them for several rows, which are dear
 PATIENCE = 10.0  # seconds, after which the least must do
 PRECISE = 0.02  # of its step: where every setting is known so well (one standard error), no more rounds are needed
+
+
+@dataclass(frozen=True)
+class Pains:
+    """What is measured, and how often. nodes: the root counted; many_nodes: where rows are several; depths: of chains, the limit
+    among them if None. rounds: of all settings, at one context after the other, at most; least: after `PATIENCE`; several:
+    those for several rows, which are dear; none: their costs are told by those of one row."""
+
+    nodes: tuple[int, ...]
+    many_nodes: tuple[int, ...]
+    depths: tuple[int | None, ...]
+    contexts: tuple[int, ...]
+    rounds: int
+    least: int
+    several: int
+
+
+WHOLE = Pains((1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9), (1, 4, None), (64, 512), rounds=48, least=24, several=12)
+QUICK = Pains((1, 2, 3, 5, 8, 9, 17), (1, 2, 5, 9), (1, 8), (64,), rounds=3, least=3, several=0)
 PLAIN, GREEDY = Budget(0), SamplingParams(temperature=0)
 
 
@@ -74,6 +90,7 @@ def calibrated(
     known: CostModel | None = None,
     sampling: SamplingParams = GREEDY,
     say: Callable[[str], None] = lambda message: None,
+    quick: bool = False,
 ) -> CostModel:
     """The stored cost model for this machine and these models, or a new measurement, which is then stored.
 
@@ -86,6 +103,7 @@ def calibrated(
         "sampling": str(_law(sampling)),
         "rows": ",".join(map(str, rows)),
         "limit": str(limit.parts),
+        "pains": str(QUICK if quick else WHOLE),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"cost-{digest}.json"
@@ -95,8 +113,9 @@ def calibrated(
             return stored
     except (OSError, ValueError):
         pass  # not there, or not whole: measured anew
-    say(f"measuring what a step costs on this machine, from ten seconds to a minute, once; it is kept in {path.parent}")
-    model = calibrate(target, drafter, key, limit, rows, known, sampling)
+    time = "some seconds" if quick else "from ten seconds to a minute"
+    say(f"measuring what a step costs on this machine, {time}, once; it is kept in {path.parent}")
+    model = calibrate(target, drafter, key, limit, rows, known, sampling, quick)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(model.to_json(), encoding="utf-8")
@@ -112,6 +131,7 @@ def calibrate(
     rows: Sequence[int] = (1,),
     known: CostModel | None = None,
     sampling: SamplingParams = GREEDY,
+    quick: bool = False,
 ) -> CostModel:
     """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
     step after step. Every setting is timed for one step a round with a plain step before and after it, for a machine with
@@ -119,22 +139,25 @@ def calibrate(
     usual plain step. (Where in a run of equal steps a step stands makes no difference; many short visits tell more than few
     long ones in the same time. docs/log.md.)
     limit: the largest budget that will be asked for. known: of the same target, whose steps are then not timed again.
-    sampling: how tokens are chosen, greedily if not given; drawing them costs something too."""
-    contexts = [c for c in CONTEXTS if 2 * c < target.max_length] or [1]
-    law = _law(sampling)
-    draft = _Side(target, drafter(len(contexts) * max(rows)), max(rows), contexts, law)
+    sampling: how tokens are chosen, greedily if not given; drawing them costs something too. quick: fewer settings, fewer times,
+    for who corrects them as it goes (`outrider.tune.Calibrated`). Of several drafters together the dearest is measured."""
+    pains, law = QUICK if quick else WHOLE, _law(sampling)
+    if not pains.several and len(rows) > 1:
+        return _widened(calibrate(target, drafter, key, limit, (1,), known, sampling, quick), rows, pains.many_nodes)
+    contexts = [c for c in pains.contexts if 2 * c < target.max_length] or [1]
+    draft = _Side(target, dearest(drafter(len(contexts) * max(rows))), max(rows), contexts, law)
     judge = _Side(target, Wrong(), max(rows), contexts, law) if known is None else draft
-    shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit)
-    nodes = {r: (NODES if r == 1 else MANY_NODES) if known is None else () for r in rows}
+    shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit, pains.depths)
+    nodes = {r: (pains.nodes if r == 1 else pains.many_nodes) if known is None else () for r in rows}
     for side, c, r in itertools.product(dict.fromkeys([judge, draft]), contexts, rows):
         side.step(c, r, Budget(limit.depth), after=2)  # a warm-up
     seen, start = _Seen(), perf_counter()
-    for turn in range(REPEATS):
+    for turn in range(pains.rounds):
         if turn >= 2 * len(contexts) and turn % len(contexts) == 0:
-            late = (turn >= LEAST or known is not None) and perf_counter() - start > PATIENCE
+            late = (turn >= pains.least or known is not None) and perf_counter() - start > PATIENCE
             if late or seen.sure:
                 break
-        for r in rows if turn < SEVERAL else [r for r in rows if r == 1]:
+        for r in rows if turn < pains.several else [r for r in rows if r == 1]:
             seen.visit(judge, draft, r, contexts[turn % len(contexts)], nodes[r], shapes)
     for side in {judge, draft}:
         side.close()
@@ -145,13 +168,23 @@ def calibrate(
     return seen.model(key, draft.readings, known)
 
 
-def _shapes(limit: Budget) -> list[Budget]:
+def _shapes(limit: Budget, depths: Sequence[int | None]) -> list[Budget]:
     """Chains up to the limit, and trees if it allows any."""
-    depths = sorted({1, min(4, limit.depth), limit.depth})
     if not limit.max_nodes:
         return []
     trees = [Budget(d, limit.width, max(d, limit.max_nodes * d // limit.depth)) for d in (1, limit.depth)]
-    return [Budget(d) for d in depths] + (trees if limit.width > 1 else [])
+    chains = sorted({min(d or limit.depth, limit.depth) for d in depths})
+    return [Budget(d) for d in chains] + (trees if limit.width > 1 else [])
+
+
+def _widened(one: CostModel, rows: Sequence[int], nodes: Sequence[int]) -> CostModel:
+    """Costs of several rows by those of one: a forward over as many nodes in one row; a draft is as much dearer as a step over
+    so many nodes."""
+    context, more = int(one.target[0][2]), [r for r in rows if r > 1]
+    seconds = {n: one.target_seconds(1, n, context) for n in {1, *more, *(r * n for r in more for n in nodes)}}
+    target = [[r, n, context, seconds[r * n]] for r in more for n in nodes]
+    draft = [[r, *where, seconds[r] / seconds[1] * took] for r in more for _, *where, took in one.draft]
+    return replace(one, target=one.target + target, draft=one.draft + draft)
 
 
 @dataclass(frozen=True)
@@ -242,8 +275,8 @@ class _Seen:
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The mean of all but the tenth at either end, where the machine's pauses are."""
-    cut = len(values) // 10
+    """The mean of all but the tenth at either end, where the machine's pauses are; but one at least of three."""
+    cut = max(len(values) // 10, int(len(values) > 2))
     return mean(sorted(values)[cut : len(values) - cut])
 
 

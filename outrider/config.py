@@ -33,7 +33,8 @@ class SpeculativeConfig(BaseModel):
         None,
         description="adaptive: as many guesses as pay by the clock, none where none do; optimal: the same from costs that are "
         "measured once and kept, chains against trees too; fixed: always as many as given. "
-        "Not given: adaptive, but fixed where the clock would decide the text (every verifier but match)",
+        "Not given: adaptive, for auto with costs measured for some seconds; but fixed where the clock would decide the text "
+        "(every verifier but match)",
     )
     tree_width: int = Field(1, ge=1, le=64, description="guesses side by side at a node; 1 is a chain")
     tree_nodes: int | None = Field(None, ge=0, le=4095, description="guesses per step in all; None: depth times width")

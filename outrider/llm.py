@@ -208,15 +208,17 @@ class LLM:
         config, target = self.config, self.loaded
         if not config.adaptive:
             return Fixed(*config.budget.parts)
-        if config.controller != "optimal" or config.method == "none":
-            return Adaptive(config.budget)
-        if foreign:
+        if foreign and config.controller == "optimal":
             raise ValueError(
                 '"controller": "optimal" measures a drafter of its own and cannot make yours; use "adaptive"'
             )
-        some = sorted({r for r in (1, 2, 4, rows) if r <= rows})
+        quick = config.method == "auto" and config.controller is None
+        nobody = foreign or config.method == "none" or not config.budget.max_nodes
+        if nobody or not (quick or config.controller == "optimal"):
+            return Adaptive(config.budget)
+        some = {r for r in ((1, rows) if quick else (1, 2, 4, rows)) if r <= rows}
         names = costs_of(config, target)
-        cost = calibrated(target.model, self.drafter_for, names, config.budget, some, say=_warn)
+        cost = calibrated(target.model, self.drafter_for, names, config.budget, sorted(some), say=_warn, quick=quick)
         return Adaptive(config.budget, Calibrated(cost))
 
     def drafter_for(self, rows: int) -> Drafter:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +11,7 @@ from outrider import calibrate as module
 from outrider.calibrate import cache_folder, calibrate, calibrated
 from outrider.drafters.base import NoDraft, Wrong
 from outrider.drafters.model import ModelDrafter
+from outrider.drafters.router import Router
 from outrider.drafters.skip import LayerSearch
 from outrider.llm import LLM
 from outrider.models.load import DATA
@@ -23,8 +26,7 @@ LIMIT = Budget(3, 2, 4)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Fewer rounds."""
-    monkeypatch.setattr(module, "REPEATS", 2)
-    monkeypatch.setattr(module, "SEVERAL", 4)
+    monkeypatch.setattr(module, "WHOLE", replace(module.WHOLE, rounds=2, several=4))
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,47 @@ def test_every_setting_has_its_seconds():
     assert cost.prefill > 0
     assert cost.fixed > 0
     assert cost.step_seconds(1, 3, 3, 100) > cost.target_seconds(1, 4, 100)
+
+
+def test_the_quick_one_measures_one_row_and_tells_of_several():
+    cost = calibrate(*pair(), {}, Budget(16), rows=(1, 8), quick=True)
+    assert {tuple(row[:2]) for row in cost.target} == {
+        *((1, n) for n in (1, 2, 3, 5, 8, 9, 17)),
+        *((8, n) for n in (1, 2, 5, 9)),
+    }
+    assert {tuple(row[:3]) for row in cost.draft} == {(r, 1, d) for r in (1, 8) for d in (0, 1, 8)}
+    one = CostModel({}, [[1, n, 64, 1 + n / 10] for n in (1, 17)], [[1, 1, 4, 64, 0.5]], 0.25, 0.125)
+    several = module._widened(one, (1, 8), (1, 5))
+    for nodes in (1, 5):  # as many as so many nodes in one row, also beyond what was measured
+        assert several.target_seconds(8, nodes, 64) == pytest.approx(1 + 8 * nodes / 10)
+    assert several.draft_seconds(8, 4, 64) == pytest.approx(0.5 * 1.8 / 1.1)
+    assert several.target_seconds(1, 5, 64) == one.target_seconds(1, 5, 64)
+    assert (several.prefill, several.fixed) == (0.25, 0.125)
+
+
+def test_of_three_times_a_pause_does_not_count():
+    assert module._middle([1.0, 3.0, 1.1]) == 1.1
+    assert module._middle([1.0, 2.0]) == 1.5
+    assert module._middle([0.0, *[1.0] * 18, 9.0]) == 1.0
+
+
+def test_of_several_drafters_the_dearest_is_measured():
+    """Which of them guesses here is the router's choice; what it costs when the model is asked must be known."""
+    asked = []
+
+    class Noted(ModelDrafter):
+        def propose(self, batch):
+            asked.append(batch.budgets[0].depth)
+            return super().propose(batch)
+
+    draft = ToyModel(11, 1, 0, max_length=256)
+
+    def several(rows):
+        return Router({"free": Wrong(), "model": Noted(draft, rows, 256)}, {"model": 0.1})
+
+    cost = calibrate(pair()[0], several, {}, Budget(16), quick=True)
+    assert {1, 8} <= {*asked}
+    assert {row[2] for row in cost.draft} == {0, 1, 8}
 
 
 def test_a_drafter_that_guesses_nothing_costs_what_a_step_costs_anyway():
@@ -146,7 +189,7 @@ def optimal(**more):
 
 def test_the_optimal_controller_by_name(folder, monkeypatch):
     """It is measured for once, and the text is plain decoding's."""
-    monkeypatch.setattr(module, "CONTEXTS", (32,))
+    monkeypatch.setattr(module, "WHOLE", replace(module.WHOLE, contexts=(32,)))
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
     plain = LLM("builtin:code", max_num_seqs=1).generate("def area(r):", params)[0].outputs[0]
     for _ in range(2):
@@ -154,6 +197,28 @@ def test_the_optimal_controller_by_name(folder, monkeypatch):
         assert isinstance(llm.decoder.controller.costs, Calibrated)
         assert llm.generate("def area(r):", params)[0].outputs[0].token_ids == plain.token_ids
     assert len(list(folder.glob("cost-*.json"))) == 1
+
+
+def test_auto_measures_for_some_seconds_once(folder):
+    with pytest.warns(RuntimeWarning, match="some seconds, once; it is kept in"):
+        first = LLM("builtin:code", speculative_config={"method": "auto"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = LLM("builtin:code", speculative_config={"method": "auto"})
+    assert first.decoder.controller.costs.model == second.decoder.controller.costs.model
+    assert len(list(folder.glob("cost-*.json"))) == 1
+
+
+@pytest.mark.parametrize("config", [{"controller": "adaptive"}, {"method": "none"}, {"num_speculative_tokens": 0}])
+def test_who_does_not_ask_for_it_is_not_measured(folder, config):
+    llm = LLM("builtin:code", speculative_config={"method": "auto", **config})
+    assert not isinstance(llm.decoder.controller.costs, Calibrated)
+    assert not folder.exists()
+
+
+def test_a_drafter_of_ones_own_is_not_measured_by_auto(folder):
+    LLM("builtin:code", speculative_config={"method": "auto"}, drafter=Wrong())
+    assert not folder.exists()
 
 
 def test_a_drafter_of_ones_own_cannot_be_measured_by_name():

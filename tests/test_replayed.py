@@ -12,7 +12,7 @@ from outrider.params import SamplingParams
 from outrider.tune import Adaptive, Fixed
 from outrider.types import Budget
 
-COSTS = replayed.Costs(node=0.1, tile=0.2, far=0.3, level=0.05, bytes=0.1)
+COSTS = replayed.Costs({1: 1.0, 8: 1.7, 9: 2.2, 17: 4.6}, level=0.05, bytes=0.1)
 WORDS = list(range(80))
 TEXT = replayed.Recorded(3, WORDS, {"draft_model": [WORDS[n : n + 16] for n in WORDS], "suffix": [[99] * 16] * 80})
 
@@ -47,9 +47,9 @@ def test_auto_finds_the_one_that_is_right() -> None:
 
 
 def test_a_line_for_each_text_and_the_mean_of_all() -> None:
-    made = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, 1.0, 0.0, 1)
+    made = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, 1.0, 0.0, 1, None)
     assert made["texts"] == 5
     assert made["best"] >= made["auto"] > 1
-    told = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, 1.0, 0.0, 1, calibrated=True)
+    told = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, 1.0, 0.0, 1, 0.0)
     assert made["best"] >= told["auto"] > made["auto"]  # nothing to find out
     assert replayed.table([made, {**made, "auto": made["best"]}]).count("| 1.000 |") == 1

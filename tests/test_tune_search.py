@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -175,8 +176,7 @@ def test_the_command(tmp_path, monkeypatch, method):
     from outrider import calibrate
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "REPEATS", 2)
-    monkeypatch.setattr(calibrate, "CONTEXTS", (32,))
+    monkeypatch.setattr(calibrate, "WHOLE", replace(calibrate.WHOLE, rounds=2, contexts=(32,)))
     file = tmp_path / "config.json"
     words = ["tune", "-m", "builtin:code", "--method", method, "--num-prompts", "2", "-n", "12"]
     result = CliRunner().invoke(app, [*words, "--seconds", "1", "--out", str(file)])

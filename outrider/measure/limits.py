@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 
 from outrider import native
-from outrider.calibrate import NODES, calibrated
+from outrider.calibrate import WHOLE, calibrated
 from outrider.llm import LLM, costs_of
 from outrider.measure import stats
 from outrider.measure.run import Limits, Run, Sample
@@ -39,7 +39,7 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
             continue
         cost = known = _cost(llms[setting.name], known, SamplingParams(**run.sampling))
         if not run.limits.target:
-            run.limits.target = {str(n): cost.target_seconds(1, n, middle) for n in NODES}
+            run.limits.target = {str(n): cost.target_seconds(1, n, middle) for n in WHOLE.nodes}
         depth = config.budget.depth
         if run.limits.draft_token is None and "draft_model" in config.methods:
             whole, none = (cost.draft_seconds(1, d, middle) for d in (depth, 0))

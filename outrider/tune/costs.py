@@ -203,7 +203,7 @@ class Calibrated(Costs):
             self._kind, self._now, self._before = kind, [], self._now[-_NEAR:]
         self._now.append(own)
         if len(self._now) == len(self._before) == _NEAR:
-            apart = median_low(self._now) - median_low(self._before)
+            apart = min(self._now) - min(self._before)  # a machine pauses, it never hurries
             apart = min(max(apart if kind == "drafted" else -apart, -_GROSS), _GROSS)
             self._apart, self._meetings = _MEETING * self._apart + apart, _MEETING * self._meetings + 1
             self.share["drafted"] = math.exp(self._apart / (self._meetings + _DOUBT))
