@@ -48,7 +48,7 @@ class Pains:
 
 
 WHOLE = Pains((1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9), (1, 4, None), (64, 512), rounds=48, least=24, several=12)
-QUICK = Pains((1, 2, 3, 5, 8, 9, 17), (1, 2, 5, 9), (1, 8), (64,), rounds=3, least=3, several=0)
+QUICK = Pains((1, 2, 3, 5, 8, 9, 17), (1, 2, 5, 9), (1, 8), (64,), rounds=3, least=1, several=0)
 PLAIN, GREEDY = Budget(0), SamplingParams(temperature=0)
 
 
@@ -113,7 +113,7 @@ def calibrated(
             return stored
     except (OSError, ValueError):
         pass  # not there, or not whole: measured anew
-    time = "some seconds" if quick else "from ten seconds to a minute"
+    time = "as long as about a hundred tokens take" if quick else "from ten seconds to a minute"
     say(f"measuring what a step costs on this machine, {time}, once; it is kept in {path.parent}")
     model = calibrate(target, drafter, key, limit, rows, known, sampling, quick)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,11 +151,11 @@ def calibrate(
     nodes = {r: (pains.nodes if r == 1 else pains.many_nodes) if known is None else () for r in rows}
     for side, c, r in itertools.product(dict.fromkeys([judge, draft]), contexts, rows):
         side.step(c, r, Budget(limit.depth), after=2)  # a warm-up
-    seen, start = _Seen(), perf_counter()
+    seen, start, least = _Seen(), perf_counter(), min(pains.least, 2 * len(contexts))
     for turn in range(pains.rounds):
-        if turn >= 2 * len(contexts) and turn % len(contexts) == 0:
-            late = (turn >= pains.least or known is not None) and perf_counter() - start > PATIENCE
-            if late or seen.sure:
+        if turn and turn % len(contexts) == 0:
+            late = turn >= (pains.least if known is None else least) and perf_counter() - start > PATIENCE
+            if late or (turn >= 2 * len(contexts) and seen.sure):
                 break
         for r in rows if turn < pains.several else [r for r in rows if r == 1]:
             seen.visit(judge, draft, r, contexts[turn % len(contexts)], nodes[r], shapes)

@@ -69,6 +69,18 @@ def test_the_quick_one_measures_one_row_and_tells_of_several():
     assert (several.prefill, several.fixed) == (0.25, 0.125)
 
 
+@pytest.mark.parametrize(("patience", "rounds"), [(0.0, 1), (1e9, 3)])
+def test_who_is_slow_waits_for_one_round(monkeypatch, patience, rounds):
+    counted = []
+    visit = module._Seen.visit
+    monkeypatch.setattr(module, "PATIENCE", patience)
+    monkeypatch.setattr(module._Seen, "visit", lambda *given: counted.append(1) or visit(*given))
+    monkeypatch.setattr(module._Seen, "sure", False)
+    cost = calibrate(*pair(), {}, Budget(16), quick=True)
+    assert len(counted) == rounds
+    assert all(row[-1] > 0 for row in cost.target)
+
+
 def test_of_three_times_a_pause_does_not_count():
     assert module._middle([1.0, 3.0, 1.1]) == 1.1
     assert module._middle([1.0, 2.0]) == 1.5
@@ -200,7 +212,7 @@ def test_the_optimal_controller_by_name(folder, monkeypatch):
 
 
 def test_auto_measures_for_some_seconds_once(folder):
-    with pytest.warns(RuntimeWarning, match="some seconds, once; it is kept in"):
+    with pytest.warns(RuntimeWarning, match="a hundred tokens take, once; it is kept in"):
         first = LLM("builtin:code", speculative_config={"method": "auto"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -109,6 +109,17 @@ def test_drift_is_noticed(factor):
         assert value == pytest.approx(1 / factor, rel=0.2)
 
 
+def test_steps_of_other_rows_are_not_compared():
+    """Four rows cost less than half of what was calibrated. That says nothing of drafted steps beside plain ones; that nodes
+    do says it."""
+    [machine] = machines(1, 4, node=0.05, jitter=0.0, pauses=0.0)
+    costs = calibrated(Machine(node=0.05, row=3.0), nodes=20.0)
+    for drafted, least, most in (([0, 1, 2, 3], 1.0, 1.0), ([0], 0.3, 0.8)):
+        for rows, depth in (([0], 0),) * 8 + ((drafted, 4),) * 4:
+            costs.observe(machine.step(rows, [Budget(depth)] * len(rows)), depth, 0)
+        assert least <= costs.share["drafted"] <= most
+
+
 def test_a_row_that_nobody_guesses_for_is_left_out():
     """Every row costs as much drafting as the first; the guesses of one of four are always wrong."""
 

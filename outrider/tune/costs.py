@@ -136,11 +136,10 @@ class Calibrated(Costs):
         self.pace = 1.0
         self.share = {"plain": 1.0, "drafted": 1.0, "draft": 1.0}
         self._measured = 0  # plain steps
-        self._lately = deque[tuple[str, float]](
-            maxlen=_RECENT
-        )  # kinds of steps, and logs of their seconds over the model's
-        self._drafts = deque[float](maxlen=_RECENT)  # such logs of drafts, less those of the steps they were made in
-        self._kind, self._now, self._before = "", list[float](), list[float]()  # of the steps since the last meeting
+        # kinds of steps, and logs of their seconds over the model's; such logs of drafts, less those of their steps
+        self._lately, self._drafts = deque[tuple[str, float]](maxlen=_RECENT), deque[float](maxlen=_RECENT)
+        # rows and kind of the last steps, their logs, and those of the last steps of the other kind
+        self._last, self._now, self._before = (0, ""), list[float](), list[float]()
         self._apart, self._meetings = 0.0, 0.0
         self._known: dict[tuple[int, int, int, int], float] = {}
 
@@ -184,23 +183,24 @@ class Calibrated(Costs):
                 self._unsettled -= 1
             else:
                 self._measured += 1
-                self._saw("plain", (rest + draft) / (self._target(rows, 0) + self._draft(rows, 0, 1)))
+                self._saw(rows, "plain", (rest + draft) / (self._target(rows, 0) + self._draft(rows, 0, 1)))
             return 0.0
         self._unsettled = SETTLE
         largest = max(step.budgets, key=lambda b: (b.depth, b.width))
         read = self.reading(behind)
-        own = self._saw("drafted", rest / self._target(rows, nodes))
+        own = self._saw(rows, "drafted", rest / self._target(rows, nodes))
         if behind <= largest.depth + 1:
             drafting = max(draft / self._draft(asked, largest.depth, largest.width), 0.01)
             self._drafts.append(math.log(drafting) - own)
             self.share["draft"] = self.share["drafted"] * math.exp(median_low(self._drafts))
         return read
 
-    def _saw(self, kind: str, factor: float) -> float:
+    def _saw(self, rows: int, kind: str, factor: float) -> float:
         """A step that took so many times its seconds in the model. Returns the log of that."""
         own = math.log(max(factor, 0.01))
-        if kind != self._kind:
-            self._kind, self._now, self._before = kind, [], self._now[-_NEAR:]
+        if self._last != (rows, kind):
+            self._before = self._now[-_NEAR:] if self._last[0] == rows else []
+            self._last, self._now = (rows, kind), []
         self._now.append(own)
         if len(self._now) == len(self._before) == _NEAR:
             apart = min(self._now) - min(self._before)  # a machine pauses, it never hurries
