@@ -7,8 +7,8 @@
 What the built-in draft and a suffix lookup guess at each position of the built-in model's texts is recorded once, up to sixteen
 tokens. A run then needs no model: the router and the controller that `auto` has decide as ever, what they hear of time is
 simulated, and what would have been kept is known. Costs are calibrated beforehand, each wrong by some hundredths, as in a quick
-calibration. So `auto` is told from the best fixed drafter to a hundredth, where measured
-columns tell it to a tenth (benchmarks.workloads). The controller hears noisy seconds, and everything is judged without noise.
+calibration. So `auto` is told from the best fixed drafter to a hundredth, where measured columns tell it to a tenth
+(benchmarks.workloads). The controller hears noisy seconds, and everything is judged without noise.
 Costs are those that calibrations found: of a machine on which a few nodes are cheap, and of one on which a third row is dear.
 """
 
@@ -64,7 +64,10 @@ class Costs:
         draw = random.Random(seed)
         mean = {n: (self.forward(n) + max(swing, self.forward(n))) / 2 for n in range(DEEPEST + 1)}
         target = [[1, n, 0, mean[n - 1] * draw.lognormvariate(0, wrong)] for n in QUICK.nodes]
-        draft = [[1, 1, d, 0, self.level * d * draw.lognormvariate(0, wrong)] for d in (0, 1, 8)]
+        draft = [
+            [1, 1, d, 0, self.level * d * draw.lognormvariate(0, wrong)]
+            for d in (0, *(d or DEEPEST for d in QUICK.depths))
+        ]
         return CostModel({}, target, draft, prefill=0.0, fixed=0.0)
 
     def forward(self, nodes: int) -> float:

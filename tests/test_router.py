@@ -89,7 +89,7 @@ def test_that_all_were_right_tells_of_no_end() -> None:
 
 
 def test_a_new_row_does_not_forget_at_its_first_step_what_all_have_taught() -> None:
-    """After many texts it is known how much one may be asked for; one bad step of the next one halves that at most."""
+    """After many texts it is known how much one may be asked for; a bad first step of the next leaves a quarter at least."""
     router, own = Router({"wrong": Wrong(1)}, {"wrong": 0.01}), batch([0], [[1, 2, 3]], [Budget(4)], SamplingParams())
     known = router._pooled["wrong"]
     for _ in range(40):
