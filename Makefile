@@ -6,7 +6,7 @@ BIN = .venv/bin
 
 install: .venv/.installed
 
-.venv/.installed: pyproject.toml setup.py constraints.txt $(wildcard outrider/native/src/*)
+.venv/.installed: pyproject.toml setup.py constraints.txt $(wildcard outrider/kernels/cpu/src/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "outrider needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
@@ -29,4 +29,4 @@ bench: install
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv build dist *.egg-info outrider/native/*.so
+	rm -rf .venv build dist *.egg-info outrider/kernels/cpu/*.so

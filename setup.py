@@ -1,6 +1,6 @@
 """The native kernels: one plain shared library without Python's or torch's headers, loaded with ctypes.
 
-Optional: where no C++ compiler is to be had the package installs without it, and `outrider.native.why()` says so.
+Optional: where no C++ compiler is to be had the package installs without it, and `outrider.kernels.cpu.why()` says so.
 """
 
 from setuptools import Extension, setup
@@ -12,10 +12,10 @@ PIECES = ["attention", "kernels", "linear", "maths", "noise", "vec"]
 setup(
     ext_modules=[
         Extension(
-            "outrider.native._kernels",
-            sources=[f"outrider/native/src/{name}.cpp" for name in SOURCES],
-            depends=[f"outrider/native/src/{name}" for name in HEADERS]
-            + [f"outrider/native/src/{name}.inc" for name in PIECES],
+            "outrider.kernels.cpu._kernels",
+            sources=[f"outrider/kernels/cpu/src/{name}.cpp" for name in SOURCES],
+            depends=[f"outrider/kernels/cpu/src/{name}" for name in HEADERS]
+            + [f"outrider/kernels/cpu/src/{name}.inc" for name in PIECES],
             # No -march and no -ffast-math: the instruction set is chosen at run time, and every rounding is meant.
             extra_compile_args=[
                 "-std=c++17",

@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 from benchmarks import headline
+from outrider.bench.tune.replay_target import insist
+from outrider.control import Fixed
 from outrider.decode import Decoder, Request
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, RecyclingDrafter, SuffixDrafter
-from outrider.measure.told import insist
 from outrider.models.base import LanguageModel, Output
 from outrider.params import SamplingParams
-from outrider.tune import Fixed
 
 MODULES = (
     "bisect", "heapq", "textwrap", "shlex", "fnmatch", "string", "colorsys", "sched", "queue", "copy", "contextlib",

@@ -23,11 +23,11 @@ from benchmarks import RESULTS, WORK, headline, machine
 from benchmarks.pairs import fingerprint
 from benchmarks.prompts import encoded
 from outrider.config import SpeculativeConfig
+from outrider.control import Fixed
 from outrider.decode import Decoder, Request, Row
 from outrider.drafters import Drafter, ModelDrafter, NoDraft, Noisy, Wrong, make_drafter
 from outrider.models.load import DATA, Loaded, load
 from outrider.params import SamplingParams
-from outrider.tune import Fixed
 
 TEXTS = 8  # a round
 LENGTH = 640  # of prompt and text

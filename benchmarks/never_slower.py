@@ -3,7 +3,7 @@
     python -m benchmarks.never_slower                                       builtin:code-160M, some minutes
     python -m benchmarks.never_slower --cases wrong noisy --texts 2 --tokens 512
 
-In each case plain decoding and the controller write the same texts, in turns of a few tokens (outrider.measure.turns).
+In each case plain decoding and the controller write the same texts, in turns of a few tokens (outrider.bench.turns).
 What counts comes after the first 256 tokens of a text, which are where probing is paid for. Asked: 0.98 of plain. `whole`
 counts those too.
 """
@@ -22,18 +22,18 @@ import numpy as np
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
+from outrider.bench.stats import interval
+from outrider.bench.turns import Way, in_turns
 from outrider.calibrate import calibrated
 from outrider.config import SpeculativeConfig
+from outrider.control import Adaptive, Calibrated, Controller
+from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter, NoDraft, Noisy, Wrong
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.llm import costs_of
-from outrider.measure.stats import interval
-from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
-from outrider.tune import Adaptive, Calibrated, Controller
-from outrider.types import Budget
 
 FIRST, STRETCH, LENGTH, LIMIT = 256, 16, 2048, Budget(8)
 PROMPT = '"""Tools for reading and writing tables."""\n\nimport csv\n\n\ndef read_table(path):\n'

@@ -3,9 +3,9 @@
     python -m benchmarks.predicted                                               two sizes, temperatures 0 and 1
     python -m benchmarks.predicted --sizes 160M --temperatures 0 --prompts 3
 
-For each drafter one run with the longest chain and one with the largest tree are watched (outrider.measure.told), costs are
+For each drafter one run with the longest chain and one with the largest tree are watched (outrider.bench.tune.replay_target), costs are
 calibrated in the same process, and every setting of the sweep is predicted. Then all of them, plain decoding and a chain of
-eight guesses that are always wrong write the texts in turns of a few tokens (outrider.measure.turns), several times; of each
+eight guesses that are always wrong write the texts in turns of a few tokens (outrider.bench.turns), several times; of each
 stretch of a text the median time counts, so that a pause of the machine does not. Three figures for each setting, predicted
 over measured tokens/s:
 
@@ -30,19 +30,19 @@ from typing import Any
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
+from outrider.bench.local import forget
+from outrider.bench.prompts import Ask, read
+from outrider.bench.tune.replay_target import play, watched
+from outrider.bench.tune.simulate import steps_seconds
+from outrider.bench.turns import Way, in_turns
 from outrider.calibrate import calibrate
+from outrider.control import CostModel, Fixed
+from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter, NoDraft, Wrong
 from outrider.llm import LLM
-from outrider.measure.local import forget
-from outrider.measure.predict import steps_seconds
-from outrider.measure.prompts import Ask, read
-from outrider.measure.told import play, watched
-from outrider.measure.turns import Way, in_turns
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
-from outrider.tune import CostModel, Fixed
-from outrider.types import Budget
 
 TREE = Budget(6, 4, 16)
 PLAIN, WRONG, REFERENCE = Budget(0), None, Budget(8)

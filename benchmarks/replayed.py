@@ -34,15 +34,15 @@ from benchmarks.report import markdown
 from benchmarks.workloads import texts
 from outrider.calibrate import QUICK
 from outrider.config import SpeculativeConfig
+from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
+from outrider.control.cost_model import interpolate
+from outrider.core.types import Budget, Draft, Kept, Step, Verdict
 from outrider.decode import Decoder, Request
 from outrider.drafters import Drafter, make_drafter
 from outrider.drafters.base import BaseDrafter, Batch, chains
-from outrider.drafters.router import Router
+from outrider.drafters.combine.router import Router
 from outrider.models.load import load
 from outrider.params import SamplingParams
-from outrider.tune import Adaptive, Calibrated, Controller, CostModel, Fixed
-from outrider.tune.cost import interpolate
-from outrider.types import Budget, Draft, Kept, Step, Verdict
 
 DEEPEST, RECORDED = 16, 160
 WORKLOADS = {"code": 12, "translation": 4, "summarization": 4, "qa": 4}  # texts

@@ -188,7 +188,7 @@ def server(options: argparse.Namespace):
     command = [
         sys.executable,
         "-m",
-        "outrider.cli",
+        "outrider.cli.main",
         "serve",
         options.start,
         "--port",

@@ -232,7 +232,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "outrider.cli", "serve", "builtin:code", "--port", "0", "--log-file", "/dev/null"]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.cli.main",
+        "serve",
+        "builtin:code",
+        "--port",
+        "0",
+        "--log-file",
+        "/dev/null",
+    ]
     command += ["--max-num-seqs", str(options.rows), "--max-queue", str(options.queue), "--kv-tokens", "2500"]
     command += ["--prefix-cache", "8"]
     memory: list[int] = []

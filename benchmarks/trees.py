@@ -24,14 +24,14 @@ import torch
 from benchmarks import RESULTS, headline
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
+from outrider.control import Fixed
+from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
+from outrider.core.tree import depth
+from outrider.core.types import Budget, Siblings, Step
 from outrider.decode import Decoder, Request
-from outrider.drafters.model import ModelDrafter
-from outrider.expect import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
+from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
-from outrider.tree import depth
-from outrider.tune import Fixed
-from outrider.types import Budget, Siblings, Step
 
 LENGTH = 1024
 WIDTH = 8

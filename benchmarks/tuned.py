@@ -24,12 +24,12 @@ from benchmarks import RESULTS, headline, machine
 from benchmarks.edits import edit_workload
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
-from outrider.measure import stats
-from outrider.measure.prompts import Ask
-from outrider.measure.tune import Arm, Search
-from outrider.measure.tune_cli import candidates
+from outrider.bench import stats
+from outrider.bench.prompts import Ask
+from outrider.bench.tune.search import Arm, Search
+from outrider.cli.tune import candidates
+from outrider.core.types import Budget
 from outrider.models.load import Loaded, load
-from outrider.types import Budget
 
 TREES = (Budget(2, 4, 4), Budget(3, 4, 6), Budget(4, 4, 8), Budget(5, 4, 12))
 PROSE = (

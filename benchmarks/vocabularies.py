@@ -21,14 +21,14 @@ import numpy as np
 from benchmarks import RESULTS, headline
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
+from outrider.control import Fixed
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.translated import TranslatedDrafter, Way
-from outrider.drafters.vocabulary import Pairing, Vocabulary
+from outrider.drafters.model.cross_tokenizer import TranslatedDrafter, Way
+from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.vocabulary import Pairing, Vocabulary
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
-from outrider.tune import Fixed
 
 LENGTH = 1024
 

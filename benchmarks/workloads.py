@@ -6,7 +6,7 @@
 
 The targets are the built-in model inflated (benchmarks.inflate), the draft model is the built-in draft as trained. Workloads:
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
-paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.measure.turns), after a text that
+paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.bench.turns), after a text that
 warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
 measures costs for some seconds, as it does when an LLM is first made, and keeps what its controller learns. efficiency: time of
 the two models' forwards over the whole time. Only edits come with a prediction. layer_skip drafts with the layers that a search
@@ -33,16 +33,16 @@ from benchmarks.edits import ForcedTarget, edit_workload
 from benchmarks.pairs import PRECISIONS, pair, source_folder
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
+from outrider.bench.stats import interval
+from outrider.bench.turns import Way, Written, in_turns
 from outrider.calibrate import calibrate
 from outrider.config import SpeculativeConfig
+from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
 from outrider.decode import Decoder, Request
 from outrider.drafters import Drafter, make_drafter
-from outrider.drafters.skip import LayerSearch, search_layers
-from outrider.measure.stats import interval
-from outrider.measure.turns import Way, Written, in_turns
+from outrider.drafters.model.self_speculation import LayerSearch, search_layers
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
-from outrider.tune import Adaptive, Calibrated, Controller, CostModel, Fixed
 
 LENGTH = 2048
 LONGER = 4  # times the tokens of the others: the answer to an edit is a file

@@ -16,22 +16,22 @@ from outrider._version import __version__
 
 if TYPE_CHECKING:
     from outrider.config import SpeculativeConfig
-    from outrider.custom_generate import custom_generate
+    from outrider.core.types import Guarantee
+    from outrider.integrations.transformers import custom_generate
     from outrider.llm import LLM
     from outrider.outputs import CompletionOutput, Delta, RequestOutput, SpeculativeMetrics
     from outrider.params import SamplingParams
-    from outrider.types import Guarantee
 
 _HOME = {
     "LLM": "llm",
     "CompletionOutput": "outputs",
     "Delta": "outputs",
-    "Guarantee": "types",
+    "Guarantee": "core.types",
     "RequestOutput": "outputs",
     "SamplingParams": "params",
     "SpeculativeConfig": "config",
     "SpeculativeMetrics": "outputs",
-    "custom_generate": "custom_generate",
+    "custom_generate": "integrations.transformers",
 }
 
 __all__ = [

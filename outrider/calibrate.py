@@ -16,16 +16,16 @@ from time import perf_counter
 
 import torch
 
-from outrider import native
 from outrider._version import __version__
+from outrider.control import Fixed
+from outrider.control.cost_model import CostModel
+from outrider.core.types import Budget
 from outrider.decode import Decoder, Request, Row
 from outrider.drafters.base import Drafter, NoDraft, Wrong
-from outrider.drafters.router import dearest
+from outrider.drafters.combine.router import dearest
+from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.params import SamplingParams
-from outrider.tune import Fixed
-from outrider.tune.cost import CostModel
-from outrider.types import Budget
 
 REVISION = "2"  # of the way of measuring: what an older one has stored is measured again
 PATIENCE = 10.0  # seconds, after which the least must do
@@ -140,7 +140,7 @@ def calibrate(
     long ones in the same time. docs/log.md.)
     limit: the largest budget that will be asked for. known: of the same target, whose steps are then not timed again.
     sampling: how tokens are chosen, greedily if not given; drawing them costs something too. quick: fewer settings, fewer times,
-    for who corrects them as it goes (`outrider.tune.Calibrated`). Of several drafters together the dearest is measured."""
+    for who corrects them as it goes (`outrider.control.Calibrated`). Of several drafters together the dearest is measured."""
     pains, law = QUICK if quick else WHOLE, _law(sampling)
     if not pains.several and len(rows) > 1:
         return _widened(calibrate(target, drafter, key, limit, (1,), known, sampling, quick), rows, pains.many_nodes)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from outrider.core.types import Budget
 from outrider.methods import DEPTHS, METHODS, PLUGINS
-from outrider.types import Budget
 from outrider.verify import VERIFIERS
 
 

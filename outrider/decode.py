@@ -15,16 +15,16 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider import native
+from outrider.control import Controller, Fixed
+from outrider.core.noise import Noise
+from outrider.core.sampling import History, Laws, Mask, Warp
+from outrider.core.stopping import End, Ending
+from outrider.core.types import Budget, Draft, Guarantee, Kept, Step, Verdict
 from outrider.drafters.base import Batch, Drafter, NoDraft
+from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
-from outrider.noise import Noise
 from outrider.params import SamplingParams
-from outrider.sampling import History, Laws, Mask, Warp
-from outrider.text import End, Ending
-from outrider.tune import Controller, Fixed
-from outrider.types import Budget, Draft, Guarantee, Kept, Step, Verdict
 from outrider.verify import VERIFIERS
 
 _NOBODY = NoDraft()

@@ -12,17 +12,17 @@ from transformers import PreTrainedModel
 
 from outrider.calibrate import calibrated
 from outrider.config import SpeculativeConfig, plugins
+from outrider.control import Adaptive, Calibrated, Controller, Fixed
+from outrider.core.types import Step
 from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter
-from outrider.drafters.roster import Roster
+from outrider.drafters.combine.guard import Roster
 from outrider.models.checkpoint import stamp
 from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
 from outrider.trace import Recorder, describe
-from outrider.tune import Adaptive, Calibrated, Controller, Fixed
-from outrider.types import Step
 
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
 
@@ -42,7 +42,7 @@ class LLM:
     max_num_seqs: sequences that decode side by side, at least 1; further ones wait.
     drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method. If it
     fails, there is a warning and the text goes on without it.
-    controller: an object of your own that satisfies `outrider.tune.Controller`, instead of the configured one.
+    controller: an object of your own that satisfies `outrider.control.Controller`, instead of the configured one.
     trace: a file that every step is written to (docs/tuning.md), with the token ids of prompts and texts; a `Recorder` says
     how much.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.types import Guarantee
+from outrider.core.types import Guarantee
 
 
 @dataclass(frozen=True)

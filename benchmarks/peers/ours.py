@@ -12,13 +12,13 @@ import torch
 from benchmarks.pairs import drafts_of
 from benchmarks.side import Run, serve
 from outrider.config import SpeculativeConfig
+from outrider.control import Fixed
 from outrider.decode import Decoder, Request
 from outrider.drafters import ModelDrafter, make_drafter
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
-from outrider.tune import Fixed
 
 MAX_LENGTH = 1024
 

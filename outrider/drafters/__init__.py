@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from outrider.drafters.base import BaseDrafter, Batch, Drafter, Echo, NoDraft, Noisy, Wrong, chains
-from outrider.drafters.make import make_drafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.prediction import PredictionDrafter
-from outrider.drafters.recycling import RecyclingDrafter
-from outrider.drafters.router import Router
-from outrider.drafters.skip import LayerSkipDrafter, SelfDrafter
-from outrider.drafters.suffix import SuffixDrafter
-from outrider.drafters.translated import TranslatedDrafter
+from outrider.drafters.combine.router import Router
+from outrider.drafters.lookup.ngram import NgramDrafter
+from outrider.drafters.lookup.prediction import PredictionDrafter
+from outrider.drafters.lookup.suffix import SuffixDrafter
+from outrider.drafters.lookup.token_recycling import RecyclingDrafter
+from outrider.drafters.model.cross_tokenizer import TranslatedDrafter
+from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.self_speculation import LayerSkipDrafter, SelfDrafter
+from outrider.drafters.registry import make_drafter
 
 __all__ = [
     "BaseDrafter",

@@ -1,7 +1,7 @@
 """What the loop asks of a drafter, and the stubs that test the plumbing and teach the idea.
 
 A drafter guesses; the target judges. So a drafter can be slow or wrong, and the text stays the target's own. Contract
-(checked by the loop, tested by `tests/test_drafters.py` for every drafter): parents precede children, tokens are in the
+(checked by the loop, tested by `tests/unit/drafters/test_contract.py` for every drafter): parents precede children, tokens are in the
 vocabulary, the budget is obeyed, and a declared law is the law drawn from. It may stop after a token it drew, and must not
 un-draw one.
 """
@@ -15,11 +15,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outrider.core.noise import Noise, Stream
+from outrider.core.sampling import Warp
+from outrider.core.tree import chain
+from outrider.core.types import Budget, Draft, Kept
 from outrider.models.cache import SlotCache
-from outrider.noise import Noise, Stream
-from outrider.sampling import Warp
-from outrider.tree import chain
-from outrider.types import Budget, Draft, Kept
 
 
 @dataclass(frozen=True, eq=False)

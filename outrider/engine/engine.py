@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
+from outrider.core.stopping import End
+from outrider.core.types import Step
 from outrider.decode import Decoder, Row
 from outrider.drafters import Drafter, NgramDrafter, PredictionDrafter, SuffixDrafter
-from outrider.drafters.roster import Roster
-from outrider.engine.jobs import EngineStopped, FairQueue, Job, QueueFull, Result, Update
+from outrider.drafters.combine.guard import Roster
+from outrider.engine.draft_prefill import Reading
 from outrider.engine.lengths import PerRow
 from outrider.engine.memory import Memory
-from outrider.engine.prefix import PrefixStore
-from outrider.engine.reading import Reading
+from outrider.engine.prefix_cache import PrefixStore
+from outrider.engine.queue import EngineStopped, FairQueue, Job, QueueFull, Result, Update
 from outrider.llm import LLM
-from outrider.text import End
 from outrider.trace import Recorder
-from outrider.types import Step
 
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
 log = logging.getLogger("outrider.engine")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.engine.reading import Reading
-from outrider.tune import Controller
-from outrider.types import Budget, Step
+from outrider.control import Controller
+from outrider.core.types import Budget, Step
+from outrider.engine.draft_prefill import Reading
 
 
 class PerRow:

@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from outrider import native
+from outrider.core.tree import ancestor_mask, depth
+from outrider.kernels import cpu as native
 from outrider.models.cache import SlotCache
-from outrider.tree import ancestor_mask, depth
 
 
 @dataclass(eq=False)

@@ -24,12 +24,13 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from outrider import native
-from outrider.models import checkpoint, llama
+from outrider.kernels import cpu as native
+from outrider.models import checkpoint
+from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
-from outrider.models.experts import mixtures
-from outrider.models.hf import HFModel, UnsupportedModel, refuse, shared_copy
-from outrider.models.inflate import SIZES, inflated
+from outrider.models.builtin.scale_up import SIZES, inflated
+from outrider.models.hf.experts import mixtures
+from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 BUILTIN = {

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from outrider.core.types import Step
 from outrider.engine import Engine, Job, Result
-from outrider.types import Step
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)

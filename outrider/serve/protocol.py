@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from outrider.core.stopping import content_text
 from outrider.params import SamplingParams
 from outrider.serve.settings import Settings
-from outrider.text import content_text
 
 Ids = list[int]
 

@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter, time
 from typing import Any, TypeVar
 
+from outrider.core.grammar import GrammarMask, Grammars, available
 from outrider.decode import Request, draw_seed, nth_seed
 from outrider.engine import Engine, EngineStopped, Job, QueueFull, Result, Update
-from outrider.grammar import GrammarMask, Grammars, available
 from outrider.llm import LLM
 from outrider.params import SamplingParams
-from outrider.serve.answers import Writer
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.logs import log
 from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
+from outrider.serve.responses import Writer
 from outrider.serve.settings import Settings
 from outrider.serve.tools import PLAIN, Format, Offer, Reader, chosen, offered, spelled_out
 

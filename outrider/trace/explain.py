@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.noise import Noise, Stream
-from outrider.sampling import Laws
+from outrider.core.noise import Noise, Stream
+from outrider.core.sampling import Laws
+from outrider.core.types import Draft, Siblings, Verdict
 from outrider.trace.records import Law
-from outrider.types import Draft, Siblings, Verdict
 from outrider.verify import reference_block, reference_rejection, reference_traversal
 from outrider.verify.reference import Number
 

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 import transformers
 
-from outrider import native
 from outrider._version import __version__
 from outrider.config import SpeculativeConfig
+from outrider.core.sampling import History, Laws, Warp
+from outrider.core.types import Draft, Step
 from outrider.decode import Decoder, Row
+from outrider.kernels import cpu as native
 from outrider.models.load import Loaded
 from outrider.params import SamplingParams
-from outrider.sampling import History, Laws, Warp
 from outrider.trace import records
 from outrider.trace.records import PHASES, TOP, Detail, Header, Law, Line
-from outrider.types import Draft, Step
 
 _NUMBERS = (  # of the sampling parameters, those that say nothing about a text
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

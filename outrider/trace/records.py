@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from outrider.origins import letters
+from outrider.core.origins import letters
 from outrider.params import SamplingParams
 
 FORMAT = 1  # raised when a field changes its meaning
@@ -150,7 +150,7 @@ class Step(Line):
 
     @property
     def origins(self) -> str:
-        """A letter per written token, see `outrider.origins`."""
+        """A letter per written token, see `outrider.core.origins`."""
         return letters(self.drafted, self.accepted, self.refused > 0, self.committed)
 
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from outrider.core.noise import Noise
+from outrider.core.sampling import Laws, Mask, Warp
+from outrider.core.types import Budget, Draft, Siblings, Verdict
 from outrider.decode import Decoder, Row, _signed
 from outrider.decode import Request as Asked
 from outrider.drafters.base import Batch
-from outrider.noise import Noise
-from outrider.sampling import Laws, Mask, Warp
 from outrider.trace.explain import Node, explain
-from outrider.trace.reading import Text, Trace
+from outrider.trace.reader import Text, Trace
 from outrider.trace.recorder import target_laws, top
 from outrider.trace.records import NO_TOKENS, Step
-from outrider.types import Budget, Draft, Siblings, Verdict
 from outrider.verify import VERIFIERS
 
 

@@ -14,8 +14,8 @@ How siblings were made (`Siblings`) is part of the draft, and the ratio rules ju
 replacement, or all but the last chosen. The shape of a tree may follow what was drawn so far; what was drawn stays.
 
 Each exists twice: the definition, one sequence in a screen of Python (`reference_*`), and the batched form. The first
-is proved exact by enumeration (`tests/test_verify_exact.py`), the second equals it decision for decision given the same
-noise (`tests/test_verify_twins.py`).
+is proved exact by enumeration (`tests/exact/test_verify_exact.py`), the second equals it decision for decision given the same
+noise (`tests/exact/test_verify_twins.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.noise import Noise, Stream
-from outrider.types import Draft, Guarantee, Verdict
+from outrider.core.noise import Noise, Stream
+from outrider.core.types import Draft, Guarantee, Verdict
 from outrider.verify.batched import Table, Target, block, match, rejection, traversal
 from outrider.verify.reference import (
     Choices,

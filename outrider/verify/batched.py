@@ -15,9 +15,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from outrider.noise import Noise, Stream
-from outrider.tree import child_table, depth, levels, lists
-from outrider.types import Draft, Siblings, Verdict
+from outrider.core.noise import Noise, Stream
+from outrider.core.tree import child_table, depth, levels, lists
+from outrider.core.types import Draft, Siblings, Verdict
 from outrider.verify.laws import (
     check_laws,
     clipped_ratio,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.noise import Noise, Stream
-from outrider.types import Draft, Siblings
+from outrider.core.noise import Noise, Stream
+from outrider.core.types import Draft, Siblings
 
 
 def draw(law: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tensor:

@@ -8,7 +8,7 @@
 
 They return (path, token): the accepted nodes from the root down, and the token drawn at the last of them. Numbers may
 be floats or fractions: with noise behind `choose` these are the twins of the batched forms, and with fractions and
-a `choose` that takes every branch they are proved to keep the target's law (tests/oracle.py).
+a `choose` that takes every branch they are proved to keep the target's law (outrider/testing/oracle.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Protocol
 
-from outrider.types import Siblings
+from outrider.core.types import Siblings
 
 Number = float | Fraction
 Law = Sequence[Number]

@@ -1,0 +1,128 @@
+"""A client for the terminal: what is written, and how many of the guesses behind it were kept, as it happens."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+from urllib.parse import urlsplit
+
+from outrider.cli.terminal import DIM, paint, printable
+
+
+class Talk:
+    """A conversation with a server. Raises ConnectionError where there is none, ValueError for what it refuses."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None, **options: Any) -> None:
+        parts = urlsplit(url if "//" in url else "http://" + url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no address of a server; an example: http://127.0.0.1:8000")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._open = lambda: kind(parts.hostname or "", parts.port, timeout=600)
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._options = options
+        self.messages: list[dict[str, str]] = []
+        self.model = model or self._ask("GET", "/v1/models")["data"][0]["id"]
+        self._template = True  # has the model one for chats?
+
+    def run(self, system: str | None, seed: int, lines: TextIO, prompt: bool) -> None:
+        """Read messages and answer them until there are no more."""
+        if system:
+            self.messages.append({"role": "system", "content": system})
+        print(paint(f"{self.model}, seed {seed}; ctrl-D ends", DIM))
+        while True:
+            if prompt:
+                print(paint("> ", DIM), end="", flush=True)
+            if not (line := lines.readline()):
+                break
+            if line.strip():
+                self._options["seed"] = seed
+                self.say(line.rstrip("\n"))
+
+    def say(self, text: str) -> None:
+        """Send a message and show the answer, then how it came about."""
+        self.messages.append({"role": "user", "content": text})
+        answer, finish, facts = "", "nothing", ""
+        for event in self._events():
+            for choice in event.get("choices", ()):
+                piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                answer += piece
+                sys.stdout.write(printable(piece))
+                finish = choice.get("finish_reason") or finish
+            if (now := event.get("so_far")) and sys.stdout.isatty():  # in the title of the window, live
+                sys.stdout.write(
+                    f"\x1b]0;{now['tokens']} tokens, {now['accepted']} of {now['drafted']} guesses kept\x07"
+                )
+            if event.get("usage"):
+                facts = _facts(event, finish)
+            sys.stdout.flush()
+        print("\n" + paint(facts or finish, DIM))
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """The answer's events: of a chat, or of the bare text where the model has no chat template."""
+        stream = {"include_usage": True, "continuous_usage_stats": True}
+        body = {"model": self.model, "stream": True, "stream_options": stream, **self._options}
+        if self._template:
+            try:
+                yield from self._stream("/v1/chat/completions", {**body, "messages": self.messages})
+                return
+            except ValueError as error:
+                if "no chat template" not in str(error):
+                    raise
+                self._template = False
+                print(paint("this model has no chat template: it goes on with the text so far", DIM))
+        text = "\n".join(m["content"] for m in self.messages)
+        yield from self._stream("/v1/completions", {**body, "prompt": text})
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        connection, response = self._send("POST", path, body)
+        try:
+            for line in response:
+                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise ValueError(event["error"]["message"])
+                    yield event
+        finally:
+            connection.close()
+
+    def _ask(self, method: str, path: str) -> dict[str, Any]:
+        connection, response = self._send(method, path, None)
+        try:
+            return json.loads(response.read())
+        finally:
+            connection.close()
+
+    def _send(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = self._open()
+        try:
+            connection.request(method, self._base + path, None if body is None else json.dumps(body), self._headers)
+            response = connection.getresponse()
+        except OSError as error:
+            raise ConnectionError(
+                f"no server answers at {connection.host}:{connection.port} ({error}); start one: outrider serve builtin:code"
+            ) from error
+        if response.status != 200:
+            try:
+                raise ValueError(json.loads(response.read())["error"]["message"])
+            except (KeyError, json.JSONDecodeError):
+                raise ValueError(f"{connection.host} answers {response.status} to {path}") from None
+        return connection, response
+
+
+def _facts(event: dict[str, Any], finish: str) -> str:
+    """One line about an answer, from its last event."""
+    tokens, metrics = event["usage"]["completion_tokens"], event["metrics"]
+    parts = [f"{tokens} tokens"]
+    if (seconds := metrics["e2e_latency"] - metrics["time_in_queue"]) > 0:
+        parts.append(f"{tokens / seconds:.1f} tokens/s")
+    if spec := metrics["speculative_decoding"]:
+        kept, guessed = spec["num_accepted_draft_tokens"], spec["num_draft_tokens"]
+        parts += [f"acceptance length {spec['mean_acceptance_length'] or 1:.2f}", f"{kept} of {guessed} guesses kept"]
+    return ", ".join([*parts, finish, event["guarantee"]])

@@ -1,0 +1,80 @@
+"""`outrider models` and `outrider layers`. Imports torch only when a command needs it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+from outrider.cli.terminal import CODE, DIM, Debug, Model, console, loading, option, paint, readable
+
+
+def layers(
+    model: Model = CODE,
+    texts: Annotated[
+        list[Path] | None, option("Measurement", "Files with texts like yours; a short sample if none is given.")
+    ] = None,
+    out: Annotated[Path | None, option("Output", "Write the layer set here.", metavar="FILE")] = None,
+    dtype: Annotated[str, option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Search which of its layers a model should draft with (layer_skip), by measured agreement and measured cost."""
+    with readable(debug):
+        samples = [path.read_text(encoding="utf-8") for path in texts or []]
+        with loading(model):
+            from outrider.drafters.model.self_speculation import SAMPLE, search_layers
+            from outrider.models.load import load
+
+            loaded = load(model, dtype=dtype, quantization=quantization)
+        if loaded.tokenizer is None:
+            raise ValueError(f"{loaded.name} has no tokenizer, so no text can be read")
+        ids = [loaded.tokenizer(text)["input_ids"] for text in samples or [SAMPLE]]
+        found = search_layers(loaded.model, ids, progress=lambda line: print(paint(line, DIM)))
+        if out is not None:
+            found.save(out)
+        chosen = f'{{"method": "layer_skip", "layers": {json.dumps(str(out)) if out else found.layers}, '
+        chosen += f'"num_speculative_tokens": {max(found.depth, 1)}}}'
+        if found.gain <= 1:
+            print("No part of this model promises to draft for it faster than plain decoding. The least bad:")
+        print(
+            f"layers {found.layers}: {found.acceptance:.0%} of their choices are the model's, a token costs {found.cost:.2f} "
+            f"of the model's; predicted {found.gain:.2f} times plain decoding\n--speculative-config '{chosen}'"
+        )
+
+
+def models(debug: Debug = False) -> None:
+    """List the built-in models."""
+    with readable(debug):
+        with loading("the list"):
+            from outrider.models.load import BUILTIN, DATA, WIDENED
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(title="Built-in models", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("name", no_wrap=True)
+        for head in ("parameters", "on disk", "vocabulary", "context"):
+            table.add_column(head, justify="right", no_wrap=True)
+        table.add_column("what")
+        for name, what in BUILTIN.items():
+            folder = DATA / name.removeprefix("builtin:")
+            weights = folder / "model.safetensors"
+            if not weights.exists() or not (folder / "config.json").exists():
+                table.add_row(name, "-", "-", "-", "-", f"{what} [red](its files are missing)[/red]")
+                continue
+            config = json.loads((folder / "config.json").read_text())
+            size = sum(f.stat().st_size for f in folder.iterdir())
+            numbers = [f"{_parameters(weights) / 1e6:.2f} M", f"{size / 1e6:.1f} MB"]
+            numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
+            table.add_row(name, *numbers, what)
+        console().print(table)
+        print(f"builtin:code again, at the cost of a bigger model, to measure with: {', '.join(WIDENED)}")
+        print(f'Use one: outrider generate "def main():" --model {CODE}')
+
+
+def _parameters(weights: Path) -> int:
+    """Stored numbers of a safetensors file, from its header."""
+    with weights.open("rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,0 +1,196 @@
+"""`outrider replay`: a trace in the terminal, summed up, or one of its steps computed again. Imports nothing heavy before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, Debug, console, loading, option, paint, printable, readable
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+    from outrider.trace import Node, Replay, Text, Trace
+
+_STYLES = {"✓": "green", "✗": "red", "·": "dim"}
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file that --trace has written.")],
+    step: Annotated[
+        int | None, option("Trace", "Compute this step of the request again, and explain it.", "--step", "-s", min=0)
+    ] = None,
+    request: Annotated[int | None, option("Trace", "Which request; needed where there are several.", min=0)] = None,
+    model: Annotated[
+        str | None, option("Model", "Where the model is now; where the trace had it, if not given.", "--model", "-m")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Sum up a trace, or compute one of its steps again: what was guessed, and why each guess was kept or refused.
+
+    A step is computed with the model that the trace names, and compared with what was recorded. Exit code 1: it differs.
+    """
+    with readable(debug):
+        with loading("the trace"):
+            from outrider.trace import read
+
+            found = read(trace)
+        if found.problem is not None:
+            print(paint(f"note: {found.problem}; what stands before it is shown", YELLOW))
+        if step is None:
+            _summary(found, request)
+            return
+        text = found.text(request)
+        _ = text.step(step), text.prompt  # what is not there is said before a model is loaded
+        with loading(found.header.model):
+            llm = _model(found, model)
+            from outrider.trace import replay as again
+
+            result = again(found, llm.decoder, step, text.id)
+        _show(result, found, llm.tokenizer)
+        raise typer.Exit(0 if result.same else 1)
+
+
+def _model(trace: Trace, name: str | None) -> Any:
+    """The model of the trace, with its drafter where that is needed."""
+    from outrider.llm import LLM
+    from outrider.verify import VERIFIERS
+
+    header = trace.header
+    kind: dict[str, Any] = (
+        {"quantization": header.dtype} if header.dtype in ("int8", "int4") else {"dtype": header.dtype}
+    )
+    needed = header.verifier in VERIFIERS and VERIFIERS[header.verifier].needs_probs
+    config = header.speculative_config if needed else None
+    return LLM(name or header.model, speculative_config=config, max_num_seqs=1, **kind)
+
+
+# -- the whole ----------------------------------------------------------------------------------------------------------
+
+
+def _summary(trace: Trace, request: int | None) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    header, out = trace.header, console()
+    texts = [trace.text(request)] if request is not None else list(trace.texts.values())
+    config = ", ".join(f"{k} {v}" for k, v in header.speculative_config.items()) or "plain decoding"
+    print(f"{header.model}, {header.dtype} on {header.device}; {config}")
+    print(f"verifier {header.verifier}, {header.guarantee}; outrider {header.outrider}, {header.date}")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in ("request", "prompt", "tokens", "steps", "accepted of guesses", "tokens a step", "seconds", "ended by"):
+        table.add_column(head, justify="left" if head == "ended by" else "right")
+    for text in texts[:40]:
+        table.add_row(*_row(text))
+    out.print(table)
+    if len(texts) > 40:
+        print(f"... and {len(texts) - 40} more; --request ID shows one")
+    if request is not None:
+        _steps(texts[0])
+    elif trace.acceptance:
+        rates = "  ".join(f"{d.depth}: {d.rate:.0%} of {d.drafted}" for d in trace.acceptance)
+        print(f"kept by depth of the guess   {rates}")
+    if trace.seconds:
+        whole = sum(trace.seconds.values())
+        shares = "  ".join(f"{phase} {part:.2f} s ({part / whole:.0%})" for phase, part in trace.seconds.items())
+        print(f"time in steps   {shares}")
+    if header.detail.value != "counts" and texts and texts[0].steps:
+        which = f" --request {texts[0].id}" if len(trace.texts) > 1 else ""
+        telling = max(texts[0].steps, key=lambda s: (s.accepted, s.drafted)).step
+        print(paint(f"Next: outrider replay {trace.path}{which} --step {telling}", DIM))
+
+
+def _row(text: Text) -> list[str]:
+    m, end = text.metrics, text.end
+    length = "-" if m.mean_acceptance_length is None else f"{m.mean_acceptance_length:.2f}"
+    seconds = "-" if end is None or end.seconds is None else f"{end.seconds:.2f}"
+    counts = (text.id, text.request.prompt_tokens, text.output_tokens, m.num_spec_steps)
+    guesses = f"{m.num_accepted_draft_tokens} of {m.num_draft_tokens}"
+    return [*map(str, counts), guesses, length, seconds, text.finish or "not seen"]
+
+
+def _steps(text: Text) -> None:
+    """A letter a token, a bar a step."""
+    print("its tokens, | between steps (a accepted guess, c correction, b bonus, p plain):")
+    print("|".join(step.origins for step in text.steps))
+
+
+# -- a step -------------------------------------------------------------------------------------------------------------
+
+
+def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
+    def show(token: int) -> str:
+        return f"token {token}" if tokenizer is None else repr(tokenizer.decode([token]))
+
+    step, params, text = result.step, result.text.request.params, result.text
+    asked = (
+        ", ".join(f"{k} {v}" for k, v in params.items() if k not in ("max_tokens", "ignore_eos")) or "temperature 1.0"
+    )
+    print(
+        f"request {text.id}, step {step.step} of {len(text.steps)}, position {step.position}: {trace.header.verifier}, {asked}, "
+        f"seed {text.request.seed}"
+    )
+    if tokenizer is not None:
+        print("after " + paint(repr(printable(tokenizer.decode(list(result.before[-24:])))), DIM))
+    if step.note:
+        print(paint(step.note, DIM))
+    print()
+    console().print(_tree(result, show))
+    kept = min(len(result.path) - 1, len(result.written))
+    own = (
+        "the bonus"
+        if step.drafted and not step.refused
+        else "in place of the guess"
+        if step.drafted
+        else "plain decoding"
+    )
+    last = f"{show(result.token)} is the target's own, {own}" if len(result.written) > kept else "then the text ended"
+    print(
+        "\nwritten: "
+        + " ".join(show(t) for t in result.written)
+        + f"   ({kept} of {step.drafted} guesses kept; {last})"
+    )
+    if result.same:
+        print(paint("computed again: the same draft, verdict and tokens as recorded", GREEN))
+        return
+    why = (
+        ""
+        if trace.header.rows_equal
+        else "; this model's logits depend on the rows beside, so near-ties may fall otherwise"
+    )
+    for line in result.differs:
+        print(paint(f"differs: {line}", RED))
+    print(paint(f"Recorded by outrider {trace.header.outrider} on {trace.header.machine}{why}", DIM))
+
+
+def _tree(result: Replay, show: Any) -> Tree:
+    from rich.tree import Tree
+
+    places = dict[int, Tree]()
+    root = Tree(_label(result.nodes[0], result, show))
+    places[0] = root
+    for node in result.nodes[1:]:
+        places[node.node] = places[node.parent].add(_label(node, result, show))
+    return root
+
+
+def _label(node: Node, result: Replay, show: Any) -> Any:
+    """The token, its fate and the reason; below the accepted ones, what the target thought likely next."""
+    from rich.text import Text as Styled
+
+    late = node.depth > len(result.written)
+    mark = "·" if late or not node.judged else "✓" if node.kept else "✗"
+    label = Styled(show(node.token), style="bold" if node.kept else "")
+    if node.node:
+        why = "of no account: the text had ended" if late else node.why(show)
+        label = Styled(f"{mark} ", style=_STYLES[mark]) + label + Styled(f"  {why}", style=_STYLES[mark])
+    if node.drawn is not None and not late:
+        likely = ", ".join(f"{show(t)} {p:.2f}" for t, p in node.law[:3])
+        label.append(f"\nlikeliest next: {likely}", style="dim")
+        if node.node == result.path[-1]:
+            rest = node.verifier != "match" and result.step.refused
+            drew = "what the guesses left of the law gave" if rest else "the target drew"
+            label.append(f"\n{drew} {show(node.drawn)}" if node.drawn >= 0 else "\nno token has a chance here")
+    return label

@@ -1,0 +1,15 @@
+"""How much to spend on guesses: what it costs here, and who decides. Imports the kernel; `outrider.control.expectation` has the expectations.
+
+cost         the cost model: seconds for every size of a step
+observed     running acceptance, and seconds by size
+costs        where a controller's seconds come from: the steps themselves, or a calibrated model
+controllers  Fixed, and Adaptive, which takes what pays and never costs more than it states
+"""
+
+from __future__ import annotations
+
+from outrider.control.controllers import Adaptive, Controller, Fixed
+from outrider.control.cost_model import CostModel
+from outrider.control.costs import Calibrated, Costs
+
+__all__ = ["Adaptive", "Calibrated", "Controller", "CostModel", "Costs", "Fixed"]

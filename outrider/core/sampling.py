@@ -1,0 +1,252 @@
+"""From logits to a law, at any node of a draft: every sampling parameter, with the node's own ancestors as history.
+
+Order, as in transformers and vLLM: allowed ids, bad words, min_tokens, logit bias, penalties (all of which may depend on
+the tokens before), then temperature, top-k, top-p, min-p. A law is kept as *scores*: its logarithm up to a constant per
+row, -inf outside the support. Greedy is a law with all its mass on the lowest of the largest logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.core.noise import Noise, Stream
+from outrider.core.types import Draft, ints
+from outrider.kernels import cpu as native
+from outrider.params import SamplingParams
+
+_NO = float("-inf")
+_SHORTLIST = 256  # top-p looks at this many candidates first; the full sort is the same decision, slower
+
+
+class Mask(Protocol):
+    """What may be written after a text, as a grammar decides it."""
+
+    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
+        """bool [vocab]: the tokens that may follow `tokens[start:]` and then `extra`. tokens are committed; extra is not,
+        and may never be."""
+        ...
+
+
+@dataclass(eq=False)
+class History:
+    """What the prefix-dependent parameters of one row need to know, brought up to date as tokens are committed."""
+
+    params: SamplingParams
+    end_ids: tuple[int, ...]  # tokens that would end the text; forbidden before min_tokens
+    bad_words: tuple[tuple[int, ...], ...]
+    tokens: list[int]  # prompt and output; shared with the row, never changed here
+    prompt_length: int
+    mask: Mask | None = None
+    prompt_seen: Tensor | None = field(default=None, init=False)  # bool [vocab]
+    counts: Tensor | None = field(default=None, init=False)  # float32 [vocab], of the output
+    counted: int = field(default=0, init=False)  # output tokens already in counts
+
+    @property
+    def active(self) -> bool:
+        p = self.params
+        if self.mask is not None:
+            return True
+        return bool(p.logit_bias or self.bad_words or p.allowed_token_ids is not None or p.min_tokens) or (
+            p.repetition_penalty,
+            p.presence_penalty,
+            p.frequency_penalty,
+        ) != (1.0, 0.0, 0.0)
+
+    def apply(self, logits: Tensor, extra: Sequence[int]) -> Tensor:
+        """float32 [vocab] -> a changed copy, for the token that follows the committed tokens and then `extra`."""
+        p, out = self.params, logits.clone()
+        written = len(self.tokens) - self.prompt_length + len(extra)
+        if p.allowed_token_ids is not None:
+            kept = torch.full_like(out, _NO)
+            ids = torch.as_tensor(p.allowed_token_ids, device=out.device)
+            kept[ids] = out[ids]
+            out = kept
+        if self.mask is not None:
+            allowed = self.mask.allowed(self.tokens, self.prompt_length, extra)
+            out = out.masked_fill(~allowed.to(out.device), _NO)
+        for word in self.bad_words:
+            head, last = word[:-1], word[-1]
+            context = [*self.tokens[-len(head) :], *extra][-len(head) :] if head else []
+            if list(head) == context:
+                out[last] = _NO
+        if written < p.min_tokens:
+            out[list(self.end_ids)] = _NO
+        for token, bias in (p.logit_bias or {}).items():
+            out[int(token)] += bias
+        return self._penalties(out, extra)
+
+    def _penalties(self, out: Tensor, extra: Sequence[int]) -> Tensor:
+        p = self.params
+        if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1.0, 0.0, 0.0):
+            return out
+        if self.counts is None or self.prompt_seen is None:
+            self.counts = torch.zeros_like(out)
+            self.prompt_seen = torch.zeros_like(out, dtype=torch.bool)
+            self.prompt_seen[self.tokens[: self.prompt_length]] = True
+        new = self.tokens[self.prompt_length + self.counted :]
+        if new:
+            self.counts.index_add_(0, out.new_tensor(new, dtype=torch.long), out.new_ones(len(new)))
+            self.counted += len(new)
+        counts = self.counts
+        if extra:
+            counts = counts.index_add(0, out.new_tensor(extra, dtype=torch.long), out.new_ones(len(extra)))
+        if p.repetition_penalty != 1:
+            hurt = torch.where(out > 0, out / p.repetition_penalty, out * p.repetition_penalty)
+            out = torch.where(self.prompt_seen | (counts > 0), hurt, out)
+        return out - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
+
+
+class Warp:
+    """The sampling parameters of a batch, compiled once. Rows are independent: a row's result is the same in any batch."""
+
+    def __init__(self, histories: Sequence[History], device: torch.device | str = "cpu") -> None:
+        self.histories = list(histories)
+        params = [h.params for h in histories]
+        self.greedy = [p.greedy for p in params]
+        self.all_greedy = all(self.greedy)
+        self.active = [h.active for h in histories]
+        self.filtered = [not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params]
+        temperature = [p.temperature if p.temperature > 0 else 1.0 for p in params]
+        self.temperature = (
+            None if all(t == 1 for t in temperature) else torch.tensor(temperature, device=device)[:, None]
+        )
+
+    def processed(self, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
+        """float32 [batch, vocab] -> the logits after everything that depends on tokens, before temperature."""
+        if not any(self.active):
+            return logits
+        rows = zip(logits, self.histories, self.active, extra, strict=True)
+        return torch.stack([h.apply(x, e) if active else x for x, h, active, e in rows])
+
+    def scores(self, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
+        """float32 [batch, vocab] -> log law, up to a constant per row. extra: draft tokens between prefix and node."""
+        logits = self.processed(logits, extra)
+        out = logits if self.temperature is None else logits / self.temperature
+        if any(self.filtered):
+            rows = zip(out, self.histories, self.filtered, strict=True)
+            out = torch.stack([truncate(x, h.params) if on else x for x, h, on in rows])
+        if any(self.greedy):
+            best = logits.max(-1, keepdim=True)
+            hot = torch.full_like(logits, _NO).scatter_(-1, best.indices, torch.where(best.values > _NO, 0.0, _NO))
+            hot = torch.where(best.values.isnan(), best.values, hot)
+            out = torch.where(torch.tensor(self.greedy, device=out.device)[:, None], hot, out)
+        return out
+
+    def draw(
+        self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
+    ) -> Tensor:
+        """int64 [batch]: argmax(log law + Gumbel noise); -1 where the logits hold NaN or no token is allowed."""
+        if logits.device.type == "cpu" and native.available():
+            keys = noise.keys(stream, position)
+            return torch.tensor([self.draw_row(b, logits[b], extra[b], key) for b, key in enumerate(keys)])
+        return self._draw(logits, extra, noise, stream, position)
+
+    def _draw(
+        self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
+    ) -> Tensor:
+        if self.all_greedy:
+            best = self.processed(logits, extra).max(-1)
+        else:
+            best = (self.scores(logits, extra) + noise.gumbel(stream, position, logits.shape[-1])).max(-1)
+        return torch.where(best.values > _NO, best.indices, -1)  # false for NaN too
+
+    def draw_row(self, b: int, logits: Tensor, extra: Sequence[int], key: tuple[int, int, int, int]) -> int:
+        """`draw` for row b alone, without a law: noise meets the scores in one native pass, and greedy needs none.
+
+        logits: float32 [vocab]. key: the row of `noise.keys`.
+        """
+        if not native.available():
+            seed, stream, step, at = (torch.tensor([part]) for part in key)
+            noise = Noise(seed, step)
+            return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream)), at)[0])
+        history = self.histories[b]
+        params = history.params
+        scores = history.apply(logits, extra) if self.active[b] else logits
+        temperature = params.temperature
+        if self.filtered[b]:
+            scores, temperature = truncate(scores / temperature, params), 1.0
+        try:
+            greedy = self.greedy[b]
+            token = native.argmax(scores) if greedy else native.argmax_gumbel(scores, *key, temperature=temperature)
+        except ValueError:  # NaN
+            return -1
+        return -1 if self.active[b] and scores[token] == _NO else token  # everything was forbidden
+
+    def simple(self, row: int) -> bool:
+        """Whether a row's law is its logits over its temperature, and no more."""
+        return not self.active[row] and not self.filtered[row]
+
+    def select(self, rows: Sequence[int]) -> Warp:
+        """The parameters of some of the rows."""
+        device = "cpu" if self.temperature is None else self.temperature.device
+        return Warp([self.histories[r] for r in rows], device)
+
+
+def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
+    """float32 [vocab] -> the same, -inf outside top-k, then top-p, then min-p. Ties at a border stay in for top-k and
+    min-p; top-p keeps the shortest run of the sorted tokens (lowest id first among equals) that reaches its mass."""
+    if 0 < params.top_k < len(scores):
+        border = scores.topk(params.top_k).values[-1]
+        scores = scores.masked_fill(scores < border, _NO)
+    if params.top_p < 1:
+        scores = _top_p(scores, params.top_p)
+    if params.min_p > 0:
+        border = scores.max() + torch.log(torch.tensor(params.min_p, device=scores.device))
+        scores = scores.masked_fill(scores < border, _NO)
+    return scores
+
+
+def _top_p(scores: Tensor, top_p: float) -> Tensor:
+    law = scores.softmax(-1)
+    best = law.topk(min(_SHORTLIST, len(law))).values
+    if best.cumsum(0)[-1] < top_p:
+        best = law.sort(descending=True).values
+    before = best.cumsum(0) - best  # mass of the tokens ahead
+    keep = int((before < top_p).sum())
+    border = best[keep - 1]
+    above = law > border
+    # among equals at the border the lowest ids stay, as many as the run has room for
+    equal = (law == border).nonzero().flatten()[: keep - int(above.sum())]
+    above[equal] = True
+    return scores.masked_fill(~above, _NO)
+
+
+class Laws:
+    """The target's law at the nodes of a draft, computed when a verifier asks (the `Target` of `outrider.verify`)."""
+
+    def __init__(self, logits: Tensor, draft: Draft, warp: Warp) -> None:
+        """logits: float32 [batch, node, vocab]."""
+        self.logits, self.draft, self.warp = logits, draft, warp
+
+    def _at(self, node: Tensor) -> tuple[Tensor, list[list[int]]]:
+        rows = self.logits[torch.arange(len(node), device=node.device), node]
+        if not any(self.warp.active):
+            return rows, [[]] * len(rows)
+        return rows, [self._ancestors(b, n) for b, n in enumerate(ints(node))]
+
+    def _ancestors(self, b: int, node: int) -> list[int]:
+        """The draft tokens from below the root down to `node`."""
+        parents, tokens = self.draft.parents[b], self.draft.tokens[b]
+        path: list[int] = []
+        while node > 0:
+            path.append(int(tokens[node]))
+            node = int(parents[node])
+        return path[::-1]
+
+    def sample(self, node: Tensor, noise: Noise, position: Tensor) -> Tensor:
+        logits, extra = self._at(node)
+        return self.warp.draw(logits, extra, noise, Stream.TOKEN, position)
+
+    def probs(self, node: Tensor) -> Tensor:
+        logits, extra = self._at(node)
+        return self.warp.scores(logits, extra).softmax(-1)
+
+    def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
+        """`sample` for one row; see `outrider.verify.batched.RowTarget`."""
+        extra = self._ancestors(row, node) if self.warp.active[row] else ()
+        return self.warp.draw_row(row, self.logits[row, node], extra, key)

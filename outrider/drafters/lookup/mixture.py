@@ -1,0 +1,104 @@
+"""Trees from places where the text at hand has occurred before. Plain Python; no model, no noise.
+
+A *context* is an end of the text that was found somewhere, with its length. A *source* tells what followed there, with
+counts. Contexts are mixed as experts of a Bayesian mixture: a node weighs what its contexts give it together,
+
+    mass(node + token) = sum over contexts c of mass(c, node) n_c(token) / (n_c + doubt / length_c)
+
+so a context that foretells a token wrongly has no say below it, and one that is right gains on the others. `doubt / length`
+is the chance left to what never followed (PPM's escape): two tokens that were seen once before prove little, thirty prove
+much, and lengths grow on the way down. Masses are estimates of the chance that a node is accepted, given its ancestors' and
+so the tree grows best first; with width 1 it is a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from heapq import heappop, heappush, nlargest
+from typing import Any, NamedTuple, Protocol
+
+from outrider.core.types import Budget
+
+WIDEST = 8  # continuations of one context that are looked at
+
+
+class Source(Protocol):
+    """Where contexts are found. States are the source's own names for a context and its continuations."""
+
+    def following(self, state: Any) -> tuple[float, Sequence[tuple[int, float, Hashable]]]:
+        """(how often anything followed, the likeliest (token, how often, the state behind it), best first)."""
+        ...
+
+
+class Context(NamedTuple):
+    """An end of the text, found in a source. weight: trust in it beside the others. length: tokens it has in common."""
+
+    source: Source
+    state: Hashable
+    weight: float
+    length: int
+
+
+def grow(
+    root: int, contexts: Iterable[Context], budget: Budget, *, least: float = 0.0, doubt: float = 0.0
+) -> list[tuple[int, int]]:
+    """(token, parent) of a tree within the budget, the root first. Nodes that weigh less than `least` are left out."""
+    nodes = [(root, -1)]
+    members = list(contexts)
+    total = sum(c.weight for c in members)
+    if not total or not budget.depth or not budget.width or not budget.max_nodes:
+        return nodes
+    heap: list[tuple[float, int, int, int, int, list[Context]]] = []  # (-mass, order, token, parent, level, members)
+    order = 0
+
+    def expand(node: int, level: int, members: Iterable[Context], scale: float) -> None:
+        nonlocal order
+        found: dict[int, dict[tuple[int, Hashable], Context]] = {}
+        masses: dict[int, float] = {}
+        for source, state, weight, length in members:
+            n, options = source.following(state)
+            share = scale * weight / (n + doubt / length) if options else 0.0
+            for token, count, child in options:
+                mass = share * count
+                masses[token] = masses.get(token, 0.0) + mass
+                into = found.setdefault(token, {})
+                same = into.get((id(source), child))  # contexts that lead to one place are one context from there on
+                longer = max(length + 1, same.length if same else 0)
+                into[id(source), child] = Context(source, child, mass + (same.weight if same else 0.0), longer)
+        for token, mass in nlargest(budget.width, masses.items(), key=lambda item: item[1]):
+            if mass >= least:
+                order += 1
+                heappush(heap, (-mass, order, token, node, level + 1, list(found[token].values())))
+
+    expand(0, 0, members, 1 / total)
+    while heap:
+        _, _, token, parent, level, members = heappop(heap)
+        nodes.append((token, parent))
+        if len(nodes) > budget.max_nodes:
+            break
+        if level < budget.depth:
+            expand(len(nodes) - 1, level, members, 1.0)
+    return nodes
+
+
+class Places:
+    """A text as a source. A state is a tuple of places in it; what stands there, followed. Ties go to the first place."""
+
+    def __init__(self, tokens: Sequence[int], end: int = -1) -> None:
+        """end: a token after which nothing follows, such as the border between two documents."""
+        self.tokens, self.end = tokens, end
+
+    def following(self, state: tuple[int, ...]) -> tuple[float, list[tuple[int, float, Hashable]]]:
+        tokens, n = self.tokens, len(self.tokens)
+        if len(state) == 1:  # the usual case, and the tree's hot path
+            place = state[0]
+            if place >= n or tokens[place] == self.end:
+                return 0, []
+            return 1, [(tokens[place], 1, (place + 1,))]
+        groups: dict[int, list[int]] = {}
+        for place in state:
+            if place < n:
+                groups.setdefault(tokens[place], []).append(place + 1)
+        groups.pop(self.end, None)
+        best = nlargest(WIDEST, groups.items(), key=lambda item: len(item[1]))
+        return sum(map(len, groups.values())), [(t, len(p), tuple(p)) for t, p in best]

@@ -1,0 +1,49 @@
+"""Prompt lookup: what followed the last n tokens when they came before. No second model, no training."""
+
+from __future__ import annotations
+
+from outrider.core.tree import tree
+from outrider.core.types import Draft
+from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.lookup.mixture import Context, Places, grow
+
+_PLACES = 16  # latest occurrences of an n-gram that are kept
+
+
+class NgramDrafter(BaseDrafter):
+    """Prompt lookup (Saxena 2023; LLMA, arXiv 2304.04487), as a tree.
+
+    The last n tokens are looked up for every n of `shortest..longest`. The places of the longest that is found decide
+    first, by counts, the latest place among equals; shorter ones fill what the budget leaves. An index per row maps each
+    n-gram to its latest places, so a proposal costs a few look-ups at any text length.
+    """
+
+    def __init__(self, shortest: int = 2, longest: int = 5) -> None:
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"n-gram lengths must satisfy 1 <= min <= max, got {shortest} and {longest}")
+        self.shortest, self.longest = shortest, longest
+        self._index: dict[int, tuple[int, dict[tuple[int, ...], tuple[int, ...]]]] = {}  # row -> tokens read, index
+
+    def release(self, row: int) -> None:
+        self._index.pop(row, None)
+
+    def propose(self, batch: Batch) -> Draft:
+        trees = []
+        for row, tokens, budget in zip(batch.rows, batch.tokens, batch.budgets, strict=True):
+            trees.append(grow(tokens[-1], self._contexts(row, tokens), budget))
+        return Draft(*tree(trees))
+
+    def _contexts(self, row: int, tokens: list[int]) -> list[Context]:
+        """The ends of the text that were found, each a hundred times as heavy as the next shorter one."""
+        read, index = self._index.get(row, (1, {}))
+        for end in range(read, len(tokens)):  # n-grams that end before `end`; the last one has no continuation yet
+            for n in range(self.shortest, min(self.longest, end) + 1):
+                gram = tuple(tokens[end - n : end])
+                index[gram] = (end, *index.get(gram, ())[: _PLACES - 1])
+        self._index[row] = (max(read, len(tokens)), index)
+        found, source = [], Places(tokens)
+        for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
+            places = index.get(tuple(tokens[-n:]))
+            if places:
+                found.append(Context(source, places, 100.0 ** -len(found), n))
+        return found

@@ -1,0 +1,153 @@
+"""Predicted outputs: the user gives the text that most of the answer will repeat, and it is found again after each change."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from outrider.core.tree import tree
+from outrider.core.types import Draft
+from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.lookup.mixture import Context, grow
+
+_TRUST = 8  # how much the user's word counts before the answer starts, in tokens of match
+_LOOK = 64  # places on either side that are compared when the thread is lost
+_REACH = 32  # tokens compared at each
+_SURE = 4  # tokens that must match before the answer is taken to have gone back, or a replacement is believed
+_GIVE_UP = 8  # tokens that must match at most, however often the prediction was wrong
+_SWAP = 8  # longest replacement that is remembered
+
+
+class Alignment:
+    """Where an answer stands in its prediction, token by token: a function of the answer alone. A `Source` of the mixture.
+
+    place: what the prediction says comes next stands here; None when the thread is lost. run: tokens in common before it.
+    misses: wrong expectations not yet made good. As many tokens must match before the thread is taken up again, so a
+    prediction that has nothing to do with the answer is soon left alone, and one that fits again is found again.
+    swaps: replacements seen, by first token: a name that was changed once is expected to change again, until it does not.
+    """
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self.text, self.answer = list(prediction), list[int]()
+        self.place: int | None = 0
+        self.run, self.misses = _TRUST, 0
+        self.lost = self.since = 0  # place and length of the answer when the thread was lost
+        self.swaps: dict[int, tuple[list[int], list[int]] | None] = {}  # None: did not come again
+        self._swap: tuple[list[int], list[int]] | None = None  # seen, not believed yet
+        self._inside: tuple[int, ...] = ()  # what is left of a replacement the answer is in
+        self._behind: dict[int, list[int]] = {}  # token -> places behind it
+        for at, token in enumerate(self.text, 1):
+            self._behind.setdefault(token, []).append(at)
+
+    def extend(self, answer: Sequence[int]) -> None:
+        """Read what is new of an answer."""
+        for token in answer[len(self.answer) :]:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        self.answer.append(token)
+        if self.place is not None:
+            expected = [option for option in self.following((self.place, self._inside))[1] if option[0] == token]
+            if expected:
+                raw = not self._inside and token == self.text[self.place]
+                if raw and token in self.swaps and self._swapped(self.place):
+                    self.swaps[token] = None
+                self.place, self._inside = expected[0][2]
+                self._gained()
+                return
+            self.misses = min(self.misses + (self.place < len(self.text)), _GIVE_UP)
+            self.lost, self.since = self.place, len(self.answer) - 1
+            self.place, self._inside, self._swap = None, (), None
+        self._find()
+
+    def following(self, state: tuple[int, tuple[int, ...]]) -> tuple[float, list[tuple[int, float, tuple]]]:
+        """state: a place, and what is left of a replacement before it."""
+        place, inside = state
+        if inside:
+            return 1, [(inside[0], 1, (place, inside[1:]))]
+        options: list[tuple[int, float, tuple]] = []
+        if place < len(self.text):
+            options.append((self.text[place], 1, (place + 1, ())))
+        if swap := self._swapped(place):
+            old, new = swap
+            option = self.following((place + len(old), tuple(new)))[1][:1]
+            options = [(token, 9, state) for token, _, state in option] + options
+        return sum(count for _, count, _ in options), options
+
+    def contexts(self) -> list[Context]:
+        """Where the prediction is expected to go on. Just after a change: as if one token had been replaced by one."""
+        if self.place is not None:
+            return [Context(self, (self.place, self._inside), 1.0, self.run)]
+        if len(self.answer) - self.since > 1 or self.misses > 2:
+            return []
+        return [Context(self, (self.lost + 1, ()), 1.0, 1)]
+
+    def _swapped(self, place: int) -> tuple[list[int], list[int]] | None:
+        """The replacement that is expected at a place."""
+        swap = self.swaps.get(self.text[place]) if place < len(self.text) else None
+        return swap if swap and self.text[place : place + len(swap[0])] == swap[0] else None
+
+    def _gained(self) -> None:
+        self.run += 1
+        if self.run >= _SURE:
+            self.misses = max(0, self.misses - 1)
+            if self._swap is not None:
+                old, new = self._swap
+                self.swaps.setdefault(old[0], (old, new))
+                self._swap = None
+
+    def _find(self) -> None:
+        """Take the thread up again where most tokens match: from the old place on, the nearest first, else before it."""
+        places = self._behind.get(self.answer[-1], [])
+        middle = bisect_left(places, self.lost)
+        run, place = self._longest(places[middle : middle + _LOOK])
+        if run < max(1, self.misses):
+            run, place = self._longest(places[max(0, middle - _LOOK) : middle][::-1])
+            if run < max(_SURE, self.misses):
+                return
+        self.place, self.run = place, run
+        fresh = min(run, len(self.answer) - self.since)  # of the match, what came after the change
+        old, new = self.text[self.lost : place - fresh], self.answer[self.since : len(self.answer) - fresh]
+        if place - fresh >= self.lost and 0 < len(old) <= _SWAP and len(new) <= _SWAP:
+            self._swap = old, new
+
+    def _longest(self, places: Sequence[int]) -> tuple[int, int]:
+        """(tokens in common, place) of the first place with the most."""
+        best, found = 0, 0
+        for place in places:
+            reach, run = min(place, len(self.answer), _REACH), 0
+            while run < reach and self.text[place - 1 - run] == self.answer[-1 - run]:
+                run += 1
+            if run > best:
+                best, found = run, place
+        return best, found
+
+
+class PredictionDrafter(BaseDrafter):
+    """Guesses that the answer goes on as its prediction does: `SamplingParams.prediction`, else the one given here.
+
+    After a change the place is found again (`Alignment`); replacements that were seen are expected again. Every guess is
+    a token of the prediction or of such a replacement, so of a step's guesses those kept are a server's
+    accepted_prediction_tokens, and the others its rejected_prediction_tokens.
+    """
+
+    def __init__(self, prediction: Sequence[int] = (), *, least: float = 0.2) -> None:
+        self.prediction, self.least = tuple(prediction), least
+        self._rows: dict[int, Alignment] = {}
+
+    def release(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def propose(self, batch: Batch) -> Draft:
+        trees = []
+        given = batch.predictions or [()] * len(batch.rows)
+        for row, tokens, n, told, budget in zip(
+            batch.rows, batch.tokens, batch.prompt_lengths, given, batch.budgets, strict=True
+        ):
+            if row not in self._rows:
+                self._rows[row] = Alignment(told or self.prediction)
+            alignment = self._rows[row]
+            alignment.extend(tokens[n:])
+            doubt = 0.5 * (1 + alignment.misses)
+            trees.append(grow(tokens[-1], alignment.contexts(), budget, least=self.least, doubt=doubt))
+        return Draft(*tree(trees))

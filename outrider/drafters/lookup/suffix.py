@@ -1,0 +1,70 @@
+"""Suffix decoding: the longest ends of the text that occurred before, here, in other answers, or in a corpus."""
+
+from __future__ import annotations
+
+from outrider.core.tree import tree
+from outrider.core.types import Draft
+from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.lookup.automaton import SuffixAutomaton
+from outrider.drafters.lookup.corpus import REACH, Corpus
+from outrider.drafters.lookup.mixture import Context, grow
+
+_FEED = 256  # a running answer joins the shared store in pieces of so many tokens
+_LEAD = 16  # tokens before a piece that are stored with it, so that its start can be found
+
+
+class SuffixDrafter(BaseDrafter):
+    """Suffix decoding (arXiv 2411.04975), as a tree: long matches draft far, rare ones little or nothing.
+
+    Looks in three places: the row's own prompt and answer (an automaton), the answers of other requests, running and
+    finished (a store of at most `shared` tokens, the oldest go first; 0: none), and `corpus`, texts the user hands in.
+    Counts become chances as `mixture` explains; least: a path ends where its chance falls below it. doubt: tokens of
+    match that make a continuation seen once as likely as not.
+
+    What other requests said shows in how fast an answer comes, never in its tokens under `match`. Where users must not
+    learn of each other even that, set shared=0.
+    """
+
+    def __init__(
+        self, corpus: Corpus | None = None, shared: int = 2**18, *, least: float = 0.1, doubt: float = 2.0
+    ) -> None:
+        if shared < 0 or not 0 <= least <= 1 or doubt < 0:
+            raise ValueError(f"shared, doubt >= 0 and 0 <= least <= 1, got {shared}, {doubt} and {least}")
+        self.corpora = [] if corpus is None else [corpus]
+        self.store = Corpus(shared) if shared else None
+        if self.store is not None:
+            self.corpora.append(self.store)
+        self.least, self.doubt = least, doubt
+        self._automata: dict[int, SuffixAutomaton] = {}
+        self._texts: dict[int, tuple[list[int], int]] = {}  # row -> its text, and up to where it is in the store
+
+    def forget(self) -> None:
+        """Empty the store of other requests' answers."""
+        if self.store is not None:
+            self.store.segments.clear()
+
+    def release(self, row: int) -> None:
+        self._automata.pop(row, None)
+        if row in self._texts:
+            self._feed(row, 1)
+            del self._texts[row]
+
+    def propose(self, batch: Batch) -> Draft:
+        trees = []
+        for b, (row, tokens, budget) in enumerate(zip(batch.rows, batch.tokens, batch.budgets, strict=True)):
+            self._texts[row] = (tokens, self._texts.get(row, ((), batch.prompt_lengths[b]))[1])
+            self._feed(row, _FEED)
+            automaton = self._automata.setdefault(row, SuffixAutomaton())
+            automaton.extend(tokens)
+            found = [Context(automaton, state, float(n) ** 2, n) for state, n in automaton.suffixes()[:3]]
+            for corpus in self.corpora if budget.max_nodes else ():
+                found += corpus.contexts(tokens[-REACH:])
+            trees.append(grow(tokens[-1], found, budget, least=self.least, doubt=self.doubt))
+        return Draft(*tree(trees))
+
+    def _feed(self, row: int, least: int) -> None:
+        """Adds what is new of an answer to the store, if it is `least` tokens or more."""
+        tokens, done = self._texts[row]
+        if self.store is not None and len(tokens) - done >= least:
+            self.store.add(tokens[max(0, done - _LEAD) :])
+            self._texts[row] = (tokens, len(tokens))

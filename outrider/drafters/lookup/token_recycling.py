@@ -1,0 +1,65 @@
+"""Token recycling: the candidates the target itself weighed after each token, used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.control.ranks import Ranks
+from outrider.core.tree import tree
+from outrider.core.types import PADDING, Budget, Draft, Kept
+from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.combine.merge import Nodes, walked
+
+
+class RecyclingDrafter(BaseDrafter):
+    """Token recycling (arXiv 2408.08696): a table of the last top-k candidates after each token, no training.
+
+    table: int64 [vocab, k], -1 where nothing is known. Every node of every step, kept or not, writes the k tokens that the
+    target found likeliest after it. A draft is a tree of fixed shape, the best for the acceptance by rank measured so far, filled
+    by looking tokens up from the root down. Table and ranks are shared by all rows and outlive them, so a second text of a
+    kind starts warm.
+    """
+
+    def __init__(self, vocab_size: int, k: int = 8) -> None:
+        if not 1 <= k <= vocab_size:
+            raise ValueError(f"k must be in 1..{vocab_size}, the vocabulary, got {k}")
+        self.k, self.table, self.ranks = k, torch.full((vocab_size, k), -1), Ranks(k)
+        self._guessed: dict[int, Nodes] = {}  # by row, the last proposal
+
+    def forget(self) -> None:
+        """Empty the table, and forget the ranks."""
+        self.table.fill_(-1)
+        self.ranks = Ranks(self.k)
+
+    def watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
+        real = draft.parents != PADDING
+        self.table[draft.tokens[real].cpu()] = logits[real].topk(self.k).indices.cpu()
+
+    def propose(self, batch: Batch) -> Draft:
+        known: dict[int, list[int]] = {}
+        for row, tokens, budget in zip(batch.rows, batch.tokens, batch.budgets, strict=True):
+            shape = self.ranks.shape(Budget(budget.depth, min(budget.width, self.k), budget.max_nodes))
+            nodes, index = [(tokens[-1], -1)], {0: 0}
+            for role, (parent, rank) in enumerate(zip(shape.parents[1:], shape.ranks[1:], strict=True), start=1):
+                if parent not in index:
+                    continue
+                above = nodes[index[parent]][0]
+                if above not in known:
+                    known[above] = self.table[above].tolist()
+                if known[above][rank] >= 0:
+                    index[role] = len(nodes)
+                    nodes.append((known[above][rank], index[parent]))
+            self._guessed[row] = nodes
+        return Draft(*tree([self._guessed[row] for row in batch.rows]))
+
+    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+        for row, one in zip(batch.rows, kept, strict=True):
+            nodes = self._guessed.pop(row, None)
+            if nodes and one.finish is None:  # a cut says nothing of what was refused
+                self.ranks.observe([parent for _, parent in nodes], walked(nodes, one.tokens))
+
+    def release(self, row: int) -> None:
+        self._guessed.pop(row, None)

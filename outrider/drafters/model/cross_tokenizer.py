@@ -1,0 +1,290 @@
+"""A draft model whose tokenizer is not the target's (Timor et al. 2025, arXiv 2502.05202): two ways, and a choice.
+
+*TLI*, token-level intersection: the draft's law restricted to the tokens that both have, as the target's ids. Whatever
+grows or judges drafts then works as it is, with a law to judge by. *SLEM*, string-level exact match: the draft writes
+tokens of its own, and their text, encoded by the target's tokenizer, is proposed as a chain of chosen tokens.
+
+Either way the draft reads the committed text spelled in its own tokens, through one cache. New here: under `match`, SLEM
+too is coupled with the target's noise. The draft's law is pushed forward to the target's token that each of its tokens
+begins with, the noise chooses among those, and the draft's likeliest token that begins so is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from outrider.core.noise import Stream
+from outrider.core.tree import chain
+from outrider.core.types import Draft, Kept
+from outrider.drafters.base import Batch, Drafter, chains
+from outrider.drafters.combine.merge import Nodes, nodes_of, walked
+from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
+from outrider.models.base import LanguageModel, Output, Want
+from outrider.models.cache import SlotCache
+
+if TYPE_CHECKING:
+    from outrider.models.load import Loaded
+
+Way = Literal["tli", "slem"]
+_NO = float("-inf")
+_TRIALS = 16  # proposals of each way before one is preferred
+_AGAIN = 32  # one proposal in so many is made the other way, in case the text has changed
+_MEMORY = 0.98  # of the running means
+
+
+class SharedModel:
+    """A draft model that reads its own tokens and speaks of the target's: -inf for those that it does not have."""
+
+    def __init__(self, draft: LanguageModel, pairing: Pairing) -> None:
+        self.draft, self.vocab_size, self.max_length = draft, pairing.target.size, draft.max_length
+        self.device, self.rows_equal, self.bytes = draft.device, draft.rows_equal, getattr(draft, "bytes", 0)
+        shared = torch.tensor(sorted(pairing.shared.items()), dtype=torch.long, device=self.device).reshape(-1, 2)
+        self._target, self._draft = shared.unbind(1)
+
+    def new_cache(self, rows: int, max_length: int) -> SlotCache:
+        return self.draft.new_cache(rows, max_length)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: SlotCache,
+        rows: list[int],
+        *,
+        parents: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+        want: Want = "all",
+    ) -> Output:
+        """See `LanguageModel.forward`. tokens: the draft's ids."""
+        out = self.draft.forward(tokens, cache, rows, parents=parents, taps=taps, want=want)
+        logits = out.logits.new_full((*out.logits.shape[:2], self.vocab_size), _NO)
+        logits[..., self._target] = out.logits[..., self._draft]
+        return Output(logits, out.features)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """One row's text as the draft reads it. held: tokens in the cache and, after them, those that stand in the scratch.
+    sure: how many of them no later text changes."""
+
+    spelling: Spelling
+    held: list[int] = field(default_factory=list)
+    sure: int = 0
+
+
+@dataclass(eq=False)
+class _Score:
+    """How well a way does: a running mean of accepted tokens per proposal."""
+
+    tried: int = 0
+    mean: float = 0.0
+
+    def add(self, accepted: int) -> None:
+        self.tried += 1
+        self.mean += (accepted - self.mean) * max(1 / self.tried, 1 - _MEMORY)
+
+
+class TranslatedDrafter(ModelDrafter):
+    """Drafts from a model with a tokenizer of its own.
+
+    way: "tli" or "slem"; None tries both in turn and keeps to the one of which more tokens are accepted, looking at the
+    other now and then. Verifiers that ask for a law get TLI. `why` tells what was chosen, and from what.
+    """
+
+    def __init__(self, model: LanguageModel, pairing: Pairing, rows: int, way: Way | None = None) -> None:
+        """pairing: of the target's vocabulary and the model's."""
+        super().__init__(SharedModel(model, pairing), rows, model.max_length)
+        self.draft, self.pairing = model, pairing
+        self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way
+        self.scores: dict[Way, _Score] = {"tli": _Score(), "slem": _Score()}
+        none = pairing.target.size  # a place for what begins with no token of the target
+        self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
+        self._readings: dict[int, _Reading] = {}
+        self._guessed: dict[int, Nodes] = {}  # by row, the last proposal
+        self._proposals = 0
+        self._last: Way = "tli"
+
+    @property
+    def why(self) -> str:
+        """The way, and the reason for it."""
+        shared, tli, slem = f"{self.pairing.coverage:.0%} of the draft's tokens are shared", *self.scores.values()
+        if self.way:
+            return f"{self.way}: {shared}" + (", all of the target's" if self.pairing.total else "")
+        told = f"{tli.mean:.2f} tokens accepted per proposal by tli, {slem.mean:.2f} by slem; {shared}"
+        return f"{self._better}: {told}" if min(tli.tried, slem.tried) >= _TRIALS else f"undecided: {told}"
+
+    @property
+    def _better(self) -> Way:
+        return "slem" if self.scores["slem"].mean > self.scores["tli"].mean else "tli"
+
+    def _choose(self, batch: Batch) -> Way:
+        if self.way or batch.law:
+            return self.way or "tli"
+        self._proposals += 1
+        if min(s.tried for s in self.scores.values()) < _TRIALS:
+            return "slem" if self.scores["slem"].tried < self.scores["tli"].tried else "tli"
+        other: Way = "tli" if self._better == "slem" else "slem"
+        return other if self._proposals % _AGAIN == 0 else self._better
+
+    def propose(self, batch: Batch) -> Draft:
+        self._last = self._choose(batch)
+        draft = super().propose(batch) if self._last == "tli" else chains(batch, self._written(batch))
+        asked = [b for b, budget in enumerate(batch.budgets) if min(budget.depth, budget.max_nodes)]
+        self._guessed = {batch.rows[b]: nodes_of(draft, b) for b in asked}
+        return replace(draft, notes=(self.why,) * len(batch.rows))
+
+    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+        here = [row for row in batch.rows if row in self._scratch]
+        super().update(batch, kept, features)
+        for row, one in zip(batch.rows, kept, strict=True):
+            if row in here:  # the scratch has been committed as far as it came true; what is left of it is void
+                reading = self._readings[row]
+                reading.held += [self.pairing.shared.get(t, -1) for t in one.tokens]
+                del reading.held[self.cache.length[row] :]
+            if row in self._guessed:
+                self.scores[self._last].add(len(walked(self._guessed.pop(row), one.tokens)) - 1)
+
+    def release(self, row: int) -> None:
+        super().release(row)
+        self._readings.pop(row, None)
+        self._guessed.pop(row, None)
+
+    def missing(self, row: int, tokens: list[int]) -> int:
+        """See `ModelDrafter.missing`. The cache keeps what the text still begins with, and takes in what the draft wrote
+        itself and came true."""
+        if self._room(row, tokens) <= 0:
+            return 0
+        ids, reading = self._context(row, tokens), self._readings[row]
+        same = min(alike(reading.held, ids, min(reading.sure, len(reading.held))), len(ids) - 1)
+        length = self.cache.length[row]
+        if same < length:
+            self.cache.keep(row, same)
+        else:
+            self.cache.commit([row], [range(same - length)])
+        reading.held, reading.sure = ids[:same], reading.spelling.sure
+        return len(ids) - 1 - same
+
+    def read(self, row: int, tokens: list[int], count: int) -> None:
+        super().read(row, tokens, count)
+        self._readings[row].held = self._context(row, tokens)[: self.cache.length[row]]
+
+    def _context(self, row: int, tokens: list[int]) -> list[int]:
+        return self._readings.setdefault(row, _Reading(Spelling(self.pairing))).spelling.read(tokens)
+
+    def _room(self, row: int, tokens: list[int]) -> int:
+        return super()._room(row, tokens) if self._context(row, tokens) else 0  # nothing it could read
+
+    def _own(self, token: int) -> int:
+        return self.pairing.shared[token]
+
+    def _level(self, row: int, tokens: list[int]) -> list[int]:
+        feed = super()._level(row, tokens)
+        self._readings[row].held += feed
+        return feed
+
+    def _written(self, batch: Batch) -> list[list[int]]:
+        """SLEM: the tokens of the target for what the draft writes, a chain for each row."""
+        guesses: list[list[int]] = [[] for _ in batch.rows]
+        asked = [min(b.depth, b.max_nodes) for b in batch.budgets]
+        room = [min(2 * n, self._room(batch.rows[b], batch.tokens[b])) for b, n in enumerate(asked)]
+        live = [b for b, n in enumerate(room) if n > 0]
+        if not live:
+            return guesses
+        texts = [b""] * len(batch.rows)
+        logits = self._opened(batch, live)
+        count = 0
+        while True:
+            feed: list[int] = []
+            for b, line in zip(list(live), logits, strict=True):
+                token = self._next(batch, b, guesses[b], line)
+                piece = self.pairing.draft.pieces[token] if token >= 0 else None
+                if piece is None:  # nothing may follow, or a token that ends the text or is no text
+                    guesses[b] += [t for t in (self.pairing.first[token],) if token >= 0 and t >= 0]
+                    live.remove(b)
+                    continue
+                texts[b] += piece
+                guesses[b] = continued(self.pairing.target, batch.tokens[b], whole(texts[b]))
+                if len(guesses[b]) > asked[b] or count + 1 >= room[b]:  # the last token may still grow
+                    live.remove(b)
+                else:
+                    feed.append(token)
+            if not live:
+                return guesses
+            count += 1
+            rows = [batch.rows[b] for b in live]
+            for row, token in zip(rows, feed, strict=True):
+                self._readings[row].held.append(token)
+            parents = torch.arange(-1, count).repeat(len(live), 1)
+            logits = self.draft.forward(torch.tensor(feed)[:, None], self.cache, rows, parents=parents).logits[:, 0]
+
+    def _opened(self, batch: Batch, live: list[int]) -> Tensor:
+        """Logits [row, vocab of the draft] after the committed text of each row, whose last token stands in the scratch."""
+        rows = [batch.rows[b] for b in live]
+        feeds = [self._level(row, batch.tokens[b]) for row, b in zip(rows, live, strict=True)]
+        tokens, parents = chain(feeds)
+        logits = self.draft.forward(tokens, self.cache, rows, parents=parents, want="last").logits[:, 0]
+        self.cache.commit(rows, [range(len(feed) - 1) for feed in feeds])
+        return logits
+
+    def _next(self, batch: Batch, b: int, guessed: Sequence[int], logits: Tensor) -> int:
+        """The draft's next token, -1 for none: the likeliest of those that begin with the target token chosen by the noise.
+
+        logits: float32 [vocab of the draft]. guessed: the target's tokens so far.
+        """
+        mass = logits.new_zeros(self.model.vocab_size + 1).index_add_(0, self._first, logits.softmax(0))
+        law, warp = mass[:-1].log()[None], batch.warp.select([b])
+        if batch.stream is Stream.TOKEN:
+            at = batch.positions[[b]] + len(guessed)
+            chosen = int(warp.draw(law, [guessed], batch.noise.select([b]), batch.stream, at)[0])
+        else:  # the target's noise is not to be known: the likeliest
+            best = warp.processed(law, [guessed])[0].max(0)
+            chosen = int(best.indices) if best.values > _NO else -1
+        return -1 if chosen < 0 else int(logits.masked_fill(self._first != chosen, _NO).argmax())
+
+
+def whole(text: bytes) -> bytes:
+    """A text without the character that it breaks off in."""
+    for n in range(1, min(4, len(text) + 1)):
+        byte = text[-n]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return text[:-n] if needed > n else text
+        if byte < 0x80:
+            break
+    return text
+
+
+def from_draft_model(draft: Loaded, target: Loaded, rows: int, max_length: int) -> Drafter:
+    """The drafter for a draft model and a target, whether they share a tokenizer or not.
+
+    Raises ValueError where neither tokens nor text can pass from one to the other.
+    """
+    sizes = (draft.model.vocab_size, target.model.vocab_size)
+    if draft.tokenizer is None or target.tokenizer is None:
+        if sizes[0] == sizes[1]:
+            return ModelDrafter(draft.model, rows, max_length)
+        who = " and ".join(x.name for x in (draft, target) if x.tokenizer is None)
+        raise ValueError(
+            f"the draft {draft.name} has a vocabulary of {sizes[0]} tokens and the target {target.name} one of {sizes[1]}; "
+            f"a draft with other tokens needs the tokenizers of both, and {who} came without. Save a tokenizer beside its "
+            "model (model.save_pretrained(FOLDER); tokenizer.save_pretrained(FOLDER)) and give the folder, or use a method "
+            'that needs no second model: {"method": "suffix"}'
+        )
+    if sizes[0] == sizes[1] and draft.tokenizer.get_vocab() == target.tokenizer.get_vocab():
+        return ModelDrafter(draft.model, rows, max_length)
+    loaded = [(x, Vocabulary(x.tokenizer, x.model.vocab_size, x.end_ids)) for x in (target, draft)]
+    try:
+        pairing = Pairing(*(vocabulary for _, vocabulary in loaded))
+    except ValueError as error:
+        raise ValueError(
+            f"the draft {draft.name} cannot draft for the target {target.name}: {error}. Use a draft trained on the same kind "
+            'of text, or a method that needs none: {"method": "suffix"}'
+        ) from error
+    if pairing.equal:
+        return ModelDrafter(draft.model, rows, max_length)
+    return TranslatedDrafter(draft.model, pairing, rows)

@@ -1,0 +1,182 @@
+"""Attention over the slot cache, noise, and choosing a token: checked torch tensors in, torch tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.cpu.library import AttentionStruct, PlanStruct
+from outrider.kernels.cpu.state import library
+
+
+class Plan:
+    """The nodes of one forward: who sees whom, and where they lie. Made once, used by every layer.
+
+    rows: cache row of each batch entry. lengths: its committed tokens. nodes: nodes an entry, padding included.
+    parents: int64 [batch, held + nodes] (root -1, padding -2), None for a full chain. held: nodes of the trees that stand
+    in the scratch already: the new ones follow them, and may hang on any.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], lengths: Sequence[int], nodes: int, parents: Tensor | None = None, held: int = 0
+    ) -> None:
+        batch, total = len(rows), held + nodes
+        if parents is not None:
+            if parents.dtype != torch.int64 or parents.shape != (batch, total) or parents.device.type != "cpu":
+                raise ValueError(
+                    f"parents must be int64 [{batch}, {total}] on the CPU, got {parents.dtype} {tuple(parents.shape)}"
+                )
+            parents = parents.contiguous()
+        elif held:
+            raise ValueError(f"{held} nodes stand in the scratch: give the parents of all {total}")
+        self.batch, self.nodes = batch, nodes
+        size, full = batch * nodes, batch * total
+        self._row = torch.tensor([*rows], dtype=torch.int32)
+        self._length = torch.tensor([*lengths], dtype=torch.int32)
+        self._arrays = torch.empty(size + 2 * batch + 1 + 3 * full, dtype=torch.int32)
+        self._parts = self._arrays.split([size, batch + 1, batch, full, full, full])
+        pointers = PlanStruct(*(p.data_ptr() for p in self._parts))
+        count = library().plan(
+            batch, held, nodes, None if parents is None else parents.data_ptr(), self._length.data_ptr(), pointers
+        )
+        if count < 0:
+            entry, node = divmod(-1 - count, total)
+            raise ValueError(
+                f"node {node} of entry {entry} has parent {int(parents[entry, node]) if parents is not None else '?'}; "
+                "a parent is -1 for the root, -2 for padding, else a smaller node that is no padding"
+            )
+        self.count = count
+        self.end = max((int(n) + total for n in lengths), default=0)  # slots that must exist
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [count]: of the new nodes, in their order, without padding."""
+        return self._parts[3][: self.count].long()
+
+
+def attention(
+    plan: Plan,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query: float32 [batch, node, head, dim]. keys, values: float32 [row, kv_head, slot, dim], the nodes' own written
+    to their slots already. Returns float32 [batch, node, head, value_dim]; padding gives zeros.
+
+    A node's result depends on its own keys in the order of their positions, and on nothing else: not on slots, on
+    neighbours, on the capacity or on how a prompt was cut.
+    """
+    batch, nodes, heads, dim = query.shape
+    _, kv_heads, capacity, value_dim = values.shape
+    for name, t in (("query", query), ("keys", keys), ("values", values)):
+        if t.dtype != torch.float32 or t.device.type != "cpu":
+            raise ValueError(f"{name} must be float32 on the CPU, got {t.dtype} on {t.device}")
+    if (batch, nodes) != (plan.batch, plan.nodes):
+        raise ValueError(f"the plan is for {plan.batch} x {plan.nodes} nodes, the query has {batch} x {nodes}")
+    if not (keys.is_contiguous() and values.is_contiguous()) or keys.shape != (keys.shape[0], kv_heads, capacity, dim):
+        raise ValueError(
+            f"keys and values must be contiguous [row, kv_head, slot, dim] alike, got {tuple(keys.shape)} and "
+            f"{tuple(values.shape)} for a query of dimension {dim}"
+        )
+    if heads % kv_heads or plan.end > capacity or int(plan._row.max()) >= len(keys):
+        raise ValueError(
+            f"{heads} heads over {kv_heads} key heads, slots up to {plan.end} of {capacity}, row {int(plan._row.max())} "
+            f"of {len(keys)}: heads must divide, slots and rows must exist"
+        )
+    query = query if query.is_contiguous() else query.contiguous()
+    out = query.new_empty(batch, nodes, heads, value_dim)
+    if plan.count < batch * nodes:
+        out.zero_()
+    if sinks is not None:
+        sinks = sinks.detach().to(torch.float32).contiguous()
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must hold one number per head ({heads}), got {tuple(sinks.shape)}")
+    index, segment, chain, position, slot, parent = (p.data_ptr() for p in plan._parts)
+    job = AttentionStruct(
+        q=query.data_ptr(),
+        k=keys.data_ptr(),
+        v=values.data_ptr(),
+        out=out.data_ptr(),
+        segment=segment,
+        row=plan._row.data_ptr(),
+        length=plan._length.data_ptr(),
+        chain=chain,
+        position=position,
+        slot=slot,
+        parent=parent,
+        index=index,
+        sinks=None if sinks is None else sinks.data_ptr(),
+        segments=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        value_dim=value_dim,
+        capacity=capacity,
+        ldq=heads * dim,
+        ldo=heads * value_dim,
+        window=window or 0,
+        scale=scaling,
+        softcap=softcap or 0.0,
+    )
+    library().attention(job)
+    return out
+
+
+def words(seed: int, stream: int, step: int, position: int, n: int) -> Tensor:
+    """int64 [n] of 32-bit words: those of `outrider.core.noise`."""
+    out = torch.empty(n, dtype=torch.int32)
+    library().words(seed & _64, stream, step & _32, position & _32, n, out.data_ptr())
+    return out.long() & _32
+
+
+def gumbel(seed: int, stream: int, step: int, position: int, n: int) -> Tensor:
+    """float32 [n] standard Gumbel, made of the integers of `outrider.core.noise`."""
+    out = torch.empty(n)
+    library().gumbel(seed & _64, stream, step & _32, position & _32, n, out.data_ptr())
+    return out
+
+
+def gumbel_at(seed: int, stream: int, step: int, position: int, indices: Tensor) -> Tensor:
+    """float32, of the shape of `indices` (int64): `gumbel(...)[indices]` without making the rest."""
+    indices = indices.to(torch.int64).contiguous()
+    out = torch.empty(indices.shape)
+    library().gumbel_at(
+        seed & _64, stream, step & _32, position & _32, indices.data_ptr(), indices.numel(), out.data_ptr()
+    )
+    return out
+
+
+def argmax(scores: Tensor) -> int:
+    """The lowest index of the largest of float32 [n]. Raises ValueError on NaN."""
+    return _index(library().argmax(_row(scores).data_ptr(), scores.numel()))
+
+
+def argmax_gumbel(scores: Tensor, seed: int, stream: int, step: int, position: int, *, temperature: float = 1.0) -> int:
+    """argmax(scores / temperature + gumbel(...)) over float32 [n]; -inf is allowed, the lowest index wins a tie."""
+    return _index(
+        library().argmax_gumbel(
+            _row(scores).data_ptr(), scores.numel(), temperature, seed & _64, stream, step & _32, position & _32
+        )
+    )
+
+
+_32, _64 = 2**32 - 1, 2**64 - 1
+
+
+def _row(scores: Tensor) -> Tensor:
+    if scores.dtype != torch.float32 or scores.dim() != 1 or not scores.is_contiguous() or not scores.numel():
+        raise ValueError(f"expected contiguous float32 [n] with n >= 1, got {scores.dtype} {tuple(scores.shape)}")
+    return scores
+
+
+def _index(found: int) -> int:
+    if found < 0:
+        raise ValueError("the scores hold NaN: the model's weights or its input are damaged")
+    return found

@@ -1,0 +1,104 @@
+"""The one loaded library of this process, and its threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from outrider.kernels.cpu.library import Library, load
+
+
+@cache
+def _loaded() -> tuple[Library | None, str | None]:
+    found, why = load()
+    if found is not None:
+        places = _places()
+        found.set_cores((ctypes.c_int32 * len(places))(*places), len(places))
+        found.set_threads(default_threads())
+    return found, why
+
+
+def default_threads() -> int:
+    """As many as this process may run on, and no more than torch was given."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(len(_places()) or own, torch.get_num_threads()))
+
+
+def _places() -> list[int]:
+    """The processors of OpenMP's places; empty where OpenMP binds no threads.
+
+    Told to bind them (OMP_PROC_BIND, OMP_PLACES), it has tied the calling thread to a single processor, which says
+    nothing about the process, and threads made by that thread would share it.
+    """
+    try:
+        openmp = ctypes.CDLL(None)
+        found: list[int] = []
+        for place in range(openmp.omp_get_num_places()):
+            ids = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+            openmp.omp_get_place_proc_ids(place, ids)
+            found += ids
+    except (AttributeError, OSError, TypeError):  # no OpenMP to be seen; Windows has no CDLL(None)
+        return []
+    return sorted(set(found))
+
+
+def available() -> bool:
+    """Whether the native kernels can be used."""
+    return _loaded()[0] is not None
+
+
+def why() -> str | None:
+    """Why they cannot, or None."""
+    return _loaded()[1]
+
+
+def library() -> Library:
+    """The loaded library. Raises RuntimeError where there is none."""
+    found, reason = _loaded()
+    if found is None:
+        raise RuntimeError(f"outrider's native kernels are not to be had: {reason}")
+    return found
+
+
+def isa() -> str:
+    """The instruction set in use: portable, avx2 or avx512."""
+    return library().isa().decode()
+
+
+def use_isa(name: str) -> bool:
+    """Switch the instruction set; False where this processor does not have it. For tests: results do not change."""
+    return bool(library().select_isa(name.encode()))
+
+
+def num_threads() -> int:
+    return library().threads()
+
+
+def set_num_threads(threads: int) -> None:
+    """How many threads the kernels may use. Changes speed, never a bit of a result."""
+    if threads < 1:
+        raise ValueError(f"at least one thread is needed, got {threads}")
+    library().set_threads(threads)
+
+
+@contextmanager
+def one_torch_thread(device: torch.device) -> Iterator[None]:
+    """On the CPU, where the native kernels do the heavy work: torch without threads of its own.
+
+    They would cut elementwise work wherever it falls, which rounds some elements otherwise; and OpenMP's threads go on
+    spinning for milliseconds after their work is done, on the very cores that the kernels need next.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or not available():
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,113 @@
+"""Plain torch operations whose result for a row depends on how many rows share the call, made not to.
+
+Two kinds are found in transformers' modelling code. Some activations compute the last few elements of a tensor by a
+scalar function and the others by a vector function, and the two round differently: which elements come last depends on
+the number of rows. And a matrix product with a bare parameter (a mixture's router) sums in another order for one row
+than for many. The mode below watches the modelling code's calls and replaces these. It costs a little on every call, so
+a model runs under it only if a first forward shows that it needs to (`needed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from outrider.models.hf.linear import PackedLinear
+
+_WIDE = 64  # elements; a multiple of what one pass of any vector loop takes
+_EASY_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # made of products, quotients and roots, which round alike everywhere
+
+
+class StableRows(TorchFunctionMode):
+    """Within it, a row of what `_SPECIAL` lists does not depend on its neighbours (on one thread).
+
+    needed: how often an operation was met that would have depended on them.
+    sdpa: called instead of torch's scaled_dot_product_attention, for models that call it themselves; None: torch's own.
+    """
+
+    def __init__(self, sdpa: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.needed = 0
+        self.sdpa = sdpa
+        self._packed: dict[int, tuple[Tensor, PackedLinear]] = {}  # by id; the weight is held, so the id stays its own
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        special = _SPECIAL.get(func)
+        if special is None:
+            return func(*args, **(kwargs or {}))
+        return special(self, func, *args, **(kwargs or {}))
+
+    def packed(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        found = self._packed.get(id(weight))
+        if found is None:
+            found = self._packed[id(weight)] = (weight, PackedLinear(weight.float(), bias, "float32"))
+        return found[1]
+
+
+def _elementwise(mode: StableRows, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if kwargs.get("inplace") or "out" in kwargs or not x.is_floating_point() or not x.dim():
+        return func(x, *args, **kwargs)
+    if x.is_contiguous() and not x.shape[-1] % _WIDE:
+        return func(x, *args, **kwargs)
+    mode.needed += 1
+    n = x.numel()
+    padded = F.pad(x.reshape(-1), (0, -n % _WIDE))
+    return func(padded, *args, **kwargs)[:n].view(x.shape)
+
+
+def _power(mode: StableRows, func: Callable[..., Any], x: Any, exponent: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(x, Tensor) or isinstance(exponent, Tensor) or exponent in _EASY_POWERS:
+        return func(x, exponent, *args, **kwargs)
+    return _elementwise(mode, func, x, exponent, *args, **kwargs)
+
+
+def _reduce(mode: StableRows, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if x.dim() > 1 and x.shape[-1] > 1 and not x.is_contiguous() and x.stride(-1) != 1:
+        mode.needed += 1
+        x = x.contiguous()
+    return func(x, *args, **kwargs)
+
+
+def _linear(
+    mode: StableRows, func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    mode.needed += 1
+    if isinstance(weight, nn.Parameter):  # it stays the same object from call to call
+        return mode.packed(weight, bias)(x)
+    flat = x.reshape(-1, x.shape[-1])
+    return torch.cat([func(row, weight, bias) for row in flat.split(1)]).view(*x.shape[:-1], len(weight))
+
+
+def _matmul(mode: StableRows, func: Callable[..., Any], x: Any, other: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(other, Tensor) or other.dim() != 2 or other.shape[0] == 1 or args or kwargs or x.dim() < 2:
+        return func(x, other, *args, **kwargs)
+    mode.needed += 1
+    flat = x.reshape(-1, x.shape[-1])
+    return torch.cat([func(row, other) for row in flat.split(1)]).view(*x.shape[:-1], other.shape[1])
+
+
+def _sdpa(mode: StableRows, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    return func(*args, **kwargs) if mode.sdpa is None else mode.sdpa(*args, **kwargs)
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            torch.sigmoid, Tensor.sigmoid, torch.special.expit, torch.exp2, Tensor.exp2,
+            F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.celu, F.logsigmoid, torch.selu,
+        ),
+        _elementwise,
+    ),
+    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _power),
+    **dict.fromkeys((torch.sum, Tensor.sum, torch.mean, Tensor.mean), _reduce),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    F.linear: _linear,
+    F.scaled_dot_product_attention: _sdpa,
+}  # fmt: skip

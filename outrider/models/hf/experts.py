@@ -1,0 +1,89 @@
+"""Mixtures of experts whose rows do not depend on their neighbours.
+
+transformers runs the experts of a layer through a registered function and keeps their matrices as one three-dimensional
+parameter. Ours packs each expert's matrices as linears are packed, gives each expert its tokens, and adds up what a token
+gets in the order in which its router named the experts, whoever else was sent to the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from outrider.models.hf.linear import PackedLinear
+
+NAME = "outrider"
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """up: gate and up projection in one where the experts have a gate, by expert. down: back to the hidden size."""
+
+    up: list[PackedLinear]
+    down: list[PackedLinear]
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts interface: [token, hidden], [token, k], [token, k] -> [token, hidden]."""
+    packed: _Packed = module._outrider_experts
+    tokens, k = top_k_index.shape
+    of = top_k_index.reshape(-1)
+    order = of.argsort(stable=True)
+    counts = torch.bincount(of, minlength=len(packed.up)).tolist()
+    parts, start = [], 0
+    for up, down, count in zip(packed.up, packed.down, counts, strict=True):
+        if count:
+            x = up(hidden_states[order[start : start + count] // k])
+            parts.append(down(module._apply_gate(x) if module.has_gate else module.act_fn(x)))
+            start += count
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    each = torch.cat(parts)[back].view(tokens, k, -1) * top_k_weights[..., None]
+    out = each[:, 0]
+    for i in range(1, k):
+        out = out + each[:, i]
+    return out.to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+
+
+def mixtures(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that transformers runs through the experts interface."""
+    return (m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed"))
+
+
+def pack_experts_(model: nn.Module, weights: str = "auto") -> int:
+    """Pack the experts of every mixture in place and have the model use them; returns how many matrices were packed.
+
+    The parameters are freed layer by layer. Raises ValueError for experts whose layout is not the interface's.
+    """
+    packed = 0
+    for module in mixtures(model):
+        up = _pack(module, "gate_up_proj" if module.has_gate else "up_proj", weights)
+        down = _pack(module, "down_proj", weights)
+        if len(up) != len(down):
+            raise ValueError(f"{type(module).__name__} has {len(up)} up and {len(down)} down projections")
+        module._outrider_experts = _Packed(up, down)  # pyright: ignore[reportArgumentType]
+        module.config._experts_implementation = NAME  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        packed += 2 * len(up)
+    return packed
+
+
+def _pack(module: nn.Module, name: str, weights: str) -> list[PackedLinear]:
+    """[expert, out, in], or [expert, in, out] where the module says transposed, as one linear an expert."""
+    matrices, biases = getattr(module, name, None), getattr(module, f"{name}_bias", None)
+    if not isinstance(matrices, Tensor) or matrices.dim() != 3:
+        raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")
+    out = []
+    for i, matrix in enumerate(matrices.detach()):
+        bias = biases[i].detach() if module.has_bias and biases is not None else None
+        out.append(PackedLinear(matrix.T if module.is_transposed else matrix, bias, weights))
+    for used in (name, f"{name}_bias"):
+        if used in module._parameters:
+            module._parameters[used] = None
+    return out

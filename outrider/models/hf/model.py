@@ -1,0 +1,311 @@
+"""Any decoder-only model of transformers, run by its own modelling code with our attention, cache, linears and experts.
+
+transformers lets a model run with a registered attention function; ours receives the new queries, keys and values, writes
+the keys and values into the slot cache and attends under the tree mask. So trees, ragged batches and `commit` work for
+every architecture without a line of model code here. The few models whose code does not go through that interface get the
+same in other ways (hooks.py), found out by trying when the model is made; the last of them costs bit-equality, no more.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.kernels import cpu as native
+from outrider.models.attention import Nodes
+from outrider.models.base import Output, Want
+from outrider.models.cache import SlotCache
+from outrider.models.hf.batch_invariant import StableRows
+from outrider.models.hf.experts import pack_experts_
+from outrider.models.hf.hooks import NAME, SURVEY, CacheView, Call, UnsupportedModel, Way, method
+from outrider.models.hf.linear import PackedLinear, pack_linears_
+
+
+class HFModel:
+    """A `LanguageModel` around a transformers causal language model.
+
+    weights: the precision the linears' weights are kept in on the CPU ("auto": as they are, also "int8" and "int4");
+    activations are float32 there. Elsewhere the model stays as it is. own=True takes the model over: it is changed in
+    place, which saves memory. Otherwise the caller's model stays as it was, and what is not repacked is shared with it.
+    Raises UnsupportedModel with the reason when the model cannot be run.
+
+    rows_equal: whether each row's logits are bit for bit those of decoding it alone, as found when the model was made.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, weights: str = "auto", own: bool = False) -> None:
+        refuse(model)
+        self.model = model if own else shared_copy(model)
+        self.model.eval()
+        self.vocab_size: int = _vocab_size(self.model)
+        self.device = next(self.model.parameters()).device
+        if self.device.type == "cpu":
+            routers = {n: m for n, m in self.model.named_modules() if _more_than_linear(m)}
+            pack_linears_(self.model, weights)
+            for name, module in routers.items():
+                self.model.set_submodule(name, module)
+            pack_experts_(self.model, weights)
+            _activations_float32_(self.model)
+        text = self.model.config.get_text_config()
+        self.max_length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
+        self.layers: int = text.num_hidden_layers
+        self._keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self._call = Call()
+        self._attention_modules = [m for m in self.model.modules() if hasattr(m, "layer_idx") or hasattr(m, "_attn")]
+        for module in self._attention_modules:
+            module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
+        self._ropes = [m for m in self.model.modules() if getattr(m, "rope_type", None) in ("longrope", "dynamic")]
+        self._long: bool | None = None
+        dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
+        self._stand_in = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)  # for a mask
+        self._stable = StableRows(self._sdpa)
+        self._careful = self.device.type == "cpu"  # run under `_stable`
+        self._way = Way.INTERFACE
+        self.rows_equal = (
+            self._find_way() and self.device.type == "cpu"
+        )  # elsewhere matrix kernels change with the batch
+        self._careful &= self._stable.needed > 0 or self._way is Way.SDPA
+
+    def new_cache(self, rows: int, max_length: int) -> SlotCache:
+        return SlotCache(rows, max_length)
+
+    @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: SlotCache,
+        rows: list[int],
+        *,
+        parents: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+        want: Want = "all",
+    ) -> Output:
+        """See `LanguageModel.forward`. Taps: layer i gives transformers' hidden_states[i + 1], -1 the final one."""
+        cache.reserve(rows, (tokens if parents is None else parents).shape[1])
+        nodes = Nodes(cache, rows, tokens.shape[1], parents, self.device)
+        arguments: dict[str, Any] = {"output_hidden_states": True} if taps else {}
+        kept = sorted(set(nodes.last)) if want == "last" else [0]
+        if want != "all" and self._keeps:
+            arguments["logits_to_keep"] = torch.tensor(kept, device=self.device)
+        self._scale_ropes(cache.max_length)
+        self._call.nodes = nodes
+        if self._way is not Way.INTERFACE:
+            arguments |= {"attention_mask": self._mask(nodes), "past_key_values": self._view()}
+        try:
+            with self._stable if self._careful else nullcontext(), native.one_torch_thread(self.device):
+                out = self.model(
+                    input_ids=tokens.to(self.device),
+                    position_ids=nodes.positions,
+                    use_cache=self._way is not Way.INTERFACE,
+                    **arguments,
+                )
+        finally:
+            self._call.nodes = None
+        logits = out.logits.float()
+        if want == "none":
+            logits = logits[:, :0]
+        elif want == "last":
+            at = [kept.index(n) for n in nodes.last] if self._keeps else nodes.last
+            logits = logits[torch.arange(len(rows)), at][:, None] if len(kept) > 1 or not self._keeps else logits
+        features = torch.cat([out.hidden_states[t if t < 0 else t + 1] for t in taps], dim=-1) if taps else None
+        return Output(logits, features)
+
+    def _view(self) -> CacheView:
+        return CacheView(self._call, gathered=self._way is Way.MASK)
+
+    def _mask(self, nodes: Nodes) -> Tensor:
+        """[batch, 1, node, slot], as models add it to their scores; a stand-in where we attend."""
+        dtype = self._stand_in.dtype
+        if self._way is not Way.MASK:
+            return self._stand_in
+        return torch.zeros(nodes.mask(None).shape, dtype=dtype, device=self.device).masked_fill_(
+            ~nodes.mask(None), torch.finfo(dtype).min
+        )
+
+    def _sdpa(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **options: Any
+    ) -> Tensor:
+        """In place of torch's attention when the model calls it itself, right after it wrote its keys."""
+        if attn_mask is not self._stand_in:
+            raise RuntimeError("the model brings a mask of its own")
+        return self._call.attend(self._call.layer, query, options.get("scale")).transpose(1, 2)
+
+    def _scale_ropes(self, length: int) -> None:
+        """Rotary scales that depend on the longest position of a forward would make a row depend on its neighbours, and
+        a text on how it was cut. What decides is how long a text the cache may hold, as in vLLM: the long factors where
+        that is beyond the length the model was first trained for, else the short ones."""
+        if not self._ropes:
+            return
+        first = getattr(self._ropes[0], "original_max_seq_len", None) or self.max_length
+        parameters = getattr(self._ropes[0].config, "rope_parameters", None) or {}  # pyright: ignore
+        first = parameters.get("original_max_position_embeddings") or first
+        long = length > first
+        if long is self._long:
+            return
+        for rope in self._ropes:
+            at = torch.tensor([[length - 1 if long else 0]], device=self.device)
+            kind: Any = rope.__dict__.setdefault("_outrider_kind", rope.rope_type)
+            rope.rope_type = kind  # pyright: ignore[reportArgumentType]
+            rope(torch.zeros(1, device=self.device), at)  # its own code sets the frequencies
+            rope.rope_type = "fixed"  # pyright: ignore[reportArgumentType]
+        self._long = long
+
+    def _find_way(self) -> bool:
+        """Settle on the first way that gives the logits of the model's own attention and cache. Returns whether the rows
+        are those of one node at a time, bit for bit."""
+        a, b, c, _, d, _ = ids = [n % self.vocab_size for n in (1, 2, 3, 4, 5, 6)]
+        try:
+            with self._by_itself() as model:
+                own = model(input_ids=torch.tensor([[a, b, c, d]], device=self.device)).logits[0].float()
+        except Exception as error:
+            raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
+        trouble: Exception | None = None
+        for way in self._ways():
+            self._install(way)
+            self._stable.needed = 0
+            self._call.attended.clear()
+            try:
+                equal = self._check(ids, own)
+            except UnsupportedModel:
+                raise
+            except Exception as error:  # whatever a model's code says to arguments it does not know
+                trouble = trouble or error
+                continue
+            if len(self._call.attended) == self.layers:
+                break
+        else:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} does not run with outrider's cache and attention ({trouble}); models with "
+                "plain causal attention over keys and values do, for that is all that can be committed node by node"
+            ) from trouble
+        if self._way is Way.INTERFACE:
+            for config in _configs(self.model):
+                config._attn_implementation = NAME
+        return equal and self.device.type == "cpu" and self._way is not Way.MASK
+
+    def _ways(self) -> Iterator[Way]:
+        text = self.model.config.get_text_config()
+        yield Way.INTERFACE
+        if any(hasattr(type(m), "_attn") for m in self._attention_modules):
+            yield Way.METHOD
+        if self.device.type == "cpu":  # elsewhere `_stable` is not in use
+            yield Way.SDPA
+        if not (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
+            yield Way.MASK  # a mask of all that is committed, which knows no window
+
+    def _install(self, way: Way) -> None:
+        self._way = way
+        names = {Way.INTERFACE: SURVEY, Way.METHOD: "eager", Way.SDPA: "sdpa", Way.MASK: "eager"}
+        for config in _configs(self.model):
+            config._attn_implementation = names[way]
+        for module in self._attention_modules:
+            if hasattr(type(module), "_attn"):
+                module.__dict__.pop("_attn", None)
+                if way is Way.METHOD:
+                    module._attn = partial(method, module)  # pyright: ignore[reportArgumentType]
+
+    def _check(self, ids: list[int], own: Tensor) -> bool:
+        """Run a ragged batch of trees that hold ids 0, 1, 2, 4 as their paths and the others as decoys. Raises ValueError
+        unless the paths give `own` [4, vocab]."""
+        a, b, c, x, d, y = ids
+        tokens, parents = torch.tensor([[c, x, d, y], [a, b, 0, 0]]), torch.tensor([[-1, 0, 0, 2], [-1, 0, -2, -2]])
+        cache = self.new_cache(2, 16)
+        self.forward(torch.tensor([[a, b]]), cache, [0], want="none")
+        cache.commit([0], [[0, 1]])
+        tree = self.forward(tokens, cache, [0, 1], parents=parents).logits
+        alone = self.forward(torch.tensor([[c]]), cache, [0]).logits[0, 0]
+        ours = torch.stack([tree[1, 0], tree[1, 1], tree[0, 0], tree[0, 2]])
+        gap = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-6))
+        exact = self._stand_in.dtype == torch.float32
+        if bool(own.isfinite().all()) and not gap < (5e-4 if exact else 0.1):
+            raise ValueError(f"it gives other logits than by itself, by {gap:.2g} of the largest")
+        return torch.equal(tree[0, 0], alone)
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[PreTrainedModel]:
+        """The model with its own attention and cache, for a moment."""
+        configs = {id(c): (c, c._attn_implementation) for c in _configs(self.model)}
+        methods = [(m, m.__dict__.pop("_attn")) for m in self._attention_modules if "_attn" in m.__dict__]
+        try:
+            for config, _ in configs.values():
+                config._attn_implementation = "eager"
+            with torch.inference_mode():
+                yield self.model
+        finally:
+            for config, name in configs.values():
+                config._attn_implementation = name
+            for module, method in methods:
+                module._attn = method
+
+
+def refuse(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel for models whose state cannot be committed node by node."""
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+    text = config.get_text_config()
+    odd = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
+    if odd or getattr(model, "_is_stateful", False):
+        what = " and ".join(odd) or "a recurrent state"
+        raise UnsupportedModel(
+            f"{name} keeps {what}, which cannot be committed node by node; use a model whose layers are all attention"
+        )
+    if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
+        raise UnsupportedModel(
+            f"{name} uses ALiBi biases, which outrider's attention does not have; use a model with rotary or learned "
+            "positions"
+        )
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Another model object over the memory of the same weights. Its parameters are objects of their own, so replacing or
+    converting one, and changing modules or configuration, leaves the caller's model alone."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    memo |= {id(b): b.detach() for b in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    head: Any = model.get_output_embeddings()
+    return int(head.out_features if isinstance(head, (nn.Linear, PackedLinear)) else head.weight.shape[0])
+
+
+def _more_than_linear(module: nn.Module) -> bool:
+    """A linear by inheritance that does something else with its product (the routers of Phi-MoE and Llama 4)."""
+    own = type(module).forward
+    return isinstance(module, nn.Linear) and own is not nn.Linear.forward and type(module).__name__ != "FalconLinear"
+
+
+def _activations_float32_(model: nn.Module) -> None:
+    """What linears and experts did not pack becomes float32, except plain embeddings, which are large: they keep their
+    precision, and what is looked up is converted."""
+    done: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if type(module) is nn.Embedding and module.weight.dtype != torch.float32:
+            module.register_forward_hook(lambda _, __, out: out.float())
+            continue
+        for name, p in module._parameters.items():
+            if p is not None and p.is_floating_point() and p.dtype != torch.float32:
+                p = done.setdefault(id(p), nn.Parameter(p.detach().float(), requires_grad=False))
+                module._parameters[name] = p
+        for name, b in module._buffers.items():
+            if b is not None and b.is_floating_point() and b.dtype != torch.float32:
+                module._buffers[name] = b.float()
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Every distinct config object in the model: modules read the attention implementation from their own."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return list(found.values())
+
+
+__all__ = ["HFModel", "UnsupportedModel", "refuse", "shared_copy"]

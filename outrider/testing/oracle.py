@@ -1,0 +1,312 @@
+"""The oracle: the exact law of a program that takes its random choices from an object.
+
+`law(program)` runs the program once for every way its choices can fall and adds up exact fractions, so that "lossless"
+is `law(speculative) == law(plain)`: no tolerance, no seed, no luck. Toy models, drafters and the loop are here too, so
+that a proof in a test is one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from outrider.core.types import Siblings
+from outrider.verify import reference_block, reference_match, reference_rejection, reference_traversal
+
+Text = tuple[int, ...]
+Law = list[Fraction]
+
+
+class Oracle:
+    """Takes a scripted branch at each choice, then the first; remembers how many there were and how likely."""
+
+    def __init__(self, script: Sequence[int] = ()) -> None:
+        self.script = list(script)
+        self.trail: list[tuple[int, int]] = []  # (branch taken, branches there are)
+        self.weight = Fraction(1)
+        self.position = 0  # set by the loop before each step; only a faulty oracle cares
+
+    def pick(self, weights: Sequence[Fraction | int]) -> int:
+        """An index with probability proportional to its weight. Branches without weight do not exist."""
+        live = [i for i, w in enumerate(weights) if w]
+        assert live, "a choice among nothing"
+        assert all(weights[i].numerator > 0 for i in live), "a negative probability"
+        if len(live) == 1:
+            return live[0]
+        branch = self.script[len(self.trail)] if len(self.trail) < len(self.script) else 0
+        self.trail.append((branch, len(live)))
+        self.weight *= Fraction(weights[live[branch]]) / sum(weights)
+        return live[branch]
+
+    def token(self, law: Sequence[Any], *, depth: int) -> int:
+        return self.pick(law)
+
+    def coin(self, part: Any, whole: Any, *, depth: int, node: int) -> bool:
+        if part >= whole:
+            return whole > 0
+        return self.pick([part, whole - part]) == 0
+
+    def next_script(self) -> list[int] | None:
+        """The script of the next unexplored run, depth first, or None after the last."""
+        trail = list(self.trail)
+        while trail and trail[-1][0] + 1 == trail[-1][1]:
+            trail.pop()
+        return [b for b, _ in trail[:-1]] + [trail[-1][0] + 1] if trail else None
+
+
+class ReusedCoins(Oracle):
+    """The fault of keying coins by position alone: one uniform per position, read again by a later step."""
+
+    def __init__(self, script: Sequence[int] = ()) -> None:
+        super().__init__(script)
+        self.known: dict[int, tuple[Fraction, Fraction]] = {}  # position -> the interval its uniform is known to lie in
+
+    def coin(self, part: Any, whole: Any, *, depth: int, node: int) -> bool:
+        low, high = self.known.get(self.position + depth, (Fraction(0), Fraction(1)))
+        cut = min(max(Fraction(part) / whole if whole else Fraction(0), low), high)
+        below = self.pick([cut - low, high - cut]) == 0
+        self.known[self.position + depth] = (low, cut) if below else (cut, high)
+        return below
+
+
+def law(program: Callable[[Any], Hashable], oracle: type[Oracle] = Oracle) -> dict[Any, Fraction]:
+    """outcome -> probability, over every branch of the program."""
+    result: dict[Any, Fraction] = {}
+    script: list[int] | None = []
+    while script is not None:
+        choose = oracle(script)
+        outcome = program(choose)
+        result[outcome] = result.get(outcome, Fraction(0)) + choose.weight
+        script = choose.next_script()
+    assert sum(result.values()) == 1
+    return result
+
+
+def total_variation(a: dict[Any, Fraction], b: dict[Any, Fraction]) -> float:
+    return float(sum(abs(a.get(k, Fraction(0)) - b.get(k, Fraction(0))) for k in {*a, *b}) / 2)
+
+
+# Toy models: laws that depend on the whole text before, with every kind of corner.
+
+KINDS = ("random", "zeros", "ties", "one-hot q", "one-hot p", "disjoint", "equal")
+
+
+class Toy:
+    """A target p and a drafter's q, laws of the next token given a text; drawn at random, once for each text."""
+
+    def __init__(self, seed: int, kind: str = "random", vocab: int = 3) -> None:
+        self.seed, self.kind, self.vocab = seed, kind, vocab
+        self._laws: dict[Text, tuple[Law, Law]] = {}
+
+    def p(self, text: Text) -> Law:
+        return self._at(text)[0]
+
+    def q(self, text: Text) -> Law:
+        return self._at(text)[1]
+
+    def _at(self, text: Text) -> tuple[Law, Law]:
+        if text not in self._laws:
+            rng = random.Random(f"{self.seed} {self.kind} {text}")
+            self._laws[text] = self._make(rng)
+        return self._laws[text]
+
+    def _make(self, rng: random.Random) -> tuple[Law, Law]:
+        n, kind = self.vocab, self.kind
+        if kind == "disjoint":
+            mine = set(rng.sample(range(n), rng.randint(1, n - 1)))
+            return normal([i in mine and rng.randint(1, 4) for i in range(n)]), normal(
+                [i not in mine and rng.randint(1, 4) for i in range(n)]
+            )
+        low, high = {"zeros": (0, 2), "ties": (1, 2)}.get(kind, (1, 5))
+        p, q = normal([rng.randint(low, high) for _ in range(n)]), normal([rng.randint(low, high) for _ in range(n)])
+        if kind == "one-hot q":
+            q = point(rng.randrange(n), n)
+        if kind == "one-hot p":
+            p = point(rng.randrange(n), n)
+        return (p, p) if kind == "equal" else (p, q)
+
+
+def normal(weights: Sequence[int]) -> Law:
+    total = sum(weights)
+    return [Fraction(w, total) for w in weights] if total else [Fraction(1, len(weights))] * len(weights)
+
+
+def point(token: int, vocab: int) -> Law:
+    return [Fraction(i == token) for i in range(vocab)]
+
+
+def toys(count: int, vocab: int = 3) -> Iterator[Toy]:
+    """`count` instances, going round the kinds."""
+    for seed, kind in zip(range(count), itertools.cycle(KINDS), strict=False):
+        yield Toy(seed, kind, vocab)
+
+
+# Drafters: (toy, text, choose) -> (tokens, parents, q of the children of each node). Node 0 is the root.
+
+Drafted = tuple[list[int], list[int], list[Law]]
+Drafter = Callable[[Toy, Text, Any], Drafted]
+
+
+def drawn_chain(
+    gamma: int,
+    stop: Callable[[Text, Text, Any], bool] = lambda text, guesses, choose: False,
+    length: int | None = None,
+) -> Drafter:
+    """Draws guesses from q, up to gamma; `stop(text, guesses, choose)` may end the chain before the next is drawn.
+
+    length: where the text ends; no guess is drawn that could not be kept, as the real loop clips its budgets. Without
+    it the last step overshoots, which must not matter either.
+    """
+
+    def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
+        guesses: Text = ()
+        laws = []
+        room = gamma if length is None else min(gamma, length - len(text) - 1)
+        while len(guesses) < room and not stop(text, guesses, choose):
+            laws.append(toy.q(text + guesses))
+            guesses += (choose.pick(laws[-1]),)
+        return [0, *guesses], list(range(-1, len(guesses))), laws
+
+    return draft
+
+
+def chosen_chain(gamma: int) -> Drafter:
+    """Guesses the largest of q, a choice and not a draw: q is all mass on the guess."""
+
+    def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
+        guesses: Text = ()
+        for _ in range(gamma):
+            q = toy.q(text + guesses)
+            guesses += (q.index(max(q)),)
+        return [0, *guesses], list(range(-1, gamma)), [point(g, toy.vocab) for g in guesses]
+
+    return draft
+
+
+Width = Callable[[Text], int]  # how many children a node gets, by its own path below the root
+
+
+def by_level(*widths: int) -> Width:
+    """widths[d] children of every node at level d, none below."""
+    return lambda path: widths[len(path)] if len(path) < len(widths) else 0
+
+
+def grown_tree(width: Width, siblings: Siblings, length: int | None = None) -> Drafter:
+    """Children chosen from q or drawn from it, as `siblings` says; level by level, and each node's at once.
+
+    length: where the text ends, as for `drawn_chain`. Fewer children where q has fewer tokens.
+    """
+
+    def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
+        tokens, parents, paths = [0], [-1], [()]
+        room = None if length is None else length - len(text) - 1
+        for node in itertools.count():
+            if node == len(tokens):
+                break
+            path = paths[node]
+            if len(path) == room:
+                continue
+            for token in children_of(toy.q(text + path), width(path), siblings, choose):
+                tokens.append(token)
+                parents.append(node)
+                paths.append((*path, token))
+        return tokens, parents, [toy.q(text + path) for path in paths]
+
+    return draft
+
+
+def children_of(q: Law, width: int, siblings: Siblings, choose: Any) -> list[int]:
+    """Up to `width` tokens, chosen or drawn from q as `siblings` says."""
+    best = sorted(range(len(q)), key=lambda t: -q[t])[:width]
+    if siblings is Siblings.POINT or not width:
+        return best
+    children = []
+    if siblings is Siblings.TOP_THEN_SAMPLED:
+        children = [t for t in best if q[t]][:-1]
+    left = [Fraction(0) if t in children else mass for t, mass in enumerate(q)]
+    draws = 1 if siblings is Siblings.TOP_THEN_SAMPLED else width
+    for _ in range(draws):
+        if sum(left):
+            children.append(choose.pick(left))
+            if siblings is Siblings.WITHOUT_REPLACEMENT:
+                left[children[-1]] = Fraction(0)
+    return children
+
+
+# The loop.
+
+Rule = Callable[[Sequence[int], Sequence[int], Callable[[int], Any], Callable[[int], Any], Any], tuple[list[int], int]]
+
+RULES: dict[str, Rule] = {
+    "match": lambda tokens, parents, target, drafter, choose: reference_match(tokens, parents, target, choose),
+    "rejection": reference_rejection,
+    "block": reference_block,
+    "traversal": reference_traversal,
+}
+
+
+def judging(rule: str, siblings: Siblings) -> Rule:
+    """A rule of `RULES` that knows how siblings were made."""
+    return RULES[rule] if rule in ("match", "block") else functools.partial(RULES[rule], siblings=siblings)
+
+
+def node_texts(text: Text, tokens: Sequence[int], parents: Sequence[int]) -> list[Text]:
+    """The text at every node: what is committed, and the node's ancestors and itself."""
+    texts = [text]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        texts.append((*texts[parent], token))
+    return texts
+
+
+def step(toy: Toy, rule: Rule, drafter: Drafter, text: Text, choose: Any) -> Text:
+    """One draft-verify round: the tokens it commits."""
+    tokens, parents, laws = drafter(toy, text, choose)
+    texts = node_texts(text, tokens, parents)
+    path, token = rule(tokens, parents, lambda n: toy.p(texts[n]), lambda n: laws[n], choose)
+    return (*(tokens[n] for n in path[1:]), token)
+
+
+def speculate(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> Callable[[Any], Text]:
+    """The program that writes `length` tokens in as many steps as it takes; the last step may overshoot."""
+
+    def program(choose: Any) -> Text:
+        text: Text = ()
+        while len(text) < length:
+            choose.position = len(text)
+            text += step(toy, rule, drafter, text, choose)
+        return text[:length]
+
+    return program
+
+
+def composed(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> dict[Text, Fraction]:
+    """The law of `speculate`, one step at a time: the choices of a step depend on nothing but the text before it, so the
+    law of a run is the product of the laws of its steps. Much faster; `test_oracle` checks that it is the same law.
+    """
+    done: dict[Text, Fraction] = {}
+    open_texts: dict[Text, Fraction] = {(): Fraction(1)}
+    while open_texts:
+        text = min(open_texts, key=len)  # all ways to this text have been added up
+        weight = open_texts.pop(text)
+        for new, mass in law(lambda choose, text=text: step(toy, rule, drafter, text, choose)).items():
+            longer = (text + new)[:length]
+            bucket = done if len(longer) == length else open_texts
+            bucket[longer] = bucket.get(longer, Fraction(0)) + weight * mass
+    return done
+
+
+def plain(toy: Toy, length: int) -> dict[Text, Fraction]:
+    """The law of plain decoding: the product of the target's own laws."""
+    result: dict[Text, Fraction] = {(): Fraction(1)}
+    for _ in range(length):
+        result = {
+            (*text, token): weight * mass
+            for text, weight in result.items()
+            for token, mass in enumerate(toy.p(text))
+            if mass
+        }
+    return result

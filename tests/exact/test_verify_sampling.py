@@ -1,0 +1,232 @@
+"""Monte Carlo through the batched verifiers with real noise: what enumeration cannot see is how noise is shared.
+
+320,000 sequences and a G-test on the joint of several tokens: sees a total variation of 0.01 with near certainty
+(algorithms.md 4.2). Seeds are fixed, so nothing here is flaky.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from outrider.core.noise import Noise, Stream
+from outrider.core.types import Draft, Siblings
+from outrider.drafters.model.children import children
+from outrider.testing.oracle import RULES, Toy, by_level, drawn_chain, grown_tree, judging, law, plain
+from outrider.verify import VERIFIERS, Table
+from outrider.verify.batched import draw
+
+VOCAB, GAMMA, SAMPLES, CHUNK = 4, 2, 320_000, 40_000
+
+
+class Markov(Toy):
+    """A toy whose laws look at the last token only (0 before the first), so that a table holds them all."""
+
+    def __init__(self, seed):
+        super().__init__(seed, vocab=VOCAB)
+        self.rows = [Toy(seed, "zeros" if t == 3 else "random", VOCAB).p((t,)) for t in range(VOCAB)]
+        self.guesses = [Toy(seed + 1, "random", VOCAB).q((t,)) for t in range(VOCAB)]
+
+    def _at(self, text):
+        last = text[-1] if text else 0
+        return self.rows[last], self.guesses[last]
+
+    def tables(self):
+        """p, q: float32 [vocab, vocab], a row for each last token."""
+        return (torch.tensor([[float(x) for x in row] for row in rows]) for rows in (self.rows, self.guesses))
+
+
+class ManyRows(Noise):
+    """The same noise by tensor operations: for tens of thousands of rows, where the native kernel's loop is slow."""
+
+    def gumbel(self, stream, position, n):
+        return -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
+
+
+def simulate(toy, name, steps, stream=None, ragged=False, seed=0, samples=SAMPLES, noise_type=ManyRows):
+    """int64 [samples, steps]: the first tokens, which after `steps` steps every row has; and the first step's verdicts."""
+    texts, firsts = [], []
+    for start in range(0, samples, CHUNK):
+        text, first = _simulate(toy, name, steps, stream, ragged, torch.arange(start, start + CHUNK) + seed, noise_type)
+        texts.append(text)
+        firsts.append(first)
+    return torch.cat(texts), torch.cat(firsts)
+
+
+def _simulate(toy, name, steps, stream, ragged, seeds, noise_type):
+    p, q = toy.tables()
+    rule = VERIFIERS[name]
+    batch, every = len(seeds), torch.arange(len(seeds))
+    text = torch.zeros(batch, steps * (GAMMA + 1) + 1, dtype=torch.long)  # token 0 is the prompt
+    position, first = torch.ones_like(seeds), torch.empty(0)
+    for step in range(steps):
+        noise = noise_type(seeds, torch.full_like(seeds, step))
+        tokens = text[every, position - 1][:, None]
+        for level in range(GAMMA):
+            guess = draw(q[tokens[:, -1]], noise, stream or rule.draft_stream, position + level)
+            tokens = torch.cat([tokens, guess[:, None]], 1)
+        parents = (torch.arange(GAMMA + 1) - 1).expand(batch, -1)
+        if ragged:  # lengths 0 to gamma, by row and step
+            parents = torch.where(torch.arange(GAMMA + 1) <= ((seeds + step) % (GAMMA + 1))[:, None], parents, -2)
+        verdict = rule(Table(p[tokens]), Draft(tokens, parents, q[tokens], Siblings.IID), noise, position)
+        new = torch.where(verdict.path[:, 1:] >= 0, tokens[:, 1:], 0)
+        for level in range(GAMMA):
+            text[every, position + level] = new[:, level]
+        position = position + verdict.accepted
+        text[every, position] = verdict.token
+        position = position + 1
+        if step == 0:
+            first = torch.stack([verdict.accepted, *new.T, verdict.token], 1)
+    return text[:, 1 : steps + 1], first
+
+
+def p_value(samples, expected):
+    """G-test of rows of integers against a law {tuple: probability}. An outcome without probability gives 0."""
+    rows, counts = np.unique(samples.numpy(), axis=0, return_counts=True)
+    seen = {tuple(row.tolist()): int(n) for row, n in zip(rows, counts, strict=True)}
+    if any(outcome not in expected for outcome in seen):
+        return 0.0
+    total = sum(seen.values())
+    g = 2 * sum(n * np.log(n / (total * float(expected[outcome]))) for outcome, n in seen.items())
+    return float(chi2.sf(g, len(expected) - 1))
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_joint_law_of_three_tokens(name, ragged):
+    toy = Markov(1)
+    texts, _ = simulate(toy, name, 3, ragged=ragged, samples=SAMPLES // 2 if ragged else SAMPLES)
+    assert p_value(texts, plain(toy, 3)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["rejection", "block", "match"])
+def test_one_step_has_the_law_that_the_oracle_says(name):
+    """Accepted count, kept guesses and new token jointly: the batched form with noise against exact enumeration."""
+    toy = Markov(2)
+
+    def program(choose):
+        tokens, parents, laws = drawn_chain(GAMMA)(toy, (), choose)
+        texts = [tuple(tokens[1 : n + 1]) for n in range(GAMMA + 1)]
+        path, token = RULES[name](tokens, parents, lambda n: toy.p(texts[n]), lambda n: laws[n], choose)
+        kept = [tokens[n] for n in path[1:]]
+        return (len(kept), *kept, *[0] * (GAMMA - len(kept)), token)
+
+    _, first = simulate(toy, name, 1, stream=Stream.DRAFT, samples=SAMPLES // 2)
+    assert p_value(first, law(program)) > 1e-3
+
+
+@pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.DRAFT], ids=["coupled", "independent"])
+def test_match_writes_the_tokens_of_plain_decoding(stream):
+    toy = Markov(3)
+    texts, first = simulate(toy, "match", 3, stream=stream, ragged=True, samples=CHUNK)
+    p, _ = toy.tables()
+    seeds = torch.arange(CHUNK)
+    last, step = torch.zeros_like(seeds), torch.full_like(seeds, 77)  # another step: TOKEN does not look at it
+    for i in range(3):
+        last = draw(p[last], ManyRows(seeds, step), Stream.TOKEN, torch.full_like(seeds, 1 + i))
+        assert torch.equal(last, texts[:, i])
+    kept = (first[:, 0] > 0).double().mean()  # guesses were kept, coupled ones more often: the equality is not empty
+    assert 0.4 < kept < 0.6 if stream is Stream.TOKEN else 0.1 < kept < 0.3
+
+
+def test_plain_decoding_has_the_targets_law():
+    """And so has match, whose tokens are these. Positions one after another share a seed."""
+    toy = Markov(4)
+    p, _ = toy.tables()
+    seeds = torch.arange(SAMPLES)
+    noise, last, text = ManyRows(seeds, seeds), torch.zeros_like(seeds), []
+    for i in range(3):
+        last = draw(p[last], noise, Stream.TOKEN, torch.full_like(seeds, 1 + i))
+        text.append(last)
+    assert p_value(torch.stack(text, 1), plain(toy, 3)) > 1e-3
+
+
+def simulate_trees(toy, name, kind, seeds, apart=True):
+    """int64 [samples, 3]: the first step over trees of two children with one each, as `children` draws them: tokens
+    accepted, then the first two tokens (the second is 0 where only one was written)."""
+    p, q = toy.tables()
+    batch = len(seeds)
+    noise, position = ManyRows(seeds, torch.zeros_like(seeds)), torch.ones_like(seeds)
+    tokens, parents = torch.zeros(batch, 5, dtype=torch.long), torch.tensor([-1, 0, 0, 1, 2]).expand(batch, -1)
+    for node, below in enumerate(([1, 2], [3], [4])):
+        law, here = q[tokens[:, node]].log(), torch.full_like(seeds, node if apart else 0)
+        drawn = children(law, len(below), kind, noise, Stream.DRAFT, position + min(node, 1), node=here)
+        tokens[:, below] = drawn.tokens
+    verdict = VERIFIERS[name](Table(p[tokens]), Draft(tokens, parents, q[tokens], kind), noise, position)
+    kept = tokens.gather(1, verdict.path.clamp_min(0))
+    text = torch.cat([torch.where(verdict.path >= 0, kept, 0)[:, 1:], torch.zeros(batch, 1, dtype=torch.long)], 1)
+    text[torch.arange(batch), verdict.accepted] = verdict.token
+    return torch.stack([verdict.accepted, *text[:, :2].T], 1)
+
+
+def tree_law(toy, name, kind):
+    def program(choose):
+        tokens, parents, laws = grown_tree(by_level(2, 1), kind)(toy, (), choose)
+        texts = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            texts.append((*texts[parent], token))
+        rule = judging(name, kind)
+        path, token = rule(tokens, parents, lambda n: toy.p(texts[n]), lambda n: laws[n], choose)
+        return len(path) - 1, *(*(tokens[n] for n in path[1:]), token, 0)[:2]
+
+    return law(program)
+
+
+DRAWN = [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED]
+
+
+@pytest.mark.parametrize("kind", DRAWN, ids=lambda s: s.name)
+@pytest.mark.parametrize("name", ["rejection", "traversal"])
+def test_one_step_over_trees_has_the_law_that_the_oracle_says(name, kind):
+    toy = Markov(4)
+    seen = simulate_trees(toy, name, kind, torch.arange(2 * CHUNK))
+    assert p_value(seen, tree_law(toy, name, kind)) > 1e-3
+
+
+# Planted: noise that is shared or read again. Only a simulation sees these.
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_fault_draft_and_residual_share_their_noise(name):
+    """vLLM #47386: the drafter drew from the stream that the residual is drawn from."""
+    toy = Markov(1)
+    texts, _ = simulate(toy, name, 2, stream=Stream.RESIDUAL, samples=SAMPLES // 4)
+    assert p_value(texts, plain(toy, 2)) < 1e-6  # with its own stream: test_joint_law_of_three_tokens, the same toy
+
+
+class OneCoin(ManyRows):
+    """Coins that do not look at the node: one number per position, and none of the step's own."""
+
+    def uniform(self, stream, position, n):
+        if stream is not Stream.ACCEPT:
+            return super().uniform(stream, position, n)
+        coin = Noise(self.seed, torch.zeros_like(self.step)).uniform(stream, position, 1)
+        return coin.expand(len(coin), n)
+
+
+def test_fault_the_nodes_of_a_level_draw_with_one_noise():
+    """Right under rejection, which looks below one child only; under traversal a refused subtree gives the next away."""
+    toy, kind = Markov(4), Siblings.WITHOUT_REPLACEMENT
+    shared = {
+        name: simulate_trees(toy, name, kind, torch.arange(CHUNK), apart=False) for name in ("rejection", "traversal")
+    }
+    assert p_value(shared["rejection"], tree_law(toy, "rejection", kind)) > 1e-3
+    assert p_value(shared["traversal"], tree_law(toy, "traversal", kind)) < 1e-6
+
+
+def test_fault_block_reads_its_coins_again():
+    toy = Markov(5)
+    texts, _ = simulate(toy, "block", 2, samples=SAMPLES // 2, noise_type=OneCoin)
+    assert p_value(texts, plain(toy, 2)) < 1e-6
+
+
+def test_the_test_itself_sees_a_hundredth():
+    """The G-test refuses samples of a law 0.01 away, and accepts the law itself."""
+    rng = np.random.default_rng(0)
+    fair = {(i,): Fraction(1, 64) for i in range(64)}
+    bent = np.array([1 / 64 * (1 + (0.02 if i % 2 else -0.02)) for i in range(64)])
+    sample = torch.from_numpy(rng.choice(64, SAMPLES, p=bent)[:, None])
+    assert p_value(sample, fair) < 1e-6
+    assert p_value(torch.from_numpy(rng.choice(64, SAMPLES)[:, None]), fair) > 1e-3

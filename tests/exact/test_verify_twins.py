@@ -1,0 +1,258 @@
+"""Twins: the batched verifiers decide as the references do, decision for decision, given the same noise."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.core.noise import Noise, Stream
+from outrider.core.tree import depth, tree
+from outrider.core.types import Draft, Siblings
+from outrider.verify import (
+    VERIFIERS,
+    Table,
+    reference_block,
+    reference_match,
+    reference_rejection,
+    reference_traversal,
+)
+
+REFERENCES = {"rejection": reference_rejection, "block": reference_block, "traversal": reference_traversal}
+TREES = [name for name, rule in VERIFIERS.items() if rule.trees]
+
+MASK = 0xFFFFFFFF
+
+
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 once more, in whole numbers: a twin of the noise and of where coins are read."""
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & MASK, (a >> 32) ^ c3 ^ k1, a & MASK
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return c0, c1, c2, c3
+
+
+class NoiseChoices:
+    """Choices of a reference made from one row's noise, read where the batched forms read it."""
+
+    def __init__(self, noise, position, coupled):
+        self.noise, self.position, self.coupled = noise, position, coupled
+
+    def coin(self, part, whole, *, depth, node):
+        seed, step, position = int(self.noise.seed), int(self.noise.step), int(self.position) + depth - 1
+        word = philox(node // 4, position, Stream.ACCEPT.value, step, seed & MASK, (seed >> 32) & MASK)[node % 4]
+        u = min(float(np.float32((word + 0.5) * 2.0**-32)), 1 - 2**-24)
+        return u * whole < part
+
+    def token(self, law, *, depth):
+        stream, dtype = (Stream.TOKEN, torch.float32) if self.coupled else (Stream.RESIDUAL, torch.float64)
+        gumbel = self.noise.gumbel(stream, self.position + depth - 1, len(law))[0]
+        return int((torch.tensor(law, dtype=dtype).log() + gumbel).argmax())
+
+
+def expected(name, draft, laws, noise, position):
+    """[(path, token)] of the reference, row by row, each row alone and without its padding."""
+    outcomes = []
+    for b in range(len(position)):
+        nodes = int((draft.parents[b] >= -1).sum())
+        tokens, parents = draft.tokens[b, :nodes].tolist(), draft.parents[b, :nodes].tolist()
+        p = laws[b].tolist()
+        choose = NoiseChoices(Noise(noise.seed[b : b + 1], noise.step[b : b + 1]), position[b : b + 1], name == "match")
+        if name == "match":
+            outcomes.append(reference_match(tokens, parents, p.__getitem__, choose))
+            continue
+        if draft.siblings is Siblings.POINT:
+            hot = [[float(v == t) for v in range(len(p[0]))] for t in tokens]
+            children = [[n for n, up in enumerate(parents) if up == node] for node in range(nodes)]
+            q = [hot[c[0]] if c else hot[0] for c in children]  # of chains; with siblings it is not looked at
+        else:
+            q = draft.probs[b].tolist()
+        kind = () if name == "block" else (draft.siblings,)
+        outcomes.append(REFERENCES[name](tokens, parents, p.__getitem__, q.__getitem__, choose, *kind))
+    return outcomes
+
+
+class RowTable(Table):
+    """A table that can be asked row by row, which sends `match` on the CPU on its walk over plain lists."""
+
+    def sample_row(self, row, node, key):
+        seed, stream, step, position = (torch.tensor([k]) for k in key)
+        gumbel = Noise(seed, step).gumbel(Stream(int(stream)), position, self.table.shape[-1])[0]
+        best = (self.table[row, node].log() + gumbel).max(-1)
+        return int(best.indices) if best.values > float("-inf") else -1
+
+
+def check(name, draft, laws, noise, position):
+    verdict = VERIFIERS[name](Table(laws), draft, noise, position)
+    if name == "match":
+        on_host = VERIFIERS[name](RowTable(laws), draft, noise, position)
+        assert torch.equal(on_host.accepted, verdict.accepted)
+        assert torch.equal(on_host.token, verdict.token)
+        levels = on_host.path.shape[1]
+        assert torch.equal(on_host.path, verdict.path[:, :levels])
+        assert (verdict.path[:, levels:] == -1).all()
+    outcomes = expected(name, draft, laws, noise, position)
+    levels = verdict.path.shape[1]
+    assert verdict.path.tolist() == [path + [-1] * (levels - len(path)) for path, _ in outcomes]
+    assert verdict.accepted.tolist() == [len(path) - 1 for path, _ in outcomes]
+    assert verdict.token.tolist() == [token for _, token in outcomes]
+    assert verdict.path.dtype == verdict.accepted.dtype == verdict.token.dtype == torch.long
+    return verdict
+
+
+def random_laws(rng, batch, nodes, vocab):
+    """float32 [batch, node, vocab]: peaked, flat, with zeros, and one-hot."""
+    laws = torch.tensor(
+        [
+            [[rng.choice([0, 0, 1, 2, rng.random(), 9]) for _ in range(vocab)] for _ in range(nodes)]
+            for _ in range(batch)
+        ]
+    ).float()
+    laws[..., 0] += laws.sum(-1) == 0
+    return laws / laws.sum(-1, keepdim=True)
+
+
+def random_case(rng, trees):
+    """(draft, laws, noise, position): ragged rows, some without a guess, all kinds of siblings.
+
+    Half of the drafts are close to the target, so that deep nodes are reached too.
+    """
+    batch, nodes, vocab = rng.randint(1, 5), rng.randint(1, 7), rng.randint(2, 5)
+    laws = random_laws(rng, batch, nodes, vocab)
+    q = laws.clone() if rng.random() < 0.3 else random_laws(rng, batch, nodes, vocab)
+    if rng.random() < 0.3:
+        q = (q + laws) / 2
+    siblings = rng.choice(list(Siblings))
+    rows = []
+    for b in range(batch):
+        row = [(rng.randrange(vocab), -1)]
+        for n in range(1, rng.randint(1, nodes)):
+            parent = rng.randrange(n) if trees else n - 1
+            law = q[b, parent].tolist()
+            if siblings in (Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED):
+                law = [0 if any(s == (v, parent) for s in row) else mass for v, mass in enumerate(law)]
+            if sum(law):
+                row.append((rng.choices(range(vocab), law)[0], parent))
+            elif not trees:
+                break
+            else:
+                row.append((rng.randrange(vocab), parent))  # a broken contract decides the same in both, too
+        rows.append(row)
+    tokens, parents = tree(rows)
+    width = tokens.shape[1]
+    probs = None if siblings is Siblings.POINT else q[:, :width].contiguous()
+    draft = Draft(tokens, parents, probs, siblings)
+    noise = Noise(
+        torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(batch)]),
+        torch.tensor([rng.randrange(1000) for _ in range(batch)]),
+    )
+    return draft, laws[:, :width].contiguous(), noise, torch.tensor([rng.randrange(1, 100_000) for _ in range(batch)])
+
+
+@pytest.mark.parametrize("name", [*VERIFIERS, *(f"{name} on trees" for name in TREES)])
+def test_twins_agree_on_random_batches(name):
+    rng = random.Random(name)
+    accepted, refused, alone, complete = 0, 0, 0, 0
+    for _ in range(200):
+        draft, laws, noise, position = random_case(rng, trees="trees" in name)
+        verdict = check(name.split()[0], draft, laws, noise, position)
+        accepted += int(verdict.accepted.sum())
+        refused += int((verdict.accepted < draft.drafted).sum())
+        complete += int(((verdict.accepted == depth(draft.parents).amax(1)) & (draft.drafted > 1)).sum())
+        alone += int((draft.drafted == 0).sum())
+    # the cases reach every branch: chains kept in part and whole, and rows that had no guess
+    assert min(accepted, refused, alone) > 100
+    assert complete >= 5
+
+
+@pytest.mark.parametrize("table", [Table, RowTable])
+def test_match_alone_and_in_an_empty_batch(table):
+    """Nothing to judge, and laws of NaN, by both walks of `match`."""
+    none = torch.tensor([], dtype=torch.long)
+    verdict = VERIFIERS["match"](table(torch.zeros(0, 1, 3)), Draft(*tree([])), ManyRows(none, none), none)
+    assert [x.shape for x in (verdict.path, verdict.accepted, verdict.token)] == [(0, 1), (0,), (0,)]
+    assert {x.dtype for x in (verdict.path, verdict.accepted, verdict.token)} == {torch.long}
+    nan = table(torch.full((1, 2, 3), float("nan")))
+    one = torch.tensor([1])
+    verdict = VERIFIERS["match"](nan, Draft(*tree([[(0, -1), (0, 0)]])), Noise(one, one), one)
+    assert (verdict.path[0, 0], verdict.accepted[0], verdict.token[0]) == (0, 0, -1)
+
+
+class ManyRows(Noise):
+    """Noise by tensor operations, for any number of rows."""
+
+    def gumbel(self, stream, position, n):
+        return -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
+
+
+@st.composite
+def cases(draw, trees):
+    """Like `random_case`, with every number open to hypothesis, so that a failure shrinks."""
+    batch, nodes, vocab = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(2, 4))
+    weights = st.lists(st.sampled_from([0.0, 1.0, 3.0, 1e-30]), min_size=vocab, max_size=vocab).filter(sum)
+    table = st.lists(st.lists(weights, min_size=nodes, max_size=nodes), min_size=batch, max_size=batch)
+    p, q = (x / x.sum(-1, keepdim=True) for x in (torch.tensor(draw(table)), torch.tensor(draw(table))))
+    siblings = draw(st.sampled_from(Siblings))
+    rows = []
+    for b in range(batch):
+        row = [(0, -1)]
+        for n in range(1, draw(st.integers(1, nodes))):
+            parent = draw(st.integers(0, n - 1)) if trees else n - 1
+            used = [t for t, up in row if up == parent and siblings is not Siblings.IID]
+            possible = [t for t in range(vocab) if q[b, parent, t] > 0 and t not in used]
+            row.append((draw(st.sampled_from(possible or [0])), parent))
+        rows.append(row)
+    tokens, parents = tree(rows)
+    width = tokens.shape[1]
+    draft = Draft(tokens, parents, None if siblings is Siblings.POINT else q[:, :width], siblings)
+    numbers = st.lists(st.integers(0, 2**31), min_size=batch, max_size=batch).map(torch.tensor)
+    return draft, p[:, :width], Noise(draw(numbers), draw(numbers)), draw(numbers)
+
+
+@given(case=cases(trees=True), name=st.sampled_from(TREES))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_tree_twins_agree(case, name):
+    check(name, *case)
+
+
+@given(case=cases(trees=False), name=st.sampled_from(list(VERIFIERS)))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_chain_twins_agree(case, name):
+    check(name, *case)
+
+
+def test_traversal_of_a_chain_is_block():
+    rng = random.Random(11)
+    kept = 0
+    for _ in range(200):
+        draft, laws, noise, position = random_case(rng, trees=False)
+        one, other = (VERIFIERS[name](Table(laws), draft, noise, position) for name in ("block", "traversal"))
+        assert torch.equal(one.accepted, other.accepted)
+        assert torch.equal(one.token, other.token)
+        assert torch.equal(one.path[:, : other.path.shape[1]], other.path)
+        kept += int(one.accepted.sum())
+    assert kept > 100
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_row_is_decided_alone(name):
+    """No neighbour effect: a row's verdict is the same alone, in another order, and beside longer drafts."""
+    rng = random.Random(5)
+    for _ in range(30):
+        draft, laws, noise, position = random_case(rng, trees=name in TREES)
+        whole = VERIFIERS[name](Table(laws), draft, noise, position)
+        for b in range(len(position)):
+            nodes = int((draft.parents[b] >= -1).sum())
+            probs = None if draft.probs is None else draft.probs[b : b + 1, :nodes]
+            one = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes], probs, draft.siblings)
+            alone = VERIFIERS[name](
+                Table(laws[b : b + 1, :nodes]),
+                one,
+                Noise(noise.seed[b : b + 1], noise.step[b : b + 1]),
+                position[b : b + 1],
+            )
+            assert alone.token[0] == whole.token[b]
+            assert [n for n in alone.path[0].tolist() if n >= 0] == [n for n in whole.path[b].tolist() if n >= 0]

@@ -1,0 +1,113 @@
+"""What the tests of the engine share: engines over toy models, readers of jobs, mixed requests."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from helpers import VOCAB, request, toy_drafters
+
+from outrider.control import Fixed
+from outrider.core.types import Budget
+from outrider.decode import Decoder, Request
+from outrider.drafters.base import Drafter
+from outrider.engine import Engine, Job, Result, Update
+from outrider.params import SamplingParams
+from outrider.testing.toy import ToyModel
+
+TARGET = ToyModel(VOCAB, seed=0, max_length=400)
+LONG = SamplingParams(max_tokens=380, ignore_eos=True)
+
+
+@dataclass
+class Reader:
+    """Collects what a job is told."""
+
+    updates: queue.Queue = field(default_factory=queue.Queue)
+    tokens: list[int] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    def __call__(self, update: Update) -> None:
+        self.updates.put(update)
+
+    def next(self) -> Update:
+        update = self.updates.get(timeout=30)
+        self.tokens += update.token_ids
+        if update.result is not None:
+            self.results.append(update.result)
+        return update
+
+    def result(self) -> Result:
+        while not self.results:
+            self.next()
+        assert self.updates.empty(), "an update after the result"
+        return self.results[0]
+
+
+def engine(
+    target=TARGET, drafter: Drafter | None = None, *, rows: int = 4, depth: int = 4, width: int = 1, **options
+) -> Engine:
+    drafter = drafter or toy_drafters(target, rows)["draft_model"]()
+    decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth, width), rows=rows, end_ids=(0,))
+    config = SimpleNamespace(methods=["mine"], budget=Budget(depth, width))
+    return Engine(SimpleNamespace(decoder=decoder, config=config, drafter=drafter), **options)  # type: ignore[arg-type]
+
+
+class Gated(ToyModel):
+    """Stops before its sixth forward until the gate is opened: a job that is surely still running."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, seed=0, max_length=400)
+        self.gate, self.count = threading.Event(), 0
+
+    def forward(self, tokens, cache, rows, **options):
+        self.count += 1
+        if self.count > 5:
+            assert self.gate.wait(30)
+        return super().forward(tokens, cache, rows, **options)
+
+
+def job(asked: Request, **options) -> Job:
+    return Job(asked, Reader(), **options)
+
+
+def run(eng: Engine, jobs: list[Job]) -> list[Result]:
+    eng.submit(jobs)
+    return [j.sink.result() for j in jobs]  # type: ignore[attr-defined]
+
+
+def settled(eng: Engine) -> None:
+    """Stop the engine; nothing may be left in its tables."""
+    eng.close()
+    assert eng.integrity() == []
+    assert not eng.decoder.rows
+    assert not eng.running
+    assert sum(eng.decoder.cache.length) == 0
+
+
+def mixed(count: int, seed: int) -> list[Request]:
+    """Requests of every kind: parameters, lengths, seeds."""
+    draw = random.Random(seed)
+    out = []
+    for number in range(count):
+        params = SamplingParams(
+            temperature=draw.choice([0, 0.7, 1, 2]),
+            top_k=draw.choice([0, 0, 3]),
+            top_p=draw.choice([1, 0.8]),
+            min_p=draw.choice([0, 0.1]),
+            repetition_penalty=draw.choice([1, 1.3]),
+            frequency_penalty=draw.choice([0, 0.5]),
+            logit_bias=draw.choice([None, {3: 1.5}]),
+            min_tokens=draw.choice([0, 5]),
+            stop_token_ids=draw.choice([(), (4,)]),
+            ignore_eos=draw.random() < 0.7,
+            logprobs=draw.choice([None, None, 1]),
+            max_tokens=draw.randrange(5, 60),
+        )
+        start = [1, 2, 3] * 20 if draw.random() < 0.4 else []
+        prompt = start + [draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 100))]
+        out.append(request(prompt, params, number))
+    return out

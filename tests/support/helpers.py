@@ -1,0 +1,135 @@
+"""What several tests share: toy decoders, requests, and every drafter by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from outrider.control import Fixed
+from outrider.control.expectation import optimal_shape
+from outrider.core.noise import Noise, Stream
+from outrider.core.tree import tree
+from outrider.core.types import Budget, Draft, Step
+from outrider.decode import Decoder, Request
+from outrider.drafters.base import BaseDrafter, Batch, Drafter, Echo, NoDraft, Noisy, Wrong
+from outrider.drafters.lookup.ngram import NgramDrafter
+from outrider.drafters.lookup.prediction import PredictionDrafter
+from outrider.drafters.lookup.suffix import SuffixDrafter
+from outrider.drafters.lookup.token_recycling import RecyclingDrafter
+from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.models.base import LanguageModel
+from outrider.params import SamplingParams
+from outrider.testing.toy import ToyModel
+
+VOCAB = 11
+_ids = itertools.count()
+
+
+class RandomTree(BaseDrafter):
+    """Random tokens on a random tree within the budget: nothing a verifier may rely on but the contract."""
+
+    def __init__(self, vocab_size: int = VOCAB, seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.draw = torch.Generator().manual_seed(seed)
+
+    def propose(self, batch: Batch) -> Draft:
+        rows = []
+        for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
+            nodes, level = [(tokens[-1], -1)], [0]
+            for _ in range(
+                int(torch.randint(0, budget.max_nodes + 1, (1,), generator=self.draw)) if budget.depth else 0
+            ):
+                full = {n for n in range(len(nodes)) if sum(p == n for _, p in nodes) >= budget.width}
+                open_ = [n for n, d in enumerate(level) if d < budget.depth and n not in full]
+                if not open_:
+                    break
+                parent = open_[int(torch.randint(0, len(open_), (1,), generator=self.draw))]
+                nodes.append((int(torch.randint(0, self.vocab_size, (1,), generator=self.draw)), parent))
+                level.append(level[parent] + 1)
+            rows.append(nodes)
+        return Draft(*tree(rows))
+
+
+class TargetTree(BaseDrafter):
+    """Trees that hold the target's own choice among others: the accepted path runs through the scratch, out of order."""
+
+    def __init__(self, model: ToyModel, decoys: int = 2) -> None:
+        self.model, self.decoys = model, decoys
+
+    def propose(self, batch: Batch) -> Draft:
+        rows = []
+        for b, (tokens, budget) in enumerate(zip(batch.tokens, batch.budgets, strict=True)):
+            nodes, parent, text = [(tokens[-1], -1)], 0, list(tokens)
+            for level in range(budget.depth):
+                cache = self.model.new_cache(1, len(text))
+                logits = self.model.forward(torch.tensor([text]), cache, [0], want="last").logits[:, 0]
+                right = int(
+                    batch.warp.select([b]).draw(
+                        logits,
+                        [text[len(tokens) :]],
+                        batch.noise.select([b]),
+                        Stream.TOKEN,
+                        batch.positions[[b]] + level,
+                    )[0]
+                )
+                if right < 0:
+                    break
+                nodes += [((right + i + 1) % VOCAB, parent) for i in range(self.decoys)]
+                nodes.append((right, parent))
+                parent = len(nodes) - 1
+                text.append(right)
+            rows.append(nodes)
+        return Draft(*tree(rows))
+
+
+def request(prompt: list[int], params: SamplingParams, seed: int = 0) -> Request:
+    return Request(next(_ids), prompt, params, seed, tuple(tuple(w) for w in params.bad_words))  # pyright: ignore
+
+
+def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 4, rows: int = 4, **options) -> Decoder:
+    budget = options.pop("budget", Budget(depth))
+    controller = Fixed(budget.depth, budget.width, budget.nodes)
+    return Decoder(target, drafter, controller=controller, rows=rows, end_ids=options.pop("end_ids", (0,)), **options)
+
+
+def plain_texts(target: LanguageModel, requests: list[Request], **options) -> list[list[int]]:
+    """One at a time, no drafter: the definition of what every text must be."""
+    return [decoder(target, NoDraft(), rows=1, **options).generate([r])[0].output for r in requests]
+
+
+def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Drafter]]:
+    """Every drafter that can draft for a toy target, made anew by each call."""
+
+    def draft(error: float, **options: Any) -> ModelDrafter:
+        model = ToyModel(target.vocab_size, target.order, 0, error=error, max_length=target.max_length)
+        return ModelDrafter(model, rows, target.max_length, **options)
+
+    return {
+        "none": NoDraft,
+        "wrong": lambda: Wrong(1),
+        "noisy": lambda: Noisy(draft(0.3), 0.7, target.vocab_size),
+        "ngram": lambda: NgramDrafter(1, 3),
+        "suffix": lambda: SuffixDrafter(shared=0, least=0.01),
+        "suffix_shared": lambda: SuffixDrafter(least=0.01),
+        "prediction": lambda: PredictionDrafter([t * t % target.vocab_size for t in range(30)]),
+        "token_recycling": lambda: RecyclingDrafter(target.vocab_size, 4),
+        "draft_model": lambda: draft(0.5),
+        "self": lambda: draft(0.0),
+        "shape": lambda: draft(0.5, shape=optimal_shape),
+        "unsure": lambda: draft(0.5, min_probability=0.3),
+        "random_tree": lambda: RandomTree(target.vocab_size),
+        "target_tree": lambda: TargetTree(target),
+        "echo": lambda: Echo({}),
+    }
+
+
+def noise(seed: list[int], step: int = 0) -> Noise:
+    return Noise(torch.tensor(seed), torch.full((len(seed),), step))
+
+
+def counts(steps: list[Step]) -> tuple[int, int]:
+    """Guesses and accepted guesses over all rows of some steps."""
+    return sum(int(s.draft.drafted.sum()) for s in steps), sum(int(s.verdict.accepted.sum()) for s in steps)

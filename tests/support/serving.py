@@ -1,0 +1,71 @@
+"""A live server for tests: the built-in pair, a port of the system's choice, in a thread of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from outrider import LLM
+from outrider.control import Fixed
+from outrider.engine import Engine
+from outrider.serve.app import create_app
+from outrider.serve.metrics import Metrics
+from outrider.serve.service import Service
+from outrider.serve.settings import Settings
+
+PAIR = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
+TEMPLATE = (
+    "{% if tools %}# tools: {% for t in tools %}{{ t.function.name }} {% endfor %}\n{% endif %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
+)
+
+
+class Live:
+    """A server that runs. url: where. service, metrics: its insides."""
+
+    def __init__(self, service: Service, metrics: Metrics, server: uvicorn.Server) -> None:
+        self.service, self.metrics, self.server = service, metrics, server
+        self.port = server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+
+def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:
+    llm = LLM("builtin:code", speculative_config=config, max_num_seqs=rows, controller=Fixed(4), **options)
+    llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
+    return llm
+
+
+@contextmanager
+def serving(llm: LLM, settings: Settings | None = None, spans: Any = None, **engine_options) -> Iterator[Live]:
+    """Start, hand out, stop; the engine's tables must be empty afterwards."""
+    settings = settings or Settings(model_name="code")
+    metrics = Metrics(settings.metrics_prefix, settings.model_name)
+    engine = Engine(llm, observer=metrics, **engine_options)
+    metrics.attach(engine)
+    service = Service(llm, engine, settings)
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(service, metrics, spans), port=0, log_level="error", lifespan="on")
+    )
+    ready = threading.Event()
+    startup = server.startup
+
+    async def started(sockets=None) -> None:
+        await startup(sockets)
+        ready.set()
+
+    server.startup = started  # type: ignore[method-assign]
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield Live(service, metrics, server)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+        assert engine.integrity() == []

@@ -1,0 +1,379 @@
+"""outrider bench in this process: what is recorded of a text, turns, interruption, and what a user is told."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.bench import roofline as limits
+from outrider.bench import stats
+from outrider.bench.local import Local, forget
+from outrider.bench.prompts import Ask
+from outrider.bench.roofline import expect
+from outrider.bench.run import Run, Sample, Setting
+from outrider.bench.schedule import measure, plan
+from outrider.bench.summary import summary
+from outrider.cli import main as cli
+from outrider.cli.bench import _configs
+from outrider.config import SpeculativeConfig
+from outrider.control import CostModel
+from outrider.core.types import Budget
+
+SMALL = "builtin:code-draft"
+PAIR = {"method": "draft_model", "model": SMALL, "num_speculative_tokens": 3, "controller": "fixed"}
+ASKS = [
+    Ask("loop", "x", "for i in range(10):\n    print(i)\nfor j in range(10):"),
+    Ask("class", "y", "class Stack:\n    def __init__(self):\n        self"),
+    Ask("one", "y", "def one(", max_tokens=1),
+]
+SAMPLING = {"temperature": 0.0, "max_tokens": 20, "seed": 0, "ignore_eos": True}
+
+
+def local(*configs: dict | None, model: str = "builtin:code", rows: int = 1, **sampling: object) -> tuple[Local, Run]:
+    settings = [Setting(name=str(n), speculative_config=c) for n, c in enumerate(configs)]
+    run = Run(
+        date="", command="", model=model, machine={}, sampling={**SAMPLING, **sampling}, settings=settings,
+        repeats=2, concurrency=rows, prompts=[{"id": a.id, "category": a.category, "text": a.text} for a in ASKS],  # type: ignore[list-item]
+    )  # fmt: skip
+    return Local(settings, model, run.sampling, rows), run
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No calibration, which takes seconds and writes into the user's cache: a cost model at once, and the depths asked for.
+    Of memory little is read."""
+    depths = list[int]()
+
+    def cheap(target: object, drafter: object, names: object, limit: Budget, **_: object) -> CostModel:
+        depths.append(limit.depth)
+        return CostModel({}, [[1, 1, 64, 0.001]], [[1, 1, 0, 64, 0.0], [1, 1, 3, 64, 0.006]], 0.0, 0.0)
+
+    monkeypatch.setattr(limits, "calibrated", cheap)
+    monkeypatch.setattr(limits, "MATRIX", 2**20)
+    return depths
+
+
+def bench(*words: str):
+    return CliRunner().invoke(cli.app, ["bench", "-m", SMALL, "-n", "4", "--num-prompts", "2", *words])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_every_token_is_accounted_for(rows: int, temperature: float) -> None:
+    side, run = local(None, PAIR, rows=rows, temperature=temperature)
+    list(measure(run, side, ASKS))
+    assert run.complete
+    assert {s.error for s in run.samples} == {None}
+    assert len({s.turn for s in run.samples}) == len(run.samples) / (1 if rows == 1 else 1.5)
+    for s in run.samples:
+        assert s.token_ids is not None
+        assert s.origins is not None
+        assert s.drafted is not None
+        assert s.accepted is not None
+        assert s.pieces is not None
+        assert s.output_tokens == len(s.token_ids) == len(s.origins) == len(s.pieces)
+        assert "".join(s.pieces) == s.text
+        first = s.output_tokens - sum(n for _, n in s.gaps)
+        assert 1 <= first <= 4
+        assert s.origins.count("a") == sum(s.accepted)
+        assert s.ttft == pytest.approx(s.seconds - sum(t for t, _ in s.gaps))
+        assert sum(s.phases.values()) == pytest.approx(s.seconds, rel=0.01)
+        if s.setting == "0":
+            assert set(s.origins) == {"p"}
+        else:
+            full = sum(d == a > 0 for d, a in zip(s.drafted, s.accepted, strict=True))
+            assert full - 1 <= s.origins.count("b") <= full  # the last one may be cut off
+    assert {s.output_tokens for s in run.samples if s.prompt == "one"} == {1}
+    assert stats.promised(run, "1")
+    assert stats.differing(stats.good(run, "1"), stats.good(run, "0")) == ([], 6)
+    assert Counter(s.seed for s in run.samples) == {0: 6, 1: 6}
+
+
+def test_settings_take_turns() -> None:
+    turns = plan(groups=3, settings=2, repeats=4)
+    assert len({(t.repeat, t.group, t.setting) for t in turns}) == len(turns) == 24
+    assert [t.number for t in turns] == list(range(24))
+    assert [t.setting for t in turns[:8]] == [0, 1, 1, 0, 0, 1, 1, 0]
+    for group in range(3):  # each is as often the first
+        firsts = [t.setting for t in turns[::2] if t.group == group]
+        assert firsts.count(0) == firsts.count(1)
+
+
+def test_a_repeat_does_not_find_the_answers_of_the_last() -> None:
+    side, run = local(None, {"method": ["suffix", "token_recycling"], "controller": "fixed"}, model=SMALL)
+    list(measure(run, side, ASKS))
+    first, second = ([sum(s.accepted or []) for s in stats.good(run, "1") if s.repeat == r] for r in (0, 1))
+    assert first == second
+    again = side.answer(run.settings[1], ASKS[:1], 1, 0)  # it would, were it not told to forget
+    assert sum(again[0].accepted or []) > first[0]
+    forget(object())  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_does_not_fit_is_named() -> None:
+    side, _ = local(None, model=SMALL, max_tokens=5000)
+    with pytest.raises(ValueError, match=r"prompt loop: .*use max_tokens="):
+        side.tokens(ASKS[0])
+
+
+def test_fields_are_those_of_vllm(tmp_path: Path) -> None:
+    side, run = local(None, PAIR)
+    list(measure(run, side, ASKS))
+    run.samples.append(Sample(prompt="loop", setting="1", repeat=2, turn=99, seconds=1, error="lost"))
+    found = summary(run)
+    fast = found["1"]
+    assert (fast["completed"], fast["failed"], found["0"]["failed"]) == (6, 1, 0)
+    assert fast["total_output_tokens"] == 2 * 41
+    assert fast["output_throughput"] == pytest.approx(82 / fast["duration"])
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        assert all(fast[f"{p}_{name}_ms"] >= 0 for p in ("mean", "median", "std", "p50", "p90", "p99"))
+    kept, steps = fast["spec_decode_accepted_tokens"], fast["spec_decode_num_drafts"]
+    assert fast["spec_decode_acceptance_length"] == pytest.approx(1 + kept / steps)
+    assert fast["spec_decode_acceptance_rate"] == pytest.approx(100 * kept / fast["spec_decode_draft_tokens"])
+    assert "spec_decode_num_drafts" not in found["0"]
+    assert (fast["texts_compared"], fast["texts_differing"], fast["identity_promised"]) == (6, 0, True)
+    assert fast["speedup"]["low"] < fast["speedup"]["value"] < fast["speedup"]["high"]
+    assert fast["by_category"]["x"]["speedup"]["low"] is None  # one prompt
+    run.summary = found
+    run.save(tmp_path / "run.json")
+    assert Run.load(tmp_path / "run.json") == run
+
+
+def test_the_command_measures_and_tells(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    done = bench("--method", "suffix", "--method", "ngram", "-k", "2", "-r", "1", "--json", str(file))
+    assert done.exit_code == 0, done.output
+    for word in ("suffix k=2", "ngram k=2", "plain", "tokens/s", "interval", "By category", "2 of 2", "identical"):
+        assert word in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
+    assert "\x1b" not in done.stdout
+    run = Run.load(file)
+    assert run.complete
+    assert [s.name for s in run.settings] == ["plain", "suffix k=2", "ngram k=2"]
+    assert run.settings[1].guarantee == "exact-tokens"
+    assert len(run.samples) == 6
+    assert run.summary["plain"]["completed"] == 2
+    assert all(p.tokens for p in run.prompts)
+
+
+def test_other_draws_of_the_same_law_are_told_and_no_error() -> None:
+    config = '{"method": "draft_model", "model": "builtin:code-draft", "verifier": "rejection"}'
+    done = bench("--speculative-config", config, "-r", "1", "-t", "1.5", "-n", "12")
+    assert done.exit_code == 0, done.output
+    told = " ".join(done.stdout.split())
+    assert "of 2 texts differ from plain's" in told
+    assert "exact-distribution promises the same law" in told
+
+
+def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = Local.answer
+
+    def spoiled(self, setting, asks, repeat, turn):
+        samples = true(self, setting, asks, repeat, turn)
+        if turn == 3:
+            samples[0].token_ids[-1] += 1
+        return samples
+
+    monkeypatch.setattr(Local, "answer", spoiled)
+    done = bench("--method", "suffix", "-r", "2")
+    assert done.exit_code == 1
+    assert "1 of 4 texts differ" in " ".join(done.stdout.split())
+    assert "breaks the promise of exact-tokens" in " ".join(done.stdout.split())
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    true = Local.answer
+
+    def answer(self, setting, asks, repeat, turn):
+        if turn >= turns:
+            raise KeyboardInterrupt
+        return true(self, setting, asks, repeat, turn)
+
+    monkeypatch.setattr(Local, "answer", answer)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    words = ("--method", "suffix", "-r", "2", "--json", str(file))
+    with pytest.MonkeyPatch.context() as patch:
+        impatient(patch, turns=3)
+        done = bench(*words)
+    assert done.exit_code == 130
+    assert "interrupted after 3 measurements, kept in" in done.stderr
+    assert "go on with: outrider" in done.stderr
+    assert "--resume" in done.stderr
+    assert "times the tokens per second" in " ".join(done.stdout.split())  # what there is, is shown
+    half = Run.load(file)
+    assert (half.complete, len(half.samples)) == (False, 3)
+
+    lost = bench(*words)
+    assert lost.exit_code == 2
+    assert "interrupted measurement; go on with it by --resume" in lost.stderr
+    other = bench("--method", "ngram", "-r", "2", "--json", str(file), "--resume")
+    assert other.exit_code == 2
+    assert "another measurement (settings: name=suffix there, name=ngram now)" in other.stderr
+    warmer = bench(*words, "-t", "1", "--resume")
+    assert "(sampling: temperature=0.0 there, temperature=1.0 now)" in warmer.stderr
+
+    done = bench(*words, "--resume")
+    assert done.exit_code == 0, done.output
+    whole = Run.load(file)
+    assert whole.complete
+    assert whole.samples[:3] == half.samples
+    assert sorted(s.turn for s in whole.samples) == list(range(8))
+
+
+def test_interrupted_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch, turns=0)
+    done = bench("--method", "suffix")
+    assert done.exit_code == 130
+    assert "interrupted after 0 measurements; with --json RUN.json" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume"], "name it: --json RUN.json --resume"),
+        (["--json", "/no/such/run.json"], "there is no folder /no/such"),
+        (["--html", "/no/such/run.html"], "there is no folder /no/such"),
+        (["--method", "sufix"], "did you mean 'suffix'"),
+        (["--method", "ngram", "-d", "x"], "--draft-model x is for --method draft_model"),
+        (["--speculative-config", "nowhere.json"], "and names no file"),
+        (["--speculative-config", "{method"], "is not JSON"),
+        (["--speculative-config", "[]"], "is a JSON object, got"),
+        (["--base-url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
+        (["--base-url", "a", "--base-url", "b", "--method", "suffix"], "two servers are compared as they are"),
+        (["--base-url", "a", "--base-url", "b", "--base-url", "c"], "once or twice"),
+        (["--base-url", "a", "--off-body", "no"], "--off-body no is not JSON"),
+        (["--base-url", "a", "--speculative-config", '{"model": "x"}'], "a running server has its models"),
+        (["-n", "5000"], "prompt binary-search: "),
+    ],
+)
+def test_errors_are_one_readable_line(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(cli.app, ["bench", "-m", SMALL, *words])
+    if message.startswith("no server"):  # without a name the server is asked for its models first
+        done = CliRunner().invoke(cli.app, ["bench", *words])
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_file_that_is_no_run_is_not_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text("{}")
+    done = bench("--json", str(file))
+    assert done.exit_code == 2
+    assert "is no measurement" in done.stderr
+    assert file.read_text() == "{}"
+
+
+def test_configurations_and_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"method": "suffix"}')
+    given = [
+        str(file),
+        '{"method": ["suffix", "ngram"], "tree_width": 2}',
+        '{"model": "x", "verifier": "block"}',
+        str(file),
+    ]
+    assert _configs("m", None, given, None, None, False) == [
+        ("mine", {"method": "suffix"}),
+        ("suffix+ngram width=2", {"method": ["suffix", "ngram"], "tree_width": 2}),
+        ("draft_model block", {"model": "x", "verifier": "block"}),
+        ("mine #2", {"method": "suffix"}),
+    ]
+    assert _configs("builtin:code", None, None, None, None, False)[0][1]["model"] == SMALL
+    assert _configs("m", None, None, "d", 3, False)[0] == (
+        "draft_model k=3", {"method": "draft_model", "model": "d", "num_speculative_tokens": 3},
+    )  # fmt: skip
+    assert _configs("m", None, None, None, None, False) == [("auto", {"method": "auto"})]
+    assert _configs("m", None, None, None, None, True) == []
+
+
+def test_nobody_answers() -> None:
+    class Broken(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"data": [{"id": "m"}]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.send_error(503, "gone fishing")
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Broken)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    done = CliRunner().invoke(cli.app, ["bench", "--base-url", f"127.0.0.1:{server.server_port}", "--num-prompts", "2"])
+    server.shutdown()
+    assert done.exit_code == 1
+    assert "error: none of 4 requests was answered: HTTP 503:" in done.stderr
+
+
+def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "outrider.bench.remote", raising=False)
+    with pytest.raises(ValueError, match=r"pip install 'outrider\[bench\]'"):
+        importlib.import_module("outrider.bench.remote")
+
+
+def test_what_is_expected_follows_from_costs_and_guesses() -> None:
+    """A machine on which a step costs 1 s, a judged guess 0.1 s and a drafted one 0.2 s; it was twice as busy as that."""
+    cost = CostModel({}, [[1, 1, 64, 1.0], [1, 11, 64, 2.0]], [[1, 1, 0, 64, 0.0], [1, 1, 10, 64, 2.0]], 0.0, 0.0)
+    timed = {"repeat": 0, "turn": 0, "ttft": 3.0, "prompt_tokens": 64}
+    plain = Sample(
+        prompt="a", setting="p", seconds=3 + 2 * 9, output_tokens=10, drafted=[0] * 10, accepted=[0] * 10, **timed
+    )
+    fast = Sample(
+        prompt="a", setting="f", seconds=0, output_tokens=10, drafted=[4, 4, 0, 1], accepted=[4, 2, 0, 0], **timed
+    )
+    expected = expect([fast], [plain], cost)
+    assert expected == pytest.approx(10 / (3 + 2 * ((1 + 4 * 0.3) + 1 + (1 + 0.3))))
+    assert expect([], [plain], cost) is None
+    assert expect([fast], [], cost) is None
+
+
+def test_memory_is_read_by_all_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds by a clock of its own: passes of 2, 1 and 4 seconds."""
+    monkeypatch.setattr(limits, "PASSES", 3)
+    clock = iter([0.0, 2.0, 2.0, 3.0, 3.0, 7.0])
+    monkeypatch.setattr(limits, "perf_counter", lambda: next(clock))
+    assert limits.read_speed() == 2**20
+
+
+def test_limits_are_measured_for_files(tmp_path: Path, asked: list[int]) -> None:
+    file, page = tmp_path / "run.json", tmp_path / "run.html"
+    words = ("--speculative-config", json.dumps(PAIR), "--method", "suffix", "-r", "1", "-n", "12")
+    done = bench(
+        *words,
+        "--speculative-config",
+        '{"method": "suffix", "tree_width": 2}',
+        "--json",
+        str(file),
+        "--html",
+        str(page),
+    )
+    assert done.exit_code == 0, done.output
+    assert f"Everything is in {file}" in done.stdout
+    run = Run.load(file)
+    assert asked == [SpeculativeConfig.of({"method": "suffix"}).budget.depth, 3]  # trees are not priced
+    assert run.limits.draft_token == pytest.approx(0.002)
+    assert run.limits.target["1"] == pytest.approx(0.001)
+    assert run.limits.plain_step
+    assert run.limits.weight_bytes
+    assert run.limits.read_bytes_per_second
+    assert set(run.predicted) == {"suffix", "draft_model k=3 fixed"}
+    html = page.read_text()
+    assert "<html" in html[:200]
+    assert "Memory speed, measured" in html
+    assert "reading weights" in html

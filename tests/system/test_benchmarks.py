@@ -1,0 +1,296 @@
+"""The rulers themselves: big models that compute a small one's function, the runner, the tables. Nothing is timed here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import decode, forward, identity, machine, pairs, predicted, table, workloads
+from benchmarks.figures import HEAD, figures, names
+from benchmarks.inflate import Inflater, Size, compare, inflate, perturb
+from benchmarks.peers.llama_cpp import TYPES, converted
+from benchmarks.peers.ours import Ours, config_of
+from benchmarks.prompts import humaneval
+from benchmarks.report import markdown
+from benchmarks.side import Missing, Run
+from outrider.control import CostModel
+from outrider.models.load import load
+
+VOCAB = 97
+
+
+def tiny(seed: int = 0, **changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **{
+            "hidden_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 40,
+            "vocab_size": VOCAB,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.3,
+            "eos_token_id": 0,
+            **changes,
+        }
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        Size(24, 2, 4, 2, 8, 40),  # the same shape: another basis, nothing more
+        Size(64, 5, 8, 2, 16, 96),  # wider heads, copies in a group, new layers
+        Size(48, 4, 12, 4, 32, 128),  # odd groups: the groups of the two halves are twins
+    ],
+    ids=str,
+)
+def test_a_big_model_computes_the_function_of_the_small_one(tmp_path: Path, size: Size) -> None:
+    small = tiny()
+    inflate(small, size, tmp_path / "big", torch.float32)
+    big = LlamaForCausalLM.from_pretrained(tmp_path / "big").eval()
+    assert sum(p.numel() for p in big.parameters()) == size.parameters(VOCAB) + (2 * size.layers + 1) * size.hidden
+    told = compare(small, big, [[1, 2, 3], [50, 7]], 64)
+    assert told["max_logit_difference"] < 1e-3 * told["max_logit"]
+    assert told["differing_tokens"] == 0
+
+
+def test_the_comparison_sees_a_wrong_model(tmp_path: Path) -> None:
+    small = tiny()
+    inflate(small, Size(64, 4, 8, 2, 16, 96), tmp_path / "big", torch.float32)
+    big = LlamaForCausalLM.from_pretrained(tmp_path / "big").eval()
+    told = compare(small, perturb(big, 0.1), [[1, 2, 3]], 64)
+    assert told["max_logit_difference"] > 1e-2 * told["max_logit"]
+
+
+def test_no_matrix_of_the_big_model_can_be_skipped() -> None:
+    groups = Inflater(tiny(), Size(64, 5, 8, 2, 16, 96), torch.float32).groups()
+    for name, t in ((n, t) for group in groups for n, t in group.items()):
+        assert (t != 0).all(), name
+        if t.dim() == 2 and "k_proj" not in name:  # k is quiet where the small model has no pair of dimensions
+            rows, columns = t.pow(2).mean(1).sqrt(), t.pow(2).mean(0).sqrt()
+            assert rows.min() > 0.02 * rows.mean(), name
+            assert columns.min() > 0.02 * columns.mean(), name
+
+
+def test_the_same_in_bfloat16_stays_close(tmp_path: Path) -> None:
+    small = tiny()
+    inflate(small, Size(64, 6, 8, 2, 16, 96), tmp_path / "big", torch.bfloat16)
+    big = LlamaForCausalLM.from_pretrained(tmp_path / "big", dtype=torch.float32).eval()
+    told = compare(small, big, [[1, 2, 3]], 8)
+    assert told["max_logit_difference"] < 0.1 * told["max_logit"]
+
+
+def test_a_size_that_cannot_hold_the_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="layers, hidden"):
+        Inflater(tiny(), Size(16, 1, 8, 2, 16, 96), torch.float32)
+    with pytest.raises(ValueError, match="head_dim"):
+        Inflater(tiny(), Size(64, 4, 8, 2, 12, 96), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Ours:
+    folder = tmp_path_factory.mktemp("draft")
+    perturb(tiny(), 0.05).save_pretrained(folder)
+    return Ours(load(tiny(), dtype="float32", device="cpu"), {"draft": str(folder)})
+
+
+def test_methods_are_told_by_name() -> None:
+    drafts = {"own": "folder"}
+    assert config_of("plain", drafts, None).method == "none"
+    assert config_of("ngram:7", drafts, None).num_speculative_tokens == 7
+    assert config_of("self-int4:3", drafts, None).quantization == "int4"
+    assert config_of("own:2", drafts, "int8").model_dump(include={"model", "quantization"}) == {
+        "model": "folder",
+        "quantization": "int8",
+    }
+    with pytest.raises(ValueError, match="unknown method 'nrgam'"):
+        config_of("nrgam:2", drafts, None)
+
+
+def test_the_runner_compares_methods_on_the_same_texts(worker: Ours) -> None:
+    methods = ["plain", "draft:3", "ngram:4"]
+    records = decode.compare({"outrider": (worker, methods)}, [[1, 2, 3], [4, 5, 6]], tokens=24, rounds=2, context=16)
+    assert [r["method"] for r in records] == methods
+    by = {r["method"]: r for r in records}
+    for r in records:
+        assert r["identical_texts"] == r["texts"] == 4
+        assert r["tokens_per_second"] > 0
+    assert by["plain"]["speedup"] == 1
+    assert by["plain"]["acceptance_length"] == 1
+    assert by["draft:3"]["acceptance_length"] > 1
+    assert 0 < by["draft:3"]["conditional_rate"] <= 1
+    assert by["draft:3"]["draft_ms"] > 0
+    assert by["draft:3"]["efficiency"] == pytest.approx(
+        by["draft:3"]["speedup"] / by["draft:3"]["allowed_speedup"], rel=0.01
+    )
+
+
+def test_time_runs_from_the_first_step_to_the_last(worker: Ours) -> None:
+    run = worker.generate("draft:3", [1, 2, 3], 20)
+    plain = worker.generate("plain", [1, 2, 3], 20)
+    assert run.tokens == plain.tokens
+    assert len(plain.tokens) == 20
+    assert plain.timed == plain.steps == 19
+    assert run.timed == run.steps + sum(run.accepted) < 20
+    assert run.seconds >= sum(run.parts.values()) * 0.99
+
+
+def test_a_speedup_is_of_time_per_token_over_the_whole_set() -> None:
+    plain = [[Run([1] * 11, 10, 10.0, 10), Run([2] * 11, 10, 10.0, 10)]]
+    fast = [[Run([1] * 11, 10, 2.0, 5, [3] * 5, [1] * 5), Run([9] * 11, 10, 8.0, 10, [3] * 10, [0] * 10)]]
+    ideal = decode.allowed(fast[0], {1: 1.0, 4: 1.5}, 0.1)
+    assert ideal == pytest.approx(20 / (15 * 1.5 + 45 * 0.1))
+    told = decode.summary(fast, plain, ideal)
+    assert told["speedup"] == 2
+    assert told["identical_texts"] == 1
+    assert told["acceptance_rate"] == round(5 / 45, 3)
+    assert told["conditional_rate"] == round(5 / 20, 3)
+    assert decode.guesses(Run([], 10, 1.0, 4, [12], [6])) == [3.0] * 4  # a peer that tells the sum alone
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    told = forward.summary({1: [1.0, 10.0, 2.0], 4: [1.5, 15.0, 2.0]})
+    assert told["ratio"] == {1: 1.0, 4: 1.5}
+    assert told["spread"][4] == [1.0, 1.5]
+    assert told["ms_least"] == 1000
+
+
+def test_forwards_are_measured_side_by_side() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def side(name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name, forward=lambda m, context, repeats: asked.append((name, m)) or [m * 1e-3] * repeats
+        )
+
+    times = forward.measure([side("a"), side("b")], rows=(1, 2), rounds=2)  # pyright: ignore[reportArgumentType]
+    assert asked == [("a", 1), ("a", 2), ("b", 1), ("b", 2)] * 3
+    assert times["b"] == {1: [1e-3] * 2, 2: [2e-3] * 2}
+    records = forward.table(times, 2e6, 4.0)
+    assert records[0]["gb_per_second"] == 2.0
+    assert records[0]["share"] == 0.5
+
+
+def test_tables_are_made_from_the_newest_result(tmp_path: Path) -> None:
+    facts = {**machine.facts(), "read_gb_per_second": {"one": 10.0, "all": 20.0, "how": "compiled loop"}}
+    method = {
+        "side": "outrider", "tokens_per_second": 30.0, "spread": [29.0, 31.0], "speedup": 1.0, "acceptance_length": 1.0,
+        "acceptance_rate": None, "conditional_rate": None, "draft_share": None, "overhead_share": 0.01, "identical_texts": 6,
+        "texts": 6,
+    }  # fmt: skip
+    fast = {**method, "tokens_per_second": 60.0, "speedup": 2.0, "acceptance_rate": 0.6, "efficiency": 0.95}
+    peer = {**fast, "side": "llama.cpp", "method": "draft:8", "tokens_per_second": 40.0}
+    records = [
+        {**method, "method": "plain"}, {**fast, "method": "draft:4"},
+        {**method, "side": "llama.cpp", "method": "plain"}, peer,
+    ]  # fmt: skip
+    wide = {
+        "side": "outrider",
+        "ms": 20.0,
+        "ratio": {"1": 1.0, "2": 1.1, "4": 1.2, "8": 1.5},
+        "gb_per_second": 18.0,
+        "share": 0.9,
+    }
+    result = {
+        "name": "bench", "command": "python -m benchmarks", "machine": facts,
+        "forward": [{"size": "0.5B", "precision": "float32", "records": [wide]}],
+        "decode": [{"kind": "draft", "size": "0.5B", "precision": "float32", "temperature": 0.0, "weight_bytes": 5e8,
+                    "records": records}],
+    }  # fmt: skip
+    (tmp_path / "2026-01-01-bench.json").write_text(json.dumps({**result, "command": "stale"}))
+    (tmp_path / "2026-01-02-bench.json").write_text(json.dumps(result))
+    (tmp_path / "2026-01-02-identity.json").write_text(json.dumps({"differing": 0, "tokens": 1000064, "units": []}))
+    document = "a\n<!-- table: figures bench -->\nold\n<!-- /table -->\nb\n<!-- table: decode none -->\nkept\n<!-- /table -->\n"
+    document += "<!-- table: machine bench --><!-- /table -->".replace(" --><", " -->\n<")
+    text = table.fill(document, tmp_path)
+    assert "old" not in text
+    assert "kept" in text
+    assert "stale" not in text
+    assert "0 in 1,000,064" in text
+    assert "| forward over 2, 4, 8 tokens over 1: 0.5B float32 | 1.08 1.20 1.45 | 1.10 1.20 1.50 |" in text
+    assert table.fill(text, tmp_path) == text
+    lines = figures(result)
+    assert any(n.startswith("efficiency, draft:4") for n in names(lines))
+    over = next(line for line in lines if "over llama.cpp's best" in line[0])
+    assert over[1:3] == ["1.25", "1.50"]
+    assert markdown(HEAD, lines).count("\n") == len(lines) + 1
+
+
+def test_the_document_names_results_that_the_tables_know() -> None:
+    if not table.DOCUMENT.exists():
+        pytest.skip("no document yet")
+    found = [m.groups()[1:3] for m in table.MARKER.finditer(table.DOCUMENT.read_text(encoding="utf-8"))]
+    assert found
+    for kind, name in found:
+        assert kind in table.KINDS
+        if result := table.newest(name):
+            table.render(kind, result, None)
+
+
+def test_the_exactness_run_counts_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path / "target")
+    perturb(tiny(), 0.05).save_pretrained(tmp_path / "draft")
+    bench = identity.Bench(str(tmp_path / "target"), str(tmp_path / "draft"), "float32")
+    bench.makers = {k: bench.makers[k] for k in ("draft_model", "ngram", "wrong")}
+    monkeypatch.setattr(identity, "LENGTH", 64)
+    state = {"mark": ["abc"], "round": 0, "tokens": 0, "differing": 0, "seconds": 0.0, "units": {}, "where": []}
+    seen: list[int] = []
+    identity.run({"float32": bench}, [[1, 2, 3], [4, 5]], 700, 16, state, lambda s: seen.append(s["round"]))
+    assert state["tokens"] == 3 * 2 * 8 * 16
+    assert state["differing"] == 0
+    assert seen == [1]
+    assert set(state["units"]) == {"float32/draft_model", "float32/ngram", "float32/wrong"}
+    assert identity.differing([1, 2, 3], [1, 5, 3, 4]) == 2
+    told = identity.result(state, "a", "b")
+    assert told["machine"]["commit"] == "abc"
+    [units] = [u for u in told["units"] if u["drafter"] == "wrong"]
+    assert units["tokens"] == 256
+
+
+def test_a_peer_that_is_not_built_says_how_to_build_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.peers.llama_cpp.PEERS", tmp_path)
+    tiny().save_pretrained(tmp_path / "model")
+    with pytest.raises(Missing, match="run benchmarks"):
+        converted(tmp_path / "model", TYPES[0])
+
+
+def test_prompts_and_sizes() -> None:
+    prompts = humaneval(32)
+    assert len(set(prompts)) == 32
+    with pytest.raises(ValueError, match="32 prompts"):
+        humaneval(33)
+    assert pairs.drafts_of(["x", "own=y"]) == {"draft": "x", "own": "y"}
+    assert machine.facts()["cores"] >= 1
+
+
+def test_predictions_at_another_pace() -> None:
+    """Plain steps and drafts take twice as long; what eight guesses cost beyond a plain step, three times."""
+    cost = CostModel({}, [[1, 1, 64, 2.0], [1, 9, 64, 3.0]], [[1, 1, 8, 64, 0.5]], 0.1, 0.2)
+    paced = predicted.at_pace(cost, 2.0, 3.0)
+    assert [row[-1] for row in paced.target] == [4.0, 7.0]
+    assert (paced.draft[0][-1], paced.prefill, paced.fixed) == (1.0, 0.2, 0.4)
+    assert predicted.at_pace(cost, 1.0, 1.0) == cost
+
+
+def test_the_best_of_many_alike_is_not_flattered_by_its_noise() -> None:
+    """Eight methods that take a second with noise: the best sum is 4 % below it, what the halves choose for each other is not."""
+    draw = np.random.default_rng(1)
+    many = [{f"m{n}": draw.normal(1.0, 0.3, 40) for n in range(8)} for _ in range(200)]
+    flattered = np.mean([min(t.mean() for t in taken.values()) for taken in many])
+    fair = np.mean([workloads.fastest(taken).mean() for taken in many])
+    assert flattered < 0.96
+    assert abs(fair - 1) < 0.01
+    taken = {"slow": np.full(17, 2.0), "fast": np.full(17, 1.0)}
+    assert workloads.fastest(taken).tolist() == [1.0] * 17
+    assert workloads.fastest({"plain": np.ones(3)}).tolist() == [1.0] * 3

@@ -1,0 +1,267 @@
+"""The command line: what a terminal, a pipe and an impatient person get."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import outrider
+from outrider.cli import main as cli
+
+PROMPT = "class Stack:\n    def push(self, item):\n"
+SMALL = "builtin:code-draft"
+DRAWN = ("-m", SMALL, "-n", "24", "-t", "0.9", "--seed", "5", "--ignore-eos")
+COMMAND = [sys.executable, "-m", "outrider"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The text of the Python interface."""
+    params = outrider.SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True)
+    return outrider.LLM(SMALL, max_num_seqs=1).generate(PROMPT, params)[0].outputs[0].text
+
+
+def line(text: str) -> str:
+    """The text as a whole line, as the command writes it."""
+    return text if text.endswith("\n") else text + "\n"
+
+
+def run(*words: str, stdin: str | None = None):
+    return CliRunner().invoke(cli.app, list(words), input=stdin)
+
+
+def in_terminal(*words: str, until: str = "", **env: str) -> tuple[int, str]:
+    """Exit code and everything shown on a terminal. until: ctrl-C is typed 500 bytes after this was shown."""
+    leader, follower = pty.openpty()
+    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+
+    def at_a_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
+
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdin=follower, stdout=follower, stderr=follower, env={**clean, "TERM": "xterm", **env},
+        start_new_session=True, preexec_fn=at_a_terminal,
+    )  # fmt: skip
+    os.close(follower)
+    shown, typed, end = b"", False, time.monotonic() + 120
+    while time.monotonic() < end:
+        if select.select([leader], [], [], 0.1)[0]:
+            try:
+                part = os.read(leader, 256 if until and not typed else 65536)  # a full terminal holds the writer back
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+        if until and not typed and len(shown.partition(until.encode())[2]) > 500:
+            os.write(leader, b"\x03")
+            typed = True
+    os.close(leader)
+    return process.wait(20), shown.decode().replace("\r\n", "\n")
+
+
+def test_version_and_help_are_quick_and_complete() -> None:
+    assert run("--version").stdout == f"outrider {outrider.__version__}\n"
+    top = run("--help").stdout
+    assert all(word in top for word in ("generate", "demo", "models", "outrider demo"))
+    text = run("generate", "--help").stdout
+    for option in ("--draft-model", "--num-speculative-tokens", "--verifier", "--min-p", "--stop", "--max-model-len"):
+        assert option in text
+    probe = "import sys, outrider.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_a_pipe_gets_the_text_alone(expected: str) -> None:
+    done = run("generate", PROMPT, *DRAWN)
+    assert done.exit_code == 0
+    assert done.stdout == line(expected)
+    assert re.fullmatch(r"24 tokens, [\d.]+ tokens/s, seed 5, plain decoding\n", done.stderr)
+
+
+def test_speculation_writes_the_same_text(expected: str) -> None:
+    for more in (["--method", "suffix"], ["-d", SMALL, "-k", "3"], ["--speculative-config", '{"method": "ngram"}']):
+        done = run("generate", "-", *DRAWN, *more, stdin=PROMPT + "\n")  # a last newline is the file's
+        assert done.stdout == line(expected)
+        assert re.search(r"acceptance length [\d.]+ \(bonus counted\), .*seed 5, exact-tokens\n$", done.stderr)
+    assert "acceptance rate 1.00" in run("generate", PROMPT, *DRAWN, "-d", SMALL).stderr
+
+
+def test_the_built_in_model_brings_its_draft() -> None:
+    done = run("generate", PROMPT, "-n", "12", "-t", "0.8", "--seed", "3")
+    assert "acceptance length" in done.stderr
+    plain = run("generate", PROMPT, "-n", "12", "-t", "0.8", "--seed", "3", "--method", "none")
+    assert "plain decoding" in plain.stderr
+    assert plain.stdout == done.stdout
+
+
+def test_stop_ends_the_text(expected: str) -> None:
+    word = expected[9:12]
+    done = run("generate", PROMPT, *DRAWN, "--stop", word)
+    assert done.stdout == line(expected[: expected.index(word)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x", "-m", "builtin:cod"], "builtin:code"),
+        (["x", "-m", "./no/such/folder"], "there is no folder"),
+        (["x", "-m", SMALL, "-t", "-1"], "temperature must be 0 (greedy) or more, got -1.0"),
+        (["x", "-m", SMALL, "--method", "sufix"], "did you mean 'suffix'"),
+        (["x", "-m", SMALL, "--method", "draft_model"], "needs a model"),
+        (["x", "-m", SMALL, "--method", "ngram", "-d", SMALL], "leave out --draft-model"),
+        (["x", "-m", SMALL, "--speculative-config", "{method"], "is not JSON"),
+        (["x", "-m", SMALL, "-n", "5000"], "use max_tokens="),
+        (["", "-m", SMALL], "the prompt is empty"),
+        (["x", "-m", SMALL, "--chat"], "no chat template"),
+    ],
+)
+def test_errors_are_one_readable_line(words: list[str], message: str) -> None:
+    done = run("generate", *words)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    [shown] = [x for x in done.stderr.splitlines() if not x.startswith("note: ")]
+    assert shown.startswith("error: ")
+    assert message in shown
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert isinstance(run("generate", "x", "-m", "builtin:cod", "--debug").exception, ValueError)
+
+
+def test_models_lists_the_pair() -> None:
+    text = run("models").stdout
+    assert all(word in text for word in ("builtin:code", SMALL, "parameters", "8192", "2048", "MB"))
+
+
+def test_demo_compares_and_reports(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.json"
+    done = run("demo", "-m", SMALL, "-d", SMALL, "--tokens", "6", "--repeats", "1", "--json", str(file))
+    assert done.exit_code == 0, done.output
+    for word in (
+        "binary search",
+        "greedy",
+        "temperature 0.8",
+        "speedup",
+        "acceptance",
+        "median",
+        "12 of 12",
+        "Next: outrider",
+    ):
+        assert word in done.stdout
+    assert "\x1b" not in done.stdout
+    report = json.loads(file.read_text())
+    assert report["totals"]["identical"] == report["totals"]["texts"] == len(report["texts"]) == 12
+    assert report["machine"]["cores"] >= 1
+    for text in report["texts"]:
+        assert text["plain"][0]["tokens"] == text["fast"][0]["tokens"]
+        assert text["speedup"] == pytest.approx(text["plain"][0]["seconds"] / text["fast"][0]["seconds"])
+
+
+def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.cli import demo
+
+    true, calls = demo.write, [0]
+
+    def spoiled(*arguments: object) -> demo.Run:
+        out, calls[0] = true(*arguments), calls[0] + 1  # pyright: ignore[reportArgumentType]
+        return demo.Run([*out.tokens[:-1], -1], out.seconds, out.steps, 0, 0) if calls[0] == 4 else out
+
+    monkeypatch.setattr(demo, "write", spoiled)
+    done = run("demo", "-m", SMALL, "--tokens", "4", "--repeats", "1")
+    assert done.exit_code == 1
+    assert "greedy · binary search differs from plain decoding at token" in done.stdout.replace("\n", " ")
+    assert "11 of 12" in done.stdout
+
+
+def test_a_slower_speculation_is_called_slower() -> None:
+    from outrider.cli.demo import Comparison, Run, conclusion
+    from outrider.core.types import Guarantee
+
+    slow = Comparison("x", 0.0, [Run([1, 2], 1.0, 2, 0, 0)], [Run([1, 2], 2.0, 2, 6, 1)])
+    assert "slower here: 0.50 times plain speed" in " ".join(conclusion([slow], Guarantee.EXACT_TOKENS, 5))
+    left = Comparison("x", 0.0, [Run([1, 2], 1.0, 2, 0, 0)], [Run([1, 2], 1.1, 2, 0, 0)])
+    assert "guessing was mostly left out" in " ".join(conclusion([left], Guarantee.EXACT_TOKENS, 5))
+
+
+def test_terminal_colours_and_ctrl_c() -> None:
+    """Accepted guesses are green; ctrl-C keeps the text, prints the numbers and exits with 130."""
+    # a model large enough that the text does not end before the key is pressed
+    words = ("generate", PROMPT, "-m", "builtin:code-160M", "-n", "1900", "--ignore-eos")
+    code, shown = in_terminal(*words, until="written by the model itself")
+    assert code == 130
+    assert "guessed by the drafter and accepted" in shown
+    text, last = shown.rstrip("\n").rsplit("\n", 1)
+    assert "interrupted: " in last
+    assert "acceptance length" in last
+    assert last.endswith("\x1b[0m")
+    assert "class Stack" in text
+    assert text.count("\x1b[32m") > 1
+    assert "Traceback" not in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # a hidden cursor comes back
+
+
+def test_no_color_on_a_terminal() -> None:
+    code, shown = in_terminal("generate", PROMPT, "-m", SMALL, "-d", SMALL, "-n", "8", NO_COLOR="1")
+    assert code == 0
+    assert "\x1b" not in shown
+    assert "exact-tokens" in shown
+
+
+def test_interrupt_in_a_pipe_keeps_the_text(monkeypatch: pytest.MonkeyPatch, expected: str) -> None:
+    whole = outrider.LLM.stream
+
+    def impatient(*arguments: object):
+        yield from itertools.islice(whole(*arguments), 9)  # pyright: ignore[reportArgumentType]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outrider.LLM, "stream", impatient)
+    done = run("generate", PROMPT, *DRAWN)
+    assert done.exit_code == 130
+    assert len(done.stdout) > 9
+    assert done.stdout.removesuffix("\n") == expected[: len(done.stdout.removesuffix("\n"))]
+    assert re.fullmatch(r"interrupted: 9 tokens, .*plain decoding\n", done.stderr)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    words = [*COMMAND, "generate", PROMPT, "-m", SMALL, "-n", "1500", "--ignore-eos"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    assert process.wait(60) == 141
+
+
+def test_layers_are_searched_and_used(tmp_path: Path) -> None:
+    file, text = tmp_path / "layers.json", tmp_path / "text.py"
+    text.write_text("def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n")
+    found = run("layers", "--texts", str(text), "--out", str(file))
+    assert found.exit_code == 0, found.stderr
+    assert "5 of 6 layers: agreement" in found.stdout
+    [line] = [line for line in found.stdout.splitlines() if line.startswith("--speculative-config ")]
+    config = json.loads(line.removeprefix("--speculative-config ").strip("'"))
+    assert config["layers"] == str(file)
+    used = run("generate", "def f(x):", "-n", "12", "--speculative-config", json.dumps(config))
+    plain = run("generate", "def f(x):", "-n", "12", "--method", "none")
+    assert used.exit_code == 0, used.stderr
+    assert used.stdout == plain.stdout
+    file.write_text("[]")
+    broken = run("generate", "def f(x):", "--speculative-config", json.dumps(config))
+    assert broken.exit_code == 2
+    assert "holds no layer set" in broken.stderr

@@ -1,0 +1,123 @@
+"""`outrider serve` and `outrider chat` as a user runs them."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import Live, builtin, serving
+from typer.testing import CliRunner
+
+from outrider import LLM, SamplingParams
+from outrider.cli import main as cli
+from outrider.cli.chat import Talk
+
+COMMAND = [sys.executable, "-m", "outrider"]
+
+
+def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_when_told_to_stop(
+    tmp_path: Path,
+) -> None:
+    options = ["serve", "builtin:code", "--port", "0", "--shutdown-timeout", "0", "--log-file", str(tmp_path / "log")]
+    options += ["--max-num-seqs", "2", "--metrics-prefix", "vllm", "--api-key", "k3y"]
+    environment = {**os.environ, "OUTRIDER_API_KEY": "not this one"}
+    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        ready, curl = process.stdout.readline(), process.stdout.readline()
+        try:
+            assert re.match(r"builtin:code is ready after [\d.]+ s: auto, exact-tokens, 2 texts of 2048 tokens", ready)
+            found = re.search(r"http://(127\.0\.0\.1):(\d+)(/v1/completions) .* -d '(.*)'", curl)
+            assert found is not None
+            assert "Bearer '$OUTRIDER_API_KEY" in curl
+            body = {**json.loads(found[4]), "ignore_eos": True, "max_tokens": 2000}
+            connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=60)
+            connection.request("GET", "/metrics", headers={"authorization": "Bearer k3y"})
+            assert b"vllm:spec_decode_num_drafts_total" in connection.getresponse().read()
+            connection.request(
+                "POST", found[3], json.dumps(body), {"authorization": "Bearer k3y", "content-type": "application/json"}
+            )
+            response = connection.getresponse()
+            assert response.status == 200
+            assert response.readline().startswith(b"data: {")
+            process.send_signal(signal.SIGTERM)
+            events = [line.removeprefix(b"data: ").strip() for line in response if line.strip()]
+            assert events[-1] == b"[DONE]"
+            assert json.loads(events[-2])["choices"][0]["finish_reason"] in ("abort", "length")
+            assert "".join(json.loads(e)["choices"][0]["text"] for e in events[:-2])
+        finally:
+            process.terminate()
+        assert process.wait(30) in (0, -signal.SIGTERM)
+    log = (tmp_path / "log").read_text()
+    assert "POST /v1/completions 200" in log
+    assert "quicksort" not in log
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["serve", "builtin:cod"], "did you mean 'builtin:code'"),
+        (["serve", "builtin:code", "--speculative-config", "{"], "not JSON"),
+        (["serve", "builtin:code", "--speculative-config", '{"method": "sufix"}'], "did you mean 'suffix'"),
+        (["serve", "builtin:code", "--kv-cache-memory-bytes", "1000000"], "would fit"),
+        (["serve", "builtin:code", "--tool-call-parser", "pythonic"], "is one of auto, none, hermes"),
+        (["chat", "ftp://x"], "no address of a server"),
+        (["chat", "http://127.0.0.1:9"], "start one: outrider serve"),
+    ],
+)
+def test_mistakes_are_one_line(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(cli.app, options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return builtin(2)
+
+
+def test_chat_talks_and_tells_how_the_guesses_fared(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(llm) as live:
+        talk = Talk(live.url + "/v1", None, None, temperature=0.8, max_tokens=20)
+        talk.run("Be brief.", 5, io.StringIO("sort a list\n\nreverse it\n"), False)
+        assert talk.messages[0] == {"role": "system", "content": "Be brief."}
+        assert [m["role"] for m in talk.messages[1:]] == ["user", "assistant"] * 2
+        shown = capsys.readouterr().out
+        prompt = "# system: Be brief.\n# user: sort a list\n# assistant:"
+        expected = llm.generate(prompt, SamplingParams(temperature=0.8, seed=5, max_tokens=20))[0].outputs[0]
+        assert talk.messages[2]["content"] == expected.text
+        assert expected.text in shown
+        assert re.search(
+            r"\d+ tokens, [\d.]+ tokens/s, acceptance length [\d.]+, \d+ of \d+ guesses kept, length, exact-tokens",
+            shown,
+        )
+
+
+def test_chat_goes_on_with_the_text_where_the_model_has_no_template(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert llm.tokenizer is not None
+    kept, llm.tokenizer.chat_template = llm.tokenizer.chat_template, None
+    try:
+        with serving(llm) as live:
+            _continues(live)
+    finally:
+        llm.tokenizer.chat_template = kept
+    assert "no chat template" in capsys.readouterr().out
+
+
+def _continues(live: Live) -> None:
+    talk = Talk(live.url, "code", None, temperature=0, max_tokens=8, seed=1)
+    talk.say("import os")
+    talk.say("import sys")
+    assert len(talk.messages) == 4
+    assert all(m["content"] for m in talk.messages)
+    with pytest.raises(ValueError, match="there is no model 'other'"):
+        Talk(live.url, "other", None).say("x")

@@ -1,0 +1,200 @@
+"""The law at a node: equal to transformers' own processors, the same in any batch, and with the node's own history."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import noise
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from outrider.core.noise import Stream
+from outrider.core.sampling import History, Laws, Warp, truncate
+from outrider.core.types import Draft
+from outrider.params import SamplingParams
+from outrider.verify import match
+
+V = 50
+
+
+def history(params: SamplingParams, tokens: list[int], prompt: int, ends: tuple[int, ...] = ()) -> History:
+    return History(params, ends, tuple(tuple(w) for w in params.bad_words), tokens, prompt)  # type: ignore[arg-type]
+
+
+def law(
+    params: SamplingParams, logits: torch.Tensor, tokens: list[int], extra: list[int] | None = None, **options
+) -> torch.Tensor:
+    prompt = options.pop("prompt", len(tokens))
+    warp = Warp([history(params, tokens, prompt, **options)])
+    return warp.scores(logits[None], [extra or []]).softmax(-1)[0]
+
+
+def theirs(processors: list, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    return LogitsProcessorList(processors)(torch.tensor([tokens]), logits[None].clone()).softmax(-1)[0]
+
+
+def draws(n: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return [3 * torch.randn(V, generator=generator) for _ in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "hfs"),
+    [
+        (SamplingParams(temperature=0.6), lambda: [hf.TemperatureLogitsWarper(0.6)]),
+        (SamplingParams(top_k=7), lambda: [hf.TopKLogitsWarper(7)]),
+        (SamplingParams(top_p=0.8), lambda: [hf.TopPLogitsWarper(0.8)]),
+        (SamplingParams(min_p=0.1), lambda: [hf.MinPLogitsWarper(0.1)]),
+        (
+            SamplingParams(temperature=1.7, top_k=20, top_p=0.9, min_p=0.05),
+            lambda: [
+                hf.TemperatureLogitsWarper(1.7), hf.TopKLogitsWarper(20), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.05)
+            ],
+        ),
+        (SamplingParams(repetition_penalty=1.4), lambda: [hf.RepetitionPenaltyLogitsProcessor(1.4)]),
+        (SamplingParams(bad_words=([3], [7, 8], [1, 2, 9])), lambda: [hf.NoBadWordsLogitsProcessor([[3], [7, 8], [1, 2, 9]], 0)]),
+        (SamplingParams(logit_bias={4: 2.5, 9: -3}), lambda: [hf.SequenceBiasLogitsProcessor({(4,): 2.5, (9,): -3.0})]),
+    ],
+    ids=["temperature", "top_k", "top_p", "min_p", "all filters", "repetition", "bad words", "bias"],
+)  # fmt: skip
+def test_law_equals_transformers_processors(ours: SamplingParams, hfs) -> None:
+    for i, logits in enumerate(draws(12)):
+        for tokens in ([1, 2], [5, 7], [i % V, 1, 2]):
+            ahead = tokens[-1:] if i % 2 and len(tokens) > 2 else []  # the same text, the last token still a guess
+            got = law(ours, logits, tokens[: len(tokens) - len(ahead)], ahead)
+            torch.testing.assert_close(got, theirs(hfs(), logits, tokens), atol=1e-6, rtol=1e-5)
+
+
+def test_penalties_count_the_output_and_the_guesses_before_the_node() -> None:
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    logits = draws(1)[0]
+    got = law(params, logits, [1, 2, 2, 3], [3, 4], prompt=1)
+    expected = logits.clone()
+    for token, count in {2: 2, 3: 2, 4: 1}.items():
+        expected[token] -= 0.5 + 0.25 * count
+    torch.testing.assert_close(got, expected.softmax(-1))
+
+
+def test_min_tokens_forbids_every_end_until_then() -> None:
+    params = SamplingParams(min_tokens=3)
+    for guesses, allowed in (([], False), ([7], False), ([7, 7], True)):
+        got = law(params, draws(1)[0], [1, 2, 4], guesses, prompt=2, ends=(5, 6))
+        assert bool(got[[5, 6]].sum() > 0) == allowed
+
+
+def test_allowed_tokens_and_greedy_mass() -> None:
+    got = law(SamplingParams(allowed_token_ids=[2, 9]), draws(1)[0], [1])
+    assert got.nonzero().flatten().tolist() == [2, 9]
+    tie = torch.zeros(V)
+    tie[[4, 30]] = 1.0
+    assert law(SamplingParams(temperature=0), tie, [1]).argmax() == 4
+    assert law(SamplingParams(temperature=0), tie, [1])[4] == 1
+
+
+@given(st.integers(1, 400), st.floats(0.01, 1.0), st.integers(0, 10**6), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_top_p_keeps_the_shortest_run_that_reaches_its_mass(size: int, top_p: float, seed: int, ties: bool) -> None:
+    scores = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    scores = (scores * 2).round() if ties else scores
+    kept = truncate(scores, SamplingParams(top_p=top_p)).isfinite()
+    p = scores.double().softmax(-1)
+    assert p[kept].sum() >= top_p - 1e-5
+    smallest = p[kept].min()
+    assert p[kept].sum() - smallest <= top_p + 1e-5
+    assert not (p[~kept] > smallest + 1e-9).any()
+
+
+def test_a_row_is_the_same_in_any_batch() -> None:
+    every = [
+        SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0.5, top_k=4),
+        SamplingParams(top_p=0.5), SamplingParams(repetition_penalty=2.0), SamplingParams(temperature=0, presence_penalty=1),
+    ]  # fmt: skip
+    logits = torch.stack(draws(len(every)))
+    rows = [history(p, [1, 2, 3], 2) for p in every]
+    seeds, at = list(range(len(every))), torch.full((len(every),), 3)
+    together = Warp(rows).scores(logits, [[]] * len(every))
+    tokens = Warp(rows).draw(logits, [[]] * len(every), noise(seeds), Stream.TOKEN, at)
+    for i, row in enumerate(rows):
+        assert torch.equal(Warp([row]).scores(logits[i : i + 1], [[]])[0], together[i])
+        alone = Warp([row]).draw(logits[i : i + 1], [[]], noise([i]), Stream.TOKEN, at[:1])
+        assert alone[0] == tokens[i] == (together[i] + noise([i]).gumbel(Stream.TOKEN, at[:1], V)[0]).argmax()
+
+
+def test_no_law_gives_no_token() -> None:
+    good = draws(1)[0]
+    for bad in (torch.full((V,), float("nan")), torch.cat([good[:-1], torch.tensor([float("nan")])])):
+        for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=3)):
+            rows = [history(params, [1], 1), history(params, [1], 1)]
+            got = Warp(rows).draw(torch.stack([bad, good]), [[], []], noise([0, 0]), Stream.TOKEN, torch.tensor([1, 1]))
+            assert got[0] == -1
+            assert got[1] >= 0
+    nothing = SamplingParams(allowed_token_ids=[3], bad_words=([3],))
+    got = Warp([history(nothing, [1], 1)]).draw(good[None], [[]], noise([0]), Stream.TOKEN, torch.tensor([1]))
+    assert got[0] == -1
+
+
+def test_laws_see_the_ancestors_of_their_node_and_nothing_else() -> None:
+    params = SamplingParams(frequency_penalty=1.0)
+    draft = Draft(torch.tensor([[1, 5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 2, 1]]))
+    logits = torch.stack(draws(5))[None]
+    laws = Laws(logits, draft, Warp([history(params, [1], 0)]))
+    for node, path in enumerate(([], [5], [6], [6, 7], [5, 8])):
+        expected = Warp([history(params, [1], 0)]).scores(logits[:, node], [path]).softmax(-1)
+        assert torch.equal(laws.probs(torch.tensor([node])), expected)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"temperature": -1}, "temperature must be 0"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"top_p": 0}, r"top_p must be in \(0, 1\]"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"max_tokens": 0}, "max_tokens must be 1 or more"),
+        ({"min_tokens": 9, "max_tokens": 3}, "raise max_tokens"),
+        ({"n": 0}, "n must be"),
+        ({"stop": [""]}, "stop must be non-empty strings"),
+        ({"stop": [3]}, "use stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"seed": 2**70}, "seed"),
+    ],
+)
+def test_bad_parameters_say_what_would_work(bad: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("trial", range(8))
+def test_match_row_by_row_on_the_host_is_match_on_tensors(trial: int) -> None:
+    every = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        SamplingParams(frequency_penalty=1),
+    ]
+    generator = torch.Generator().manual_seed(trial)
+    logits = 2 * torch.randn(4, 9, 5, generator=generator)
+    parents = torch.stack(
+        [torch.tensor([-1, *(int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, 9))])] * 4
+    )
+    parents[2, 6:] = -2
+    draft = Draft(torch.randint(0, 5, (4, 9), generator=generator), parents)
+    laws = Laws(logits, draft, Warp([history(p, [1, 2], 1) for p in every]))
+
+    class Tensors:
+        sample, probs = staticmethod(laws.sample), staticmethod(laws.probs)
+
+    at = torch.tensor([2, 2, 2, 2])
+    host, tensors = (match(t, draft, noise([trial, 1, 2, 3]), at) for t in (laws, Tensors()))
+    assert host.token.tolist() == tensors.token.tolist()
+    assert host.accepted.tolist() == tensors.accepted.tolist()
+    width = host.path.shape[1]
+    assert torch.equal(host.path, tensors.path[:, :width])
+    assert bool((tensors.path[:, width:] == -1).all())

@@ -1,0 +1,75 @@
+"""Every drafter keeps the contract, and each does what it is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import VOCAB, decoder, plain_texts, request, toy_drafters
+
+from outrider.core.types import Budget, Draft
+from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.lookup.ngram import NgramDrafter
+from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.params import SamplingParams
+from outrider.testing.contract import batch, check_drafter, guesses
+from outrider.testing.toy import ToyModel
+
+TARGET = ToyModel(VOCAB)
+DRAWN = ("draft_model", "self", "shape", "unsure")
+
+
+@pytest.mark.parametrize("name", [n for n in toy_drafters(TARGET) if n not in ("random_tree", "target_tree")])
+def test_contract(name: str) -> None:
+    for seed in range(3):
+        check_drafter(toy_drafters(TARGET)[name], VOCAB, seed, draws=name in DRAWN, shares=name == "suffix_shared")
+
+
+class _Greedy(BaseDrafter):
+    """Breaks the budget."""
+
+    def propose(self, batch: Batch) -> Draft:
+        return Draft(torch.tensor([[t[-1], 1, 2] for t in batch.tokens]), torch.tensor([[-1, 0, 1]] * len(batch.rows)))
+
+
+class _Rootless(BaseDrafter):
+    def propose(self, batch: Batch) -> Draft:
+        return Draft(torch.zeros(len(batch.rows), 1, dtype=torch.long), torch.full((len(batch.rows), 1), -1))
+
+
+class _Forgetful(NgramDrafter):
+    """Keeps a row's index after release."""
+
+    def release(self, row: int) -> None: ...
+
+
+@pytest.mark.parametrize("broken", [_Greedy, _Rootless, _Forgetful])
+def test_the_contract_catches_those_who_break_it(broken: type) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        for seed in range(10):
+            check_drafter(broken, VOCAB, seed)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+def test_a_declared_law_is_the_law_that_was_drawn_from(error: float) -> None:
+    draft = ToyModel(VOCAB, seed=0, error=error)
+    ask = batch([0, 1], [[1, 2, 3], [4]], [Budget(3), Budget(2)], SamplingParams(temperature=0.8, top_k=6), law=True)
+    made = ModelDrafter(draft, 2, 100).propose(ask)
+    assert made.probs is not None
+    for b, tokens in enumerate(ask.tokens):
+        for node, (token, parent) in enumerate(guesses(made, b)):
+            if node:
+                before = [*tokens, *(t for t, _ in guesses(made, b)[1:node])]
+                logits = draft.forward(torch.tensor([before]), draft.new_cache(1, 50), [0], want="last").logits[:, 0]
+                law = ask.warp.select([b]).scores(logits, [before[len(tokens) :]]).softmax(-1)[0]
+                torch.testing.assert_close(made.probs[b, parent], law)
+                assert law[token] > 0
+
+
+def test_a_drafter_that_cannot_see_far_stops_drafting_and_no_more() -> None:
+    target = ToyModel(VOCAB, max_length=200)
+    near = ModelDrafter(ToyModel(VOCAB, max_length=30), 1, 30)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    engine = decoder(target, near, rows=1)
+    steps = [s for s, _ in engine.steps([request([1, 2], params)]) if s]
+    assert sum(s.draft.nodes == 1 for s in steps) > 20
+    assert [t for s in steps for t in s.kept[0].tokens] == plain_texts(target, [request([1, 2], params)])[0]

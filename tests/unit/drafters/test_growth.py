@@ -1,0 +1,104 @@
+"""Shapes are optimal, and what a growing tree keeps is a tree."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
+from outrider.core.types import Budget
+from outrider.drafters.model.growth import Growth
+
+
+def all_shapes(nodes: int, budget: Budget) -> list[Shape]:
+    """Every tree of ranks with that many nodes below the root: brute force."""
+    found = {((-1, 0),)}
+    for _ in range(nodes):
+        grown = set()
+        for tree in found:
+            levels = [0]
+            for parent, _ in tree[1:]:
+                levels.append(levels[parent] + 1)
+            for n, level in enumerate(levels):
+                ranks = {rank for parent, rank in tree[1:] if parent == n}
+                rank = len(ranks)
+                if level < budget.depth and rank < budget.width:
+                    grown.add((*tree, (n, rank)))
+        found = grown
+    return [Shape(*zip(*tree, strict=True)) for tree in found]  # pyright: ignore
+
+
+@pytest.mark.parametrize("budget", [Budget(3, 2, 5), Budget(2, 3, 4), Budget(5, 1, 4), Budget(1, 4, 3)])
+def test_no_tree_of_that_size_is_worth_more(budget: Budget) -> None:
+    draw = random.Random(0)
+    for _ in range(5):
+        by_rank = sorted((draw.random() / 2 for _ in range(4)), reverse=True)
+        best = optimal_shape(budget, by_rank)
+        assert len(best.parents) == budget.max_nodes + 1
+        worth = max(expected_accepted(s, by_rank) for s in all_shapes(budget.max_nodes, budget))
+        assert expected_accepted(best, by_rank) == pytest.approx(worth)
+
+
+def test_a_shape_stays_within_its_budget() -> None:
+    for depth, width, nodes in itertools.product((0, 1, 3), (1, 2, 9), (0, 1, 4, 10_000)):
+        shape = optimal_shape(Budget(depth, width, nodes))
+        levels = [0]
+        for parent in shape.parents[1:]:
+            levels.append(levels[parent] + 1)
+        assert max(levels) <= depth
+        assert max(shape.widths) <= min(width, len(BY_RANK))
+        assert len(shape.parents) - 1 <= nodes
+        assert len(shape.children) == len(shape.parents) - 1  # nobody twice
+    with pytest.raises(ValueError, match="must not increase"):
+        optimal_shape(Budget(2, 2), (0.2, 0.5))
+
+
+def test_the_tree_shrinks_where_nodes_are_dear() -> None:
+    limit = Budget(6, 4, 24)
+
+    def size(node_price: float, draft_price: float = 0.05) -> Shape:
+        return sized_shape(limit, BY_RANK, lambda n: 1 + node_price * (n - 1), lambda d: draft_price * d)
+
+    free, cheap, dear, absurd = (size(p) for p in (0.0, 0.03, 0.2, 1.0))
+    assert len(free.parents) == 25
+    assert len(free.parents) > len(cheap.parents) > len(dear.parents) > len(absurd.parents) == 1
+    assert dear.ranks == (0,) * len(dear.ranks)  # a chain
+    assert len(size(0.0, draft_price=5.0).parents) == 1  # a drafter as dear as the target
+
+
+@given(st.integers(0, 4), st.integers(1, 3), st.integers(0, 9), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_what_is_kept_is_a_tree_of_the_likeliest(depth: int, width: int, nodes: int, draw: random.Random) -> None:
+    growth = Growth(7, Budget(depth, width, nodes))
+    for level in range(depth):
+        for node in growth.open(level):
+            count = draw.randrange(width + 1)
+            growth.add(
+                node,
+                [draw.randrange(50) for _ in range(count)],
+                sorted((-draw.random() for _ in range(count)), reverse=True),
+            )
+    kept = growth.kept()
+    assert kept[0] == 0
+    assert len(kept) <= nodes + 1
+    assert all(growth.parents[n] in kept for n in kept[1:])
+    left_out = set(range(len(growth.tokens))) - set(kept)
+    assert all(growth.weights[n] <= min(growth.weights[k] for k in kept) for n in left_out)
+    assert max(growth.levels) <= depth
+    for n in kept[1:]:
+        assert growth.path(n) == [*growth.path(growth.parents[n]), growth.tokens[n]]
+
+
+def test_a_shape_gives_every_node_its_role() -> None:
+    shape = Shape((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
+    growth = Growth(0, Budget(2, 2, 4), shape)
+    growth.add(0, [5], [0.0])  # the law had one token only: rank 1 and what hangs on it fall away
+    assert growth.open(1) == [1]
+    growth.add(1, [6, 7], [0.0, 0.0])
+    assert growth.tokens == [0, 5, 6]
+    assert growth.parents == [-1, 0, 1]
+    assert growth.open(2) == []

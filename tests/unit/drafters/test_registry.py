@@ -1,0 +1,145 @@
+"""From a configuration to a drafter: every method, several at once, one of a user's own, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.config import SpeculativeConfig
+from outrider.core.types import Budget
+from outrider.drafters import LayerSkipDrafter, NoDraft, Router, SelfDrafter, Wrong, make_drafter
+from outrider.models.load import Loaded, load
+
+PROMPT = "def read(path):\n    with open(path) as file:\n        return"
+PARAMS = [SamplingParams(temperature=t, max_tokens=24, seed=3) for t in (0.0, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def code() -> Loaded:
+    return load("builtin:code", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[str]:
+    return texts(None)
+
+
+def texts(config: dict[str, Any] | None) -> list[str]:
+    llm = LLM("builtin:code", speculative_config=config, device="cpu", max_model_len=512)
+    return [o.outputs[0].text for o in llm.generate([PROMPT] * 2, PARAMS)]
+
+
+CONFIGS = [
+    {"method": "auto"},
+    {"method": "auto", "tree_width": 3, "tree_nodes": 8},
+    {"method": ["suffix", "draft_model"], "model": "builtin:code-draft"},
+    {"method": "layer_skip", "layers": [0, 1]},
+    {"method": "layer_skip", "assistant_early_exit": 2},
+    {"method": "draft_model", "model": "builtin:code-draft", "tree_width": 4, "tree_nodes": 10},
+    {"method": "quantized_self", "tree_width": 2, "tree_nodes": 6},
+    {"method": "suffix", "tree_width": 3},
+    {"method": "token_recycling", "tree_width": 4, "tree_nodes": 12},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_way_writes_the_plain_text(config: dict[str, Any], plain: list[str]) -> None:
+    assert texts(config) == plain
+
+
+def make(target: Loaded, **config: Any) -> Any:
+    return make_drafter(SpeculativeConfig.of(config), target, rows=1, max_length=256, device="cpu")
+
+
+def test_auto_takes_what_there_is(code: Loaded) -> None:
+    drafter = make(code, method="auto")
+    assert isinstance(drafter, Router)
+    assert list(drafter.drafters) == ["prediction", "suffix", "draft_model"]
+    assert 0.05 < drafter.cost["draft_model"] < 0.4
+    assert drafter.cost["suffix"] == 0
+    unknown = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, code.weights, code.source)
+    assert list(make(unknown, method="auto").drafters) == ["prediction", "suffix", "quantized_self"]
+    coarse = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, "int4", code.source)
+    assert list(make(coarse, method="auto").drafters) == ["prediction", "suffix"]
+
+
+def test_no_node_is_no_draft(code: Loaded) -> None:
+    assert isinstance(make(code, method="suffix", num_speculative_tokens=0), NoDraft)
+    assert isinstance(make(code, method="suffix", tree_nodes=0), NoDraft)
+    assert SpeculativeConfig.of({"tree_width": 3, "tree_nodes": 7}).budget == Budget(5, 3, 7)
+
+
+def test_layers_are_searched_where_none_are_named(code: Loaded) -> None:
+    drafter = make(code, method="layer_skip")
+    assert isinstance(drafter, LayerSkipDrafter)
+    assert 0 < len(drafter.layers) <= 8
+
+
+def test_a_tree_of_too_many_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tree_nodes.*4095"):
+        SpeculativeConfig.of({"method": "suffix", "tree_nodes": 10_000})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "sufix"}, "did you mean 'suffix'"),
+        ({"method": ["suffix", "auto"]}, "a list of methods names drafters"),
+        ({"method": []}, "a list of methods names drafters"),
+        ({"method": ["suffix", "draft_model"]}, "needs a model"),
+        ({"method": "ngram", "corpus": "x"}, "corpus is for the method"),
+    ],
+)
+def test_what_cannot_be(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SpeculativeConfig.of(config)
+
+
+class Stubborn(Wrong):
+    """A drafter as another package would offer it."""
+
+    def __init__(self, setting: Any, token: int = 1) -> None:
+        assert setting.target.model.vocab_size > token
+        super().__init__(token)
+
+
+def not_a_drafter(setting: Any) -> object:
+    return object()
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    found = [
+        EntryPoint("stubborn", f"{__name__}:Stubborn", "outrider.drafters"),
+        EntryPoint("nothing", f"{__name__}:not_a_drafter", "outrider.drafters"),
+        EntryPoint("gone", "no_such_package:Drafter", "outrider.drafters"),
+    ]
+    monkeypatch.setattr("outrider.config.entry_points", lambda group: [e for e in found if e.group == group])
+    return
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
+    drafter = make(code, method="stubborn", options={"token": 7})
+    assert isinstance(drafter, Stubborn)
+    assert drafter.token == 7
+    assert texts({"method": "stubborn"}) == plain
+    both = make(code, method=["stubborn", "suffix"])
+    assert isinstance(both, Router)
+    with pytest.raises(ValueError, match=r"'stubborn'.*unexpected keyword argument 'colour'"):
+        make(code, method="stubborn", options={"colour": "red"})
+    with pytest.raises(ValueError, match="made a object, which is none: a drafter has taps"):
+        make(code, method="nothing")
+    with pytest.raises(ValueError, match=r"'gone'.*No module named"):
+        make(code, method="gone")
+
+
+def test_a_quantized_copy_of_something_coarse_is_refused(code: Loaded) -> None:
+    assert isinstance(make(code, method="quantized_self"), SelfDrafter)
+    coarse = Loaded(code.model, "x", code.tokenizer, code.end_ids, "int8", code.source)
+    with pytest.raises(ValueError, match="gain nothing"):
+        make(coarse, method="quantized_self")

@@ -1,0 +1,130 @@
+"""The target drafts with part of its layers, in its own cache, and the text stays the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import tiny
+from helpers import decoder, plain_texts, request
+
+from outrider import LLM
+from outrider.core.types import Budget
+from outrider.drafters.model.self_speculation import LayerSearch, LayerSkipDrafter, search_layers
+from outrider.models.base import LanguageModel
+from outrider.models.hf.layer_subset import part
+from outrider.models.hf.model import HFModel
+from outrider.models.native_llama import LlamaModel, supports
+from outrider.params import SamplingParams
+from outrider.testing.toy import ToyModel
+
+
+def fused() -> LlamaModel:
+    model = tiny("llama", num_hidden_layers=4)
+    if why := supports(model):
+        pytest.skip(why)
+    return LlamaModel(model)
+
+
+MODELS = {
+    "llama, fused": fused,
+    "llama": lambda: HFModel(tiny("llama", num_hidden_layers=4)),
+    "gpt2": lambda: HFModel(tiny("gpt2", n_layer=4)),
+    "gemma2": lambda: HFModel(
+        tiny("gemma2", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_plain_decodings(name: str) -> None:
+    model = MODELS[name]()
+    params = [SamplingParams(temperature=0, max_tokens=20), SamplingParams(temperature=1.0, max_tokens=17, top_k=20)]
+    requests = [request([3 + i, 1, 2, 5], p, seed=i) for i, p in enumerate(params)]
+    plain = plain_texts(model, requests)
+    for layers, budget in (([0, 2], Budget(4)), ([1, 3], Budget(3, 2, 5)), ([0, 1, 2, 3], Budget(3))):
+        run = decoder(model, LayerSkipDrafter(model, layers), budget=budget, rows=2)
+        assert [r.output for r in run.generate(requests)] == plain, (layers, budget)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_layers_are_the_model(name: str) -> None:
+    """Every guess of the whole as a part is right; so committed keys and scratch are read where they stand."""
+    model = MODELS[name]()
+    run = decoder(model, LayerSkipDrafter(model, range(4)), budget=Budget(4), rows=1)
+    steps = [s for s, _ in run.steps([request([3, 1, 2], SamplingParams(temperature=1.0, max_tokens=30))]) if s]
+    assert all(s.verdict.accepted.tolist() == s.draft.drafted.tolist() for s in steps)
+    assert len(steps) < 10
+
+
+def test_a_part_is_the_model_without_the_others() -> None:
+    raw = tiny("llama", num_hidden_layers=4)
+    whole = HFModel(raw)
+    short = tiny("llama", num_hidden_layers=2)
+    kept = [(k, v) for k, v in raw.state_dict().items() if "layers.1." not in k and "layers.2." not in k]
+    short.load_state_dict({k.replace("layers.3.", "layers.1."): v for k, v in kept})
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    models: list[LanguageModel] = [whole]
+    if supports(raw) is None:
+        models.append(LlamaModel(raw))
+    for model in models:
+        skipped = part(model, [0, 3])
+        got = skipped.forward(ids, skipped.new_cache(1, 8), [0]).logits
+        with torch.no_grad():
+            torch.testing.assert_close(got[0], short(ids).logits[0], atol=1e-4, rtol=1e-4)
+        full = model.forward(ids, model.new_cache(1, 8), [0]).logits  # and the whole is whole again
+        with torch.no_grad():
+            torch.testing.assert_close(full[0], raw(ids).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [[], [4], [-1, 2], [2, 1], [1, 1]])
+def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"increasing numbers from 0 to 3.*\[0, 2\]"):
+        LayerSkipDrafter(HFModel(tiny("llama", num_hidden_layers=4)), layers)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "layer_skip", "assistant_early_exit": 50}, "is 50, and builtin:code has 6 layers"),
+        ({"method": "layer_skip", "layers": "/no/layers.json"}, "outrider layers MODEL --out /no/layers.json"),
+        ({"method": "layer_skip", "layers": [0], "assistant_early_exit": 1}, "give one of them"),
+        ({"method": "suffix", "layers": [0]}, 'layers is for the method "layer_skip", got "suffix"'),
+    ],
+)
+def test_layers_that_cannot_draft_are_told_in_words(config: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        LLM("builtin:code", device="cpu", speculative_config=config)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="ToyModel has no layers"):
+        LayerSkipDrafter(ToyModel(), [0])
+
+
+def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path: Path) -> None:
+    raw = tiny("llama", num_hidden_layers=4)
+    with torch.no_grad():
+        for module in (raw.model.layers[1], raw.model.layers[2]):  # pyright: ignore
+            module.self_attn.o_proj.weight.zero_()
+            module.mlp.down_proj.weight.zero_()
+    model = HFModel(raw)
+    texts = [[1, 2, 3, 4, 5, 6, 7, 8] * 3]
+
+    def clock(m: LanguageModel, n: int) -> float:  # forwards over more tokens cost a little, layers cost all
+        return (len(m.layers) if isinstance(m.layers, list) else m.layers) * (1 + 0.05 * n)  # pyright: ignore
+
+    found = search_layers(model, texts, clock=clock)
+    assert found.layers == [0, 3]
+    assert found.acceptance == 1.0
+    assert found.cost == pytest.approx(0.5)
+    assert found.gain > 1
+    found.save(tmp_path / "layers.json")
+    assert LayerSearch.load(tmp_path / "layers.json") == found
+    (tmp_path / "layers.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="holds no layer set"):
+        LayerSearch.load(tmp_path / "layers.json")
+    with pytest.raises(ValueError, match="at least two tokens"):
+        search_layers(model, [[1]])

@@ -1,0 +1,155 @@
+"""What fails, fails alone: drafters, models, threads, readers."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from engines import LONG, TARGET, Gated, engine, job, run, settled
+from helpers import VOCAB, plain_texts, request, toy_drafters
+
+from outrider.core.tree import chain
+from outrider.core.types import Draft
+from outrider.drafters.base import BaseDrafter, Batch, Drafter
+from outrider.engine import EngineStopped, Job, Update
+from outrider.testing.toy import ToyModel
+
+
+class Raises(BaseDrafter):
+    """Fails for one text and drafts well for the others."""
+
+    def __init__(self, inner: Drafter, act: Callable[[Batch, Draft], Draft | None]) -> None:
+        self.inner, self.act = inner, act
+
+    def propose(self, batch: Batch) -> Draft:
+        draft = self.inner.propose(batch)
+        if any(tokens[0] == 9 for tokens in batch.tokens):
+            return self.act(batch, draft)  # type: ignore[return-value]
+        return draft
+
+    def release(self, row: int) -> None:
+        self.inner.release(row)
+
+
+def _raise(batch: Batch, draft: Draft) -> Draft:
+    raise RuntimeError("/secret/path")
+
+
+NONSENSE = {
+    "raises": _raise,
+    "nothing": lambda batch, draft: None,
+    "token outside": lambda batch, draft: Draft(torch.where(draft.parents >= 0, 10**6, draft.tokens), draft.parents),
+    "too deep": lambda batch, draft: Draft(*chain([[t[-1], *[1] * 98] for t in batch.tokens])),
+    "wrong root": lambda batch, draft: Draft((draft.tokens + 1) % VOCAB, draft.parents),
+    "wrong rows": lambda batch, draft: Draft(draft.tokens.repeat(2, 1), draft.parents.repeat(2, 1)),
+    "loops": lambda batch, draft: Draft(draft.tokens, draft.parents.abs()),
+    "floats": lambda batch, draft: Draft(draft.tokens.float(), draft.parents),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(NONSENSE))
+def test_a_drafter_that_fails_loses_the_row_and_not_the_text(kind: str) -> None:
+    requests = [request([first, 2, 3], LONG.with_(max_tokens=50), first) for first in (1, 9, 2)]
+    eng = engine(drafter=Raises(toy_drafters(TARGET)["self"](), NONSENSE[kind]))
+    results = run(eng, [job(r) for r in requests])
+    assert [r.output.token_ids for r in results] == plain_texts(TARGET, requests)
+    assert results[0].undrafted is None is results[2].undrafted
+    assert results[1].undrafted is not None
+    assert "failed" in results[1].undrafted
+    assert "secret" not in results[1].undrafted
+    assert results[0].speculative is not None
+    assert results[0].speculative.num_accepted_draft_tokens > 30  # the others are drafted for as before
+    assert eng.stats.drafter_failures == 1
+    settled(eng)
+
+
+def test_a_law_that_is_no_law_loses_the_row_too() -> None:
+    def spoil(batch: Batch, draft: Draft) -> Draft:
+        assert draft.probs is not None
+        return Draft(draft.tokens, draft.parents, draft.probs * float("nan"), draft.siblings)
+
+    eng = engine(drafter=Raises(toy_drafters(TARGET)["draft_model"](), spoil), verifier="rejection")
+    results = run(eng, [job(request([first, 2], LONG.with_(max_tokens=20))) for first in (9, 1)])
+    assert [r.undrafted is None for r in results] == [False, True]
+    settled(eng)
+
+
+def broken(how: Callable[[torch.Tensor], None]) -> ToyModel:
+    """A target that breaks for texts that begin with an 8."""
+
+    class Broken(ToyModel):
+        def forward(self, tokens, cache, rows, **options):
+            out = super().forward(tokens, cache, rows, **options)
+            for b, row in enumerate(rows):
+                if cache.layers[0][0][row, 0, 0, 0] == 8:
+                    how(out.logits[b])
+            return out
+
+    return Broken(VOCAB, seed=0, max_length=400)
+
+
+def _oom(logits: torch.Tensor) -> None:
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: /a/path")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [(lambda x: x.fill_(float("nan")), "logits are not numbers"), (_oom, "^the server ran out of memory$")],
+    ids=["NaN", "out of memory"],
+)
+@pytest.mark.parametrize("prompt", [[8], [8] * 40], ids=["while decoding", "at admission"])
+def test_a_request_that_breaks_the_model_fails_alone(how: Callable, words: str, prompt: list[int]) -> None:
+    requests = [
+        request([1, 2], LONG.with_(max_tokens=60), 1),
+        request(prompt, LONG.with_(max_tokens=300)),
+        request([3], LONG, 2),
+    ]
+    eng = engine(broken(how))
+    results = run(eng, [job(r) for r in requests])
+    assert [results[0].output.token_ids, results[2].output.token_ids] == plain_texts(TARGET, [requests[0], requests[2]])
+    assert results[1].output.finish_reason == "error"
+    assert results[1].output.token_ids == []
+    assert re.search(words, str(results[1].output.stop_reason))
+    assert eng.alive
+    assert eng.problem is None
+    settled(eng)
+
+
+def test_when_the_thread_dies_everybody_is_told() -> None:
+    class Deadly(Gated):
+        def forward(self, tokens, cache, rows, **options):
+            out = super().forward(tokens, cache, rows, **options)
+            if self.count > 5:
+                raise SystemExit("killed")
+            return out
+
+    target = Deadly()
+    eng = engine(target, rows=1)
+    jobs = [job(request([i + 1], LONG)) for i in range(3)]
+    eng.submit(jobs)
+    jobs[0].sink.next()  # type: ignore[attr-defined]
+    target.gate.set()
+    results = [j.sink.result().output for j in jobs]  # type: ignore[attr-defined]
+    assert [r.finish_reason for r in results] == ["error"] * 3
+    assert results[0].stop_reason == "the engine has died (SystemExit)"
+    eng._thread.join()
+    assert not eng.alive
+    with pytest.raises(EngineStopped, match="has died"):
+        eng.submit(jobs)
+
+
+def test_a_sink_that_raises_is_a_reader_that_has_gone() -> None:
+    eng = engine(rows=1)
+    left, done = threading.Event(), job(request([2], LONG.with_(max_tokens=20)))
+
+    def gone(update: Update) -> None:
+        left.set()
+        raise OSError("connection lost")
+
+    eng.submit([Job(request([1], LONG), gone), done])
+    assert left.wait(30)
+    assert len(done.sink.result().output.token_ids) == 20  # type: ignore[attr-defined]
+    settled(eng)

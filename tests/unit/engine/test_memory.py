@@ -1,0 +1,76 @@
+"""Memory is counted before it is taken: what cannot fit is refused at the start, and what fits never grows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from engines import LONG, engine, job, run, settled
+from helpers import VOCAB, request
+
+from outrider.drafters import ModelDrafter
+from outrider.engine.memory import Memory, per_token
+from outrider.models.cache import SCRATCH, SlotCache
+from outrider.testing.toy import ToyModel
+
+
+def models() -> tuple[ToyModel, ModelDrafter]:
+    return ToyModel(VOCAB, seed=0, max_length=200), ModelDrafter(ToyModel(VOCAB, seed=1, max_length=200), 3, 200)
+
+
+def need(target: ToyModel, drafter: ModelDrafter) -> int:
+    return (per_token(target) + per_token(drafter.model)) * 3 * (200 + SCRATCH)  # type: ignore[arg-type]
+
+
+def test_what_fits_is_taken_at_once_and_never_grows() -> None:
+    target, drafter = models()
+    eng = engine(target, drafter, rows=3, memory=need(target, drafter) + 5000, prefix_bytes=5000)
+    taken = eng.stats.kv_bytes
+    assert taken == need(target, drafter) == eng.stats.memory_limit - 5000  # type: ignore[operator]
+    run(eng, [job(request([1, 2, i + 1] * 20, LONG.with_(max_tokens=130), i)) for i in range(5)])
+    assert eng.stats.kv_bytes == taken
+    assert 0 < eng.stats.prefix_bytes <= 5000
+    settled(eng)
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    target, drafter = models()
+    bytes_needed = need(target, drafter)
+    with pytest.raises(ValueError, match="3 texts of 200 tokens may take") as refused:
+        engine(target, drafter, rows=3, memory=bytes_needed // 2, prefix_bytes=0)
+    message = str(refused.value)
+    assert f"--kv-cache-memory-bytes {bytes_needed} would fit" in message
+    assert "--max-num-seqs 1" in message
+    length = int(re.search(r"--max-model-len (\d+)", message)[1])  # type: ignore[index]
+    for longer in (0, 1):  # the longest that fits, and one more
+        own = ToyModel(VOCAB, seed=0, max_length=length + longer)
+        memory = Memory(own, SlotCache(3, length + longer), [ModelDrafter(own, 3, length + longer)])
+        if longer:
+            with pytest.raises(ValueError, match="would fit"):
+                memory.bound(bytes_needed // 2, 0)
+        else:
+            memory.bound(bytes_needed // 2, 0)
+    with pytest.raises(ValueError, match=r"or a smaller --prefix-cache") as refused:
+        engine(target, drafter, rows=3, memory=bytes_needed, prefix_bytes=bytes_needed * 2)
+    assert "--max-model-len" not in str(refused.value)
+
+
+def test_a_machine_without_the_memory_says_so_at_the_start() -> None:
+    class Short(ToyModel):
+        def forward(self, tokens, cache, rows, **options):
+            if cache.capacity > 100:
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+            return super().forward(tokens, cache, rows, **options)
+
+    with pytest.raises(ValueError, match="no memory for 3 texts of 200 tokens"):
+        engine(Short(VOCAB, seed=0, max_length=200), rows=3, memory=10**9)
+
+
+def test_the_bytes_of_a_token_are_those_that_a_cache_grows_by() -> None:
+    model = ToyModel(VOCAB, seed=0, max_length=300)
+    cache = model.new_cache(2, 300)
+    model.forward(torch.zeros(1, 1, dtype=torch.long), cache, [0])
+    before, capacity = cache.bytes, cache.capacity
+    cache.reserve([0], capacity + 1)
+    assert (cache.bytes - before) == 2 * per_token(model) * (cache.capacity - capacity) > 0

@@ -1,0 +1,155 @@
+"""Attention over the slot cache: a node's result is a function of its keys in the order of their positions only."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.kernels import cpu as native
+from outrider.kernels.cpu import Plan, attention
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """One node in float64. q [head, dim], k and v [kv_head, token, dim], in the order of positions."""
+    if window:
+        k, v = k[:, -window:], v[:, -window:]
+    group = len(q) // len(k)
+    k, v = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
+    scores = torch.einsum("hd,hkd->hk", q.double(), k) * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None]], 1)
+    return torch.einsum("hk,hkd->hd", scores.softmax(-1)[:, : k.shape[1]], v)
+
+
+def random_tree(nodes: int, rng: random.Random) -> list[int]:
+    return [-1, *(rng.randint(max(0, i - 3), i - 1) for i in range(1, nodes))]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_node_has_the_bits_of_a_committed_token(seed: int) -> None:
+    """Chains, random trees and ragged batches; odd head sizes; windows, caps and sinks; other slots are NaN."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    batch, nodes = rng.choice([1, 1, 2, 3]), rng.choice([1, 2, 5, 9, 33])
+    kv_heads, group, dim = rng.choice([1, 2, 4]), rng.choice([1, 3, 8, 20]), rng.choice([8, 20, 64, 80, 128])
+    value_dim = rng.choice([dim, 12, 64])
+    rows = rng.sample(range(4), batch)
+    lengths = [rng.choice([0, 1, 31, 32, 50, 63, 64, 200, 300]) for _ in rows]
+    capacity = max(lengths) + nodes + rng.choice([0, 7])
+    keys = torch.full((4, kv_heads, capacity, dim), float("nan"))
+    values = torch.full((4, kv_heads, capacity, value_dim), float("nan"))
+    for row, length in zip(rows, lengths, strict=True):
+        keys[row, :, : length + nodes] = torch.randn(kv_heads, length + nodes, dim)
+        values[row, :, : length + nodes] = torch.randn(kv_heads, length + nodes, value_dim)
+    parents = None
+    if rng.random() < 0.7:
+        sizes = [rng.randint(1, nodes) for _ in rows]
+        parents = torch.tensor([random_tree(n, rng) + [-2] * (nodes - n) for n in sizes])
+    q = torch.randn(batch, nodes, kv_heads * group, dim)
+    window, softcap = rng.choice([None, None, 1, 10, 70]), rng.choice([None, None, 5.0])
+    sinks = rng.choice([None, torch.randn(kv_heads * group)])
+    scaling = dim**-0.5
+    out = attention(
+        Plan(rows, lengths, nodes, parents),
+        q,
+        keys,
+        values,
+        scaling=scaling,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        for n in range(nodes):
+            above = list(range(-1, nodes - 1)) if parents is None else parents[b].tolist()
+            if above[n] == -2:
+                assert not out[b, n].any()
+                continue
+            path, at = [], n
+            while at >= 0:
+                path.append(at)
+                at = above[at]
+            slots = [*range(length), *(length + p for p in reversed(path))]
+            k, v = keys[row][:, slots], values[row][:, slots]
+            assert (out[b, n] - reference(q[b, n], k, v, scaling, window, softcap, sinks)).abs().max() < 1e-5
+            one = attention(
+                Plan([0], [len(slots) - 1], 1),
+                q[b : b + 1, n : n + 1],
+                k[None].contiguous(),
+                v[None].contiguous(),
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            assert torch.equal(one[0, 0], out[b, n])
+
+
+def test_a_plan_goes_on_from_nodes_in_the_scratch() -> None:
+    torch.manual_seed(0)
+    parents = torch.tensor([[-1, 0, -2, 1, 1, 3, 0], [-1, -2, 0, 2, -2, -2, 2]])
+    k, v, q = torch.randn(3, 2, 60, 8), torch.randn(3, 2, 60, 8), torch.randn(2, 7, 4, 8)
+    whole = attention(Plan([2, 0], [40, 5], 7, parents), q, k, v, scaling=0.3)
+    for held in range(1, 7):
+        for end in range(held + 1, 8):
+            plan = Plan([2, 0], [40, 5], end - held, parents[:, :end], held)
+            assert torch.equal(attention(plan, q[:, held:end], k, v, scaling=0.3), whole[:, held:end])
+    with pytest.raises(ValueError, match="give the parents of all 3"):
+        Plan([0], [0], 1, None, 2)
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 5, 6, 20), torch.randn(1, 2, 90, 20), torch.randn(1, 2, 90, 20)
+    plan = Plan([0], [80], 5, torch.tensor([[-1, 0, 0, 1, 2]]))
+    before, out = native.isa(), []
+    for isa in ("portable", "avx2", "avx512"):
+        if native.use_isa(isa):
+            out.append(
+                attention(plan, q, k, v, scaling=0.3, window=40, softcap=9.0, sinks=torch.randn(6).sort()[0] * 0)
+            )
+    native.use_isa(before)
+    assert all(torch.equal(out[0], o) for o in out)
+
+
+def test_a_long_context_and_any_chunking_of_a_prompt() -> None:
+    torch.manual_seed(0)
+    length = 32_768
+    k, v = torch.randn(1, 1, length, 16), torch.randn(1, 1, length, 16)
+    q = torch.randn(1, 40, 2, 16)
+    whole = attention(Plan([0], [length - 40], 40), q, k, v, scaling=0.25)
+    for first, last in ((0, 1), (1, 4), (4, 30), (30, 40)):
+        part = attention(Plan([0], [length - 40 + first], last - first), q[:, first:last], k, v, scaling=0.25)
+        assert torch.equal(part, whole[:, first:last])
+    assert (whole[0, 39] - reference(q[0, 39], k[0], v[0], 0.25, None, None, None)).abs().max() < 1e-5
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v = torch.full((1, 1, 1, 8), 50.0), torch.full((1, 1, 70, 8), 50.0), torch.randn(1, 1, 70, 8)
+    k[:, :, 10] = -50
+    out = attention(Plan([0], [69], 1), q, k, v, scaling=1.0)
+    keep = [i for i in range(70) if i != 10]
+    assert (out[0, 0, 0] - v[0, 0, keep].mean(0)).abs().max() < 1e-5
+
+
+def test_errors_name_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="node 1 of entry 0 has parent 1"):
+        Plan([0], [0], 2, torch.tensor([[-1, 1]]))
+    with pytest.raises(ValueError, match="int64"):
+        Plan([0], [0], 2, torch.tensor([[-1, 0]], dtype=torch.int32))
+    k = torch.randn(1, 2, 10, 8)
+    with pytest.raises(ValueError, match="slots"):
+        attention(Plan([0], [9], 2), torch.randn(1, 2, 4, 8), k, k, scaling=1.0)
+    with pytest.raises(ValueError, match="row"):
+        attention(Plan([3], [2], 2), torch.randn(1, 2, 4, 8), k, k, scaling=1.0)
+    with pytest.raises(ValueError, match="float32"):
+        attention(Plan([0], [2], 2), torch.randn(1, 2, 4, 8).double(), k, k, scaling=1.0)

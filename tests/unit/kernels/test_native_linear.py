@@ -1,0 +1,246 @@
+"""The packed linears: every row has the bits it has alone, in every format, shape and instruction set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from outrider.kernels import cpu as native
+from outrider.kernels.cpu.library import load
+from outrider.models.hf import linear
+from outrider.models.hf.linear import PackedLinear, pack_linears_
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
+
+KINDS = tuple(native.FORMATS)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 19, 24, 25, 31, 40, 64)
+SHAPES = ((37, 100), (16, 16), (1, 7), (100, 288), (513, 331), (64, 33), (80, 2100))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    isa, threads = native.isa(), native.num_threads()
+    yield
+    native.use_isa(isa)
+    native.set_num_threads(threads)
+
+
+def alone(packed: native.Packed, x: Tensor) -> Tensor:
+    return torch.cat([packed.linear(x[i : i + 1]) for i in range(len(x))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_depend_on_their_number(kind: str) -> None:
+    for n, k in SHAPES:
+        packed = native.Packed([torch.randn(n, k) * 0.05], kind, [torch.randn(n)])
+        x = torch.randn(max(ROWS), k)
+        ones = alone(packed, x)
+        for rows in ROWS:
+            assert torch.equal(packed.linear(x[:rows]), ones[:rows]), (n, k, rows)
+            assert torch.equal(packed.linear(x[-rows:]), ones[-rows:]), (n, k, rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_to_the_matrix_it_holds(kind: str) -> None:
+    for n, k in SHAPES:
+        w, b, x = torch.randn(n, k), torch.randn(n), torch.randn(9, k)
+        packed = native.Packed([w], kind, [b])
+        held = packed.dense()
+        if kind in ("float32", "bfloat16", "float16"):
+            assert torch.equal(held, w.to(getattr(torch, kind)).float())
+        elif kind == "int8":
+            assert ((held - w).abs() <= w.abs().amax(1, keepdim=True) / 127 * 0.501).all()
+        else:
+            groups = torch.nn.functional.pad(w, (0, -k % 32)).view(n, -1, 32).abs().amax(-1)
+            error = torch.nn.functional.pad(held - w, (0, -k % 32)).view(n, -1, 32).abs().amax(-1)
+            assert (error <= groups * 0.2).all()
+        exact = x.double() @ held.double().T + b.double()
+        assert (packed.linear(x) - exact).abs().max() < 1e-5 * exact.abs().max().clamp_min(1)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_every_instruction_set_gives_the_same_bits(isa: str) -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(1)
+        out = []
+        for kind in KINDS:
+            for n, k in ((37, 100), (65, 331)):
+                packed = native.Packed([torch.randn(n, k)], kind, [torch.randn(n)])
+                out += [packed.linear(torch.randn(rows, k)) for rows in (1, 2, 5, 8, 20)] + [packed.dense()]
+        x = torch.cat([torch.linspace(-100, 100, 501), torch.randn(500) * 1e-6])
+        for function in range(3):
+            y, z = torch.empty_like(x), x.abs() + 1e-20 if function == 1 else x
+            native.library().elementwise(function, z.data_ptr(), y.data_ptr(), len(x))
+            out.append(y)
+        return [*out, native.gumbel(7, 0, 3, 11, 1001)]
+
+    assert native.use_isa("portable")
+    portable = run()
+    if not native.use_isa(isa):
+        pytest.skip(f"this processor has no {isa}")
+    assert native.isa() == isa
+    assert all(torch.equal(a, b) for a, b in zip(run(), portable, strict=True))
+
+
+@pytest.mark.parametrize(("function", "reference"), [(0, torch.exp), (1, torch.log), (2, torch.tanh)])
+def test_functions_are_within_two_units_in_the_last_place(function: int, reference: object) -> None:
+    x = torch.cat([torch.linspace(-87, 88, 5001), torch.randn(5000), torch.randn(5000) * 1e-3])
+    x = x.abs() + 1e-30 if function == 1 else x
+    y = torch.empty_like(x)
+    native.library().elementwise(function, x.data_ptr(), y.data_ptr(), len(x))
+    exact = reference(x.double())  # type: ignore[operator]
+    assert ((y - exact).abs() / exact.abs().clamp_min(1e-37)).max() < 2 * 2**-23
+
+
+def test_threads_and_splits_change_nothing() -> None:
+    packed = native.Packed([torch.randn(1600, 512)], "bfloat16")
+    x = torch.randn(11, 512)
+    native.set_num_threads(1)
+    one = packed.linear(x)
+    for threads in (2, 3, 7, 2):
+        native.set_num_threads(threads)
+        for _ in range(20):
+            assert torch.equal(packed.linear(x), one)
+
+
+def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
+    packed = native.Packed([torch.randn(800, 256)], "float32")
+    inputs = [torch.randn(4, 256) for _ in range(4)]
+    expected = [packed.linear(x) for x in inputs]
+    wrong: list[int] = []
+
+    def call(i: int) -> None:
+        for _ in range(50):
+            if not torch.equal(packed.linear(inputs[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+@pytest.mark.parametrize(("set_first", "environment"), [(True, {}), (False, {"OMP_NUM_THREADS": "1"})])
+def test_one_core_or_one_openmp_thread_means_one_thread(set_first: bool, environment: dict[str, str]) -> None:
+    code = """
+import os
+if {set_first}: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
+import torch
+from outrider.kernels import cpu as native
+print(native.num_threads(), *native.Packed([torch.ones(1600, 512)], "int8").linear(torch.ones(2, 512)).unique().tolist())
+"""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+    run = [sys.executable, "-c", code.replace("{set_first}", str(set_first))]
+    done = subprocess.run(run, env=inherited | environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "512.0"]
+
+
+def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_ISA", "portable")
+    found, why = load()
+    assert (why, found and found.isa()) == (None, b"portable")
+    monkeypatch.setenv("OUTRIDER_ISA", "mmx")
+    assert "portable, avx2, avx512" in str(load()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_bound_openmp_threads_do_not_bind_ours() -> None:
+    """With OMP_PROC_BIND OpenMP ties the importing thread to one core; threads made by it would share that core."""
+    code = """
+import os, time, torch
+from outrider.kernels import cpu as native
+native.Packed([torch.ones(1600, 512)], "float32").linear(torch.ones(8, 512))
+before = len(os.sched_getaffinity(0))
+print(before, native.num_threads())
+deadline = time.monotonic() + 10
+while time.monotonic() < deadline:
+    if native.num_threads() in [len(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")]:
+        break
+else:
+    print("no thread may run on all cores")
+"""
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        pytest.skip("one core only")
+    environment = os.environ | {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": str(cores)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    bound, threads = map(int, done.stdout.split())
+    assert threads == cores
+    assert bound < cores
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_works_after_fork() -> None:
+    packed = native.Packed([torch.randn(1600, 512)], "float32")
+    x = torch.randn(3, 512)
+    expected = packed.linear(x)
+    child = os.fork()
+    if child == 0:
+        same = all(torch.equal(packed.linear(x), expected) for _ in range(5))
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, 9)
+    assert done[0] == child
+    assert os.waitstatus_to_exitcode(done[1]) == 0
+    assert torch.equal(packed.linear(x), expected)
+
+
+def test_several_matrices_side_by_side() -> None:
+    ws, bs = [torch.randn(n, 60) for n in (20, 7, 13)], [torch.randn(20), None, torch.randn(13)]
+    x = torch.randn(5, 60)
+    whole = native.Packed(ws, "float32", bs).linear(x)
+    parts = [native.Packed([w], "float32", [b]).linear(x) for w, b in zip(ws, bs, strict=True)]
+    assert torch.equal(whole, torch.cat(parts, 1))
+    with pytest.raises(ValueError, match="gate and up"):
+        native.Packed([torch.randn(20, 60), torch.randn(7, 60)], "float32", paired=True)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_pack_linears_replaces_every_linear(fallback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fallback:
+        monkeypatch.setattr(linear.native, "available", lambda: False)
+    conv = Conv1D(24, 40)
+    nn.init.normal_(conv.bias)
+    model = nn.Sequential(nn.Linear(32, 40), nn.Sequential(nn.ReLU(), conv), nn.Linear(24, 9, bias=False)).eval()
+    x = torch.randn(2, 7, 32)
+    with torch.no_grad():
+        before = model(x)
+        assert pack_linears_(model) == 3
+        after = model(x)
+        ones = torch.cat([torch.cat([model(x[b : b + 1, i : i + 1]) for i in range(7)], 1) for b in range(2)])
+    assert not any(isinstance(m, (nn.Linear, Conv1D)) for m in model.modules())
+    assert (before - after).abs().max() < 1e-5
+    assert torch.equal(after, ones)
+
+
+def test_packed_linear_takes_other_dtypes_and_says_what_it_is() -> None:
+    layer = PackedLinear(torch.randn(8, 16), weights="int8")
+    assert layer(torch.randn(3, 16).bfloat16()).dtype == torch.bfloat16
+    assert "weights=int8" in repr(layer)
+    assert layer(torch.randn(0, 16)).shape == (0, 8)
+
+
+def test_errors_name_what_would_work() -> None:
+    with pytest.raises(ValueError, match="int8"):
+        native.Packed([torch.randn(4, 4)], "int2")
+    with pytest.raises(ValueError, match="float32 inputs"):
+        native.Packed([torch.randn(4, 4)], "float32").linear(torch.randn(2, 5))
+    with pytest.raises(ValueError, match="at least one thread"):
+        native.set_num_threads(0)

@@ -1,0 +1,327 @@
+"""Every architecture through the one adapter: transformers' own tokens, with trees and ragged batches, and rows that do
+not depend on their neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, NOT_BIT_EQUAL, VOCAB, prompts, tiny
+from helpers import decoder, request
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from outrider.core.tree import tree
+from outrider.core.types import Budget, Draft
+from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.kernels import cpu as native
+from outrider.models.attention import attend_masked
+from outrider.models.base import LanguageModel
+from outrider.models.hf import hooks
+from outrider.models.hf.model import HFModel, UnsupportedModel
+from outrider.models.load import load
+from outrider.params import SamplingParams
+
+NEW = 10  # tokens written
+TEXT = 20  # tokens of the text that is cut in every way
+
+
+@dataclass(eq=False)
+class Subject:
+    raw: PreTrainedModel
+    model: HFModel
+    texts: list[list[int]]  # prompt and transformers' own greedy continuation
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    raw = tiny(request.param)
+    texts = [greedy(raw, prompt) for prompt in prompts(3, 13)]
+    return Subject(raw, HFModel(raw), texts)
+
+
+def greedy(raw: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """transformers' own tokens; the test's models must be sure of them, or a difference would mean nothing."""
+    out = raw.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True
+    )
+    best = torch.stack(out.logits)[:, 0].float().topk(2).values
+    assert float((best[:, 0] - best[:, 1]).min()) > 1e-3, "a near-tie: choose another seed for this architecture"
+    return out.sequences[0].tolist()
+
+
+class Guided(BaseDrafter):
+    """Trees with the known continuation among decoys, wrong from some depth on: what is accepted lies out of order."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+
+    def propose(self, batch: Batch) -> Draft:
+        rows = []
+        for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
+            text = next(t for t in self.texts if t[: len(tokens)] == tokens)
+            nodes, parent = [(tokens[-1], -1)], 0
+            for level, right in enumerate(text[len(tokens) :][: budget.depth]):
+                wrong = level == 1 + len(tokens) % 3
+                guesses = [(right + 1) % VOCAB, (right + 7) % VOCAB if wrong else right, (right + 2) % VOCAB]
+                nodes += [(g, parent) for g in guesses]
+                parent = len(nodes) - 2
+            rows.append(nodes)
+        return Draft(*tree(rows))
+
+
+def outputs(model: LanguageModel, texts: list[list[int]], drafter: BaseDrafter | None = None) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    run = decoder(model, drafter, rows=len(texts), budget=Budget(4, 3, 12), end_ids=())
+    return [row.tokens for row in run.generate([request(t[:-NEW], params) for t in texts])]
+
+
+def test_greedy_tokens_are_those_of_transformers(subject: Subject) -> None:
+    assert outputs(subject.model, subject.texts) == subject.texts
+
+
+def test_logits_are_those_of_transformers(subject: Subject) -> None:
+    ids = torch.tensor(subject.texts[1:])
+    with torch.inference_mode():
+        expected = subject.raw(ids).logits
+    logits = subject.model.forward(ids, subject.model.new_cache(1, 64), [0]).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_tokens_with_trees(subject: Subject) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    run = decoder(subject.model, Guided(subject.texts), rows=2, budget=Budget(4, 3, 12), end_ids=())
+    rows = run.generate([request(t[:-NEW], params) for t in subject.texts])
+    assert [row.tokens for row in rows] == subject.texts
+    assert max(row.steps for row in rows) < NEW / 2, "the trees were meant to be right now and then"
+
+
+def one_at_a_time(model: LanguageModel, text: list[int]) -> torch.Tensor:
+    """[token, vocab]: the definition of what every row must be."""
+    cache = model.new_cache(1, 64)
+    out = []
+    for token in text:
+        out.append(model.forward(torch.tensor([[token]]), cache, [0]).logits[0, 0])
+        cache.commit([0], [[0]])
+    return torch.stack(out)
+
+
+def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
+    text, other = prompts(TEXT, TEXT + 16)
+    alone, beside = one_at_a_time(model, text), one_at_a_time(model, other)
+
+    for chunks in ([TEXT], [1, 16, 3], [7, 2, 11]):  # prefill, cut anyhow
+        cache, at = model.new_cache(1, 64), 0
+        for n in chunks:
+            logits = model.forward(torch.tensor([text[at : at + n]]), cache, [0]).logits[0]
+            assert torch.equal(logits, alone[at : at + n]), f"prefill in chunks of {chunks}, from {at}"
+            cache.commit([0], [range(n)])
+            at += n
+
+    # A tree whose path is text[9:14], beside a long chain and a lone root, in rows out of order.
+    cache = model.new_cache(4, 64)
+    for row, tokens in ((2, text[:9]), (0, other[:3]), (3, other[:17])):
+        model.forward(torch.tensor([tokens]), cache, [row], want="none")
+        cache.commit([row], [range(len(tokens))])
+    nodes, path = [(text[9], -1)], [0]
+    for token in text[10:14]:
+        nodes += [((token + i) % VOCAB, path[-1]) for i in (1, 0, 2)]
+        path.append(len(nodes) - 2)
+    long = [(token, i - 1) for i, token in enumerate(other[3:])]
+    tokens, parents = tree([nodes, long, [(other[17], -1)]])
+    logits = model.forward(tokens, cache, [2, 0, 3], parents=parents).logits
+    assert torch.equal(logits[0, path], alone[9:14]), "a tree"
+    assert torch.equal(logits[1, : len(long)], beside[3:]), "a chain beside it"
+    assert torch.equal(logits[2, 0], beside[17]), "a root beside it"
+    last = model.forward(tokens, cache, [2, 0, 3], parents=parents, want="last").logits[:, 0]
+    assert torch.equal(last, torch.stack([logits[0, len(nodes) - 1], beside[-1], beside[17]])), "the last of each row"
+
+    cache.commit([2], [path])
+    logits = model.forward(torch.tensor([text[14:]]), cache, [2]).logits[0]
+    assert torch.equal(logits, alone[14:]), "after the path was committed"
+
+
+def test_rows_do_not_depend_on_their_neighbours(subject: Subject) -> None:
+    if subject.model.model.config.model_type in NOT_BIT_EQUAL:
+        assert not subject.model.rows_equal
+        pytest.skip("attends by itself; its tokens are checked above")
+    assert subject.model.rows_equal
+    assert_rows_do_not_depend_on_their_neighbours(subject.model)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "granite"])
+def test_the_model_that_load_chooses(name: str) -> None:
+    """The Llama family has a native step of its own."""
+    raw = tiny(name)
+    model = load(raw).model
+    texts = [greedy(raw, prompt) for prompt in prompts(3, 13)]
+    assert outputs(model, texts, Guided(texts)) == texts
+    assert_rows_do_not_depend_on_their_neighbours(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gpt_oss", "falcon"])
+def test_rows_without_the_native_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    raw = tiny(name)
+    model = HFModel(raw)
+    assert_rows_do_not_depend_on_their_neighbours(model)
+    texts = [greedy(raw, prompt) for prompt in prompts(3, 13)]
+    assert outputs(model, texts, Guided(texts)) == texts
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neo"])
+def test_the_masked_form_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerators run, run here."""
+    monkeypatch.setattr(hooks, "attend", attend_masked)
+    raw = tiny(name)
+    texts = [greedy(raw, prompt) for prompt in prompts(3, 13)]
+    assert outputs(HFModel(raw), texts, Guided(texts)) == texts
+
+
+def test_rows_with_many_torch_threads() -> None:
+    """Torch cuts elementwise work of more than 32768 elements among its threads."""
+    if not native.available():
+        pytest.skip("needs the native kernels")
+    model = HFModel(tiny("llama", intermediate_size=1090, num_hidden_layers=1))
+    ids = torch.randint(0, VOCAB, (1, 61))
+    alone = one_at_a_time(model, ids[0].tolist())
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(model.forward(ids, model.new_cache(1, 64), [0]).logits[0], alone)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "falcon"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_drafts_for_itself_is_always_right(name: str, temperature: float) -> None:
+    model = HFModel(tiny(name))
+    run = decoder(model, ModelDrafter(HFModel(tiny(name)), 2, 128), rows=2, depth=3, end_ids=())
+    params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True)
+    rows = run.generate([request(p, params, seed) for seed, p in enumerate(prompts(2, 9))])
+    assert [row.steps for row in rows] == [6, 6]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "mixtral", "gpt_oss"])
+def test_bfloat16_weights_are_kept_and_computed_with_in_float32(name: str) -> None:
+    raw = tiny(name).bfloat16()
+    model = HFModel(raw)
+    assert {p.dtype for p in raw.parameters()} == {torch.bfloat16}
+    assert_rows_do_not_depend_on_their_neighbours(model)
+    ids = torch.tensor(prompts(12))
+    with torch.inference_mode():
+        expected = raw.float()(ids).logits[0]
+    torch.testing.assert_close(
+        model.forward(ids, model.new_cache(1, 64), [0]).logits[0], expected, atol=2e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_weights(name: str, weights: str) -> None:
+    if not native.available():
+        pytest.skip("needs the native kernels")
+    raw = tiny(name)
+    model = HFModel(raw, weights=weights)
+    assert_rows_do_not_depend_on_their_neighbours(model)
+    ids = torch.tensor(prompts(12))
+    with torch.inference_mode():
+        expected = raw(ids).logits[0]
+    ours = model.forward(ids, model.new_cache(1, 64), [0]).logits[0]
+    assert torch.cosine_similarity(ours, expected).mean() > (0.99 if weights == "int8" else 0.75)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_taps_are_hidden_states(name: str) -> None:
+    raw = tiny(name)
+    model = HFModel(raw)
+    ids = torch.tensor(prompts(9))
+    with torch.inference_mode():
+        hidden = raw(ids, output_hidden_states=True).hidden_states
+    out = model.forward(ids, model.new_cache(1, 64), [0], taps=(0, -1))
+    assert out.features is not None
+    torch.testing.assert_close(out.features, torch.cat([hidden[1], hidden[-1]], -1), atol=1e-4, rtol=1e-4)
+    assert model.forward(ids, model.new_cache(1, 64), [0]).features is None
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neo"])
+def test_the_callers_model_is_left_alone(name: str) -> None:
+    raw = tiny(name).bfloat16()
+    raw.config._attn_implementation = "sdpa" if name != "gpt_neo" else "eager"
+    before = {n: (p.data_ptr(), p.dtype, p.clone()) for n, p in raw.named_parameters()}
+    kinds = [type(m) for m in raw.modules()]
+    settings = raw.config._attn_implementation, raw.config._experts_implementation
+    ids = torch.tensor(prompts(7))
+    text = raw.generate(ids, do_sample=False, max_new_tokens=6)
+    model = HFModel(raw)
+    model.forward(ids, model.new_cache(1, 64), [0])
+    assert [type(m) for m in raw.modules()] == kinds
+    assert (raw.config._attn_implementation, raw.config._experts_implementation) == settings
+    for n, p in raw.named_parameters():
+        pointer, dtype, value = before[n]
+        assert (p.data_ptr(), p.dtype) == (pointer, dtype)
+        assert torch.equal(p, value)
+    assert torch.equal(raw.generate(ids, do_sample=False, max_new_tokens=6), text)
+    assert model.model.get_input_embeddings().weight.data_ptr() == raw.get_input_embeddings().weight.data_ptr()
+
+
+def test_own_takes_the_model_over() -> None:
+    raw = tiny("llama")
+    model = HFModel(raw, own=True)
+    assert model.model is raw
+    assert not any(isinstance(m, torch.nn.Linear) for m in raw.modules())
+
+
+def test_rotary_scales_do_not_depend_on_the_batch() -> None:
+    """Phi-3's long factors follow the longest position of a forward in transformers; here, what the cache may hold."""
+    n = 4  # half the rotary dimension
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * n, "long_factor": [3.0] * n,
+    }  # fmt: skip
+    raw = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    model = HFModel(raw)
+    ids = torch.tensor(prompts(14))
+    with torch.inference_mode():
+        short = raw(ids).logits[0]
+    torch.testing.assert_close(model.forward(ids, model.new_cache(1, 16), [0]).logits[0], short, atol=1e-4, rtol=1e-4)
+
+    def long(chunks: list[int]) -> torch.Tensor:
+        text, cache, at, out = prompts(24)[0], model.new_cache(1, 128), 0, []
+        for n in chunks:
+            out.append(model.forward(torch.tensor([text[at : at + n]]), cache, [0]).logits[0])
+            cache.commit([0], [range(n)])
+            at += n
+        return torch.cat(out)
+
+    assert torch.equal(long([24]), long([1] * 24))
+    with torch.inference_mode():
+        expected = raw(torch.tensor(prompts(24))).logits[0]
+    torch.testing.assert_close(long([24]), expected, atol=1e-4, rtol=1e-4)
+
+
+def _refused(name: str, auto=AutoModelForCausalLM, **config) -> str:
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = auto.from_config(AutoConfig.for_model(name, **{**small, **config}))
+    with pytest.raises(UnsupportedModel) as caught:
+        HFModel(model)
+    return str(caught.value)
+
+
+def test_refusals_say_why() -> None:
+    heads = {"num_key_value_heads": 2, "intermediate_size": 44}
+    t5 = {"d_model": 32, "d_ff": 44, "num_layers": 1, "num_heads": 4, "d_kv": 8}
+    assert "encoder-decoder" in _refused("t5", AutoModelForSeq2SeqLM, **t5)
+    assert "node by node" in _refused("mamba")
+    jamba = {"num_experts": 2, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, **heads}
+    assert "node by node" in _refused("jamba", use_mamba_kernels=False, **jamba)
+    qwen = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "head_dim": 8}
+    assert "linear_attention" in _refused("qwen3_next", **qwen, **heads)
+    assert "node by node" in _refused("recurrent_gemma", lru_width=32, num_hidden_layers=3, **heads)
+    assert "ALiBi" in _refused("bloom")
+    assert "ALiBi" in _refused("mpt", d_model=32, n_heads=4, n_layers=1)
+    assert "ALiBi" in _refused("falcon", alibi=True)
+    assert "no language-model head" in _refused("llama", AutoModel, **heads)
+    assert "by itself" in _refused("bert", intermediate_size=44), "what attends both ways is found out by the check"

@@ -1,0 +1,290 @@
+"""Loading: what is found, at which precision, with which end tokens; and for everything that cannot work, an error that
+says what was given and what would."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import VOCAB, prompts, tiny
+from huggingface_hub import HfApi, errors
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outrider.kernels import cpu as native
+from outrider.models import checkpoint
+from outrider.models.hf.model import HFModel, UnsupportedModel
+from outrider.models.load import load
+from outrider.models.native_llama import LlamaModel
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama in bfloat16."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    raw = tiny("llama").bfloat16()
+    raw.generation_config.eos_token_id = [5, 7]
+    raw.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(saved, tmp_path / "llama"))
+
+
+def logits(model, ids: list[int]) -> torch.Tensor:
+    return model.forward(torch.tensor([ids]), model.new_cache(1, 64), [0]).logits[0]
+
+
+def change(file: Path, **changes) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_dtype_auto_keeps_what_is_stored(saved: Path) -> None:
+    loaded = load(saved)
+    assert (loaded.weights, loaded.end_ids, loaded.tokenizer, loaded.name) == ("bfloat16", (5, 7), None, str(saved))
+    with torch.inference_mode():
+        raw = AutoModelForCausalLM.from_pretrained(saved).float()
+        expected = raw(torch.tensor(prompts(9))).logits[0]
+    torch.testing.assert_close(logits(loaded.model, prompts(9)[0]), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_float32_computes_the_same_of_16_bit_weights(saved: Path) -> None:
+    wide = load(saved, dtype=torch.float32)
+    assert wide.weights == "float32"
+    assert torch.equal(logits(wide.model, prompts(9)[0]), logits(load(saved).model, prompts(9)[0]))
+
+
+def test_sharded_weights(tmp_path: Path) -> None:
+    raw = tiny("gpt2")
+    raw.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    with torch.inference_mode():
+        expected = raw(torch.tensor(prompts(9))).logits[0]
+    torch.testing.assert_close(logits(load(tmp_path).model, prompts(9)[0]), expected, atol=1e-4, rtol=1e-4)
+    assert load(tmp_path).tokenizer is None
+    shards[1].unlink()
+    with pytest.raises(FileNotFoundError, match=rf"1 of {len(shards)} files of weights .*{shards[1].name}.*incomplete"):
+        load(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_the_file_is_let_go_of(name: str, tmp_path: Path) -> None:
+    """Else the weights as stored would stay in memory beside the packed ones."""
+    tiny(name).save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert loaded.model.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_loaded_model_is_left_alone(name: str) -> None:
+    raw: PreTrainedModel = tiny(name).bfloat16()
+    raw.generation_config.eos_token_id = 9
+    before = {n: (p.data_ptr(), p.dtype) for n, p in raw.named_parameters()}
+    loaded = load(raw, dtype="float32")
+    assert (loaded.weights, loaded.end_ids, loaded.source) == ("float32", (9,), raw)
+    assert {n: (p.data_ptr(), p.dtype) for n, p in raw.named_parameters()} == before
+    with torch.inference_mode():
+        expected = raw.float()(torch.tensor(prompts(9))).logits[0]
+    torch.testing.assert_close(logits(loaded.model, prompts(9)[0]), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_end_tokens_of_the_configuration_and_of_the_tokenizer() -> None:
+    raw = tiny("llama")
+    raw.config.eos_token_id = 11
+    assert load(raw).end_ids == (11,)
+    raw.config.eos_token_id = None
+
+    class Tokenizer:
+        eos_token_id = 13
+
+    assert load(raw, Tokenizer()).end_ids == (13,)
+    assert load(raw).end_ids == ()
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantisation(saved: Path, quantization: str) -> None:
+    loaded = load(saved, quantization=quantization)
+    assert loaded.weights == quantization
+    gap = torch.cosine_similarity(logits(loaded.model, prompts(9)[0]), logits(load(saved).model, prompts(9)[0]))
+    assert gap.mean() > (0.99 if quantization == "int8" else 0.75)
+
+
+def test_without_the_native_kernels(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logits(load(saved).model, prompts(9)[0])
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "why", lambda: "of this test")
+    with pytest.warns(RuntimeWarning, match="not in use \\(of this test\\)"):
+        loaded = load(saved)
+    assert isinstance(loaded.model, HFModel)
+    torch.testing.assert_close(logits(loaded.model, prompts(9)[0]), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="quantization='int8' needs the native CPU kernels: of this test"):
+        load(saved, quantization="int8")
+
+
+def test_wrong_names_of_precisions_and_devices(saved: Path) -> None:
+    with pytest.raises(ValueError, match="got 'bf16'; did you mean 'bfloat16'"):
+        load(saved, dtype="bf16")
+    with pytest.raises(ValueError, match="got 'flaot32'; did you mean 'float32'"):
+        load(saved, dtype="flaot32")
+    with pytest.raises(ValueError, match="give quantization='int8'"):
+        load(saved, dtype="int8")
+    with pytest.raises(ValueError, match="None, 'int8' or 'int4', got 'int3'; did you mean 'int"):
+        load(saved, quantization="int3")
+    with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'gpu'"):
+        load(saved, device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="use device='cpu'"):
+            load(saved, device="cuda")
+
+
+def test_names_that_lead_nowhere(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ValueError, match="no built-in model 'builtin:cod'; did you mean 'builtin:code'"):
+        load("builtin:cod")
+    for name in (str(tmp_path / "nowhere"), "./nowhere", "~/no/where", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match=r"there is no folder .*a hub name, or one of builtin:code"):
+            load(name)
+    with pytest.raises(FileNotFoundError, match=r"is a file; give the folder"):
+        load(folder / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"no config.json; give the folder that save_pretrained wrote"):
+        load(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a config.json and no weights .*the download is incomplete"):
+        load(folder)
+
+
+def test_damaged_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged, message in (
+        (whole[:-10], rf"model.safetensors is not whole: it has {len(whole) - 10} bytes of {len(whole)}; download it"),
+        (whole[:100], "table alone is longer than the 100 bytes"),
+        (b"", "longer than the 0 bytes"),
+        (whole[:8] + b"x" + whole[9:], "table cannot be read"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "run `git lfs pull`"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
+def test_weights_that_are_not_all_there(folder: Path) -> None:
+    change(folder / "config.json", num_hidden_layers=3)
+    with pytest.raises(
+        ValueError, match=r"9 tensors of a LlamaForCausalLM are in no file, model.layers.2.*Download it again"
+    ):
+        load(folder)
+
+
+def test_configurations_that_cannot_run(folder: Path) -> None:
+    config = folder / "config.json"
+    whole = config.read_text()
+    for changes, error, message in (
+        ({"model_type": "lama"}, ValueError, "model_type 'lama' .* does not know; did you mean 'llama'"),
+        ({"model_type": None}, ValueError, "model_type None"),
+        ({"model_type": "own", "auto_map": {}}, ValueError, "its own code .* is not run here.*give the object: LLM"),
+        ({"model_type": "t5"}, UnsupportedModel, "an encoder-decoder"),
+        ({"model_type": "vit"}, UnsupportedModel, "transformers has no causal language model"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            UnsupportedModel,
+            "quantised by gptq.*give the unquantised",
+        ),
+        ({"hidden_size": "wide"}, ValueError, "cannot be read"),
+    ):
+        change(config, **changes)
+        with pytest.raises(error, match=message):
+            load(folder)
+        config.write_text(whole)
+    config.write_text(whole[:-20])
+    with pytest.raises(ValueError, match="is no JSON"):
+        load(folder)
+
+
+def test_weights_that_do_not_fit(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = checkpoint.sizes("it", saved)
+    assert sizes is not None
+    raw = tiny("llama")
+    everything = sum(p.numel() for p in raw.parameters())
+    assert (sizes.stored, sizes.bytes("bfloat16")) == ("bfloat16", 2 * everything)
+
+    def free(share: float) -> None:
+        monkeypatch.setattr(checkpoint, "free_memory", lambda _: int(sizes.bytes("bfloat16") * share))
+
+    free(1.2)
+    load(saved)
+    with pytest.raises(
+        MemoryError, match=r"needs .* GiB as float32, and .* GiB are free on cpu; bfloat16 weights would"
+    ):
+        load(saved, dtype="float32")
+    free(1.0)
+    with pytest.raises(MemoryError, match=r"as bfloat16.*int8 weights would fit .*quantization='int8'"):
+        load(saved)
+    free(0.1)
+    with pytest.raises(MemoryError, match="no precision of this model fits here"):
+        load(saved, dtype="float32")
+    monkeypatch.setattr(checkpoint, "free_memory", lambda _: 0)  # not known: nothing is refused
+    load(saved)
+
+
+def test_free_memory_is_known_here() -> None:
+    assert checkpoint.free_memory(torch.device("cpu")) > 2**20
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+    def model_info(self, name: str, timeout: float) -> None:
+        raise OSError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr("outrider.models.load.try_to_load_from_cache", lambda *_: None)
+    start = time.perf_counter()
+    with pytest.raises(
+        ConnectionError, match=r"hub cannot be reached .*Name or service.*folder.*builtin:code.*hf download"
+    ):
+        load("some/model")
+    assert time.perf_counter() - start < 1
+    monkeypatch.setattr("outrider.models.load.try_to_load_from_cache", lambda *_: str(saved / "config.json"))
+    assert load("some/model").model.vocab_size == VOCAB
+
+
+def test_a_hub_that_does_not_know_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model_info(self, name: str, timeout: float) -> None:
+        raise errors.RepositoryNotFoundError.__new__(errors.RepositoryNotFoundError)
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    with pytest.raises(FileNotFoundError, match=r"no such model on the hub .*check the spelling"):
+        load("some/modle")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="no folder here and cannot be a name on the hub"):
+        load("some model!")
+
+
+def test_a_model_that_cannot_run_is_refused_before_it_is_prepared(tmp_path: Path) -> None:
+    tiny("falcon", alibi=True).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="ALiBi"):
+        load(tmp_path)
+
+
+def test_the_built_in_model_at_a_higher_cost_computes_the_same_function() -> None:
+    small, wide = load("builtin:code"), load("builtin:code-160M")
+    assert wide.weights == "bfloat16"
+    assert wide.end_ids == small.end_ids
+    assert isinstance(wide.model, LlamaModel)
+    assert wide.model.bytes > 2 * 150e6
+    prompt = torch.tensor([small.tokenizer("def area(r):")["input_ids"]])  # pyright: ignore[reportOptionalCall]
+    laws = [m.model.forward(prompt, m.model.new_cache(1, 64), [0]).logits.softmax(-1) for m in (small, wide)]
+    assert (laws[0] - laws[1]).abs().sum(-1).max() < 0.1  # rounding of the weights to 16 bits
+
+
+def test_a_misspelt_size_is_told_the_right_one() -> None:
+    with pytest.raises(ValueError, match="did you mean 'builtin:code-160M'"):
+        load("builtin:code-165M")

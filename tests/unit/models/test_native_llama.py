@@ -1,0 +1,365 @@
+"""The fused Llama step: its rows have the bits of plain decoding, and it computes what transformers computes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from outrider.kernels import cpu as native
+from outrider.models.native_llama import Chain, LlamaModel, supports
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
+
+VOCAB = 37
+ODD = {  # no dimension is a multiple of the vector width
+    "vocab_size": VOCAB,
+    "hidden_size": 100,
+    "intermediate_size": 77,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    makers: dict[str, Any] = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, tie_word_embeddings=True)),
+        "llama3": lambda: LlamaForCausalLM(
+            LlamaConfig(**ODD, head_dim=20, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)
+        ),
+        "yarn": lambda: LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, rope_parameters=YARN)),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**ODD, head_dim=20, sliding_window=7)),
+        "qwen2": lambda: Qwen2ForCausalLM(
+            Qwen2Config(**ODD | {"hidden_size": 96}, use_sliding_window=True, sliding_window=9, max_window_layers=1)
+        ),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**ODD, head_dim=20, hidden_act="gelu_pytorch_tanh")),
+        "granite": lambda: GraniteForCausalLM(
+            GraniteConfig(
+                **ODD | {"hidden_size": 96},
+                embedding_multiplier=3.0,
+                residual_multiplier=0.5,
+                attention_multiplier=0.2,
+                logits_scaling=4.0,
+            )
+        ),
+    }
+    model = makers[name]().eval()
+    for p in model.parameters():
+        if p.dim() == 1:  # norms and biases that do something
+            torch.nn.init.normal_(p, 1, 0.3)
+    return model
+
+
+NAMES = ("llama", "llama3", "yarn", "mistral", "qwen2", "qwen3", "granite")
+TEXT = torch.randint(0, VOCAB, (1, 120), generator=torch.Generator().manual_seed(3))
+
+
+def one_at_a_time(model: LlamaModel, text: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    cache, logits, features = model.new_cache(1, 512), [], []
+    for i in range(text.shape[1]):
+        out = model.forward(text[:, i : i + 1], cache, [0], taps=taps)
+        cache.commit([0], [[0]])
+        logits.append(out.logits)
+        features.append(out.features)
+    return torch.cat(logits, 1), torch.cat(features, 1) if taps else None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_close_to_transformers(name: str) -> None:
+    theirs = build(name)
+    assert supports(theirs) is None
+    ours = LlamaModel(theirs)
+    with torch.no_grad():
+        expected = theirs(TEXT, output_hidden_states=True)
+    out = ours.forward(TEXT, ours.new_cache(1, 512), [0], taps=(0, 1, -1))
+    assert out.features is not None
+    assert (out.logits - expected.logits).abs().max() < 1e-4
+    for i, state in enumerate((1, 2, -1)):
+        tapped = out.features[..., i * ours.hidden : (i + 1) * ours.hidden]
+        assert (tapped - expected.hidden_states[state]).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("weights", list(native.FORMATS))
+@pytest.mark.parametrize("name", NAMES)
+def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str) -> None:
+    rng = random.Random(name)
+    model = LlamaModel(build(name), weights=weights)
+    ones, tapped = one_at_a_time(model, TEXT, taps=(0, -1))
+    whole = model.forward(TEXT, model.new_cache(2, 512), [1], taps=(0, -1))
+    assert torch.equal(whole.logits, ones)
+    assert tapped is not None
+    assert whole.features is not None
+    assert torch.equal(whole.features, tapped)
+    cache, i = model.new_cache(1, 512), 0
+    while i < TEXT.shape[1]:
+        n = min(rng.choice([1, 2, 3, 7, 40]), TEXT.shape[1] - i)
+        assert torch.equal(model.forward(TEXT[:, i : i + n], cache, [0]).logits, ones[:, i : i + n])
+        cache.commit([0], [range(n)])
+        i += n
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str) -> None:
+    rng = random.Random(name)
+    torch.manual_seed(1)
+    model = LlamaModel(build(name), weights="bfloat16")
+    cache, lengths, rows, sizes = model.new_cache(3, 512), [10, 70, 0], [2, 0, 1], [12, 5, 9]
+    for row, n in enumerate(lengths):
+        if n:
+            model.forward(TEXT[:, :n], cache, [row], want="none")
+            cache.commit([row], [range(n)])
+    tokens, parents = torch.randint(0, VOCAB, (3, 12)), torch.full((3, 12), -2)
+    for b, size in enumerate(sizes):
+        parents[b, :size] = torch.tensor([-1, *(rng.randint(max(0, i - 3), i - 1) for i in range(1, size))])
+    out = model.forward(tokens, cache, rows, parents=parents, taps=(1,))
+    last = model.forward(tokens, cache, rows, parents=parents, want="last")
+    none = model.forward(tokens, cache, rows, parents=parents, want="none")
+    assert none.logits.shape == (3, 0, VOCAB)
+    assert last.logits.shape == (3, 1, VOCAB)
+    assert out.features is not None
+    for b, row in enumerate(rows):
+        assert not out.logits[b, sizes[b] :].any()
+        assert torch.equal(last.logits[b, 0], out.logits[b, sizes[b] - 1])
+        for n in range(sizes[b]):
+            path, at = [], n
+            while at >= 0:
+                path.append(at)
+                at = int(parents[b, at])
+            text = torch.cat([TEXT[0, : lengths[row]], tokens[b, path[::-1]]])[None]
+            logits, features = one_at_a_time(model, text, taps=(1,))
+            assert features is not None
+            assert torch.equal(out.logits[b, n], logits[0, -1])
+            assert torch.equal(out.features[b, n], features[0, -1])
+    path = path[::-1]  # of the last node of the last row: commit it and go on
+    cache.commit([rows[-1]], [path])
+    after = model.forward(torch.tensor([[5]]), cache, [rows[-1]])
+    text = torch.cat([text, torch.tensor([[5]])], 1)
+    assert torch.equal(after.logits[0, 0], one_at_a_time(model, text)[0][0, -1])
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, seed: int) -> None:
+    """Random trees and chains, padding anywhere, cut at random places: the bits of one forward over all nodes."""
+    rng, nodes = random.Random(f"{weights} {seed}"), 14
+    model = LlamaModel(build(NAMES[seed % len(NAMES)]), weights=weights)
+    lengths, rows = [33, 0, 5], [2, 0, 1][: rng.randint(1, 3)]
+    parents = torch.full((len(rows), nodes), -2)
+    for b in range(len(rows)):
+        real = [n for n in range(nodes) if n == 0 or rng.random() < 0.8]
+        for i, n in enumerate(real):
+            parents[b, n] = real[rng.randint(max(0, i - 3), i - 1)] if i else -1
+    if seed == 0:
+        parents = torch.arange(-1, nodes - 1).repeat(len(rows), 1)
+    tokens, cache, twin = torch.randint(0, VOCAB, parents.shape), model.new_cache(3, 512), model.new_cache(3, 512)
+    for row in rows:
+        if lengths[row]:
+            for c in (cache, twin):
+                model.forward(TEXT[:, : lengths[row]], c, [row], want="none")
+                c.commit([row], [range(lengths[row])])
+    whole = model.forward(tokens, twin, rows, parents=parents, taps=(0, -1))
+    cuts = [0, *sorted(rng.sample(range(1, nodes), 4)), nodes]
+    for start, end in itertools.pairwise(cuts):
+        part = {"parents": parents[:, :end], "taps": (0, -1)}
+        out = model.forward(tokens[:, start:end], cache, rows, **part)
+        last = model.forward(tokens[:, start:end], cache, rows, want="last", **part)
+        assert torch.equal(out.logits, whole.logits[:, start:end])
+        assert out.features is not None
+        assert whole.features is not None
+        assert torch.equal(out.features, whole.features[:, start:end])
+        for b in range(len(rows)):
+            real = [n for n in range(start, end) if parents[b, n] != -2]
+            assert torch.equal(last.logits[b, 0], whole.logits[b, real[-1]] if real else torch.zeros(VOCAB))
+    for mine, theirs in zip(cache.layers, twin.layers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_64_nodes_behind_32k_tokens_have_the_bits_of_one_at_a_time() -> None:
+    model, length, nodes = LlamaModel(build("llama"), weights="int8"), 32_700, 64
+    cache, tokens = model.new_cache(1, length + nodes), TEXT[:, :nodes]
+    model.forward(tokens[:, :1], cache, [0], want="none")  # makes the tensors
+    cache.reserve([0], length + nodes)
+    for t in (t for pair in cache.layers for t in pair):
+        t.normal_()
+    cache.length[0] = length
+    star = model.forward(tokens, cache, [0], parents=torch.tensor([[-1] + [0] * (nodes - 1)])).logits
+    for n in (1, 63):
+        pair = model.forward(tokens[:, [0, n]], cache, [0]).logits
+        assert torch.equal(star[0, [0, n]], pair[0])
+    chain = model.forward(tokens, cache, [0]).logits
+    for n in (0, 1, 37, 63):
+        cache.length[0] = length + n
+        assert torch.equal(model.forward(tokens[:, n : n + 1], cache, [0]).logits[0, 0], chain[0, n])
+
+
+def test_the_cache_grows_under_way() -> None:
+    model = LlamaModel(build("llama"))
+    text = TEXT.repeat(1, 4)[:, :400]
+    cache = model.new_cache(1, 500)
+    for i in range(0, 400, 50):
+        out = model.forward(text[:, i : i + 50], cache, [0])
+        cache.commit([0], [range(50)])
+    assert cache.capacity >= 400
+    whole = model.forward(text, model.new_cache(1, 500), [0], want="last")
+    assert torch.equal(out.logits[:, -1:], whole.logits)
+
+
+@pytest.mark.parametrize("weights", list(native.FORMATS))
+def test_weights_are_close_to_what_they_round(weights: str) -> None:
+    """A model whose matrices are replaced by what the kernels hold gives, in transformers, the same logits."""
+    theirs = build("llama3")
+    ours = LlamaModel(theirs, weights=weights)
+    head = "int8" if weights in ("int8", "int4") else weights
+    with torch.no_grad():
+        for module in theirs.modules():
+            if isinstance(module, torch.nn.Linear):
+                kind = head if module is theirs.lm_head else weights
+                module.weight.copy_(native.Packed([module.weight.detach()], kind).dense())
+        expected = theirs(TEXT).logits
+    got = ours.forward(TEXT, ours.new_cache(1, 512), [0]).logits
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_own_frees_the_originals(tied: bool) -> None:
+    theirs = build("llama" if tied else "qwen3")
+    kept = LlamaModel(theirs).forward(TEXT, LlamaModel(theirs).new_cache(1, 512), [0]).logits
+    ours = LlamaModel(theirs, own=True)
+    assert sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear)) == 0
+    assert torch.equal(ours.forward(TEXT, ours.new_cache(1, 512), [0]).logits, kept)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_goes_on() -> None:
+    model = LlamaModel(build("llama"))
+    expected = model.forward(TEXT, model.new_cache(1, 512), [0]).logits
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(model.forward(TEXT, model.new_cache(1, 512), [0]).logits, expected)
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, 9)
+    assert done[0] == child
+    assert os.waitstatus_to_exitcode(done[1]) == 0
+
+
+def test_draft_chains_are_the_loop_in_one_call() -> None:
+    """Rows of other lengths, depths, temperatures and seeds: each as the loop draws it alone, and the scratch too."""
+    model = LlamaModel(build("llama"))
+    cache = model.new_cache(4, 300)
+    starts = {0: 40, 1: 250, 3: 7}
+    for row, n in starts.items():
+        model.forward(TEXT[:, :n], cache, [row], want="none")
+        cache.commit([row], [range(n)])
+    chains = [
+        Chain(1, [3, 4], 7, 0.8, (9, 1, 2, 11)),
+        Chain(0, [5], 3, 0.0),
+        Chain(2, [1, 2, 3], 0, 0.5),
+        Chain(3, [6, 7, 8, 9, 1], 5, 1.3, (-4, 0, 0, 12)),
+    ]
+    drawn = model.draft_chains(cache, chains)
+    assert drawn[2] == []
+    for c, got in zip(chains, drawn, strict=True):
+        if not c.depth:
+            continue
+        start, end = starts[c.row], starts[c.row] + len(c.tokens) + c.depth - 1
+        scratch = [t[c.row, :, start:end].clone() for pair in cache.layers for t in pair]
+        feed, expected = [*c.tokens], list[int]()
+        seed, stream, step, position = c.noise
+        for i in range(c.depth):
+            logits = model.forward(torch.tensor([feed]), cache, [c.row], want="last").logits[0, 0]
+            cache.commit([c.row], [range(len(feed))])
+            if c.temperature:
+                noise = (seed, stream, step, position + i)
+                expected.append(native.argmax_gumbel(logits, *noise, temperature=c.temperature))
+            else:
+                expected.append(native.argmax(logits))
+            feed = [expected[-1]]
+        assert got == expected
+        alone = [t[c.row, :, start:end] for pair in cache.layers for t in pair]
+        assert all(torch.equal(a, b) for a, b in zip(scratch, alone, strict=True))
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    model, before, out = LlamaModel(build("qwen3"), weights="int8"), native.isa(), []
+    for isa in ("portable", "avx2", "avx512"):
+        if native.use_isa(isa):
+            out.append(model.forward(TEXT[:, :30], model.new_cache(1, 64), [0]).logits)
+    native.use_isa(before)
+    assert all(torch.equal(out[0], o) for o in out)
+
+
+def test_errors_name_what_is_wrong() -> None:
+    model = LlamaModel(build("llama"))
+    cache = model.new_cache(1, 64)
+    with pytest.raises(ValueError, match=r"token 99 .* vocabulary of 37"):
+        model.forward(torch.tensor([[1, 99]]), cache, [0])
+    with pytest.raises(ValueError, match="node 1 of entry 0 has parent 1"):
+        model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-1, 1]]))
+    with pytest.raises(ValueError, match="every entry has a root"):
+        model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-2, -2]]))
+    with pytest.raises(ValueError, match="one at least"):
+        model.forward(torch.ones(1, 0, dtype=torch.int64), cache, [0])
+    with pytest.raises(ValueError, match="a line of tokens"):
+        model.forward(torch.ones(2, 3, dtype=torch.int64), cache, [0])
+    with pytest.raises(ValueError, match="one parent per node"):
+        model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-1]]))
+    with pytest.raises(ValueError, match="node 2 of entry 0 has parent 1"):  # node 1 is padding
+        model.forward(torch.tensor([[1]]), cache, [0], parents=torch.tensor([[-1, -2, 1]]))
+    with pytest.raises(ValueError, match="taps are layers"):
+        model.forward(torch.tensor([[1, 2]]), cache, [0], taps=(7,))
+    with pytest.raises(ValueError, match="fit"):
+        cache.commit([0], [range(65)])
+    with pytest.raises(ValueError, match="token 99"):
+        model.draft_chains(cache, [Chain(0, [99], 2)])
+    with pytest.raises(IndexError, match="rows are 0 to 0"):
+        model.forward(torch.tensor([[1]]), cache, [-1])
+    other = LlamaModel(build("qwen2")).new_cache(1, 64)
+    LlamaModel(build("qwen2")).forward(torch.tensor([[1]]), other, [0])
+    with pytest.raises(ValueError, match="another model"):
+        model.forward(torch.tensor([[1]]), other, [0])
+
+
+def test_what_it_cannot_run_it_says() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, rope_parameters=dynamic))
+    assert "rotary" in str(supports(model))
+    model = LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, hidden_act="relu"))
+    assert "relu" in str(supports(model))
+    with pytest.raises(ValueError, match="HFModel can"):
+        LlamaModel(model)

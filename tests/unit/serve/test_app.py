@@ -1,0 +1,397 @@
+"""The server as its clients see it: OpenAI's own library against a live one, every field, every error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from serving import Live, builtin, serving
+
+from outrider import LLM, SamplingParams
+from outrider.core.grammar import Grammars
+from outrider.decode import Request
+
+PROMPTS = ["def quicksort(xs):\n", "import os\nimport sys\n\n\nclass Config:\n", "for i in range(10):\n    print(i)\n"]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(builtin()) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return builtin(1, None)
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def ask(live: Live, path: str = "/v1/completions", **body) -> httpx.Response:
+    return httpx.post(live.url + path, json=body, timeout=60)
+
+
+def error(response: httpx.Response) -> dict:
+    assert set(response.json()) == {"error"}
+    found = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+def test_openais_client_completes(client: openai.OpenAI, plain: LLM) -> None:
+    options = {"max_tokens": 30, "temperature": 0.8, "seed": 5, "stop": ["\n\n\n"]}
+    for prompt in PROMPTS:
+        out = client.completions.create(model="code", prompt=prompt, **options)
+        expected = plain.generate(prompt, SamplingParams(**options))[0].outputs[0]
+        assert (out.choices[0].text, out.choices[0].finish_reason) == (expected.text, expected.finish_reason)
+        assert out.guarantee == "exact-tokens"  # type: ignore[attr-defined]
+        assert out.usage is not None
+        assert out.usage.prompt_tokens == len(plain.encode(prompt))
+        assert out.usage.completion_tokens == len(expected.token_ids)
+        spec = out.metrics["speculative_decoding"]  # type: ignore[attr-defined]
+        assert spec["num_accepted_draft_tokens"] + spec["num_spec_steps"] >= out.usage.completion_tokens
+        assert "per_step_accepted" not in spec
+
+
+def test_openais_client_streams(client: openai.OpenAI, plain: LLM) -> None:
+    chunks = list(
+        client.completions.create(
+            model="code",
+            prompt=PROMPTS[0],
+            max_tokens=40,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    expected = plain.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=40))[0].outputs[0]
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == expected.text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 40
+    assert chunks[-1].metrics["speculative_decoding"]["num_spec_steps"] > 0  # type: ignore[attr-defined]
+    assert len(chunks) > 5
+
+
+def test_openais_client_chats(client: openai.OpenAI, plain: LLM) -> None:
+    messages = [
+        {"role": "system", "content": "Write Python."},
+        {"role": "user", "content": [{"type": "text", "text": "sort "}, {"type": "text", "text": "a list"}]},
+    ]
+    written = "# system: Write Python.\n# user: sort a list\n# assistant:"
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24)
+    expected = plain.generate(written, params)[0].outputs[0].text
+    kwargs = {"model": "code", "messages": messages, "temperature": 0.9, "seed": 3, "max_completion_tokens": 24}
+    out = client.chat.completions.create(**kwargs)
+    assert out.choices[0].message.content == expected
+    assert out.choices[0].message.role == "assistant"
+    with client.chat.completions.create(**kwargs, stream=True) as stream:
+        chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    more = client.chat.completions.create(**kwargs, tools=[tool])
+    assert more.usage is not None
+    assert out.usage is not None
+    assert more.usage.prompt_tokens > out.usage.prompt_tokens  # the template shows the tools to the model
+    none = client.chat.completions.create(**kwargs, tools=[tool], tool_choice="none")
+    assert none.usage is not None
+    assert none.usage.prompt_tokens == out.usage.prompt_tokens
+
+
+def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(live: Live, plain: LLM) -> None:
+    draw = random.Random(4)
+    bodies = []
+    for seed in range(64):
+        body = {
+            "prompt": draw.choice(PROMPTS) * draw.choice([1, 1, 3]),
+            "max_tokens": draw.randrange(1, 16),
+            "temperature": draw.choice([0, 0.7, 1.1]),
+            "seed": seed,
+        }
+        for name, values in (
+            ("top_p", [0.9]),
+            ("top_k", [20]),
+            ("min_p", [0.05]),
+            ("repetition_penalty", [1.2]),
+            ("presence_penalty", [0.5]),
+            ("frequency_penalty", [0.5]),
+            ("logit_bias", [{"11": 2.0}]),
+            ("min_tokens", [1]),
+            ("stop", [["self", "\n\n"]]),
+            ("bad_words", [["self", "def"]]),
+            ("structured_outputs", [{"regex": r"[a-c]{3}(-\d+){1,3}"}, {"choice": ["yes", "yesterday"]}]),
+        ):
+            if draw.random() < 0.25:
+                body[name] = draw.choice(values)
+        bodies.append(body)
+    grammars = Grammars(plain.tokenizer, 8192, plain.loaded.end_ids)
+    expected = []
+    for body in bodies:
+        named = {k: v for k, v in body.items() if k not in ("prompt", "structured_outputs")}
+        named["logit_bias"] = {int(k): v for k, v in body.get("logit_bias", {}).items()}
+        if (grammar := body.get("structured_outputs")) is None:
+            out = plain.generate(body["prompt"], SamplingParams(**named))[0].outputs[0]
+            expected.append((out.text, out.finish_reason))
+        else:
+            made = grammars.regex(grammar["regex"]) if "regex" in grammar else grammars.choice(grammar["choice"])
+            [asked] = plain.requests(body["prompt"], SamplingParams(**named))
+            mask = grammars.mask(made)
+            [row] = plain.decoder.generate(
+                [Request(0, asked.prompt, asked.params, asked.seed, asked.bad_words, (), mask)]
+            )
+            expected.append((row.ending.text, row.end.finish))  # type: ignore[union-attr]
+    kinds = {"structured_outputs" in body for body in bodies}
+    assert kinds == {True, False}
+    drafting = [{}, {}, {"disable_spec_decode": True}, {"num_speculative_tokens": 8}, {"method": "ngram"}]
+    drafting += [
+        {"method": "suffix"},
+        {"speculative": False},
+        {"prediction": {"type": "content", "content": PROMPTS[0]}},
+    ]
+
+    async def all_at_once() -> list[tuple[str, str]]:
+        found = {}
+        async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="any", max_retries=9) as client:
+
+            async def one(number: int) -> None:
+                body, extra = dict(bodies[number]), draw.choice(drafting)
+                own = {"top_k", "min_p", "repetition_penalty", "min_tokens", "bad_words", "structured_outputs"}
+                extra = {**extra, **{k: body.pop(k) for k in own & set(body)}}
+                if number % 2:
+                    out = await client.completions.create(model="code", **body, extra_body=extra)
+                    found[number] = (out.choices[0].text, out.choices[0].finish_reason)
+                    return
+                text, finish = "", None
+                async for chunk in await client.completions.create(model="code", **body, extra_body=extra, stream=True):
+                    text += chunk.choices[0].text
+                    finish = chunk.choices[0].finish_reason or finish
+                found[number] = (text, finish)
+
+            await asyncio.gather(*(one(n) for n in draw.sample(range(64), 64)))
+        return [found[n] for n in range(64)]
+
+    assert asyncio.run(all_at_once()) == expected
+
+
+def test_a_request_chooses_its_own_speculation(live: Live) -> None:
+    base = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True, "detailed_metrics": True}
+    usual = ask(live, **base).json()
+    spec = usual["metrics"]["speculative_decoding"]
+    assert max(spec["per_step_drafted"]) == 4
+    assert sum(spec["per_step_accepted"]) == spec["num_accepted_draft_tokens"]
+    for off in ("disable_spec_decode", "disable_speculative_decoding"):
+        none = ask(live, **base, **{off: True}).json()
+        assert none["metrics"]["speculative_decoding"] is None
+        assert none["choices"][0]["text"] == usual["choices"][0]["text"]
+    for name in ("num_speculative_tokens", "num_draft_tokens"):
+        two = ask(live, **base, **{name: 2}).json()["metrics"]["speculative_decoding"]
+        assert (max(two["per_step_drafted"]), two["num_spec_tokens"]) == (2, 2)
+    told = ask(live, **base, prediction={"type": "content", "content": usual["choices"][0]["text"]}).json()
+    details = told["usage"]["completion_tokens_details"]
+    assert told["choices"][0]["text"] == usual["choices"][0]["text"]
+    assert details["accepted_prediction_tokens"] > 12
+    assert told["usage"]["completion_tokens"] == 24 + details["rejected_prediction_tokens"]
+    wrong = ask(live, **base, prediction={"type": "content", "content": "zebra " * 30}).json()
+    assert wrong["choices"][0]["text"] == usual["choices"][0]["text"]
+    assert wrong["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+
+
+def test_several_texts_logprobs_echo_and_cached_tokens(live: Live, plain: LLM) -> None:
+    body = {
+        "prompt": [PROMPTS[0], plain.encode(PROMPTS[1])],
+        "n": 2,
+        "seed": 4,
+        "max_tokens": 6,
+        "logprobs": 2,
+        "echo": True,
+    }
+    body["prompt"] = [plain.encode(p) for p in PROMPTS[:2]]
+    answer = ask(live, **body).json()
+    params = SamplingParams(n=2, seed=4, max_tokens=6, logprobs=2)
+    expected = [o for p in PROMPTS[:2] for o in plain.generate(p, params)[0].outputs]
+    assert [c["text"] for c in answer["choices"]] == [PROMPTS[i // 2] + o.text for i, o in enumerate(expected)]
+    assert answer["metrics"]["speculative_decoding"] is None
+    for choice, out in zip(answer["choices"], expected, strict=True):
+        assert out.logprobs is not None
+        own = [x[t] for t, x in zip(out.token_ids, out.logprobs, strict=True)]
+        assert choice["logprobs"]["token_logprobs"] == own
+        assert len(choice["logprobs"]["tokens"]) == 6
+        assert choice["seed"] == out.seed
+    chat = {
+        "messages": [{"role": "user", "content": "x"}],
+        "logprobs": True,
+        "top_logprobs": 3,
+        "max_tokens": 4,
+        "temperature": 1,
+    }
+    content = ask(live, "/v1/chat/completions", **chat).json()["choices"][0]["logprobs"]["content"]
+    assert [len(token["top_logprobs"]) for token in content] == [3] * len(content)
+    assert all(
+        t["top_logprobs"][0]["logprob"] >= t["logprob"] and bytes(t["bytes"]).decode() == t["token"] for t in content
+    )
+    long = "".join(f"value_{i} = {i}\n" for i in range(60))
+    first, second = (ask(live, prompt=long, max_tokens=2, temperature=0).json() for _ in range(2))
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 0 <= second["usage"]["prompt_tokens"] - cached <= 17
+    told = ask(live, prompt=PROMPTS[0], max_tokens=1, prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"]
+    assert told[0] is None
+    assert len(told) == len(plain.encode(PROMPTS[0]))
+
+
+def test_the_other_routes(live: Live, client: openai.OpenAI, plain: LLM) -> None:
+    assert [m.id for m in client.models.list()] == ["code"]
+    assert client.models.retrieve("code").id == "code"
+    tokens = ask(live, "/tokenize", prompt=PROMPTS[0], return_token_strs=True).json()
+    assert tokens["tokens"] == plain.encode(PROMPTS[0])
+    assert (tokens["count"], "".join(tokens["token_strs"])) == (len(tokens["tokens"]), PROMPTS[0])
+    assert ask(live, "/tokenize", messages=[{"role": "user", "content": "x"}]).json()["count"] > 3
+    assert ask(live, "/detokenize", tokens=tokens["tokens"]).json() == {"prompt": PROMPTS[0]}
+    assert httpx.get(live.url + "/health").json()["status"] == "ok"
+    assert httpx.get(live.url + "/version").json()["version"]
+    named = httpx.get(live.url + "/version", headers={"x-request-id": "mine-7"})
+    assert named.headers["x-request-id"] == "mine-7"
+    assert httpx.get(live.url + "/version", headers={"x-request-id": "a b\x7f"}).headers["x-request-id"] != "a b\x7f"
+
+
+def test_metrics_have_vllms_names_behind_the_prefix(live: Live) -> None:
+    def read() -> dict[str, float]:
+        lines = httpx.get(live.url + "/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name.replace('{model_name="code"}', ""): float(value) for name, value in pairs}
+
+    before = read()
+    usage = ask(live, prompt=PROMPTS[2], max_tokens=20, temperature=0, ignore_eos=True).json()
+    after, spec = read(), usage["metrics"]["speculative_decoding"]
+
+    def grew(name: str) -> float:
+        return after[f"outrider:{name}"] - before.get(f"outrider:{name}", 0)
+
+    assert grew("generation_tokens_total") == 20
+    assert grew("prompt_tokens_total") == usage["usage"]["prompt_tokens"]
+    assert grew("spec_decode_num_draft_tokens_total") == spec["num_draft_tokens"]
+    assert grew("spec_decode_num_accepted_tokens_total") == spec["num_accepted_draft_tokens"]
+    assert grew("spec_decode_num_drafts_total") == sum(
+        1 for k, v in spec["acceptance_histogram_by_draft_length"].items() if int(k) for _ in range(sum(v))
+    )
+    per = [
+        after.get(f'outrider:spec_decode_num_accepted_tokens_per_pos_total{{model_name="code",position="{i}"}}', 0)
+        for i in range(4)
+    ]
+    assert per == sorted(per, reverse=True)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert grew(name + "_count") == 1
+    assert grew("inter_token_latency_seconds_count") == spec["num_spec_steps"] - 1
+    assert after["outrider:num_requests_running"] == after["outrider:num_requests_waiting"] == 0
+    assert 0 <= after["outrider:kv_cache_usage_perc"] <= 1
+
+
+BAD = [
+    ({"prompt": "x", "temperature": "warm"}, "temperature", "temperature"),
+    ({"prompt": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
+    ({"prompt": "x", "max_tokens": 0}, "greater than or equal to 1", "max_tokens"),
+    ({"prompt": "x", "max_tokens": 10**6}, "use max_tokens=", None),
+    ({"prompt": "x " * 3000}, "shorten it", None),
+    ({"prompt": ""}, "the prompt is empty", None),
+    ({"prompt": []}, "empty list", "prompt"),
+    ({"prompt": [99999999]}, "outside the vocabulary", None),
+    ({"prompt": [-1], "echo": True}, "outside the vocabulary", None),
+    ({"prompt": [2**64], "echo": True}, "outside the vocabulary", None),
+    ({"prompt": "x", "n": 17}, "16 texts", "n"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "17 stop strings", None),
+    ({"prompt": "x", "stop": "a" * 300}, "300 characters", None),
+    ({"prompt": "x", "logprobs": 21}, "21 logprobs", None),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, "token ids", None),
+    ({"prompt": "x", "logit_bias": {"99999999": 1}}, "outside the vocabulary", None),
+    ({"prompt": "x", "temprature": 1}, "did you mean 'temperature'", None),
+    ({"prompt": "x", "num_speculative_tokens": 17}, "at most 16", "num_speculative_tokens"),
+    ({"prompt": "x", "method": "magic"}, "no drafter 'magic'", None),
+    ({"prompt": "x", "seed": 2**70}, "64 bits", None),
+    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema", None),
+    ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "foo", None),
+    ({"prompt": "x", "structured_outputs": {"regex": "(a"}}, "not closed", None),
+    ({"prompt": "x", "structured_outputs": {}}, "takes one of", None),
+    ({"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 70_000]}}}, "bytes", None),
+    ({"prompt": "\ud800"}, "surrogate", None),
+    ({"messages": []}, "prompt", "prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "words", "param"), BAD, ids=[f"{i} {w}" for i, (_, w, _) in enumerate(BAD)])
+def test_what_cannot_be_answered_is_refused_with_the_reason(
+    live: Live, body: dict, words: str, param: str | None
+) -> None:
+    content = json.dumps(body).encode()
+    response = httpx.post(live.url + "/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    found = error(response)
+    assert words in found["message"]
+    assert (found["type"], found["param"]) == ("invalid_request_error", param)
+    assert not any(secret in found["message"] for secret in ("/work", ".py", ".cc", "Traceback"))
+
+
+def test_errors_of_http_have_the_same_shape(live: Live) -> None:
+    url = live.url + "/v1/completions"
+    assert error(httpx.post(url, content=b"{nonsense"))["type"] == "invalid_request_error"
+    assert httpx.post(url, content=b"[" * 100_000).status_code == 400
+    assert error(httpx.get(url))["message"].startswith("/v1/completions is not asked by GET")
+    assert error(httpx.get(live.url + "/nowhere"))["type"] == "not_found_error"
+    other = ask(live, model="gpt-5", prompt="x")
+    assert (other.status_code, error(other)["code"]) == (404, "model_not_found")
+    large = httpx.post(url, content=b" " * (5 << 20))
+    assert (large.status_code, error(large)["code"]) == (413, "request_too_large")
+    bad = ask(
+        live, "/v1/chat/completions", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+    )
+    assert "reads text only" in error(bad)["message"]
+
+
+def test_grammars_hold_under_speculation_and_the_text_is_plain_decodings(live: Live) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "size": {"type": "integer"},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["name", "size", "ok"],
+        "additionalProperties": False,
+    }
+    forms: list[dict] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"structured_outputs": {"regex": r"[a-c]{3}-\d{2,4}( and [a-z]+){1,2}"}},
+        {"structured_outputs": {"choice": ["yes", "yesterday", "no way"]}},
+        {"response_format": {"type": "json_object"}},
+    ]
+    for number, form in enumerate(forms):
+        for temperature in (0, 1.3):
+            body = {"prompt": PROMPTS[1], "temperature": temperature, "seed": 8, "max_tokens": 60, **form}
+            texts = []
+            for own in ({"disable_spec_decode": True}, {}, {"method": "suffix"}, {"num_speculative_tokens": 9}):
+                choice = ask(live, **body, **own).json()["choices"][0]
+                texts.append((choice["text"], choice["finish_reason"]))
+            assert texts == [texts[0]] * 4
+            text, finish = texts[0]
+            if finish == "stop":
+                if number == 0:
+                    assert set(json.loads(text)) == {"name", "size", "ok"}
+                elif number == 1:
+                    assert re.fullmatch(r"[a-c]{3}-\d{2,4}( and [a-z]+){1,2}", text)
+                elif number == 2:
+                    assert text in ("yes", "yesterday", "no way")
+                else:
+                    json.loads(text)
+            else:
+                assert number in (0, 1, 3)
