@@ -31,7 +31,7 @@ from benchmarks import headline
 from outrider.bench.tune.replay_target import insist
 from outrider.control import Fixed
 from outrider.decode import Decoder, Request
-from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, RecyclingDrafter, SuffixDrafter
+from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.models.base import LanguageModel, Output
 from outrider.params import SamplingParams
 
@@ -142,7 +142,7 @@ class ForcedTarget:
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.text = model, list[int]()
         self.vocab_size, self.max_length = model.vocab_size, model.max_length
-        self.device, self.rows_equal = model.device, model.rows_equal
+        self.device, self.batch_invariant = model.device, model.batch_invariant
 
     def new_cache(self, rows: int, max_length: int) -> Any:
         return self.model.new_cache(rows, max_length)
@@ -163,7 +163,7 @@ def drafter_of(name: str, vocab_size: int) -> Any:
         "ngram": NgramDrafter,
         "suffix": lambda: SuffixDrafter(shared=0),
         "prediction": PredictionDrafter,
-        "token_recycling": lambda: RecyclingDrafter(vocab_size),
+        "token_recycling": lambda: TokenRecyclingDrafter(vocab_size),
     }
     if name not in made:
         raise ValueError(f"there is no method {name!r} here; there are {', '.join(made)}")
@@ -189,7 +189,9 @@ def run(
             continue
         spent = sum(step.seconds.values()) if reading else perf_counter() - started
         for key, value in zip(
-            total, (len(step.kept[0].tokens), 1, int(step.draft.drafted), spent, step.seconds["draft"]), strict=True
+            total,
+            (len(step.commits[0].tokens), 1, int(step.draft.num_draft_tokens), spent, step.seconds["draft"]),
+            strict=True,
         ):
             total[key] += value
     assert row.output == answer, "the forced answer was not written"

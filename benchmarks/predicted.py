@@ -3,8 +3,9 @@
     python -m benchmarks.predicted                                               two sizes, temperatures 0 and 1
     python -m benchmarks.predicted --sizes 160M --temperatures 0 --prompts 3
 
-For each drafter one run with the longest chain and one with the largest tree are watched (outrider.bench.tune.replay_target), costs are
-calibrated in the same process, and every setting of the sweep is predicted. Then all of them, plain decoding and a chain of
+For each drafter one run with the longest chain and one with the largest tree are watched
+(outrider.bench.tune.replay_target), costs are calibrated in the same process, and every setting of the sweep is predicted.
+Then all of them, plain decoding and a chain of
 eight guesses that are always wrong write the texts in turns of a few tokens (outrider.bench.turns), several times; of each
 stretch of a text the median time counts, so that a pause of the machine does not. Three figures for each setting, predicted
 over measured tokens/s:

@@ -36,11 +36,11 @@ from outrider.calibrate import QUICK
 from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
 from outrider.control.cost_model import interpolate
-from outrider.core.types import Budget, Draft, Kept, Step, Verdict
+from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 from outrider.decode import Decoder, Request
 from outrider.drafters import Drafter, make_drafter
-from outrider.drafters.base import BaseDrafter, Batch, chains
-from outrider.drafters.combine.router import Router
+from outrider.drafters.base import BaseDrafter, DraftContext, chains
+from outrider.drafters.combine.router import DrafterRouter
 from outrider.models.load import load
 from outrider.params import SamplingParams
 
@@ -97,13 +97,13 @@ class _Recorder(BaseDrafter):
         self.drafters = drafters
         self.guesses: dict[str, list[list[int]]] = {name: [] for name in drafters}
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, batch: DraftContext) -> Draft:
         for name, drafter in self.drafters.items():
             made = drafter.propose(replace(batch, budgets=[Budget(DEEPEST)]))
             self.guesses[name].append(made.tokens[0, 1:].tolist())
         return chains(batch, [[]])
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+    def update(self, batch: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
         for drafter in self.drafters.values():
             drafter.update(batch, kept, None)
 
@@ -152,7 +152,7 @@ class _Replayed(BaseDrafter):
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.name = machine, name
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, batch: DraftContext) -> Draft:
         draft = chains(batch, [self.machine.now.guesses[self.name][self.machine.at]])
         self.machine.levels += (draft.nodes - 1) * (self.name == "draft_model")
         return draft
@@ -171,7 +171,7 @@ class Machine:
         self.drafter: Drafter = _Replayed(self, method)
         if method == "auto":
             some = {name: _Replayed(self, name) for name in ("suffix", "draft_model")}
-            self.drafter = Router(some, {"draft_model": costs.bytes})
+            self.drafter = DrafterRouter(some, {"draft_model": costs.bytes})
 
     def write(self, controller: Controller, group: Sequence[Recorded], tokens: int) -> float:
         """Plain steps that so many tokens of each text take."""
@@ -188,11 +188,11 @@ class Machine:
     def _step(self, controller: Controller, budget: Budget, written: list[int]) -> float:
         self.levels = 0
         view: Any = {"warp": None, "noise": None, "stream": None}  # nobody here draws
-        batch = Batch([0], [written], [budget], **view, law=False, prompt_lengths=[self.now.prompt])
+        batch = DraftContext([0], [written], [budget], **view, needs_probs=False, prompt_lengths=[self.now.prompt])
         draft = self.drafter.propose(batch) if budget.depth else chains(batch, [[]])
         guesses = draft.tokens[0, 1:].tolist()
         right = next((n for n, t in enumerate(guesses) if t != self.now.text[self.at + n]), len(guesses))
-        kept = Kept(self.now.text[self.at : self.at + right + 1], list(range(right + 1)), right)
+        kept = Commit(self.now.text[self.at : self.at + right + 1], list(range(right + 1)), right)
         position = len(written)
         if budget.depth:
             self.drafter.update(batch, [kept], None)

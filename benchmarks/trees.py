@@ -128,7 +128,7 @@ def measure(
         for n in nodes:
             steps = run(arm, n, target, draft, prompts, tokens, temperature, shape)
             accepted = [int(a) for s in steps for a in s.verdict.accepted]
-            drafted = [int(d) for s in steps for d in s.draft.drafted]
+            drafted = [int(d) for s in steps for d in s.draft.num_draft_tokens]
             records.append(
                 {
                     "arm": arm.name, "temperature": temperature, "nodes": n,

@@ -24,7 +24,7 @@ from benchmarks.report import markdown
 from outrider.control import Fixed
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter
-from outrider.drafters.model.cross_tokenizer import TranslatedDrafter, Way
+from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.vocabulary import Pairing, Vocabulary
 from outrider.models.load import Loaded, load
@@ -41,7 +41,7 @@ def arms(draft: Loaded, own: Loaded | None, both: Pairing) -> dict[str, tuple[Ca
     """By name: how the drafter is made, and the verifier. own: a draft that shares the target's tokenizer."""
 
     def translated(way: Way | None) -> Callable[[], Drafter]:
-        return lambda: TranslatedDrafter(draft.model, both, 1, way)
+        return lambda: CrossTokenizerDrafter(draft.model, both, 1, way)
 
     found: dict[str, tuple[Callable[[], Drafter], str]] = {
         "tli, match": (translated("tli"), "match"),
@@ -67,7 +67,7 @@ def run(
     requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
     steps = [s for s, _ in engine.steps(requests) if s is not None and s.budgets[0].depth == depth]
     accepted = [int(s.verdict.accepted[0]) for s in steps]
-    drafted = [int(s.draft.drafted[0]) for s in steps]
+    drafted = [int(s.draft.num_draft_tokens[0]) for s in steps]
     return {
         "arm": name, "temperature": temperature, "depth": depth, "accepted": float(np.mean(accepted)),
         "error": float(np.std(accepted) / len(accepted) ** 0.5), "drafted": float(np.mean(drafted)),

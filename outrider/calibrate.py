@@ -22,7 +22,7 @@ from outrider.control.cost_model import CostModel
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Request, Row
 from outrider.drafters.base import Drafter, NoDraft, Wrong
-from outrider.drafters.combine.router import dearest
+from outrider.drafters.combine.router import most_expensive
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.params import SamplingParams
@@ -33,7 +33,7 @@ PRECISE = 0.02  # of its step: where every setting is known so well (one standar
 
 
 @dataclass(frozen=True)
-class Pains:
+class MeasurementPlan:
     """What is measured, and how often. nodes: the root counted; many_nodes: where rows are several; depths: of chains, the limit
     among them if None. rounds: of all settings, at one context after the other, at most; least: after `PATIENCE`; several:
     those for several rows, which are dear; none: their costs are told by those of one row."""
@@ -47,8 +47,10 @@ class Pains:
     several: int
 
 
-WHOLE = Pains((1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9), (1, 4, None), (64, 512), rounds=48, least=24, several=12)
-QUICK = Pains((1, 2, 3, 5, 8, 9, 17), (1, 2, 5, 9), (1, 8), (64,), rounds=3, least=1, several=0)
+WHOLE = MeasurementPlan(
+    (1, 2, 3, 6, 7, 9, 13, 17), (1, 2, 5, 9), (1, 4, None), (64, 512), rounds=48, least=24, several=12
+)
+QUICK = MeasurementPlan((1, 2, 3, 5, 8, 9, 17), (1, 2, 5, 9), (1, 8), (64,), rounds=3, least=1, several=0)
 PLAIN, GREEDY = Budget(0), SamplingParams(temperature=0)
 
 
@@ -143,9 +145,9 @@ def calibrate(
     for who corrects them as it goes (`outrider.control.Calibrated`). Of several drafters together the dearest is measured."""
     pains, law = QUICK if quick else WHOLE, _law(sampling)
     if not pains.several and len(rows) > 1:
-        return _widened(calibrate(target, drafter, key, limit, (1,), known, sampling, quick), rows, pains.many_nodes)
+        return _synthetic(calibrate(target, drafter, key, limit, (1,), known, sampling, quick), rows, pains.many_nodes)
     contexts = [c for c in pains.contexts if 2 * c < target.max_length] or [1]
-    draft = _Side(target, dearest(drafter(len(contexts) * max(rows))), max(rows), contexts, law)
+    draft = _Side(target, most_expensive(drafter(len(contexts) * max(rows))), max(rows), contexts, law)
     judge = _Side(target, Wrong(), max(rows), contexts, law) if known is None else draft
     shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit, pains.depths)
     nodes = {r: (pains.nodes if r == 1 else pains.many_nodes) if known is None else () for r in rows}
@@ -177,7 +179,7 @@ def _shapes(limit: Budget, depths: Sequence[int | None]) -> list[Budget]:
     return [Budget(d) for d in chains] + (trees if limit.width > 1 else [])
 
 
-def _widened(one: CostModel, rows: Sequence[int], nodes: Sequence[int]) -> CostModel:
+def _synthetic(one: CostModel, rows: Sequence[int], nodes: Sequence[int]) -> CostModel:
     """Costs of several rows by those of one: a forward over as many nodes in one row; a draft is as much dearer as a step over
     so many nodes."""
     context, more = int(one.target[0][2]), [r for r in rows if r > 1]

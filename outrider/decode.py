@@ -17,10 +17,10 @@ import torch
 
 from outrider.control import Controller, Fixed
 from outrider.core.noise import Noise
-from outrider.core.sampling import History, Laws, Mask, Warp
-from outrider.core.stopping import End, Ending
-from outrider.core.types import Budget, Draft, Guarantee, Kept, Step, Verdict
-from outrider.drafters.base import Batch, Drafter, NoDraft
+from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState, TokenMask
+from outrider.core.stopping import FinishReason, StopChecker
+from outrider.core.types import Budget, Commit, Draft, Guarantee, Step, Verdict
+from outrider.drafters.base import DraftContext, Drafter, NoDraft
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
@@ -41,7 +41,7 @@ class Request:
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to repeat
-    mask: Mask | None = None  # what may be written where, as by a grammar
+    mask: TokenMask | None = None  # what may be written where, as by a grammar
 
 
 @dataclass(eq=False)
@@ -51,8 +51,8 @@ class Row:
     request: Request
     slot: int
     tokens: list[int]  # committed: prompt, then output
-    history: History
-    ending: Ending
+    history: SequenceState
+    ending: StopChecker
     limit: int  # output tokens that may be written at most
     steps: int = 0
     cached: int = 0  # prompt tokens that were not computed, because an earlier text began with them
@@ -67,11 +67,11 @@ class Row:
         return self.tokens[len(self.request.prompt) :]
 
     @property
-    def end(self) -> End | None:
+    def end(self) -> FinishReason | None:
         return self.ending.end
 
 
-class Prefixes(Protocol):
+class PrefixSource(Protocol):
     """Keys and values of texts that were read before."""
 
     def fetch(self, cache: SlotCache, row: int, tokens: Sequence[int]) -> int:
@@ -97,7 +97,7 @@ class Decoder:
         max_length: int | None = None,
         end_ids: Sequence[int] = (),
         tokenizer: Any | None = None,
-        prefixes: Prefixes | None = None,
+        prefixes: PrefixSource | None = None,
     ) -> None:
         """max_length: tokens of prompt and output per row. end_ids: the model's end tokens. tokenizer: for text. prefixes:
         where prompts that begin alike are found; without it every prompt is computed."""
@@ -112,13 +112,13 @@ class Decoder:
         self.free = list(range(rows))[::-1]
         self.rows: dict[int, Row] = {}  # by slot, in order of admission
         self.waiting: list[Row] = []  # rows whose prompt is not in the cache yet
-        self._batch: tuple[tuple[int, ...], Warp, torch.Tensor] | None = None
+        self._batch: tuple[tuple[int, ...], LogitsWarper, torch.Tensor] | None = None
 
     @property
     def guarantee(self) -> Guarantee:
         """What holds for the texts. Where a row's logits change with its neighbours, a near-tie may fall the other way, and
         then only the law is promised."""
-        if not self.target.rows_equal:
+        if not self.target.batch_invariant:
             return Guarantee.EXACT_DISTRIBUTION
         return Guarantee.EXACT_TOKENS if isinstance(self.drafter, NoDraft) else self.verifier.guarantee
 
@@ -147,8 +147,8 @@ class Decoder:
         limit = self.check(request)
         p, tokens = request.params, list(request.prompt)
         ends = (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
-        history = History(p, ends, request.bad_words, tokens, len(tokens), request.mask)
-        ending = Ending(p, self.end_ids, limit, self.tokenizer, tokens)
+        history = SequenceState(p, ends, request.bad_words, tokens, len(tokens), request.mask)
+        ending = StopChecker(p, self.end_ids, limit, self.tokenizer, tokens)
         row = Row(request, -1, tokens, history, ending, limit)
         self.resume(row)
         return row
@@ -196,9 +196,9 @@ class Decoder:
         asked = any(b.depth and b.max_nodes for b in batch.budgets)  # a drafter that may not guess costs nothing
         draft = (self.drafter if asked else _NOBODY).propose(batch).to(self.target.device)
         clock.append(perf_counter())
-        out = self.target.forward(draft.tokens, self.cache, batch.rows, parents=draft.parents, taps=self.drafter.taps)
+        out = self.target.forward(draft.tokens, self.cache, batch.slots, parents=draft.parents, taps=self.drafter.taps)
         clock.append(perf_counter())
-        verdict = self.verifier(Laws(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
+        verdict = self.verifier(LogitsDistribution(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
         clock.append(perf_counter())
         kept = self._commit(live, draft, verdict, out.logits)
         if asked:
@@ -209,7 +209,7 @@ class Decoder:
         times: dict[str, float] = dict(
             zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True)
         )
-        step = Step(draft, verdict, kept, batch.rows, at, batch.budgets, times, out.logits)
+        step = Step(draft, verdict, kept, batch.slots, at, batch.budgets, times, out.logits)
         self.controller.observe(step)
         return step
 
@@ -226,7 +226,7 @@ class Decoder:
                     mine.add(self.admit(following).slot)
                     following = next(queue, None)
                 step = self.step()
-                moved = [self.rows[slot] for slot in step.rows] if step else []
+                moved = [self.rows[slot] for slot in step.slots] if step else []
                 for row in moved:
                     if row.end is not None:
                         self.release(row.slot)
@@ -270,31 +270,31 @@ class Decoder:
             if wanted is not None:
                 row.prompt_logprobs.insert(0, None)  # the first token has no law
 
-    def _view(self, live: list[Row]) -> Batch:
+    def _view(self, live: list[Row]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
         key = tuple(id(row.history) for row in live)  # the Warp keeps them alive: no id is used twice
         if self._batch is None or self._batch[0] != key:
             seeds = torch.tensor([_signed(row.request.seed) for row in live], device=self.target.device)
-            self._batch = (key, Warp([row.history for row in live], self.target.device), seeds)
+            self._batch = (key, LogitsWarper([row.history for row in live], self.target.device), seeds)
         _, warp, seeds = self._batch
         budgets = [
             budget.clipped(row.limit - row.ending.count - 1)
             for row, budget in zip(live, self.controller.budgets([r.slot for r in live]), strict=True)
         ]
-        return Batch(
-            rows=[row.slot for row in live],
+        return DraftContext(
+            slots=[row.slot for row in live],
             tokens=[row.tokens for row in live],
             budgets=budgets,
             warp=warp,
             noise=Noise(seeds, torch.tensor([row.steps for row in live], device=seeds.device)),
             stream=self.verifier.draft_stream,
-            law=self.verifier.needs_probs,
+            needs_probs=self.verifier.needs_probs,
             prompt_lengths=[len(row.request.prompt) for row in live],
             predictions=[row.request.prediction for row in live],
             cache=self.cache,
         )
 
-    def _commit(self, live: list[Row], draft: Draft, verdict: Verdict, logits: torch.Tensor) -> list[Kept]:
+    def _commit(self, live: list[Row], draft: Draft, verdict: Verdict, logits: torch.Tensor) -> list[Commit]:
         """Move what was accepted into cache and text, cut at the first thing that ends it."""
         tokens, paths = draft.tokens.tolist(), verdict.path.tolist()
         kept = []
@@ -317,7 +317,7 @@ class Decoder:
             row.tokens += new
             row.steps += 1
             drafted = min(len(new), len(nodes) - 1)
-            kept.append(Kept(new, nodes[: len(new)], drafted, end.finish if end else None))
+            kept.append(Commit(new, nodes[: len(new)], drafted, end.finish if end else None))
         self.cache.commit([row.slot for row in live], [k.nodes for k in kept])
         return kept
 

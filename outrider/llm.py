@@ -17,7 +17,7 @@ from outrider.core.types import Step
 from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter
-from outrider.drafters.combine.guard import Roster
+from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.models.checkpoint import stamp
 from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
@@ -84,7 +84,7 @@ class LLM:
         self.drafter = drafter
         if foreign:  # what others wrote may fail; then the text goes on without it
             name = type(drafter).__name__ if self.config.method == "none" else "+".join(self.config.methods)
-            drafter = Roster({name: drafter}, name, target.vocab_size, _warn)
+            drafter = PerRequestDrafter({name: drafter}, name, target.vocab_size, _warn)
         self.decoder = Decoder(
             target,
             drafter,
@@ -122,7 +122,7 @@ class LLM:
         for step, moved in self._steps([r for group in groups for r in group]):
             for b, row in enumerate(moved):
                 assert step is not None
-                meters[id(row.request)].add(len_drafted(step, b), step.kept[b].drafted)
+                meters[id(row.request)].add(len_drafted(step, b), step.commits[b].num_accepted)
                 if row.end is not None:
                     rows[id(row.request)] = row
         return [
@@ -145,9 +145,9 @@ class LLM:
         for step, moved in self._steps([request]):
             for b, row in enumerate(moved):
                 assert step is not None
-                kept = step.kept[b]
-                meter.add(len_drafted(step, b), kept.drafted)
-                marks += [(at, i < kept.drafted) for i, at in enumerate(row.ending.marks[told:])]
+                kept = step.commits[b]
+                meter.add(len_drafted(step, b), kept.num_accepted)
+                marks += [(at, i < kept.num_accepted) for i, at in enumerate(row.ending.marks[told:])]
                 told = len(row.ending.marks)
                 text = row.ending.settled
                 pieces = _pieces(text, sent, marks)

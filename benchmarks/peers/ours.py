@@ -107,7 +107,7 @@ class Ours:
             if step is None:
                 continue
             clock.append(perf_counter())
-            steps.append((int(step.draft.drafted[0]), step.kept[0], step.seconds))
+            steps.append((int(step.draft.num_draft_tokens[0]), step.commits[0], step.seconds))
             text = moved[0].output
         timed = steps[1:]
         parts: dict[str, float] = {}
@@ -120,7 +120,7 @@ class Ours:
             seconds=clock[-1] - clock[0],
             steps=len(timed),
             drafted=[d for d, _, _ in timed],
-            accepted=[kept.drafted for _, kept, _ in timed],
+            accepted=[kept.num_accepted for _, kept, _ in timed],
             parts=parts,
         )
 

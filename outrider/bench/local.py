@@ -93,7 +93,7 @@ class Record:
 
     def add(self, step: Step, b: int, row: Row, now: float) -> None:
         """b: the row's place in the step. now: seconds since it was asked for."""
-        sample, kept = self.sample, step.kept[b]
+        sample, kept = self.sample, step.commits[b]
         assert sample.origins is not None
         assert sample.drafted is not None
         assert sample.accepted is not None
@@ -104,7 +104,7 @@ class Record:
         sample.seconds = now
         drafted = len_drafted(step, b)
         sample.drafted.append(drafted)
-        sample.accepted.append(kept.drafted)
+        sample.accepted.append(kept.num_accepted)
         sample.origins += origins(step, b, drafted)
         for name, seconds in step.seconds.items():
             sample.phases[name] = sample.phases.get(name, 0.0) + seconds
@@ -127,8 +127,8 @@ class Record:
 
 def origins(step: Step, b: int, drafted: int) -> str:
     """A letter for every token that a row kept in a step, see `outrider.core.origins`. drafted: how many guesses it had."""
-    kept = step.kept[b]
+    kept = step.commits[b]
     if not kept.tokens:
         return ""  # a row without a law
     refused = bool((step.draft.parents[b] == kept.nodes[-1]).any())  # the last node kept had children
-    return letters(drafted, kept.drafted, refused, len(kept.tokens))
+    return letters(drafted, kept.num_accepted, refused, len(kept.tokens))

@@ -55,7 +55,7 @@ class Written:
         while self.row.end is None and len(self.row.output) < tokens:
             step = decoder.round([self.row])
             self.steps += 1
-            self.drafted += int(step.draft.drafted)
+            self.drafted += int(step.draft.num_draft_tokens)
             self.forwards += step.seconds["draft"] + step.seconds["target"]
             if self.way.record is not None:
                 self.way.record.add(step, 0, self.row, before + perf_counter() - start)

@@ -146,7 +146,7 @@ def write(decoder: Decoder, prompt: list[int], params: SamplingParams) -> Run:
     for step, moved in decoder.steps([request]):
         if step is not None:  # None: a chunk of the prompt
             row, steps = moved[0], steps + 1
-            drafted, accepted = drafted + len_drafted(step, 0), accepted + step.kept[0].drafted
+            drafted, accepted = drafted + len_drafted(step, 0), accepted + step.commits[0].num_accepted
     assert row is not None
     assert row.done is not None
     return Run(row.output, row.done - row.arrived, steps, drafted, accepted)

@@ -48,7 +48,7 @@ def models(debug: Debug = False) -> None:
     """List the built-in models."""
     with readable(debug):
         with loading("the list"):
-            from outrider.models.load import BUILTIN, DATA, WIDENED
+            from outrider.models.load import BUILTIN, DATA, SYNTHETIC
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
@@ -69,7 +69,7 @@ def models(debug: Debug = False) -> None:
             numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
             table.add_row(name, *numbers, what)
         console().print(table)
-        print(f"builtin:code again, at the cost of a bigger model, to measure with: {', '.join(WIDENED)}")
+        print(f"builtin:code again, at the cost of a bigger model, to measure with: {', '.join(SYNTHETIC)}")
         print(f'Use one: outrider generate "def main():" --model {CODE}')
 
 

@@ -157,7 +157,7 @@ def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
         return
     why = (
         ""
-        if trace.header.rows_equal
+        if trace.header.batch_invariant
         else "; this model's logits depend on the rows beside, so near-ties may fall otherwise"
     )
     for line in result.differs:

@@ -1,7 +1,8 @@
-"""How much to spend on guesses: what it costs here, and who decides. Imports the kernel; `outrider.control.expectation` has the expectations.
+"""How many tokens to draft: what a step costs here, what was accepted, and which budget pays.
 
-cost         the cost model: seconds for every size of a step
-observed     running acceptance, and seconds by size
+cost_model   the cost model: seconds for every size of a step
+expectation  expected tokens and speedups, from acceptance and costs
+acceptance   running acceptance, and seconds by size
 costs        where a controller's seconds come from: the steps themselves, or a calibrated model
 controllers  Fixed, and Adaptive, which takes what pays and never costs more than it states
 """

@@ -62,7 +62,7 @@ def survival(chances: Sequence[float]) -> list[float]:
     return result
 
 
-class Places:
+class RankAcceptance:
     """Where in a tree the accepted guesses stood, by order: 0 is the guess that the drafter thought likeliest. A tree of the n
     likeliest guesses is part of the tree of the n + 1 likeliest, so that what was seen of a large tree tells what every
     smaller one would have kept; so does it of flatter ones, where the deeper guesses are not counted."""
@@ -77,8 +77,8 @@ class Places:
         """nodes: of entry b, the accepted ones, the root first. Returns how many of them a chain would have had."""
         parents = draft.parents[b].tolist()
         level, order = levels(parents), [n for n, parent in enumerate(parents) if parent >= 0]
-        if draft.chances is not None:
-            order.sort(key=draft.chances[b].neg().tolist().__getitem__)
+        if draft.confidence is not None:
+            order.sort(key=draft.confidence[b].neg().tolist().__getitem__)
         good, size = set(nodes[1:]), min(asked.max_nodes, self.limit.max_nodes)
         for depth in range(1, min(asked.depth, self.limit.depth) + 1):
             hits, tries = self.hits[depth - 1], self.tries[depth - 1]

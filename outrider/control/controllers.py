@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from outrider.control.acceptance import Acceptance, Places, survival
+from outrider.control.acceptance import Acceptance, RankAcceptance, survival
 from outrider.control.costs import SETTLE, Costs
-from outrider.core.types import Budget, Kept, Step
+from outrider.core.types import Budget, Commit, Step
 
 ALLOWANCE, START = 0.01, 4.0  # what probing may lose: this part of all time, and so many plain steps to begin with
 _GAPS = (16, 512)  # steps between probes of drafting that failed: the first gap, doubled up to the last
@@ -95,7 +95,7 @@ class _Plan:
     gain: float = 1.0  # expected speed against plain decoding
     believed: bool = False  # drafting is thought to pay
     probe: list[int] | None = None  # rows that are drafted for only to see
-    out: set[int] = field(default_factory=set)  # rows whose own guesses do not pay for their drafting
+    out: set[int] = field(default_factory=set[int])  # rows whose own guesses do not pay for their drafting
 
 
 class Adaptive:
@@ -122,7 +122,7 @@ class Adaptive:
         self.costs = costs or Costs()
         self.pooled = Acceptance(self.limit.depth, 64)
         self.drafted = Acceptance(self.limit.max_nodes, 128)  # nodes that came, of those asked for
-        self.places = Places(self.limit, 64) if self.costs.shapes and self.limit.width > 1 else None
+        self.places = RankAcceptance(self.limit, 64) if self.costs.shapes and self.limit.width > 1 else None
         self.rows: dict[int, _Row] = {}
         self.length, self.prompt = 128.0, 0.0  # tokens a sequence writes, and has at first, of those seen
         self.ledger, self.plan = _Ledger(), _Plan()
@@ -152,14 +152,14 @@ class Adaptive:
             self._plain(step)
             return
         for b, (row, asked, position, kept) in enumerate(
-            zip(step.rows, step.budgets, step.positions, step.kept, strict=True)
+            zip(step.slots, step.budgets, step.positions, step.commits, strict=True)
         ):
             state, after = self._moved(row, position, kept)
             if asked.depth:
                 behind += max(position - state.level, 0)
                 state.level = after
                 if kept.finish is None:  # a cut says nothing of what was refused
-                    right = kept.drafted
+                    right = kept.num_accepted
                     wrong = right < min(asked.depth, step.draft.nodes - 1)
                     self.streak = 0 if wrong else self.streak + right
                     if self.places is not None and asked.width > 1:
@@ -182,12 +182,12 @@ class Adaptive:
         return self.rows[row]
 
     def _plain(self, step: Step) -> None:
-        for row, position, kept in zip(step.rows, step.positions, step.kept, strict=True):
+        for row, position, kept in zip(step.slots, step.positions, step.commits, strict=True):
             self._moved(row, position, kept)
         self.costs.observe(step, 0, 0)
         self.ledger.elapsed += sum(step.seconds.values())
 
-    def _moved(self, row: int, position: int, kept: Kept) -> tuple[_Row, int]:
+    def _moved(self, row: int, position: int, kept: Commit) -> tuple[_Row, int]:
         """A row, brought up to date, and its committed tokens."""
         state = self.rows.get(row) or self._row(row)
         if state.position is None:
@@ -200,10 +200,10 @@ class Adaptive:
         """Writes a drafted step into the ledger. reading: seconds in which the drafter read what it had missed."""
         ledger, taken, usual = self.ledger, sum(step.seconds.values()), self.plan.usual
         ledger.elapsed += taken
-        plain = self.costs.plain(len(step.rows))
+        plain = self.costs.plain(len(step.slots))
         if plain is None or not usual:
             return
-        worth = sum(len(kept.tokens) for kept in step.kept) * plain / len(step.rows)
+        worth = sum(len(kept.tokens) for kept in step.commits) * plain / len(step.slots)
         taken = min(taken, 2 * usual + reading)  # the machine's pauses are nobody's fault
         if not ledger.proved:
             paid = taken if self.looked else taken - reading  # the first look at a drafter reads on the house

@@ -83,7 +83,7 @@ class Costs:
     def observe(self, step: Step, nodes: int, behind: int) -> float:
         """nodes: of the longest row. behind: tokens the drafter had missed, of all rows. Returns the seconds it took to
         read them."""
-        rows, taken = len(step.rows), step.seconds
+        rows, taken = len(step.slots), step.seconds
         asked = [b.depth for b in step.budgets if b.depth]
         rest = sum(taken.values()) - taken["draft"]
         steady, self._drafting = self._drafting and bool(asked), bool(asked)
@@ -175,7 +175,7 @@ class Calibrated(Costs):
 
     def observe(self, step: Step, nodes: int, behind: int) -> float:
         self.context = max(step.positions)
-        rows, draft = len(step.rows), step.seconds["draft"]
+        rows, draft = len(step.slots), step.seconds["draft"]
         rest = sum(step.seconds.values()) - draft + self.model.fixed
         asked = sum(b.depth > 0 for b in step.budgets)
         if not asked:

@@ -97,7 +97,7 @@ class Grammars:
 
 
 class GrammarMask:
-    """What a grammar allows, text and guesses considered. The `Mask` of `outrider.core.sampling`, for one text."""
+    """What a grammar allows, text and guesses considered. The `TokenMask` of `outrider.core.sampling`, for one text."""
 
     def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._matcher = matcher

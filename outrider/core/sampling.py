@@ -23,7 +23,7 @@ _NO = float("-inf")
 _SHORTLIST = 256  # top-p looks at this many candidates first; the full sort is the same decision, slower
 
 
-class Mask(Protocol):
+class TokenMask(Protocol):
     """What may be written after a text, as a grammar decides it."""
 
     def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
@@ -33,7 +33,7 @@ class Mask(Protocol):
 
 
 @dataclass(eq=False)
-class History:
+class SequenceState:
     """What the prefix-dependent parameters of one row need to know, brought up to date as tokens are committed."""
 
     params: SamplingParams
@@ -41,7 +41,7 @@ class History:
     bad_words: tuple[tuple[int, ...], ...]
     tokens: list[int]  # prompt and output; shared with the row, never changed here
     prompt_length: int
-    mask: Mask | None = None
+    mask: TokenMask | None = None
     prompt_seen: Tensor | None = field(default=None, init=False)  # bool [vocab]
     counts: Tensor | None = field(default=None, init=False)  # float32 [vocab], of the output
     counted: int = field(default=0, init=False)  # output tokens already in counts
@@ -101,10 +101,10 @@ class History:
         return out - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
 
 
-class Warp:
+class LogitsWarper:
     """The sampling parameters of a batch, compiled once. Rows are independent: a row's result is the same in any batch."""
 
-    def __init__(self, histories: Sequence[History], device: torch.device | str = "cpu") -> None:
+    def __init__(self, histories: Sequence[SequenceState], device: torch.device | str = "cpu") -> None:
         self.histories = list(histories)
         params = [h.params for h in histories]
         self.greedy = [p.greedy for p in params]
@@ -181,10 +181,10 @@ class Warp:
         """Whether a row's law is its logits over its temperature, and no more."""
         return not self.active[row] and not self.filtered[row]
 
-    def select(self, rows: Sequence[int]) -> Warp:
+    def select(self, rows: Sequence[int]) -> LogitsWarper:
         """The parameters of some of the rows."""
         device = "cpu" if self.temperature is None else self.temperature.device
-        return Warp([self.histories[r] for r in rows], device)
+        return LogitsWarper([self.histories[r] for r in rows], device)
 
 
 def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -216,10 +216,10 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
     return scores.masked_fill(~above, _NO)
 
 
-class Laws:
+class LogitsDistribution:
     """The target's law at the nodes of a draft, computed when a verifier asks (the `Target` of `outrider.verify`)."""
 
-    def __init__(self, logits: Tensor, draft: Draft, warp: Warp) -> None:
+    def __init__(self, logits: Tensor, draft: Draft, warp: LogitsWarper) -> None:
         """logits: float32 [batch, node, vocab]."""
         self.logits, self.draft, self.warp = logits, draft, warp
 
@@ -247,6 +247,6 @@ class Laws:
         return self.warp.scores(logits, extra).softmax(-1)
 
     def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
-        """`sample` for one row; see `outrider.verify.batched.RowTarget`."""
+        """`sample` for one row; see `outrider.verify.batched.RowTargetDistribution`."""
         extra = self._ancestors(row, node) if self.warp.active[row] else ()
         return self.warp.draw_row(row, self.logits[row, node], extra, key)

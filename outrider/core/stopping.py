@@ -55,14 +55,14 @@ class Detokenizer:
 
 
 @dataclass(frozen=True)
-class End:
+class FinishReason:
     """Why a text ended: `stop` (with the string or token id), `length`, `error` or `abort`."""
 
     finish: str
     reason: str | int | None = None
 
 
-class Ending:
+class StopChecker:
     """Decides, token by token, whether a text has ended, and keeps its text when a tokenizer is at hand."""
 
     def __init__(
@@ -84,22 +84,22 @@ class Ending:
         self._cut: int | None = None  # where a stop string ends the text
         self.marks: list[int] = []  # length of the text after each token
         self.count = 0
-        self.end: End | None = None
+        self.end: FinishReason | None = None
 
-    def push(self, token: int) -> End | None:
+    def push(self, token: int) -> FinishReason | None:
         """Add one token; the reason when it ends the text."""
         self.count += 1
         new = self._detokenizer.push(token) if self._detokenizer and token >= 0 else ""
         if token < 0:
-            self.end = End("error", "the model's logits are not numbers, or every token was forbidden")
+            self.end = FinishReason("error", "the model's logits are not numbers, or every token was forbidden")
         elif self.count > self.params.min_tokens - 1 and token in self._end_ids:
-            self.end = End("stop")
+            self.end = FinishReason("stop")
         elif self.count > self.params.min_tokens - 1 and token in self._stop_ids:
-            self.end = End("stop", token)
+            self.end = FinishReason("stop", token)
         elif new and self.count >= self.params.min_tokens and (found := self._find(len(new))):
-            self.end = End("stop", found)
+            self.end = FinishReason("stop", found)
         elif self.count >= self.limit:
-            self.end = End("length")
+            self.end = FinishReason("length")
         if self._detokenizer:
             if self.end and self._cut is None:
                 self._detokenizer.flush()

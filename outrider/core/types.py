@@ -83,7 +83,7 @@ class Draft:
     parents: Tensor
     probs: Tensor | None = None
     siblings: Siblings = Siblings.POINT
-    chances: Tensor | None = None
+    confidence: Tensor | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,7 +99,7 @@ class Draft:
         return replace(self, tokens=tokens, parents=parents, probs=probs)
 
     @property
-    def drafted(self) -> Tensor:
+    def num_draft_tokens(self) -> Tensor:
         """int64 [batch]: guesses per row, the root not counted."""
         return (self.parents >= 0).sum(1)
 
@@ -120,18 +120,18 @@ class Verdict:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class Commit:
     """What one row commits in one step, after stop conditions were applied.
 
     tokens: the new committed tokens: accepted draft tokens, then the verdict's own, cut at the first stop.
     nodes:  the nodes whose keys and values were committed to the cache, from the root down.
-    drafted: how many of `tokens` were the drafter's.
+    num_accepted: how many of `tokens` were the drafter's.
     finish: why the row ended in this step, or None.
     """
 
     tokens: list[int]
     nodes: list[int]
-    drafted: int
+    num_accepted: int
     finish: str | None = None
 
 
@@ -141,11 +141,10 @@ class Step:
 
     draft: Draft
     verdict: Verdict
-    kept: list[Kept]
-    rows: list[int]  # cache rows, one a batch entry
+    commits: list[Commit]
+    slots: list[int]  # cache slots, one a batch entry
     positions: list[int]  # committed tokens before the step, one a batch entry
     budgets: list[Budget]
     seconds: dict[str, float]  # draft, target, verify, commit
-    logits: Tensor | None = (
-        None  # float32 [batch, node, vocab], the target's after every node, for readers that look closer
-    )
+    # float32 [batch, node, vocab], the target's after every node, for readers that look closer
+    logits: Tensor | None = None

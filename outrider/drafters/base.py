@@ -1,7 +1,7 @@
 """What the loop asks of a drafter, and the stubs that test the plumbing and teach the idea.
 
 A drafter guesses; the target judges. So a drafter can be slow or wrong, and the text stays the target's own. Contract
-(checked by the loop, tested by `tests/unit/drafters/test_contract.py` for every drafter): parents precede children, tokens are in the
+(the loop checks it; `tests/unit/drafters/test_contract.py` for every drafter): parents precede children, tokens are in the
 vocabulary, the budget is obeyed, and a declared law is the law drawn from. It may stop after a token it drew, and must not
 un-draw one.
 """
@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import Warp
+from outrider.core.sampling import LogitsWarper
 from outrider.core.tree import chain
-from outrider.core.types import Budget, Draft, Kept
+from outrider.core.types import Budget, Commit, Draft
 from outrider.models.cache import SlotCache
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class DraftContext:
     """What a drafter may look at: the rows of this step, read-only.
 
-    rows: cache rows, also the names a drafter may keep state under until `release`.
+    slots: cache slots, also the keys a drafter may keep state under until `release`.
     tokens: committed tokens of each row, prompt first; the last one is the draft's root.
-    budgets: what may be spent on each row. stream: the noise to draw from. law: whether probs must be returned.
+    budgets: what may be spent on each row. stream: the noise to draw from. needs_probs: whether `Draft.probs` must be returned.
     """
 
-    rows: list[int]
+    slots: list[int]
     tokens: list[list[int]]
     budgets: list[Budget]
-    warp: Warp
+    warp: LogitsWarper
     noise: Noise
     stream: Stream
-    law: bool
+    needs_probs: bool
     prompt_lengths: list[int]
     predictions: Sequence[Sequence[int]] = ()  # by row, the tokens its user expects of the answer; () when nobody does
     cache: SlotCache | None = None  # the target's; a drafter made of the target's layers may use its scratch
@@ -58,11 +58,11 @@ class Drafter(Protocol):
 
     taps: tuple[int, ...]
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         """The guesses for every row of the batch, a tree of one node where there is none."""
         ...
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
         """What was kept of the last proposal. features: [batch, node, feature] of the tapped layers, or None."""
         ...
 
@@ -76,23 +76,23 @@ class BaseDrafter:
 
     taps: tuple[int, ...] = ()
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None: ...
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None: ...
 
     def release(self, row: int) -> None: ...
 
 
-def chains(batch: Batch, guesses: Sequence[Sequence[int]]) -> Draft:
+def chains(context: DraftContext, guesses: Sequence[Sequence[int]]) -> Draft:
     """A draft of one chain per row, each cut to its budget. No guess is an empty list."""
-    cut = [list(g)[: min(b.depth, b.max_nodes)] for g, b in zip(guesses, batch.budgets, strict=True)]
-    tokens, parents = chain([[t[-1], *g] for t, g in zip(batch.tokens, cut, strict=True)])
+    cut = [list(g)[: min(b.depth, b.max_nodes)] for g, b in zip(guesses, context.budgets, strict=True)]
+    tokens, parents = chain([[t[-1], *g] for t, g in zip(context.tokens, cut, strict=True)])
     return Draft(tokens, parents)
 
 
 class NoDraft(BaseDrafter):
     """Plain decoding: every draft is a tree of one node."""
 
-    def propose(self, batch: Batch) -> Draft:
-        return Draft(torch.tensor([[t[-1]] for t in batch.tokens]), torch.full((len(batch.tokens), 1), -1))
+    def propose(self, context: DraftContext) -> Draft:
+        return Draft(torch.tensor([[t[-1]] for t in context.tokens]), torch.full((len(context.tokens), 1), -1))
 
 
 class Echo(BaseDrafter):
@@ -102,12 +102,12 @@ class Echo(BaseDrafter):
         """texts: prompt tokens -> all tokens of prompt and continuation."""
         self.texts = texts
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         guesses = []
-        for tokens, n, budget in zip(batch.tokens, batch.prompt_lengths, batch.budgets, strict=True):
+        for tokens, n, budget in zip(context.tokens, context.prompt_lengths, context.budgets, strict=True):
             known = self.texts.get(tuple(tokens[:n]), [])
             guesses.append(known[len(tokens) : len(tokens) + budget.depth])
-        return chains(batch, guesses)
+        return chains(context, guesses)
 
 
 class Wrong(BaseDrafter):
@@ -116,8 +116,8 @@ class Wrong(BaseDrafter):
     def __init__(self, token: int = 0) -> None:
         self.token = token
 
-    def propose(self, batch: Batch) -> Draft:
-        return chains(batch, [[self.token] * b.depth for b in batch.budgets])
+    def propose(self, context: DraftContext) -> Draft:
+        return chains(context, [[self.token] * b.depth for b in context.budgets])
 
 
 class Noisy(BaseDrafter):
@@ -130,20 +130,20 @@ class Noisy(BaseDrafter):
         self.taps = inner.taps
         self._seed = seed
 
-    def propose(self, batch: Batch) -> Draft:
-        draft = self.inner.propose(batch)
+    def propose(self, context: DraftContext) -> Draft:
+        draft = self.inner.propose(context)
         n = draft.nodes
         if n == 1:
             return draft
-        seed = torch.full((len(batch.rows),), self._seed)
-        coin = Noise(seed, seed).uniform(Stream.DRAFT, batch.positions, 2 * n)
+        seed = torch.full((len(context.slots),), self._seed)
+        coin = Noise(seed, seed).uniform(Stream.DRAFT, context.positions, 2 * n)
         other = (coin[:, n:] * (self.vocab_size - 1)).long()
         other = other + (other >= draft.tokens)  # any token but the drafted one
         spoil = (coin[:, :n] >= self.alpha) & (draft.parents >= 0)
         return Draft(torch.where(spoil, other.clamp_max(self.vocab_size - 1), draft.tokens), draft.parents)
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
-        self.inner.update(batch, kept, features)
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
+        self.inner.update(context, kept, features)
 
     def release(self, row: int) -> None:
         self.inner.release(row)

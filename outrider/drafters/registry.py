@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.config import SpeculativeConfig, plugins
 from outrider.drafters.base import Drafter, NoDraft
-from outrider.drafters.combine.router import Router
+from outrider.drafters.combine.router import DrafterRouter
 from outrider.drafters.lookup.documents import read_corpus
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
-from outrider.drafters.lookup.token_recycling import RecyclingDrafter
+from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.cross_tokenizer import from_draft_model
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.self_speculation import SAMPLE, LayerSearch, LayerSkipDrafter, SelfDrafter, search_layers
-from outrider.models.load import WIDENED, load
+from outrider.drafters.model.self_speculation import (
+    SAMPLE,
+    LayerSearch,
+    LayerSkipDrafter,
+    QuantizedSelfDrafter,
+    search_layers,
+)
+from outrider.models.load import SYNTHETIC, load
 
 if TYPE_CHECKING:
     from outrider.models.base import LanguageModel
@@ -65,7 +71,7 @@ def _one(setting: Setting, method: str) -> Drafter:
 
 def _several(setting: Setting, methods: Sequence[str]) -> Drafter:
     drafters = {method: _one(setting, method) for method in methods}
-    return Router(drafters, {name: _cost(d, setting.target.model) for name, d in drafters.items()})
+    return DrafterRouter(drafters, {name: _cost(d, setting.target.model) for name, d in drafters.items()})
 
 
 def _possible(setting: Setting) -> list[str]:
@@ -73,10 +79,10 @@ def _possible(setting: Setting) -> list[str]:
     target's own coarser copy where there is one."""
     config, target = setting.config, setting.target
     methods = ["prediction", "suffix"]
-    if config.model is not None or target.name in ("builtin:code", *WIDENED):
+    if config.model is not None or target.name in ("builtin:code", *SYNTHETIC):
         return [*methods, "draft_model"]
     try:
-        coarser(target, config.quantization or "int8")
+        require_lower_precision(target, config.quantization or "int8")
     except ValueError:
         return methods
     return [*methods, "quantized_self"] if target.model.device.type == "cpu" else methods
@@ -130,12 +136,12 @@ def _layer_skip(setting: Setting) -> Drafter:
 
 def _quantized_self(setting: Setting) -> Drafter:
     weights = setting.config.quantization or "int8"
-    coarser(setting.target, weights)
+    require_lower_precision(setting.target, weights)
     own = load(setting.target.source, setting.target.tokenizer, device="cpu", quantization=weights)
-    return SelfDrafter(own.model)
+    return QuantizedSelfDrafter(own.model)
 
 
-def coarser(target: Loaded, weights: str) -> None:
+def require_lower_precision(target: Loaded, weights: str) -> None:
     """Raise ValueError where these weights would not be coarser than the target's."""
     finer = {"int8": ("float32", "float16", "bfloat16"), "int4": ("float32", "float16", "bfloat16", "int8")}
     if target.weights not in finer[weights]:
@@ -166,5 +172,5 @@ _MAKERS: dict[str, Callable[[Setting], Drafter]] = {
     "suffix": _suffix,
     "ngram": lambda s: NgramDrafter(s.config.prompt_lookup_min, s.config.prompt_lookup_max),
     "prediction": lambda s: PredictionDrafter(_encoded(s.config.prediction, s.target)),
-    "token_recycling": lambda s: RecyclingDrafter(s.target.model.vocab_size),
+    "token_recycling": lambda s: TokenRecyclingDrafter(s.target.model.vocab_size),
 }

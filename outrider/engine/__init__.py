@@ -4,7 +4,7 @@ Imports everything below it; imported by `outrider.serve`. Its surface: `Engine`
 """
 
 from outrider.engine.engine import Engine, Stats
-from outrider.engine.prefix_cache import PrefixStore
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import EngineStopped, Job, QueueFull, Result, Update
 
-__all__ = ["Engine", "EngineStopped", "Job", "PrefixStore", "QueueFull", "Result", "Stats", "Update"]
+__all__ = ["Engine", "EngineStopped", "Job", "PrefixCache", "QueueFull", "Result", "Stats", "Update"]

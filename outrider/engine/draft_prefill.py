@@ -13,7 +13,7 @@ from time import perf_counter
 from outrider.core.types import Budget
 from outrider.decode import Row
 from outrider.drafters import ModelDrafter
-from outrider.drafters.combine.guard import Roster
+from outrider.drafters.combine.guard import PerRequestDrafter
 
 PIECE = 256  # tokens that draft models read between two steps
 WITHIN = 128  # and within one, the shorter rows filled up to the longest
@@ -23,7 +23,7 @@ log = logging.getLogger("outrider.engine")
 class Reading:
     """Who reads what. waiting: rows whose drafter is being brought level. spent: seconds of it, by row."""
 
-    def __init__(self, roster: Roster, rows: Mapping[int, Row]) -> None:
+    def __init__(self, roster: PerRequestDrafter, rows: Mapping[int, Row]) -> None:
         self.roster, self.rows = roster, rows
         self.waiting: list[int] = []
         self.spent: dict[int, float] = {}

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from outrider.core.stopping import End
+from outrider.core.stopping import FinishReason
 from outrider.core.types import Step
 from outrider.decode import Decoder, Row
 from outrider.drafters import Drafter, NgramDrafter, PredictionDrafter, SuffixDrafter
-from outrider.drafters.combine.guard import Roster
+from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.engine.draft_prefill import Reading
 from outrider.engine.lengths import PerRow
 from outrider.engine.memory import Memory
-from outrider.engine.prefix_cache import PrefixStore
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import EngineStopped, FairQueue, Job, QueueFull, Result, Update
 from outrider.llm import LLM
 from outrider.trace import Recorder
@@ -93,11 +93,11 @@ class Engine:
         }
         if method != "none":  # of several at once, each can be chosen alone
             drafters |= {**getattr(llm.drafter, "drafters", {}), method: llm.drafter}
-        self.llm, self.roster = llm, Roster(drafters, method, base.target.vocab_size)
+        self.llm, self.roster = llm, PerRequestDrafter(drafters, method, base.target.vocab_size)
         self._lengths = PerRow(base.controller)
         rows, length = base.cache.rows, base.max_length
         self.kv_limit = rows * length if kv_tokens is None else kv_tokens
-        self.prefixes = None if not prefix_bytes or self.roster.taps else PrefixStore(prefix_bytes)
+        self.prefixes = None if not prefix_bytes or self.roster.taps else PrefixCache(prefix_bytes)
         self.decoder = Decoder(
             base.target,
             self.roster,
@@ -327,9 +327,9 @@ class Engine:
         if self.observer:
             now, last = perf_counter(), [self.running[row.slot].last for row in live]
             self.observer.step(step, [None if then is None else now - then for then in last])
-        drafted = step.draft.drafted.tolist()
+        drafted = step.draft.num_draft_tokens.tolist()
         for b, row in enumerate(live):
-            self._progress(self.running[row.slot], drafted[b], step.kept[b].drafted)
+            self._progress(self.running[row.slot], drafted[b], step.commits[b].num_accepted)
 
     def _one_by_one(self, live: list[Row]) -> None:
         """After a step that failed: each row alone, so that only the ones to blame are lost. A text is the same alone."""
@@ -371,7 +371,9 @@ class Engine:
         if row is not None and row.end is None:
             if self.trace:
                 self.trace.end(row, finish)
-            row.ending.end = End(finish, reason)  # what was held back, in case it became a stop string, is text now
+            row.ending.end = FinishReason(
+                finish, reason
+            )  # what was held back, in case it became a stop string, is text now
         if row is not None and self.running.get(row.slot) is job:
             del self.running[row.slot]
             job.undrafted = self.roster.lost.get(row.slot, job.undrafted)

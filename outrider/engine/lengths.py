@@ -29,7 +29,7 @@ class PerRow:
     def observe(self, step: Step) -> None:
         """Seconds of reading between steps count in the step that first drafts for the row, as if it had read there."""
         if self.reading is not None and self.reading.spent:
-            drafted = [row for row, budget in zip(step.rows, step.budgets, strict=True) if budget.depth]
+            drafted = [row for row, budget in zip(step.slots, step.budgets, strict=True) if budget.depth]
             if spent := sum(self.reading.spent.pop(row, 0.0) for row in drafted):
                 step = replace(step, seconds={**step.seconds, "draft": step.seconds["draft"] + spent})
         self.inner.observe(step)

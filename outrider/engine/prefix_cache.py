@@ -1,7 +1,7 @@
 """Prompts that start alike are computed once: keys and values of earlier texts, in blocks, the least used ones dropped.
 
 Keys and values of a token depend on the tokens up to it and on nothing else, bit for bit where a model's rows are equal
-(`LanguageModel.rows_equal`), so a copy is what computing it again would give.
+(`LanguageModel.batch_invariant`), so a copy is what computing it again would give.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Block:
         self.bytes = sum(t.numel() * t.element_size() for pair in layers for t in pair)
 
 
-class PrefixStore:
-    """A tree of blocks, at most `limit` bytes of keys and values. The `Prefixes` of `outrider.decode`."""
+class PrefixCache:
+    """A tree of blocks, at most `limit` bytes of keys and values. The `PrefixSource` of `outrider.decode`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

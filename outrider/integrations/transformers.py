@@ -186,7 +186,7 @@ class CustomGenerate:
             for b, row in enumerate(moved):
                 assert step is not None
                 rows[row.request.id] = row
-                meters[row.request.id].add(len_drafted(step, b), step.kept[b].drafted)
+                meters[row.request.id].add(len_drafted(step, b), step.commits[b].num_accepted)
             if streamer is not None and len(rows) == len(requests):
                 sent = _put(streamer, [rows[i] for i in range(len(rows))], sent, pad)
         ordered = [rows[i] for i in range(len(requests))]

@@ -26,7 +26,7 @@ class LanguageModel(Protocol):
     vocab_size: int
     max_length: int
     device: torch.device
-    rows_equal: (
+    batch_invariant: (
         bool  # are a row's logits, bit for bit, those of decoding it alone? Then match gives plain decoding's tokens
     )
 

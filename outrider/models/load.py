@@ -28,7 +28,7 @@ from outrider.kernels import cpu as native
 from outrider.models import checkpoint
 from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
-from outrider.models.builtin.scale_up import SIZES, inflated
+from outrider.models.builtin.scale_up import SIZES, scaled_up
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
 
@@ -37,7 +37,7 @@ BUILTIN = {
     "builtin:code": "a small Python code model",
     "builtin:code-draft": "its draft model, distilled from it",
 }
-WIDENED = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))  # costs that fit a laptop
+SYNTHETIC = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))  # costs that fit a laptop
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _QUANTIZATIONS = ("int8", "int4")
@@ -82,8 +82,8 @@ def load(
         name, own, raw = model.config._name_or_path or type(model).__name__, False, model
     else:
         name, own = str(model), True
-        path = _path("builtin:code" if name in WIDENED else name)
-        raw = _widened(name, kind) if name in WIDENED else _from_pretrained(name, path, kind, where, quantization)
+        path = _path("builtin:code" if name in SYNTHETIC else name)
+        raw = _synthetic(name, kind) if name in SYNTHETIC else _from_pretrained(name, path, kind, where, quantization)
         if tokenizer is None:
             tokenizer = _tokenizer(path)
     if isinstance(tokenizer, (str, Path)):
@@ -132,14 +132,14 @@ def _from_pretrained(
     return raw
 
 
-def _widened(name: str, dtype: str) -> PreTrainedModel:
+def _synthetic(name: str, dtype: str) -> PreTrainedModel:
     """The built-in model, computed with as many weights as the name says; in bfloat16 if nothing else is asked for."""
     size = SIZES[name.removeprefix("builtin:code-")]
     kind = "bfloat16" if dtype == "auto" else dtype
     source = LlamaForCausalLM.from_pretrained(DATA / "code", dtype=torch.float32)
     matrices = size.parameters(source.config.vocab_size)
     checkpoint.fits(name, checkpoint.Sizes(kind, matrices, 0), kind, torch.device("cpu"))
-    return inflated(source, size, _DTYPES[kind])
+    return scaled_up(source, size, _DTYPES[kind])
 
 
 def _unmap_(raw: PreTrainedModel) -> None:
@@ -190,8 +190,8 @@ def _path(name: str) -> str:
     if name.startswith("builtin:"):
         if name not in BUILTIN:
             raise ValueError(
-                f"there is no built-in model {name!r}{_nearest(name, (*BUILTIN, *WIDENED))}; there are {_names()}, and "
-                f"builtin:code at the cost of a bigger model: {', '.join(WIDENED)}"
+                f"there is no built-in model {name!r}{_nearest(name, (*BUILTIN, *SYNTHETIC))}; there are {_names()}, and "
+                f"builtin:code at the cost of a bigger model: {', '.join(SYNTHETIC)}"
             )
         name = str(DATA / name.removeprefix("builtin:"))
     path = Path(name).expanduser()

@@ -82,7 +82,7 @@ class LlamaModel:
         self.dim = int(attention.head_dim)
         self.vocab_size, self.max_length = int(head.shape[0]), int(config.max_position_embeddings)
         self.device = torch.device("cpu")
-        self.rows_equal = True
+        self.batch_invariant = True
         self._keep: list[Any] = []  # what the C structs point to
         layers = (LayerStruct * self.layers)(*(self._layer(layer, config, own) for layer in base.layers))
         rotary = base.rotary_emb

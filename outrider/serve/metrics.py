@@ -60,15 +60,15 @@ class Metrics:
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
-        for kept, drafted, waited in zip(step.kept, step.draft.drafted.tolist(), seconds, strict=True):
+        for kept, drafted, waited in zip(step.commits, step.draft.num_draft_tokens.tolist(), seconds, strict=True):
             self.generated.inc(len(kept.tokens))
             if waited is not None:
                 self.between.observe(waited)
             if drafted:
                 self.drafts.inc()
                 self.drafted.inc(drafted)
-                self.accepted.inc(kept.drafted)
-                for position in range(kept.drafted):
+                self.accepted.inc(kept.num_accepted)
+                for position in range(kept.num_accepted):
                     self._per_position.labels(self._model, str(position)).inc()
 
     def finished(self, job: Job, result: Result) -> None:

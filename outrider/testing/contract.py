@@ -12,32 +12,32 @@ from collections.abc import Callable
 import torch
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import History, Warp
+from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import depth, validate
-from outrider.core.types import Budget, Draft, Kept
-from outrider.drafters.base import Batch, Drafter
+from outrider.core.types import Budget, Commit, Draft
+from outrider.drafters.base import DraftContext, Drafter
 from outrider.params import SamplingParams
 
 
-def batch(
+def context(
     rows: list[int],
     tokens: list[list[int]],
     budgets: list[Budget],
     params: SamplingParams,
     *,
     step: int = 0,
-    law: bool = False,
-) -> Batch:
+    needs_probs: bool = False,
+) -> DraftContext:
     """A batch as the loop would hand it over; prompts are the first token."""
     count = len(rows)
-    return Batch(
-        rows=rows,
+    return DraftContext(
+        slots=rows,
         tokens=tokens,
         budgets=budgets,
-        warp=Warp([History(params, (), (), t, 1) for t in tokens]),
+        warp=LogitsWarper([SequenceState(params, (), (), t, 1) for t in tokens]),
         noise=Noise(torch.tensor(rows) + 100, torch.full((count,), step)),
-        stream=Stream.DRAFT if law else Stream.TOKEN,
-        law=law,
+        stream=Stream.DRAFT if needs_probs else Stream.TOKEN,
+        needs_probs=needs_probs,
         prompt_lengths=[1] * count,
     )
 
@@ -65,13 +65,13 @@ def check_drafter(
     for step in range(25):
         rows = random_.sample(sorted(texts), random_.randrange(1, 5))
         budgets = [Budget(random_.randrange(6), random_.randrange(1, 3)) for _ in rows]
-        seen = batch(
+        seen = context(
             rows,
             [texts[r] for r in rows],
             budgets,
             random_.choice([greedy, hot]),
             step=step,
-            law=draws and step % 2 > 0,
+            needs_probs=draws and step % 2 > 0,
         )
         before = [list(t) for t in seen.tokens]
         draft = drafter.propose(seen)
@@ -88,7 +88,7 @@ def check_drafter(
             while random_.random() < 0.7 and (children := [i for i, (_, p) in enumerate(nodes) if p == path[-1]]):
                 path.append(random_.choice(children))
             new = [nodes[i][0] for i in path[1:]] + text(1)
-            kept.append(Kept(new, path, len(path) - 1))
+            kept.append(Commit(new, path, len(path) - 1))
             texts[row] = texts[row] + new
         drafter.update(seen, kept, None)
         if step % 7 == 6:
@@ -105,12 +105,12 @@ def _check_amnesia(
 ) -> None:
     """A state reached step by step proposes what a fresh one proposes from the whole text."""
     for row, tokens in texts.items():
-        ask = batch([row], [tokens], [Budget(4)], params)
+        ask = context([row], [tokens], [Budget(4)], params)
         assert guesses(old.propose(ask), 0) == guesses(make().propose(ask), 0), "state depends on more than the text"
 
 
 def _check_company(make: Callable[[], Drafter], texts: dict[int, list[int]], params: SamplingParams) -> None:
     """A row's guesses do not depend on its neighbours."""
-    together = make().propose(batch(list(texts), list(texts.values()), [Budget(3)] * len(texts), params))
+    together = make().propose(context(list(texts), list(texts.values()), [Budget(3)] * len(texts), params))
     for b, (row, tokens) in enumerate(texts.items()):
-        assert guesses(together, b) == guesses(make().propose(batch([row], [tokens], [Budget(3)], params)), 0)
+        assert guesses(together, b) == guesses(make().propose(context([row], [tokens], [Budget(3)], params)), 0)

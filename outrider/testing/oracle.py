@@ -202,7 +202,7 @@ def grown_tree(width: Width, siblings: Siblings, length: int | None = None) -> D
     """
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
-        tokens, parents, paths = [0], [-1], [()]
+        tokens, parents, paths = [0], [-1], list[Text]([()])
         room = None if length is None else length - len(text) - 1
         for node in itertools.count():
             if node == len(tokens):
@@ -251,7 +251,7 @@ RULES: dict[str, Rule] = {
 
 def judging(rule: str, siblings: Siblings) -> Rule:
     """A rule of `RULES` that knows how siblings were made."""
-    return RULES[rule] if rule in ("match", "block") else functools.partial(RULES[rule], siblings=siblings)
+    return RULES[rule] if rule in ("match", "block") else functools.partial(RULES[rule], siblings=siblings)  # pyright: ignore[reportCallIssue]
 
 
 def node_texts(text: Text, tokens: Sequence[int], parents: Sequence[int]) -> list[Text]:

@@ -29,7 +29,7 @@ class ToyModel:
     ) -> None:
         self.vocab_size, self.order, self.max_length = vocab_size, order, max_length
         self.device = torch.device("cpu")
-        self.rows_equal = True
+        self.batch_invariant = True
         draw = torch.Generator().manual_seed(seed)
         self.table = scale * torch.randn(997, vocab_size, generator=draw, dtype=torch.float64)
         if error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import Laws
+from outrider.core.sampling import LogitsDistribution
 from outrider.core.types import Draft, Siblings, Verdict
 from outrider.trace.records import Law
 from outrider.verify import reference_block, reference_rejection, reference_traversal
@@ -102,7 +102,7 @@ def _odds(p: float, noise: float | None) -> str:
 
 def explain(
     verifier: str,
-    laws: Laws,
+    laws: LogitsDistribution,
     draft: Draft,
     noise: Noise,
     position: torch.Tensor,
@@ -182,7 +182,9 @@ class _Told:
         return int((weights.log() + gumbel).argmax())
 
 
-def _coins(verifier: str, laws: Laws, draft: Draft, noise: Noise, position: torch.Tensor) -> dict[int, Coin]:
+def _coins(
+    verifier: str, laws: LogitsDistribution, draft: Draft, noise: Noise, position: torch.Tensor
+) -> dict[int, Coin]:
     tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
     cache = dict[int, list[float]]()
 

@@ -22,7 +22,7 @@ import transformers
 
 from outrider._version import __version__
 from outrider.config import SpeculativeConfig
-from outrider.core.sampling import History, Laws, Warp
+from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
 from outrider.core.types import Draft, Step
 from outrider.decode import Decoder, Row
 from outrider.kernels import cpu as native
@@ -87,7 +87,7 @@ class Recorder:
                         lines.append(self._end(row, "abort"))
                     continue
                 lines.append(self._step(step, b, row, *(rows_of[b] for rows_of in read)))
-                self._due[asked.id] = at + len(step.kept[b].tokens)
+                self._due[asked.id] = at + len(step.commits[b].tokens)
                 if row.end is not None:
                     lines.append(self._end(row, row.end.finish))
             self._round += 1
@@ -130,7 +130,7 @@ class Recorder:
     def _step(
         self, step: Step, b: int, row: Row, tokens: list[int], parents: list[int], path: list[int], token: int
     ) -> Line:
-        kept, draft, nodes = step.kept[b], step.draft, sum(up >= -1 for up in parents)
+        kept, draft, nodes = step.commits[b], step.draft, sum(up >= -1 for up in parents)
         parents, path = parents[:nodes], [n for n in path if n >= 0]
         levels = [0] * nodes
         for n, up in enumerate(parents[1:], 1):
@@ -142,10 +142,10 @@ class Recorder:
             "position": step.positions[b],
             "drafted": nodes - 1,
             "depth": max(levels),
-            "accepted": kept.drafted,
+            "accepted": kept.num_accepted,
             "refused": parents.count(path[-1]),
             "committed": len(kept.tokens),
-            "rows": len(step.rows),
+            "rows": len(step.slots),
             "seconds": tuple(step.seconds[phase] for phase in PHASES),
         }
         if self.detail is Detail.COUNTS:
@@ -165,16 +165,16 @@ class Recorder:
 
     def _laws(self, step: Step, b: int, row: Row, nodes: int) -> dict[str, Any]:
         draft, out = step.draft, dict[str, Any]()
-        if draft.chances is not None:
-            out["chances"] = draft.chances[b, :nodes].tolist()
+        if draft.confidence is not None:
+            out["chances"] = draft.confidence[b, :nodes].tolist()
         if draft.probs is not None:
             out["draft_law"] = [top(law) for law in draft.probs[b, :nodes]]
         if step.logits is not None:
             old, at = row.history, step.positions[b]  # as it stood before the step
-            before = History(old.params, old.end_ids, old.bad_words, old.tokens[:at], old.prompt_length, old.mask)
+            before = SequenceState(old.params, old.end_ids, old.bad_words, old.tokens[:at], old.prompt_length, old.mask)
             own = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes])
             out["target_law"] = target_laws(
-                Laws(step.logits[b : b + 1], own, Warp([before], step.logits.device)), nodes
+                LogitsDistribution(step.logits[b : b + 1], own, LogitsWarper([before], step.logits.device)), nodes
             )
         return out
 
@@ -239,7 +239,7 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail
         device=str(decoder.target.device),
         vocab_size=decoder.target.vocab_size,
         max_length=decoder.max_length,
-        rows_equal=decoder.target.rows_equal,
+        batch_invariant=decoder.target.batch_invariant,
         end_ids=list(decoder.end_ids),
         drafter=type(decoder.drafter).__name__,
         verifier=decoder.verifier.name,
@@ -257,7 +257,7 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail
     )
 
 
-def target_laws(laws: Laws, nodes: int) -> list[Law]:
+def target_laws(laws: LogitsDistribution, nodes: int) -> list[Law]:
     """The likeliest tokens after each of the nodes of a one-row draft, all sampling parameters applied."""
     return [top(laws.probs(torch.tensor([n], device=laws.logits.device))[0]) for n in range(nodes)]
 

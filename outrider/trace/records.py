@@ -52,7 +52,7 @@ class Header(Line):
     device: str
     vocab_size: Count
     max_length: Count  # tokens of prompt and output
-    rows_equal: bool  # do a row's logits not depend on its neighbours? Then a replay is equal bit for bit
+    batch_invariant: bool  # do a row's logits not depend on its neighbours? Then a replay is equal bit for bit
     end_ids: list[Id]
     drafter: str  # its class
     verifier: str

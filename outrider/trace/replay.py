@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import Noise
-from outrider.core.sampling import Laws, Mask, Warp
+from outrider.core.sampling import LogitsDistribution, LogitsWarper, TokenMask
 from outrider.core.types import Budget, Draft, Siblings, Verdict
 from outrider.decode import Decoder, Row, _signed
 from outrider.decode import Request as Asked
-from outrider.drafters.base import Batch
+from outrider.drafters.base import DraftContext
 from outrider.trace.explain import Node, explain
 from outrider.trace.reader import Text, Trace
 from outrider.trace.recorder import target_laws, top
@@ -49,7 +49,9 @@ class Replay:
         return not self.differs
 
 
-def replay(trace: Trace, decoder: Decoder, step: int, request: int | None = None, mask: Mask | None = None) -> Replay:
+def replay(
+    trace: Trace, decoder: Decoder, step: int, request: int | None = None, mask: TokenMask | None = None
+) -> Replay:
     """Step `step` of a request (the only one, if none is named), computed again in a free row of `decoder`.
 
     decoder: of the model that the trace was made with, as in `LLM(...).decoder`; its verifier and lengths do not matter, its
@@ -75,7 +77,7 @@ def replay(trace: Trace, decoder: Decoder, step: int, request: int | None = None
         decoder.release(row.slot)
 
 
-def _check(trace: Trace, text: Text, decoder: Decoder, mask: Mask | None) -> None:
+def _check(trace: Trace, text: Text, decoder: Decoder, mask: TokenMask | None) -> None:
     """Raise ValueError for what cannot be computed."""
     header = trace.header
     if text.request.prompt is None:
@@ -93,7 +95,7 @@ def _check(trace: Trace, text: Text, decoder: Decoder, mask: Mask | None) -> Non
         )
 
 
-def _asked(text: Text, mask: Mask | None) -> Asked:
+def _asked(text: Text, mask: TokenMask | None) -> Asked:
     """The request, as the loop takes it."""
     bad = tuple(tuple(word) for word in text.request.bad_words or ())
     params = text.request.sampling.with_(prompt_logprobs=None, logprobs=None)
@@ -106,7 +108,7 @@ def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) 
     assert step.budget is not None
     device, verifier = decoder.target.device, VERIFIERS[trace.header.verifier]
     draft = Draft(torch.tensor([step.tokens]), torch.tensor([step.parents]))
-    warp = Warp([row.history], device)
+    warp = LogitsWarper([row.history], device)
     seed = torch.tensor([_signed(text.request.seed)], device=device)
     noise = Noise(seed, torch.tensor([row.steps], device=device))
     before = list(row.tokens)
@@ -115,14 +117,14 @@ def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) 
             f"the draft of step {step.step} begins at token {step.tokens[0]}, the text ends in {before[-1]}"
         )
     if verifier.needs_probs and step.siblings != Siblings.POINT.name:
-        batch = Batch(
-            rows=[row.slot],
+        batch = DraftContext(
+            slots=[row.slot],
             tokens=[row.tokens],
             budgets=[Budget(*step.budget)],
             warp=warp,
             noise=noise,
             stream=verifier.draft_stream,
-            law=True,
+            needs_probs=True,
             prompt_lengths=[len(text.prompt)],
             predictions=[()],
             cache=decoder.cache,
@@ -131,7 +133,7 @@ def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) 
     draft = draft.to(device)
     out = decoder.target.forward(draft.tokens, decoder.cache, [row.slot], parents=draft.parents)
     position = torch.tensor([len(before)], device=device)
-    laws = Laws(out.logits, draft, warp)
+    laws = LogitsDistribution(out.logits, draft, warp)
     verdict = verifier(laws, draft, noise, position)
     path = [n for n in verdict.path[0].tolist() if n >= 0]
     likely = target_laws(laws, draft.nodes)
@@ -143,7 +145,7 @@ def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) 
     )
 
 
-def _proposed(decoder: Decoder, batch: Batch, recorded: Draft, step: Step) -> Draft:
+def _proposed(decoder: Decoder, batch: DraftContext, recorded: Draft, step: Step) -> Draft:
     """The draft with the laws it was drawn from, which only the drafter knows. Raises ValueError if it is another now."""
     kinds = {kind.name: kind for kind in Siblings}
     draft = decoder.drafter.propose(batch)

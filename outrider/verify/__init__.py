@@ -28,7 +28,7 @@ from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Draft, Guarantee, Verdict
-from outrider.verify.batched import Table, Target, block, match, rejection, traversal
+from outrider.verify.batched import FixedDistribution, TargetDistribution, block, match, rejection, traversal
 from outrider.verify.reference import (
     Choices,
     reference_block,
@@ -41,8 +41,8 @@ __all__ = [
     "ALIASES",
     "VERIFIERS",
     "Choices",
-    "Table",
-    "Target",
+    "FixedDistribution",
+    "TargetDistribution",
     "Verifier",
     "block",
     "match",
@@ -61,14 +61,14 @@ class Verifier:
     """A rule and what must be known to use it. Call it like its function."""
 
     name: str
-    function: Callable[[Target, Draft, Noise, Tensor], Verdict]
+    function: Callable[[TargetDistribution, Draft, Noise, Tensor], Verdict]
     guarantee: Guarantee
     draft_stream: Stream  # the noise a sampling drafter draws from: TOKEN couples it with the target
     needs_probs: bool  # must a drafter that draws return the law it drew from?
     trees: bool  # may a node have two children?
     help: str
 
-    def __call__(self, target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+    def __call__(self, target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
         return self.function(target, draft, noise, position)
 
 

@@ -32,7 +32,7 @@ from outrider.verify.laws import (
 )
 
 
-class Target(Protocol):
+class TargetDistribution(Protocol):
     """The target's law at the nodes of a draft, computed when asked: only visited nodes are paid for."""
 
     def sample(self, node: Tensor, noise: Noise, position: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Target(Protocol):
         ...
 
 
-class RowTarget(Protocol):
+class RowTargetDistribution(Protocol):
     """A target that can also be asked for one row at a time: the way that costs least on the CPU."""
 
     def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
@@ -56,7 +56,7 @@ class RowTarget(Protocol):
         ...
 
 
-class Table:
+class FixedDistribution:
     """A target whose laws are given: for tests, docs and teaching."""
 
     def __init__(self, probs: Tensor) -> None:
@@ -70,7 +70,7 @@ class Table:
         return self.table[torch.arange(len(node), device=node.device), node]
 
 
-def match(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
     """Keep guesses that equal the target's own sample. Any draft, any tree; the lowest of equal children is followed.
 
     position: int64 [batch], the position of the token after the root (= committed tokens). The emitted tokens are those
@@ -79,7 +79,7 @@ def match(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdi
     tokens, parents = draft.tokens, draft.parents
     batch, nodes = tokens.shape
     if tokens.device.type == "cpu" and hasattr(target, "sample_row"):
-        return _match_on_host(cast(RowTarget, target), draft, noise, position)
+        return _match_on_host(cast(RowTargetDistribution, target), draft, noise, position)
     levels = int(depth(parents).max()) if batch else 0
     index = torch.arange(nodes, device=tokens.device)
     here = torch.zeros(batch, dtype=torch.long, device=tokens.device)
@@ -100,7 +100,7 @@ def match(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdi
     return Verdict(path, accepted, token)
 
 
-def _match_on_host(target: RowTarget, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+def _match_on_host(target: RowTargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
     """The same, row by row on plain lists: on the CPU a tensor operation on five numbers costs more than the walk."""
     trees = zip(lists(draft.tokens), lists(draft.parents), noise.keys(Stream.TOKEN, position), strict=True)
     paths: list[list[int]] = []
@@ -122,7 +122,7 @@ def _match_on_host(target: RowTarget, draft: Draft, noise: Noise, position: Tens
     return Verdict(padded, accepted, torch.tensor(last, dtype=torch.long))
 
 
-def rejection(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
     """Keep guess x with probability min(1, p(x)/q(x)); after a refusal the residual stands in for p, for the next sibling
     or for the draw that ends the step. Leviathan 2211.17192 on chains; on trees see `reference_rejection`, whose twin this
     is.
@@ -165,7 +165,7 @@ def rejection(target: Target, draft: Draft, noise: Noise, position: Tensor) -> V
     return Verdict(path, accepted, draw(law, noise, Stream.RESIDUAL, position + accepted))
 
 
-def block(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
     """Judge the chain as a whole: at least as many guesses kept as `rejection`, same law. Sun 2403.10444, algorithm 2.
 
     position: int64 [batch], the position of the token after the root. Laws as for `rejection`; raises ValueError for a tree
@@ -201,7 +201,7 @@ def block(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdi
     return Verdict(path, kept, draw(law, noise, Stream.RESIDUAL, position + kept))
 
 
-def traversal(target: Target, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
+def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
     """From the leaves up: a node is judged after all below it were refused, by the ratio of its whole path. Keeps at least
     as much of a tree as `rejection`; on a chain it is `block`. Weng 2505.12398, algorithm 2.
 
@@ -301,4 +301,4 @@ def _chain_length(draft: Draft) -> Tensor:
             "the draft is a tree (some node has two children), and verify='block' judges chains only.\n"
             "Use verify='traversal', the same rule on trees, or verify='match', or give the drafter Budget(width=1)."
         )
-    return draft.drafted
+    return draft.num_draft_tokens

@@ -277,7 +277,7 @@ def test_coupled_match_is_exact_with_one_noise_for_both():
 
 
 class QuartersToy(Toy):
-    """Laws in quarters, zeros among them."""
+    """LogitsDistribution in quarters, zeros among them."""
 
     def _make(self, rng):
         cuts = [sorted(rng.choices(range(5), k=2)) for _ in "pq"]

@@ -15,7 +15,7 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.types import Draft, Siblings
 from outrider.drafters.model.children import children
 from outrider.testing.oracle import RULES, Toy, by_level, drawn_chain, grown_tree, judging, law, plain
-from outrider.verify import VERIFIERS, Table
+from outrider.verify import VERIFIERS, FixedDistribution
 from outrider.verify.batched import draw
 
 VOCAB, GAMMA, SAMPLES, CHUNK = 4, 2, 320_000, 40_000
@@ -70,7 +70,7 @@ def _simulate(toy, name, steps, stream, ragged, seeds, noise_type):
         parents = (torch.arange(GAMMA + 1) - 1).expand(batch, -1)
         if ragged:  # lengths 0 to gamma, by row and step
             parents = torch.where(torch.arange(GAMMA + 1) <= ((seeds + step) % (GAMMA + 1))[:, None], parents, -2)
-        verdict = rule(Table(p[tokens]), Draft(tokens, parents, q[tokens], Siblings.IID), noise, position)
+        verdict = rule(FixedDistribution(p[tokens]), Draft(tokens, parents, q[tokens], Siblings.IID), noise, position)
         new = torch.where(verdict.path[:, 1:] >= 0, tokens[:, 1:], 0)
         for level in range(GAMMA):
             text[every, position + level] = new[:, level]
@@ -154,7 +154,7 @@ def simulate_trees(toy, name, kind, seeds, apart=True):
         law, here = q[tokens[:, node]].log(), torch.full_like(seeds, node if apart else 0)
         drawn = children(law, len(below), kind, noise, Stream.DRAFT, position + min(node, 1), node=here)
         tokens[:, below] = drawn.tokens
-    verdict = VERIFIERS[name](Table(p[tokens]), Draft(tokens, parents, q[tokens], kind), noise, position)
+    verdict = VERIFIERS[name](FixedDistribution(p[tokens]), Draft(tokens, parents, q[tokens], kind), noise, position)
     kept = tokens.gather(1, verdict.path.clamp_min(0))
     text = torch.cat([torch.where(verdict.path >= 0, kept, 0)[:, 1:], torch.zeros(batch, 1, dtype=torch.long)], 1)
     text[torch.arange(batch), verdict.accepted] = verdict.token

@@ -13,7 +13,7 @@ from outrider.core.tree import depth, tree
 from outrider.core.types import Draft, Siblings
 from outrider.verify import (
     VERIFIERS,
-    Table,
+    FixedDistribution,
     reference_block,
     reference_match,
     reference_rejection,
@@ -75,7 +75,7 @@ def expected(name, draft, laws, noise, position):
     return outcomes
 
 
-class RowTable(Table):
+class FixedRowDistribution(FixedDistribution):
     """A table that can be asked row by row, which sends `match` on the CPU on its walk over plain lists."""
 
     def sample_row(self, row, node, key):
@@ -86,9 +86,9 @@ class RowTable(Table):
 
 
 def check(name, draft, laws, noise, position):
-    verdict = VERIFIERS[name](Table(laws), draft, noise, position)
+    verdict = VERIFIERS[name](FixedDistribution(laws), draft, noise, position)
     if name == "match":
-        on_host = VERIFIERS[name](RowTable(laws), draft, noise, position)
+        on_host = VERIFIERS[name](FixedRowDistribution(laws), draft, noise, position)
         assert torch.equal(on_host.accepted, verdict.accepted)
         assert torch.equal(on_host.token, verdict.token)
         levels = on_host.path.shape[1]
@@ -160,15 +160,15 @@ def test_twins_agree_on_random_batches(name):
         draft, laws, noise, position = random_case(rng, trees="trees" in name)
         verdict = check(name.split()[0], draft, laws, noise, position)
         accepted += int(verdict.accepted.sum())
-        refused += int((verdict.accepted < draft.drafted).sum())
-        complete += int(((verdict.accepted == depth(draft.parents).amax(1)) & (draft.drafted > 1)).sum())
-        alone += int((draft.drafted == 0).sum())
+        refused += int((verdict.accepted < draft.num_draft_tokens).sum())
+        complete += int(((verdict.accepted == depth(draft.parents).amax(1)) & (draft.num_draft_tokens > 1)).sum())
+        alone += int((draft.num_draft_tokens == 0).sum())
     # the cases reach every branch: chains kept in part and whole, and rows that had no guess
     assert min(accepted, refused, alone) > 100
     assert complete >= 5
 
 
-@pytest.mark.parametrize("table", [Table, RowTable])
+@pytest.mark.parametrize("table", [FixedDistribution, FixedRowDistribution])
 def test_match_alone_and_in_an_empty_batch(table):
     """Nothing to judge, and laws of NaN, by both walks of `match`."""
     none = torch.tensor([], dtype=torch.long)
@@ -229,7 +229,9 @@ def test_traversal_of_a_chain_is_block():
     kept = 0
     for _ in range(200):
         draft, laws, noise, position = random_case(rng, trees=False)
-        one, other = (VERIFIERS[name](Table(laws), draft, noise, position) for name in ("block", "traversal"))
+        one, other = (
+            VERIFIERS[name](FixedDistribution(laws), draft, noise, position) for name in ("block", "traversal")
+        )
         assert torch.equal(one.accepted, other.accepted)
         assert torch.equal(one.token, other.token)
         assert torch.equal(one.path[:, : other.path.shape[1]], other.path)
@@ -243,13 +245,13 @@ def test_a_row_is_decided_alone(name):
     rng = random.Random(5)
     for _ in range(30):
         draft, laws, noise, position = random_case(rng, trees=name in TREES)
-        whole = VERIFIERS[name](Table(laws), draft, noise, position)
+        whole = VERIFIERS[name](FixedDistribution(laws), draft, noise, position)
         for b in range(len(position)):
             nodes = int((draft.parents[b] >= -1).sum())
             probs = None if draft.probs is None else draft.probs[b : b + 1, :nodes]
             one = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes], probs, draft.siblings)
             alone = VERIFIERS[name](
-                Table(laws[b : b + 1, :nodes]),
+                FixedDistribution(laws[b : b + 1, :nodes]),
                 one,
                 Noise(noise.seed[b : b + 1], noise.step[b : b + 1]),
                 position[b : b + 1],

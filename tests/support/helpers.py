@@ -14,11 +14,11 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Step
 from outrider.decode import Decoder, Request
-from outrider.drafters.base import BaseDrafter, Batch, Drafter, Echo, NoDraft, Noisy, Wrong
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, Echo, NoDraft, Noisy, Wrong
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
-from outrider.drafters.lookup.token_recycling import RecyclingDrafter
+from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.base import LanguageModel
 from outrider.params import SamplingParams
@@ -35,7 +35,7 @@ class RandomTree(BaseDrafter):
         self.vocab_size = vocab_size
         self.draw = torch.Generator().manual_seed(seed)
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, batch: DraftContext) -> Draft:
         rows = []
         for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
             nodes, level = [(tokens[-1], -1)], [0]
@@ -59,7 +59,7 @@ class TargetTree(BaseDrafter):
     def __init__(self, model: ToyModel, decoys: int = 2) -> None:
         self.model, self.decoys = model, decoys
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, batch: DraftContext) -> Draft:
         rows = []
         for b, (tokens, budget) in enumerate(zip(batch.tokens, batch.budgets, strict=True)):
             nodes, parent, text = [(tokens[-1], -1)], 0, list(tokens)
@@ -115,7 +115,7 @@ def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Draf
         "suffix": lambda: SuffixDrafter(shared=0, least=0.01),
         "suffix_shared": lambda: SuffixDrafter(least=0.01),
         "prediction": lambda: PredictionDrafter([t * t % target.vocab_size for t in range(30)]),
-        "token_recycling": lambda: RecyclingDrafter(target.vocab_size, 4),
+        "token_recycling": lambda: TokenRecyclingDrafter(target.vocab_size, 4),
         "draft_model": lambda: draft(0.5),
         "self": lambda: draft(0.0),
         "shape": lambda: draft(0.5, shape=optimal_shape),
@@ -132,4 +132,4 @@ def noise(seed: list[int], step: int = 0) -> Noise:
 
 def counts(steps: list[Step]) -> tuple[int, int]:
     """Guesses and accepted guesses over all rows of some steps."""
-    return sum(int(s.draft.drafted.sum()) for s in steps), sum(int(s.verdict.accepted.sum()) for s in steps)
+    return sum(int(s.draft.num_draft_tokens.sum()) for s in steps), sum(int(s.verdict.accepted.sum()) for s in steps)

@@ -15,7 +15,7 @@ import torch
 
 from outrider.control import Adaptive, Controller
 from outrider.control.expectation import expected_accepted, geometric, optimal_shape, speedup
-from outrider.core.types import Budget, Draft, Kept, Step, Verdict
+from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Machine:
                     alpha = self.alpha(self.position[row] - self.prompt)
                     parents[b], path = self.guesses(budget, alpha)
                     nodes = max(nodes, budget.max_nodes)
-            kept.append(Kept([1] * len(path), path, len(path) - 1))
+            kept.append(Commit([1] * len(path), path, len(path) - 1))
         positions = [self.position[row] for row in rows]
         for row, budget, k in zip(rows, budgets, kept, strict=True):
             self.position[row] += len(k.tokens)

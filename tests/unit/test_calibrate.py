@@ -12,7 +12,7 @@ from outrider.calibrate import cache_folder, calibrate, calibrated
 from outrider.control import Calibrated, CostModel
 from outrider.core.types import Budget
 from outrider.drafters.base import NoDraft, Wrong
-from outrider.drafters.combine.router import Router
+from outrider.drafters.combine.router import DrafterRouter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.self_speculation import LayerSearch
 from outrider.llm import LLM
@@ -61,7 +61,7 @@ def test_the_quick_one_measures_one_row_and_tells_of_several():
     }
     assert {tuple(row[:3]) for row in cost.draft} == {(r, 1, d) for r in (1, 8) for d in (0, 1, 8)}
     one = CostModel({}, [[1, n, 64, 1 + n / 10] for n in (1, 17)], [[1, 1, 4, 64, 0.5]], 0.25, 0.125)
-    several = module._widened(one, (1, 8), (1, 5))
+    several = module._synthetic(one, (1, 8), (1, 5))
     for nodes in (1, 5):  # as many as so many nodes in one row, also beyond what was measured
         assert several.target_seconds(8, nodes, 64) == pytest.approx(1 + 8 * nodes / 10)
     assert several.draft_seconds(8, 4, 64) == pytest.approx(0.5 * 1.8 / 1.1)
@@ -99,7 +99,7 @@ def test_of_several_drafters_the_dearest_is_measured():
     draft = ToyModel(11, 1, 0, max_length=256)
 
     def several(rows):
-        return Router({"free": Wrong(), "model": Noted(draft, rows, 256)}, {"model": 0.1})
+        return DrafterRouter({"free": Wrong(), "model": Noted(draft, rows, 256)}, {"model": 0.1})
 
     cost = calibrate(pair()[0], several, {}, Budget(16), quick=True)
     assert {1, 8} <= {*asked}

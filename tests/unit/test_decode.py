@@ -10,7 +10,7 @@ from helpers import VOCAB, RandomTree, TargetTree, counts, decoder, plain_texts,
 
 from outrider.core.types import Budget, Draft, Guarantee
 from outrider.decode import Request
-from outrider.drafters.base import Batch, Echo, Wrong
+from outrider.drafters.base import DraftContext, Echo, Wrong
 from outrider.kernels import cpu as native
 from outrider.models.cache import SlotCache
 from outrider.params import SamplingParams
@@ -208,7 +208,7 @@ def test_bad_requests_say_what_would_work() -> None:
 
 def test_the_guarantee_says_what_the_models_arithmetic_allows() -> None:
     uneven = ToyModel(VOCAB)
-    uneven.rows_equal = False
+    uneven.batch_invariant = False
     assert decoder(TARGET, Wrong()).guarantee is Guarantee.EXACT_TOKENS
     assert decoder(TARGET, Wrong(), verifier="block").guarantee is Guarantee.EXACT_DISTRIBUTION
     assert decoder(uneven, Wrong()).guarantee is Guarantee.EXACT_DISTRIBUTION
@@ -220,7 +220,7 @@ def test_torch_has_one_thread_while_the_kernels_work() -> None:
         pytest.skip("needs the native kernels")
 
     class Counting(Wrong):
-        def propose(self, batch: Batch) -> Draft:
+        def propose(self, batch: DraftContext) -> Draft:
             seen.append(torch.get_num_threads())
             if len(seen) == 3:
                 raise KeyError("broken")

@@ -18,7 +18,7 @@ from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.guard import trusted
-from outrider.drafters.model.self_speculation import SelfDrafter
+from outrider.drafters.model.self_speculation import QuantizedSelfDrafter
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded
@@ -31,7 +31,7 @@ class Told:
     def __init__(self, model: LanguageModel) -> None:
         self.text = list[int]()
         self.vocab_size, self.max_length = model.vocab_size, model.max_length
-        self.device, self.rows_equal = torch.device("cpu"), True
+        self.device, self.batch_invariant = torch.device("cpu"), True
 
     def new_cache(self, rows: int, max_length: int) -> SlotCache:
         return SlotCache(rows, max_length)
@@ -72,7 +72,7 @@ class Known:
         self, target: Loaded, drafter: Drafter, requests: Sequence[Request], answers: Sequence[Sequence[int]]
     ) -> None:
         looks = (
-            bool(drafter.taps) or hasattr(drafter, "watch") or isinstance(drafter, SelfDrafter)
+            bool(drafter.taps) or hasattr(drafter, "watch") or isinstance(drafter, QuantizedSelfDrafter)
         )  # in the target's cache
         self.needs_target = looks or not trusted(drafter)  # who knows what others' drafters look into
         self._texts, self._told = list(zip(requests, answers, strict=True)), Told(target.model)

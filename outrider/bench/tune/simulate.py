@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.control import CostModel, Fixed
-from outrider.control.acceptance import Places
+from outrider.control.acceptance import RankAcceptance
 from outrider.core.tree import depth as depths
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
@@ -44,7 +44,7 @@ class Seen:
 
     def __init__(self, limit: Budget) -> None:
         self.limit, self.texts = limit, list[Text]()
-        self.places = Places(limit, 1 << 30)
+        self.places = RankAcceptance(limit, 1 << 30)
         self.straight = [0] * (limit.depth + 1)  # steps of trees in which a chain would have kept so many, or more
         self.drafted = list[tuple[int, list[int]]]()  # tokens of those steps, and guesses by the depth they are within
         self.played: dict[Budget, list[tuple[int, int]]] = {}  # of trees by themselves: as `chain` tells of chains
@@ -56,9 +56,9 @@ class Seen:
         for step, _ in decoder.steps([request]):
             if step is None:
                 continue
-            [kept], [asked] = step.kept, step.budgets
+            [kept], [asked] = step.commits, step.budgets
             if budget.width == 1:
-                text.add(asked.depth, len_drafted(step, 0), kept.drafted, len(kept.tokens))
+                text.add(asked.depth, len_drafted(step, 0), kept.num_accepted, len(kept.tokens))
             elif kept.finish is None:
                 along = self.places.observe(step.draft, 0, kept.nodes, asked)
                 levels = depths(step.draft.parents)[0][step.draft.parents[0] >= 0].tolist()

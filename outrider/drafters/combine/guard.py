@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from outrider.core.tree import levels, lists, tree, validate
-from outrider.core.types import Draft, Kept, Siblings
-from outrider.drafters.base import BaseDrafter, Batch, Drafter
-from outrider.drafters.combine.merge import Nodes, join, nodes_of, part
+from outrider.core.types import Commit, Draft, Siblings
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
+from outrider.drafters.combine.merge import Nodes, draft_nodes, join, select
 
 
-class Roster(BaseDrafter):
+class PerRequestDrafter(BaseDrafter):
     """Drafters by name. `assign` says which of them a row has; a row without one has `default`, "none" has no guesses.
 
     tell: is told of every failure, with the drafter's name and the rule it broke or what it raised. Raises ValueError for an
@@ -60,23 +60,23 @@ class Roster(BaseDrafter):
     def method(self, row: int) -> str:
         return self._method.get(row, self.default)
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         groups: dict[str, list[int]] = {}
-        for b, row in enumerate(batch.rows):
+        for b, row in enumerate(context.slots):
             if self.method(row) != "none" and row not in self.lost:
                 groups.setdefault(self.method(row), []).append(b)
-        parts = [part for name, some in groups.items() for part in self._ask(name, batch, some)]
+        parts = [select for name, some in groups.items() for select in self._ask(name, context, some)]
         self._asked = [(name, some) for name, some, _ in parts]
-        masked = [h.mask is not None for h in batch.warp.histories]
-        if len(parts) == 1 and len(parts[0][1]) == len(batch.rows) and not any(masked):
+        masked = [h.mask is not None for h in context.warp.histories]
+        if len(parts) == 1 and len(parts[0][1]) == len(context.slots) and not any(masked):
             return parts[0][2]
-        return self._joined(batch, parts, masked)
+        return self._joined(context, parts, masked)
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
         for name, some in self._asked:
-            own, seen = part(batch, some), None if features is None else features[some]
+            own, seen = select(context, some), None if features is None else features[some]
             mine = [kept[b] for b in some]
-            self._guarded(name, own.rows, lambda d, own=own, mine=mine, seen=seen: lend(d, "update", own, mine, seen))
+            self._guarded(name, own.slots, lambda d, own=own, mine=mine, seen=seen: lend(d, "update", own, mine, seen))
 
     def release(self, row: int) -> None:
         self._method.pop(row, None)
@@ -84,40 +84,40 @@ class Roster(BaseDrafter):
         for name in self.drafters:
             self._guarded(name, [], lambda d: d.release(row))
 
-    def _watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
+    def _watch(self, context: DraftContext, draft: Draft, logits: Tensor) -> None:
         for name, some in self._asked:
             if hasattr(self.drafters[name], "watch"):
-                own, drafted = part(batch, some), Draft(draft.tokens[some], draft.parents[some])
+                own, drafted = select(context, some), Draft(draft.tokens[some], draft.parents[some])
                 found = logits[some]
-                self._guarded(name, own.rows, lambda d, own=own, a=drafted, b=found: lend(d, "watch", own, a, b))
+                self._guarded(name, own.slots, lambda d, own=own, a=drafted, b=found: lend(d, "watch", own, a, b))
 
-    def _ask(self, name: str, batch: Batch, some: list[int]) -> list[tuple[str, list[int], Draft]]:
+    def _ask(self, name: str, context: DraftContext, some: list[int]) -> list[tuple[str, list[int], Draft]]:
         """A drafter's proposal for some entries of the batch. If it fails them together, each is asked for alone, and only
         those that fail alone are lost."""
-        own, drafter = part(batch, some), self.drafters[name]
+        own, drafter = select(context, some), self.drafters[name]
         try:
             draft = lend(drafter, "propose", own)
             check(draft, own, self.vocab_size)
             return [(name, some, draft)]
         except Exception as error:
-            for row in own.rows:
+            for row in own.slots:
                 self._guarded(name, [], lambda d, row=row: d.release(row))
             if len(some) > 1:
-                return [found for b in some for found in self._ask(name, batch, [b])]
-            self._lose(name, own.rows, error)
+                return [found for b in some for found in self._ask(name, context, [b])]
+            self._lose(name, own.slots, error)
             return []
 
-    def _joined(self, batch: Batch, parts: list[tuple[str, list[int], Draft]], masked: list[bool]) -> Draft:
-        out, notes = list[tuple[int, Draft, int]](), [""] * len(batch.rows)
+    def _joined(self, context: DraftContext, parts: list[tuple[str, list[int], Draft]], masked: list[bool]) -> Draft:
+        out, notes = list[tuple[int, Draft, int]](), [""] * len(context.slots)
         for _, some, draft in parts:
             for i, b in enumerate(some):
                 if draft.notes:
                     notes[b] = draft.notes[i]
                 if masked[b] and draft.probs is None:  # to un-draw a token that was drawn would bend the law
-                    out.append((b, Draft(*tree([legal(batch, b, nodes_of(draft, i))])), 0))
+                    out.append((b, Draft(*tree([legal(context, b, draft_nodes(draft, i))])), 0))
                 else:
                     out.append((b, draft, i))
-        return join(batch, out, notes if any(notes) else ())
+        return join(context, out, notes if any(notes) else ())
 
     def _guarded(self, name: str, rows: list[int], act: Callable[..., None]) -> None:
         try:
@@ -146,7 +146,7 @@ def trusted(drafter: Drafter) -> bool:
     return type(drafter).__module__.startswith("outrider.") and all(trusted(d) for d in asked.values())
 
 
-def lend(drafter: Any, method: str, own: Batch, *more: Any) -> Any:
+def lend(drafter: Any, method: str, own: DraftContext, *more: Any) -> Any:
     """What a drafter's method makes of a batch, whose committed tokens stay what they are, whatever it does to them. Raises
     Broken if it changed them, and what it raises."""
     act = getattr(drafter, method)
@@ -166,7 +166,7 @@ def lend(drafter: Any, method: str, own: Batch, *more: Any) -> Any:
     return made
 
 
-def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
+def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
     """Raise Broken unless the draft is one for these rows, within their budgets."""
     if not isinstance(draft, Draft):
         raise Broken(f"propose returned a {type(draft).__name__}, not a Draft")
@@ -174,10 +174,10 @@ def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
         validate(Draft(draft.tokens, draft.parents), vocab_size)
     except Exception as error:
         raise Broken(str(error)) from error
-    if len(draft.tokens) != len(batch.rows):
-        raise Broken(f"{len(draft.tokens)} drafts for {len(batch.rows)} rows")
+    if len(draft.tokens) != len(context.slots):
+        raise Broken(f"{len(draft.tokens)} drafts for {len(context.slots)} rows")
     for tokens, parents, known, budget in zip(
-        lists(draft.tokens), lists(draft.parents), batch.tokens, batch.budgets, strict=True
+        lists(draft.tokens), lists(draft.parents), context.tokens, context.budgets, strict=True
     ):
         if tokens[0] != known[-1]:
             raise Broken(f"node 0 is the last committed token, {known[-1]}, and here it is {tokens[0]}")
@@ -189,15 +189,15 @@ def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
         ):
             if got > most:
                 raise Broken(f"{got} {what} where the row's budget allows {most}")
-    if batch.law and draft.siblings is not Siblings.POINT:
+    if context.needs_probs and draft.siblings is not Siblings.POINT:
         good = draft.probs is not None and draft.probs.shape == (*draft.tokens.shape, vocab_size)
         if not good or not bool(torch.isfinite(draft.probs).all()):  # pyright: ignore[reportArgumentType]
             raise Broken("the law that the guesses were drawn from is missing, of the wrong shape or not finite")
 
 
-def legal(batch: Batch, b: int, nodes: Nodes) -> Nodes:
+def legal(context: DraftContext, b: int, nodes: Nodes) -> Nodes:
     """The nodes that the row's mask allows, each after its ancestors."""
-    history = batch.warp.histories[b]
+    history = context.warp.histories[b]
     assert history.mask is not None
     kept, where, paths = [nodes[0]], {0: 0}, {0: list[int]()}
     for n, (token, parent) in enumerate(nodes[1:], 1):

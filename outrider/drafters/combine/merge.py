@@ -9,28 +9,28 @@ import torch
 
 from outrider.core.tree import lists, tree
 from outrider.core.types import Draft, Siblings
-from outrider.drafters.base import Batch
+from outrider.drafters.base import DraftContext
 
 Nodes = list[tuple[int, int]]  # (token, parent) of one row, the root first
 
 
-def part(batch: Batch, some: Sequence[int]) -> Batch:
+def select(context: DraftContext, some: Sequence[int]) -> DraftContext:
     """Some entries of a batch."""
-    if len(some) == len(batch.rows):
-        return batch
+    if len(some) == len(context.slots):
+        return context
     return replace(
-        batch,
-        rows=[batch.rows[b] for b in some],
-        tokens=[batch.tokens[b] for b in some],
-        budgets=[batch.budgets[b] for b in some],
-        warp=batch.warp.select(some),
-        noise=batch.noise.select(some),
-        prompt_lengths=[batch.prompt_lengths[b] for b in some],
-        predictions=[batch.predictions[b] for b in some] if batch.predictions else (),
+        context,
+        slots=[context.slots[b] for b in some],
+        tokens=[context.tokens[b] for b in some],
+        budgets=[context.budgets[b] for b in some],
+        warp=context.warp.select(some),
+        noise=context.noise.select(some),
+        prompt_lengths=[context.prompt_lengths[b] for b in some],
+        predictions=[context.predictions[b] for b in some] if context.predictions else (),
     )
 
 
-def nodes_of(draft: Draft, b: int) -> Nodes:
+def draft_nodes(draft: Draft, b: int) -> Nodes:
     """The real nodes of a row."""
     pairs = zip(lists(draft.tokens[b : b + 1])[0], lists(draft.parents[b : b + 1])[0], strict=True)
     return [(token, parent) for token, parent in pairs if parent >= -1]
@@ -48,31 +48,31 @@ def walked(nodes: Nodes, tokens: Sequence[int]) -> list[int]:
     return path
 
 
-def chances_of(draft: Draft, b: int, count: int) -> list[float] | None:
-    return None if draft.chances is None else draft.chances[b, :count].tolist()
+def draft_confidence(draft: Draft, b: int, count: int) -> list[float] | None:
+    return None if draft.confidence is None else draft.confidence[b, :count].tolist()
 
 
-def join(batch: Batch, parts: Sequence[tuple[int, Draft, int]], notes: Sequence[str] = ()) -> Draft:
+def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: Sequence[str] = ()) -> Draft:
     """One draft of a batch. parts: (entry of the batch, a draft, the draft's row for it); entries without one draft nothing.
 
     A guess that was chosen counts as drawn from a law with all its mass there, where other rows declare a law. Raises
     ValueError if two rows' guesses were drawn in different ways.
     """
-    nodes: list[Nodes] = [[(tokens[-1], -1)] for tokens in batch.tokens]
-    chances: dict[int, list[float]] = {}
+    nodes: list[Nodes] = [[(tokens[-1], -1)] for tokens in context.tokens]
+    confidence: dict[int, list[float]] = {}
     for b, draft, row in parts:
-        nodes[b] = nodes_of(draft, row)
-        if (known := chances_of(draft, row, len(nodes[b]))) is not None:
-            chances[b] = known
+        nodes[b] = draft_nodes(draft, row)
+        if (known := draft_confidence(draft, row, len(nodes[b]))) is not None:
+            confidence[b] = known
     tokens, parents = tree(nodes)
     together = None
-    if chances:
+    if confidence:
         together = torch.zeros(tokens.shape)
-        for b, known in chances.items():
+        for b, known in confidence.items():
             together[b, : len(known)] = torch.tensor(known)
-    out = Draft(tokens, parents, chances=together, notes=tuple(notes))
+    out = Draft(tokens, parents, confidence=together, notes=tuple(notes))
     drawn = {draft.siblings for _, draft, _ in parts if draft.probs is not None}
-    if not batch.law or not drawn:
+    if not context.needs_probs or not drawn:
         return out
     if len(drawn) > 1:
         raise ValueError(f"one draft holds guesses drawn in {len(drawn)} ways: {sorted(s.name for s in drawn)}")
@@ -91,11 +91,11 @@ def united(trees: Sequence[tuple[Nodes, Sequence[float]]], most: int) -> tuple[N
     """One tree of several with the same root: equal paths become one, with the larger chance, and the `most` likeliest nodes
     stay. (nodes, chances). A node is never likelier than its parent."""
     found: dict[tuple[int, ...], float] = {}
-    for nodes, chances in trees:
+    for nodes, confidence in trees:
         paths: list[tuple[int, ...]] = [()] * len(nodes)
         for n, (token, parent) in enumerate(nodes[1:], 1):
             paths[n] = (*paths[parent], token)
-            found[paths[n]] = max(found.get(paths[n], 0.0), chances[n])
+            found[paths[n]] = max(found.get(paths[n], 0.0), confidence[n])
     for path in sorted(found, key=len):
         if len(path) > 1:
             found[path] = min(found[path], found[path[:-1]])
@@ -110,4 +110,4 @@ def united(trees: Sequence[tuple[Nodes, Sequence[float]]], most: int) -> tuple[N
     return out, [1.0, *(found[path] for path in best)]
 
 
-__all__ = ["Nodes", "Siblings", "chances_of", "join", "nodes_of", "part", "united"]
+__all__ = ["Nodes", "Siblings", "draft_confidence", "draft_nodes", "join", "select", "united"]

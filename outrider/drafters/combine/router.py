@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from outrider.core.tree import levels, tree
-from outrider.core.types import Draft, Kept
-from outrider.drafters.base import Batch, Drafter
-from outrider.drafters.combine.merge import Nodes, chances_of, join, nodes_of, part, united, walked
+from outrider.core.types import Commit, Draft
+from outrider.drafters.base import DraftContext, Drafter
+from outrider.drafters.combine.merge import Nodes, draft_confidence, draft_nodes, join, select, united, walked
 
 _MEMORY = 0.1  # weight of the newest step in a running mean
 _PROBE = 24  # steps after which a drafter that lost is asked again
@@ -37,7 +37,7 @@ class _Proposal:
     draft: Draft
     row: int
     nodes: Nodes
-    chances: list[float] | None
+    confidence: list[float] | None
     worth: float
 
 
@@ -70,14 +70,14 @@ class _Record:
         that were wrong, whatever was asked for."""
         return 1 + int(2 * self.accepted / max(self.missed, 0.05))
 
-    def promise(self, nodes: Nodes, chances: Sequence[float] | None) -> float:
-        return self.share * (len(nodes) - 1) if chances is None else self.truth * sum(chances[1:])
+    def promise(self, nodes: Nodes, confidence: Sequence[float] | None) -> float:
+        return self.share * (len(nodes) - 1) if confidence is None else self.truth * sum(confidence[1:])
 
     def believed(self, proposal: _Proposal) -> list[float]:
         """Chances by node: those stated, as far as they came true lately; else the running acceptance to the power of the
         level."""
-        if proposal.chances is not None:
-            return [min(self.truth * chance, 1.0) for chance in proposal.chances]
+        if proposal.confidence is not None:
+            return [min(self.truth * chance, 1.0) for chance in proposal.confidence]
         return [self.share**level for level in _depths(proposal.nodes)]
 
 
@@ -85,7 +85,7 @@ def _depths(nodes: Nodes) -> list[int]:
     return levels([parent for _, parent in nodes])
 
 
-class Router:
+class DrafterRouter:
     """Drafters by name, in the order of preference among equals. cost: forwards of the target per drafted level, 0 for texts."""
 
     def __init__(self, drafters: Mapping[str, Drafter], cost: Mapping[str, float] | None = None) -> None:
@@ -104,39 +104,39 @@ class Router:
         if any(hasattr(d, "watch") for d in drafters.values()):
             self.watch = self._watch
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         self._asked = {}
         free = [name for name in self.drafters if not self.cost.get(name)]
         dear = [name for name in self.drafters if self.cost.get(name)]
-        found: list[list[_Proposal]] = [[] for _ in batch.rows]
+        found: list[list[_Proposal]] = [[] for _ in context.slots]
         for name in free:
-            self._ask(name, batch, list(range(len(batch.rows))), found)
+            self._ask(name, context, list(range(len(context.slots))), found)
         weighed = [[f"{p.name} promises {p.worth:.1f}" for p in proposals] for proposals in found]
         for name in dear:
-            some = [b for b in range(len(batch.rows)) if self._pays(name, batch, b, found[b], weighed[b])]
+            some = [b for b in range(len(context.slots)) if self._pays(name, context, b, found[b], weighed[b])]
             if some:
-                self._ask(name, batch, some, found)
+                self._ask(name, context, some, found)
         parts: list[tuple[int, Draft, int]] = []
         notes: list[str] = []
-        for b, row in enumerate(batch.rows):
+        for b, row in enumerate(context.slots):
             self._asked[row] = found[b]
-            proposal = self._chosen(batch, b, found[b]) if found[b] else None
+            proposal = self._chosen(context, b, found[b]) if found[b] else None
             if proposal is not None:
                 parts.append((b, proposal.draft, proposal.row))
             who = "nobody" if proposal is None else proposal.name
             notes.append(f"{who} guesses: {'; '.join(weighed[b]) or 'nothing to weigh'}")
-        return join(batch, parts, notes)
+        return join(context, parts, notes)
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
-        for row, one in zip(batch.rows, kept, strict=True):
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
+        for row, one in zip(context.slots, kept, strict=True):
             asked = self._asked.pop(row, [])
             for p in asked if one.finish is None else ():  # a cut says nothing of what was refused
                 accepted = len(walked(p.nodes, one.tokens)) - 1
-                promised = None if p.chances is None else sum(p.chances[1:])
+                promised = None if p.confidence is None else sum(p.confidence[1:])
                 for record in (self._record(row, p.name), self._pooled[p.name]):
                     record.learn(accepted, p.nodes, promised)
         for name, drafter in self.drafters.items():
-            drafter.update(batch, kept, features if name in self._tapping else None)
+            drafter.update(context, kept, features if name in self._tapping else None)
 
     def release(self, row: int) -> None:
         for name, drafter in self.drafters.items():
@@ -149,11 +149,11 @@ class Router:
         self._records.clear()
         self._pooled = {name: _Record() for name in self.drafters}
 
-    def _watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
+    def _watch(self, context: DraftContext, draft: Draft, logits: Tensor) -> None:
         for drafter in self.drafters.values():
             watch: Any = getattr(drafter, "watch", None)
             if watch is not None:
-                watch(batch, draft, logits)
+                watch(context, draft, logits)
 
     def _record(self, row: int, name: str) -> _Record:
         """A new row starts from what all rows have taught, which its first steps do not overturn."""
@@ -161,24 +161,24 @@ class Router:
         start = _Record(known.truth, known.share, known.accepted, known.missed, min(known.seen, round(1 / _MEMORY)))
         return self._records.setdefault((row, name), start)
 
-    def _ask(self, name: str, batch: Batch, some: list[int], found: list[list[_Proposal]]) -> None:
-        asked = part(batch, some)
+    def _ask(self, name: str, context: DraftContext, some: list[int], found: list[list[_Proposal]]) -> None:
+        asked = select(context, some)
         if self.cost.get(name):
-            budgets = zip(asked.rows, asked.budgets, strict=True)
+            budgets = zip(asked.slots, asked.budgets, strict=True)
             asked = replace(asked, budgets=[b.clipped(self._record(row, name).levels) for row, b in budgets])
         draft = self.drafters[name].propose(asked)
         for at, b in enumerate(some):
-            nodes = nodes_of(draft, at)
+            nodes = draft_nodes(draft, at)
             if len(nodes) > 1:
-                record = self._record(batch.rows[b], name)
+                record = self._record(context.slots[b], name)
                 record.waited = 0
-                chances = chances_of(draft, at, len(nodes))
-                found[b].append(_Proposal(name, draft, at, nodes, chances, record.promise(nodes, chances)))
+                confidence = draft_confidence(draft, at, len(nodes))
+                found[b].append(_Proposal(name, draft, at, nodes, confidence, record.promise(nodes, confidence)))
 
-    def _pays(self, name: str, batch: Batch, b: int, found: Sequence[_Proposal], weighed: list[str]) -> bool:
+    def _pays(self, name: str, context: DraftContext, b: int, found: Sequence[_Proposal], weighed: list[str]) -> bool:
         """Whether a drafter that costs is worth asking for this row."""
-        budget = batch.budgets[b]
-        record = self._record(batch.rows[b], name)
+        budget = context.budgets[b]
+        record = self._record(context.slots[b], name)
         levels = min(budget.depth, budget.max_nodes, record.levels)
         if not levels:
             return False
@@ -191,22 +191,22 @@ class Router:
         )
         return again or (1 + min(record.accepted, levels)) / (1 + cost) > 1 + free
 
-    def _chosen(self, batch: Batch, b: int, proposals: list[_Proposal]) -> _Proposal:
+    def _chosen(self, context: DraftContext, b: int, proposals: list[_Proposal]) -> _Proposal:
         """The best of the proposals, or the tree of their likeliest nodes."""
         best = max(proposals, key=lambda p: p.worth)
-        budget = batch.budgets[b]
-        if len(proposals) == 1 or budget.width == 1 or batch.law:
+        budget = context.budgets[b]
+        if len(proposals) == 1 or budget.width == 1 or context.needs_probs:
             return best
-        records = [self._record(batch.rows[b], p.name) for p in proposals]
+        records = [self._record(context.slots[b], p.name) for p in proposals]
         weighted = [(p.nodes, r.believed(p)) for p, r in zip(proposals, records, strict=True)]
-        nodes, chances = united(weighted, budget.max_nodes)
+        nodes, confidence = united(weighted, budget.max_nodes)
         tokens, parents = tree([nodes])
-        draft = Draft(tokens, parents, chances=torch.tensor([chances]))
-        return _Proposal(" + ".join(p.name for p in proposals), draft, 0, nodes, chances, sum(chances[1:]))
+        draft = Draft(tokens, parents, confidence=torch.tensor([confidence]))
+        return _Proposal(" + ".join(p.name for p in proposals), draft, 0, nodes, confidence, sum(confidence[1:]))
 
 
-def dearest(drafter: Drafter) -> Drafter:
+def most_expensive(drafter: Drafter) -> Drafter:
     """Of several drafters the one that costs most, if one costs anything; else the drafter itself."""
-    if not isinstance(drafter, Router) or not any(drafter.cost.values()):
+    if not isinstance(drafter, DrafterRouter) or not any(drafter.cost.values()):
         return drafter
     return drafter.drafters[max(drafter.cost, key=drafter.cost.__getitem__)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.drafters.lookup.mixture import Context, Places
+from outrider.drafters.lookup.mixture import Context, TextSource
 
 REACH = 64  # tokens of context that are told apart
 SAMPLE = 64  # places of one match that are looked at
@@ -43,7 +43,7 @@ class Index:
         self.order = _sorted(tokens[::-1]) if order is None else order
         self._reversed = tokens[::-1].astype(">u4").tobytes()  # compared as bytes, tokens compare as numbers
         self._places = self.order.data
-        self.source = Places(tokens.data, end=_BORDER)
+        self.source = TextSource(tokens.data, end=_BORDER)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -180,9 +180,9 @@ class Corpus:
         whole = len(tokens) == len(order) == (ends or [0])[-1] and tokens.dtype == order.dtype == np.int32
         corpus, start = cls(max(limit, len(tokens)), tokenizer), 0
         for end in ends if whole else ():
-            part = order[start:end]
-            if whole := bool(len(part)) and part.min() >= 0 and part.max() < end - start:
-                corpus.segments.append(Index.of(tokens[start:end], part))
+            select = order[start:end]
+            if whole := bool(len(select)) and select.min() >= 0 and select.max() < end - start:
+                corpus.segments.append(Index.of(tokens[start:end], select))
             start = end
         if not whole:
             raise ValueError(f"{path} is damaged: its parts do not fit together; {again}")

@@ -45,8 +45,8 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
             room -= len(saved)
             continue
         some = False
-        for name, part in _parts(entry):
-            ids = _encode(part, tokenizer, name) if isinstance(part, str) else list(part)
+        for name, select in _parts(entry):
+            ids = _encode(select, tokenizer, name) if isinstance(select, str) else list(select)
             _check(ids, vocab_size, name)
             some = some or bool(ids)
             if len(ids) >= room:  # the border behind it takes one
@@ -102,7 +102,7 @@ def _parts(entry: Any) -> Iterator[tuple[str, str | Sequence[int]]]:
     elif (path := Path(entry)).is_dir():
         inside = sorted(p for p in path.rglob("*") if p.is_file())
         for file in inside:
-            hidden = any(part.startswith((".", "__pycache__")) for part in file.relative_to(path).parts)
+            hidden = any(select.startswith((".", "__pycache__")) for select in file.relative_to(path).parts)
             if not hidden:
                 try:
                     yield from _text(file)
@@ -125,11 +125,11 @@ def _parts(entry: Any) -> Iterator[tuple[str, str | Sequence[int]]]:
 def _text(path: Path) -> Iterator[tuple[str, str]]:
     """A file in parts that end at a line's end. Raises UnicodeDecodeError for what is no text."""
     with path.open(encoding="utf-8") as file:
-        while part := file.read(_PART):
-            part += file.readline(_PART)
-            if "\0" in part:
-                raise UnicodeDecodeError("utf-8", b"\0", part.index("\0"), part.index("\0") + 1, "a zero byte")
-            yield repr(str(path)), part
+        while select := file.read(_PART):
+            select += file.readline(_PART)
+            if "\0" in select:
+                raise UnicodeDecodeError("utf-8", b"\0", select.index("\0"), select.index("\0") + 1, "a zero byte")
+            yield repr(str(path)), select
 
 
 def _encode(text: str, tokenizer: Any | None, name: str) -> list[int]:

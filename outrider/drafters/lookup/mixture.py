@@ -81,7 +81,7 @@ def grow(
     return nodes
 
 
-class Places:
+class TextSource:
     """A text as a source. A state is a tuple of places in it; what stands there, followed. Ties go to the first place."""
 
     def __init__(self, tokens: Sequence[int], end: int = -1) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from outrider.core.tree import tree
 from outrider.core.types import Draft
-from outrider.drafters.base import BaseDrafter, Batch
-from outrider.drafters.lookup.mixture import Context, Places, grow
+from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.drafters.lookup.mixture import Context, TextSource, grow
 
 _PLACES = 16  # latest occurrences of an n-gram that are kept
 
@@ -27,9 +27,9 @@ class NgramDrafter(BaseDrafter):
     def release(self, row: int) -> None:
         self._index.pop(row, None)
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         trees = []
-        for row, tokens, budget in zip(batch.rows, batch.tokens, batch.budgets, strict=True):
+        for row, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
             trees.append(grow(tokens[-1], self._contexts(row, tokens), budget))
         return Draft(*tree(trees))
 
@@ -41,7 +41,7 @@ class NgramDrafter(BaseDrafter):
                 gram = tuple(tokens[end - n : end])
                 index[gram] = (end, *index.get(gram, ())[: _PLACES - 1])
         self._index[row] = (max(read, len(tokens)), index)
-        found, source = [], Places(tokens)
+        found, source = [], TextSource(tokens)
         for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
             places = index.get(tuple(tokens[-n:]))
             if places:

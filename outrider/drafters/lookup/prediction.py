@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from outrider.core.tree import tree
 from outrider.core.types import Draft
-from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.mixture import Context, grow
 
 _TRUST = 8  # how much the user's word counts before the answer starts, in tokens of match
@@ -138,11 +138,11 @@ class PredictionDrafter(BaseDrafter):
     def release(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         trees = []
-        given = batch.predictions or [()] * len(batch.rows)
+        given = context.predictions or [()] * len(context.slots)
         for row, tokens, n, told, budget in zip(
-            batch.rows, batch.tokens, batch.prompt_lengths, given, batch.budgets, strict=True
+            context.slots, context.tokens, context.prompt_lengths, given, context.budgets, strict=True
         ):
             if row not in self._rows:
                 self._rows[row] = Alignment(told or self.prediction)

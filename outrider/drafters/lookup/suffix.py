@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.core.tree import tree
 from outrider.core.types import Draft
-from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.automaton import SuffixAutomaton
 from outrider.drafters.lookup.corpus import REACH, Corpus
 from outrider.drafters.lookup.mixture import Context, grow
@@ -49,10 +49,10 @@ class SuffixDrafter(BaseDrafter):
             self._feed(row, 1)
             del self._texts[row]
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         trees = []
-        for b, (row, tokens, budget) in enumerate(zip(batch.rows, batch.tokens, batch.budgets, strict=True)):
-            self._texts[row] = (tokens, self._texts.get(row, ((), batch.prompt_lengths[b]))[1])
+        for b, (row, tokens, budget) in enumerate(zip(context.slots, context.tokens, context.budgets, strict=True)):
+            self._texts[row] = (tokens, self._texts.get(row, ((), context.prompt_lengths[b]))[1])
             self._feed(row, _FEED)
             automaton = self._automata.setdefault(row, SuffixAutomaton())
             automaton.extend(tokens)

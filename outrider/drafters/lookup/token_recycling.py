@@ -9,12 +9,12 @@ from torch import Tensor
 
 from outrider.control.ranks import Ranks
 from outrider.core.tree import tree
-from outrider.core.types import PADDING, Budget, Draft, Kept
-from outrider.drafters.base import BaseDrafter, Batch
+from outrider.core.types import PADDING, Budget, Commit, Draft
+from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.combine.merge import Nodes, walked
 
 
-class RecyclingDrafter(BaseDrafter):
+class TokenRecyclingDrafter(BaseDrafter):
     """Token recycling (arXiv 2408.08696): a table of the last top-k candidates after each token, no training.
 
     table: int64 [vocab, k], -1 where nothing is known. Every node of every step, kept or not, writes the k tokens that the
@@ -34,13 +34,13 @@ class RecyclingDrafter(BaseDrafter):
         self.table.fill_(-1)
         self.ranks = Ranks(self.k)
 
-    def watch(self, batch: Batch, draft: Draft, logits: Tensor) -> None:
+    def watch(self, context: DraftContext, draft: Draft, logits: Tensor) -> None:
         real = draft.parents != PADDING
         self.table[draft.tokens[real].cpu()] = logits[real].topk(self.k).indices.cpu()
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         known: dict[int, list[int]] = {}
-        for row, tokens, budget in zip(batch.rows, batch.tokens, batch.budgets, strict=True):
+        for row, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
             shape = self.ranks.shape(Budget(budget.depth, min(budget.width, self.k), budget.max_nodes))
             nodes, index = [(tokens[-1], -1)], {0: 0}
             for role, (parent, rank) in enumerate(zip(shape.parents[1:], shape.ranks[1:], strict=True), start=1):
@@ -53,10 +53,10 @@ class RecyclingDrafter(BaseDrafter):
                     index[role] = len(nodes)
                     nodes.append((known[above][rank], index[parent]))
             self._guessed[row] = nodes
-        return Draft(*tree([self._guessed[row] for row in batch.rows]))
+        return Draft(*tree([self._guessed[row] for row in context.slots]))
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
-        for row, one in zip(batch.rows, kept, strict=True):
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
+        for row, one in zip(context.slots, kept, strict=True):
             nodes = self._guessed.pop(row, None)
             if nodes and one.finish is None:  # a cut says nothing of what was refused
                 self.ranks.observe([parent for _, parent in nodes], walked(nodes, one.tokens))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import Warp
+from outrider.core.sampling import LogitsWarper
 from outrider.core.types import Siblings, ints
 
 _NO = float("-inf")
@@ -34,7 +34,7 @@ class Children:
     probs: Tensor | None
 
 
-def child_scores(warp: Warp, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
+def child_scores(warp: LogitsWarper, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
     """`warp.scores`, except that greedy rows keep all their logits: the second best is a candidate too.
 
     For `Siblings.POINT`, with `greedy=warp.greedy` for `children`. logits: float32 [row, vocab].

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from outrider.core.noise import Stream
 from outrider.core.tree import chain
-from outrider.core.types import Draft, Kept
-from outrider.drafters.base import Batch, Drafter, chains
-from outrider.drafters.combine.merge import Nodes, nodes_of, walked
+from outrider.core.types import Commit, Draft
+from outrider.drafters.base import DraftContext, Drafter, chains
+from outrider.drafters.combine.merge import Nodes, draft_nodes, walked
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import LanguageModel, Output, Want
@@ -43,7 +43,7 @@ class SharedModel:
 
     def __init__(self, draft: LanguageModel, pairing: Pairing) -> None:
         self.draft, self.vocab_size, self.max_length = draft, pairing.target.size, draft.max_length
-        self.device, self.rows_equal, self.bytes = draft.device, draft.rows_equal, getattr(draft, "bytes", 0)
+        self.device, self.batch_invariant, self.bytes = draft.device, draft.batch_invariant, getattr(draft, "bytes", 0)
         shared = torch.tensor(sorted(pairing.shared.items()), dtype=torch.long, device=self.device).reshape(-1, 2)
         self._target, self._draft = shared.unbind(1)
 
@@ -89,7 +89,7 @@ class _Score:
         self.mean += (accepted - self.mean) * max(1 / self.tried, 1 - _MEMORY)
 
 
-class TranslatedDrafter(ModelDrafter):
+class CrossTokenizerDrafter(ModelDrafter):
     """Drafts from a model with a tokenizer of its own.
 
     way: "tli" or "slem"; None tries both in turn and keeps to the one of which more tokens are accepted, looking at the
@@ -122,8 +122,8 @@ class TranslatedDrafter(ModelDrafter):
     def _better(self) -> Way:
         return "slem" if self.scores["slem"].mean > self.scores["tli"].mean else "tli"
 
-    def _choose(self, batch: Batch) -> Way:
-        if self.way or batch.law:
+    def _choose(self, context: DraftContext) -> Way:
+        if self.way or context.needs_probs:
             return self.way or "tli"
         self._proposals += 1
         if min(s.tried for s in self.scores.values()) < _TRIALS:
@@ -131,17 +131,17 @@ class TranslatedDrafter(ModelDrafter):
         other: Way = "tli" if self._better == "slem" else "slem"
         return other if self._proposals % _AGAIN == 0 else self._better
 
-    def propose(self, batch: Batch) -> Draft:
-        self._last = self._choose(batch)
-        draft = super().propose(batch) if self._last == "tli" else chains(batch, self._written(batch))
-        asked = [b for b, budget in enumerate(batch.budgets) if min(budget.depth, budget.max_nodes)]
-        self._guessed = {batch.rows[b]: nodes_of(draft, b) for b in asked}
-        return replace(draft, notes=(self.why,) * len(batch.rows))
+    def propose(self, context: DraftContext) -> Draft:
+        self._last = self._choose(context)
+        draft = super().propose(context) if self._last == "tli" else chains(context, self._written(context))
+        asked = [b for b, budget in enumerate(context.budgets) if min(budget.depth, budget.max_nodes)]
+        self._guessed = {context.slots[b]: draft_nodes(draft, b) for b in asked}
+        return replace(draft, notes=(self.why,) * len(context.slots))
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
-        here = [row for row in batch.rows if row in self._scratch]
-        super().update(batch, kept, features)
-        for row, one in zip(batch.rows, kept, strict=True):
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
+        here = [row for row in context.slots if row in self._scratch]
+        super().update(context, kept, features)
+        for row, one in zip(context.slots, kept, strict=True):
             if row in here:  # the scratch has been committed as far as it came true; what is left of it is void
                 reading = self._readings[row]
                 reading.held += [self.pairing.shared.get(t, -1) for t in one.tokens]
@@ -187,28 +187,28 @@ class TranslatedDrafter(ModelDrafter):
         self._readings[row].held += feed
         return feed
 
-    def _written(self, batch: Batch) -> list[list[int]]:
+    def _written(self, context: DraftContext) -> list[list[int]]:
         """SLEM: the tokens of the target for what the draft writes, a chain for each row."""
-        guesses: list[list[int]] = [[] for _ in batch.rows]
-        asked = [min(b.depth, b.max_nodes) for b in batch.budgets]
-        room = [min(2 * n, self._room(batch.rows[b], batch.tokens[b])) for b, n in enumerate(asked)]
+        guesses: list[list[int]] = [[] for _ in context.slots]
+        asked = [min(b.depth, b.max_nodes) for b in context.budgets]
+        room = [min(2 * n, self._room(context.slots[b], context.tokens[b])) for b, n in enumerate(asked)]
         live = [b for b, n in enumerate(room) if n > 0]
         if not live:
             return guesses
-        texts = [b""] * len(batch.rows)
-        logits = self._opened(batch, live)
+        texts = [b""] * len(context.slots)
+        logits = self._opened(context, live)
         count = 0
         while True:
             feed: list[int] = []
             for b, line in zip(list(live), logits, strict=True):
-                token = self._next(batch, b, guesses[b], line)
+                token = self._next(context, b, guesses[b], line)
                 piece = self.pairing.draft.pieces[token] if token >= 0 else None
                 if piece is None:  # nothing may follow, or a token that ends the text or is no text
                     guesses[b] += [t for t in (self.pairing.first[token],) if token >= 0 and t >= 0]
                     live.remove(b)
                     continue
                 texts[b] += piece
-                guesses[b] = continued(self.pairing.target, batch.tokens[b], whole(texts[b]))
+                guesses[b] = continued(self.pairing.target, context.tokens[b], whole(texts[b]))
                 if len(guesses[b]) > asked[b] or count + 1 >= room[b]:  # the last token may still grow
                     live.remove(b)
                 else:
@@ -216,31 +216,31 @@ class TranslatedDrafter(ModelDrafter):
             if not live:
                 return guesses
             count += 1
-            rows = [batch.rows[b] for b in live]
+            rows = [context.slots[b] for b in live]
             for row, token in zip(rows, feed, strict=True):
                 self._readings[row].held.append(token)
             parents = torch.arange(-1, count).repeat(len(live), 1)
             logits = self.draft.forward(torch.tensor(feed)[:, None], self.cache, rows, parents=parents).logits[:, 0]
 
-    def _opened(self, batch: Batch, live: list[int]) -> Tensor:
+    def _opened(self, context: DraftContext, live: list[int]) -> Tensor:
         """Logits [row, vocab of the draft] after the committed text of each row, whose last token stands in the scratch."""
-        rows = [batch.rows[b] for b in live]
-        feeds = [self._level(row, batch.tokens[b]) for row, b in zip(rows, live, strict=True)]
+        rows = [context.slots[b] for b in live]
+        feeds = [self._level(row, context.tokens[b]) for row, b in zip(rows, live, strict=True)]
         tokens, parents = chain(feeds)
         logits = self.draft.forward(tokens, self.cache, rows, parents=parents, want="last").logits[:, 0]
         self.cache.commit(rows, [range(len(feed) - 1) for feed in feeds])
         return logits
 
-    def _next(self, batch: Batch, b: int, guessed: Sequence[int], logits: Tensor) -> int:
+    def _next(self, context: DraftContext, b: int, guessed: Sequence[int], logits: Tensor) -> int:
         """The draft's next token, -1 for none: the likeliest of those that begin with the target token chosen by the noise.
 
         logits: float32 [vocab of the draft]. guessed: the target's tokens so far.
         """
         mass = logits.new_zeros(self.model.vocab_size + 1).index_add_(0, self._first, logits.softmax(0))
-        law, warp = mass[:-1].log()[None], batch.warp.select([b])
-        if batch.stream is Stream.TOKEN:
-            at = batch.positions[[b]] + len(guessed)
-            chosen = int(warp.draw(law, [guessed], batch.noise.select([b]), batch.stream, at)[0])
+        law, warp = mass[:-1].log()[None], context.warp.select([b])
+        if context.stream is Stream.TOKEN:
+            at = context.positions[[b]] + len(guessed)
+            chosen = int(warp.draw(law, [guessed], context.noise.select([b]), context.stream, at)[0])
         else:  # the target's noise is not to be known: the likeliest
             best = warp.processed(law, [guessed])[0].max(0)
             chosen = int(best.indices) if best.values > _NO else -1
@@ -287,4 +287,4 @@ def from_draft_model(draft: Loaded, target: Loaded, rows: int, max_length: int) 
         ) from error
     if pairing.equal:
         return ModelDrafter(draft.model, rows, max_length)
-    return TranslatedDrafter(draft.model, pairing, rows)
+    return CrossTokenizerDrafter(draft.model, pairing, rows)

@@ -11,8 +11,8 @@ from torch import Tensor
 from outrider.control.expectation import Shape, optimal_shape
 from outrider.core.noise import Stream
 from outrider.core.tree import chain, tree
-from outrider.core.types import PADDING, Budget, Draft, Kept, Siblings
-from outrider.drafters.base import BaseDrafter, Batch
+from outrider.core.types import PADDING, Budget, Commit, Draft, Siblings
+from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.combine.merge import Nodes, walked
 from outrider.drafters.model.children import child_scores, children
 from outrider.drafters.model.growth import Growth
@@ -61,9 +61,9 @@ class ModelDrafter(BaseDrafter):
         self.cache.release(row)
         self._scratch.pop(row, None)
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
         """Commits the root and what came true below it, found by its tokens: others may have renumbered the draft."""
-        for row, one in zip(batch.rows, kept, strict=True):
+        for row, one in zip(context.slots, kept, strict=True):
             scratch = self._scratch.pop(row, None)
             if scratch is not None:  # the last token is the next root, and forwarded then
                 self.cache.commit([row], [walked(scratch, one.tokens[:-1])])
@@ -77,44 +77,44 @@ class ModelDrafter(BaseDrafter):
         """Takes in the next `count` of what is missing, in one forward."""
         have = self.cache.length[row]
         self._scratch.pop(row, None)  # overwritten
-        part = self._context(row, tokens)[have : have + count]
-        self.model.forward(torch.tensor([part]), self.cache, [row], want="none")
-        self.cache.commit([row], [range(len(part))])
+        select = self._context(row, tokens)[have : have + count]
+        self.model.forward(torch.tensor([select]), self.cache, [row], want="none")
+        self.cache.commit([row], [range(len(select))])
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         # a short-sighted drafter stops drafting, no more
-        room = [self._room(row, tokens) for row, tokens in zip(batch.rows, batch.tokens, strict=True)]
-        some = [b for b, budget in enumerate(batch.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
-        if some and all(self._has_chain(batch, b) for b in some):
-            guesses: list[list[int]] = [[] for _ in batch.rows]
-            for b, drawn in zip(some, self._chains(batch, some), strict=True):
+        room = [self._room(row, tokens) for row, tokens in zip(context.slots, context.tokens, strict=True)]
+        some = [b for b, budget in enumerate(context.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
+        if some and all(self._has_chain(context, b) for b in some):
+            guesses: list[list[int]] = [[] for _ in context.slots]
+            for b, drawn in zip(some, self._chains(context, some), strict=True):
                 guesses[b] = drawn
-            return Draft(*chain([[t[-1], *g] for t, g in zip(batch.tokens, guesses, strict=True)]))
-        grown = {b: self._start(batch, b) for b in some}
-        laws = self._grow(batch, grown) if some else {}
-        return self._draft(batch, grown, laws)
+            return Draft(*chain([[t[-1], *g] for t, g in zip(context.tokens, guesses, strict=True)]))
+        grown = {b: self._start(context, b) for b in some}
+        laws = self._grow(context, grown) if some else {}
+        return self._draft(context, grown, laws)
 
-    def _start(self, batch: Batch, b: int) -> Growth:
-        budget = batch.budgets[b]
-        shape = self.shape or (optimal_shape if batch.law and budget.width > 1 else None)
-        return Growth(batch.tokens[b][-1], budget, shape and shape(budget))
+    def _start(self, context: DraftContext, b: int) -> Growth:
+        budget = context.budgets[b]
+        shape = self.shape or (optimal_shape if context.needs_probs and budget.width > 1 else None)
+        return Growth(context.tokens[b][-1], budget, shape and shape(budget))
 
-    def _draft(self, batch: Batch, grown: dict[int, Growth], laws: dict[tuple[int, int], Tensor]) -> Draft:
+    def _draft(self, context: DraftContext, grown: dict[int, Growth], laws: dict[tuple[int, int], Tensor]) -> Draft:
         """The grown trees, cut to their budgets and numbered anew."""
         kept = {b: growth.kept() for b, growth in grown.items()}
         rows: list[list[tuple[int, int]]] = []
-        for b, tokens in enumerate(batch.tokens):
+        for b, tokens in enumerate(context.tokens):
             growth, nodes = grown.get(b), kept.get(b, [0])
             new = {old: n for n, old in enumerate(nodes)}
             rows.append([(tokens[-1], -1)])
             if growth is not None:
                 rows[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
         tokens, parents = tree(rows)
-        if not batch.law:
-            chances = torch.zeros(tokens.shape)
+        if not context.needs_probs:
+            confidence = torch.zeros(tokens.shape)
             for b, nodes in kept.items():
-                chances[b, : len(nodes)] = torch.tensor([grown[b].weights[n] for n in nodes]).exp()
-            return Draft(tokens, parents, chances=chances if self._knows_chances(grown) else None)
+                confidence[b, : len(nodes)] = torch.tensor([grown[b].weights[n] for n in nodes]).exp()
+            return Draft(tokens, parents, confidence=confidence if self._knows_chances(grown) else None)
         probs = torch.zeros(*tokens.shape, self.model.vocab_size, device=self.model.device)
         for (b, node), law in laws.items():
             probs[b, kept[b].index(node)] = law
@@ -128,15 +128,15 @@ class ModelDrafter(BaseDrafter):
         """An only child is drawn the same way by all; chains declare the plainest."""
         return Siblings.IID if all(g.budget.width == 1 for g in grown.values()) else self.siblings
 
-    def _grow(self, batch: Batch, grown: dict[int, Growth]) -> dict[tuple[int, int], Tensor]:
+    def _grow(self, context: DraftContext, grown: dict[int, Growth]) -> dict[tuple[int, int], Tensor]:
         """Level by level, one forward each. Returns the laws that were drawn from, by row and node."""
         some, laws = list(grown), dict[tuple[int, int], Tensor]()
-        logits = self._ingest(batch, some)
+        logits = self._ingest(context, some)
         at = [(b, 0) for b in some]  # whose children the lines of `logits` speak of
         standing = {b: [-1] for b in some}  # parents of what stands in each row's scratch, padding included
         level = 0
         while True:
-            for (b, node), tokens, weights, law in self._children(batch, grown, at, logits, level):
+            for (b, node), tokens, weights, law in self._children(context, grown, at, logits, level):
                 grown[b].add(node, tokens, weights)
                 if law is not None:
                     laws[b, node] = law
@@ -147,7 +147,7 @@ class ModelDrafter(BaseDrafter):
             width = max(map(len, opened.values()))
             feed = torch.zeros(len(opened), width, dtype=torch.long)
             for line, (b, nodes) in enumerate(opened.items()):
-                growth, row = grown[b], batch.rows[b]
+                growth, row = grown[b], context.slots[b]
                 for i, n in enumerate(nodes):
                     feed[line, i] = self._own(growth.tokens[n])
                     growth.places[n] = len(standing[b]) + i
@@ -156,7 +156,7 @@ class ModelDrafter(BaseDrafter):
                 standing[b] += parents + padding
                 self._scratch[row] += [(growth.tokens[n], p) for n, p in zip(nodes, parents, strict=True)]
                 self._scratch[row] += [(-1, PADDING)] * len(padding)
-            rows = [batch.rows[b] for b in opened]
+            rows = [context.slots[b] for b in opened]
             parents = torch.tensor([standing[b] for b in opened])
             out = self.model.forward(feed, self.cache, rows, parents=parents).logits
             at = [(b, n) for b, nodes in opened.items() for n in nodes]
@@ -165,59 +165,61 @@ class ModelDrafter(BaseDrafter):
             standing = {b: standing[b] for b in opened}  # who has stopped has stopped for good
         return laws
 
-    def _children(self, batch: Batch, grown: dict[int, Growth], at: list[tuple[int, int]], logits: Tensor, level: int):
+    def _children(
+        self, context: DraftContext, grown: dict[int, Growth], at: list[tuple[int, int]], logits: Tensor, level: int
+    ):
         """((row, node), tokens, log chances, law or None) of each node in `at`. logits: [len(at), vocab]."""
         who, extra = [b for b, _ in at], [grown[b].path(n) for b, n in at]
-        warp, noise, position = batch.warp.select(who), batch.noise.select(who), batch.positions[who] + level
+        warp, noise, position = context.warp.select(who), context.noise.select(who), context.positions[who] + level
         width = max(grown[b].width(n) for b, n in at)
-        if batch.law:
+        if context.needs_probs:
             scores = warp.scores(logits, extra)
             node = torch.tensor([n for _, n in at], device=position.device)
             kind = self._siblings(grown)
             # one call for each width: the last child of some kinds is drawn unlike the others
             for size in {grown[b].width(n) for b, n in at} - {0}:
                 lines = [i for i, (b, n) in enumerate(at) if grown[b].width(n) == size]
-                made = children(scores[lines], size, kind, noise.select(lines), batch.stream, position[lines],
+                made = children(scores[lines], size, kind, noise.select(lines), context.stream, position[lines],
                                 node=node[lines])  # fmt: skip
                 assert made.probs is not None  # the law drawn from, to the bit
                 for i, tokens, law in zip(lines, made.tokens.tolist(), made.probs, strict=True):
                     yield at[i], tokens, [0.0] * size, law
             return
         if width == 1 and self.least == -inf and self.noise_aware:  # the one child needs no chances
-            drawn = warp.draw(logits, extra, noise, batch.stream, position).tolist()
+            drawn = warp.draw(logits, extra, noise, context.stream, position).tolist()
             for key, token in zip(at, drawn, strict=True):
                 yield key, [token], [0.0], None
             return
         scores = child_scores(warp, logits, extra)
         quiet = [not self.noise_aware or greedy for greedy in warp.greedy]
-        made = children(scores, max(width, _RIVALS), Siblings.POINT, noise, batch.stream, position, greedy=quiet)
-        chances = (
+        made = children(scores, max(width, _RIVALS), Siblings.POINT, noise, context.stream, position, greedy=quiet)
+        confidence = (
             _chances(made.keys, [h.params.temperature for h in warp.histories]) if self.noise_aware else made.log_q
         )
-        for key, tokens, weights in zip(at, made.tokens.tolist(), chances.tolist(), strict=True):
+        for key, tokens, weights in zip(at, made.tokens.tolist(), confidence.tolist(), strict=True):
             yield key, tokens[:width], weights, None
 
-    def _has_chain(self, batch: Batch, b: int) -> bool:
-        simple = batch.budgets[b].width == 1 and not batch.law and self.shape is None and self.least == -inf
+    def _has_chain(self, context: DraftContext, b: int) -> bool:
+        simple = context.budgets[b].width == 1 and not context.needs_probs and self.shape is None and self.least == -inf
         return (
             simple
             and self.noise_aware
             and isinstance(self.model, LlamaModel)
-            and batch.warp.simple(b)
-            and batch.stream is Stream.TOKEN
+            and context.warp.simple(b)
+            and context.stream is Stream.TOKEN
         )
 
-    def _chains(self, batch: Batch, some: list[int]) -> list[list[int]]:
+    def _chains(self, context: DraftContext, some: list[int]) -> list[list[int]]:
         """Chains without a law, in one call of a model that offers it: a small model's token costs less than the way through
         Python."""
         assert isinstance(self.model, LlamaModel)
-        noise = batch.noise.keys(batch.stream, batch.positions)
+        noise = context.noise.keys(context.stream, context.positions)
         chains = [
             Chain(
-                batch.rows[b],
-                self._level(batch.rows[b], batch.tokens[b]),
-                min(batch.budgets[b].depth, batch.budgets[b].max_nodes),
-                batch.warp.histories[b].params.temperature,
+                context.slots[b],
+                self._level(context.slots[b], context.tokens[b]),
+                min(context.budgets[b].depth, context.budgets[b].max_nodes),
+                context.warp.histories[b].params.temperature,
                 noise[b],
             )
             for b in some
@@ -247,11 +249,11 @@ class ModelDrafter(BaseDrafter):
             self.read(row, tokens, _CHUNK)
         return self._context(row, tokens)[self.cache.length[row] :]
 
-    def _ingest(self, batch: Batch, some: list[int]) -> Tensor:
+    def _ingest(self, context: DraftContext, some: list[int]) -> Tensor:
         """Brings the rows level with their committed tokens; returns logits [row, vocab] after the root of each, which
         then stands in the scratch as node 0."""
-        rows = [batch.rows[b] for b in some]
-        feeds = [self._level(row, batch.tokens[b]) for row, b in zip(rows, some, strict=True)]
+        rows = [context.slots[b] for b in some]
+        feeds = [self._level(row, context.tokens[b]) for row, b in zip(rows, some, strict=True)]
         tokens, parents = chain(feeds)
         logits = self.model.forward(tokens, self.cache, rows, parents=parents, want="last").logits[:, 0]
         self.cache.commit(rows, [range(len(f) - 1) for f in feeds])

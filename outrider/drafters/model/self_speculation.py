@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from outrider.control.expectation import geometric, speedup
-from outrider.core.types import Draft, Kept
-from outrider.drafters.base import Batch
+from outrider.core.types import Commit, Draft
+from outrider.drafters.base import DraftContext
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.base import LanguageModel
-from outrider.models.hf.layer_subset import part
+from outrider.models.hf.layer_subset import layer_subset
 
 SAMPLE = '''def read_lines(path):
     """Return the lines of a text file, without those that are empty or start with a hash sign."""
@@ -39,19 +39,19 @@ the end of the month, and that the second part would be read again at the next m
 '''
 
 
-class SelfDrafter(ModelDrafter):
+class QuantizedSelfDrafter(ModelDrafter):
     """Chains and trees by a model with the target's layers, or some of them, in the target's own cache."""
 
     def __init__(self, model: LanguageModel, *, min_probability: float = 0.0) -> None:
         super().__init__(model, 1, 1, min_probability=min_probability)
 
-    def propose(self, batch: Batch) -> Draft:
-        if batch.cache is None:
+    def propose(self, context: DraftContext) -> Draft:
+        if context.cache is None:
             raise ValueError("this drafts in the target's cache; hand it over as Batch(..., cache=decoder.cache)")
-        self.cache = batch.cache
-        return super().propose(batch)
+        self.cache = context.cache
+        return super().propose(context)
 
-    def update(self, batch: Batch, kept: Sequence[Kept], features: Tensor | None) -> None:
+    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
         """The target's own step has written what was accepted."""
 
     def missing(self, row: int, tokens: list[int]) -> int:
@@ -62,12 +62,12 @@ class SelfDrafter(ModelDrafter):
         """The target's rows are the loop's to release."""
 
 
-class LayerSkipDrafter(SelfDrafter):
+class LayerSkipDrafter(QuantizedSelfDrafter):
     """The target's own layers, some of them left out."""
 
     def __init__(self, target: LanguageModel, layers: Sequence[int], *, min_probability: float = 0.0) -> None:
         """Raises ValueError for layers that the target does not have."""
-        super().__init__(part(target, layers), min_probability=min_probability)
+        super().__init__(layer_subset(target, layers), min_probability=min_probability)
         self.layers = tuple(layers)
 
 
@@ -119,7 +119,7 @@ def search_layers(
     choices = [_choices(target, t) for t in texts]
 
     def agreement(layers: list[int]) -> float:
-        model = part(target, layers)
+        model = layer_subset(target, layers)
         same = torch.cat([_choices(model, t) == c for t, c in zip(texts, choices, strict=True)])
         return float(same.float().mean())
 
@@ -132,7 +132,10 @@ def search_layers(
     best, left = LayerSearch(list(range(count)), 1.0, 1.0, 0, 1.0), list(range(count))
     for out in order[: count - 1]:
         left = [n for n in left if n != out]
-        a, cost = agreement(left), clock(part(target, left), 1) / clock(target, 1)  # side by side: machines drift
+        a, cost = (
+            agreement(left),
+            clock(layer_subset(target, left), 1) / clock(target, 1),
+        )  # side by side: machines drift
         gains = [(speedup(geometric(a, k), k * cost, widths[k] / widths[0]), k) for k in range(1, max_depth + 1)]
         gain, depth = max(gains)
         progress(f"{len(left)} of {count} layers: agreement {a:.2f}, cost {cost:.2f}, predicted {gain:.2f} x")

@@ -74,13 +74,13 @@ class Vocabulary:
         Bytes that are no UTF-8 become the tokens of single bytes, and are left out where there are none.
         """
         out: list[int] = []
-        for part in _BROKEN.split(text.decode("utf-8", "surrogateescape")):
-            if _BROKEN.match(part):
-                single = (self.ids.get(bytes([b])) for b in part.encode("utf-8", "surrogateescape"))
+        for select in _BROKEN.split(text.decode("utf-8", "surrogateescape")):
+            if _BROKEN.match(select):
+                single = (self.ids.get(bytes([b])) for b in select.encode("utf-8", "surrogateescape"))
                 out += [i for i in single if i is not None]
-            elif part:
-                found = self._encode(part)
-                out += found if begins and not out else self._unled(found, part)
+            elif select:
+                found = self._encode(select)
+                out += found if begins and not out else self._unled(found, select)
         return out
 
     def _encode(self, text: str) -> list[int]:

@@ -241,7 +241,7 @@ class Inflater:
         return LlamaConfig(**{k: v for k, v in given.items() if k not in ("model_type", "architectures")})
 
 
-def inflated(source: LlamaForCausalLM, size: Size, dtype: torch.dtype) -> LlamaForCausalLM:
+def scaled_up(source: LlamaForCausalLM, size: Size, dtype: torch.dtype) -> LlamaForCausalLM:
     """The big model, in memory. Raises ValueError where `size` cannot hold the source."""
     big = Inflater(source, size, dtype)
     with torch.device("meta"):

@@ -23,7 +23,7 @@ _WIDE = 64  # elements; a multiple of what one pass of any vector loop takes
 _EASY_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # made of products, quotients and roots, which round alike everywhere
 
 
-class StableRows(TorchFunctionMode):
+class BatchInvariantOps(TorchFunctionMode):
     """Within it, a row of what `_SPECIAL` lists does not depend on its neighbours (on one thread).
 
     needed: how often an operation was met that would have depended on them.
@@ -51,7 +51,7 @@ class StableRows(TorchFunctionMode):
         return found[1]
 
 
-def _elementwise(mode: StableRows, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _elementwise(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if kwargs.get("inplace") or "out" in kwargs or not x.is_floating_point() or not x.dim():
         return func(x, *args, **kwargs)
     if x.is_contiguous() and not x.shape[-1] % _WIDE:
@@ -62,13 +62,15 @@ def _elementwise(mode: StableRows, func: Callable[..., Any], x: Tensor, *args: A
     return func(padded, *args, **kwargs)[:n].view(x.shape)
 
 
-def _power(mode: StableRows, func: Callable[..., Any], x: Any, exponent: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _power(
+    mode: BatchInvariantOps, func: Callable[..., Any], x: Any, exponent: Any, *args: Any, **kwargs: Any
+) -> Tensor:
     if not isinstance(x, Tensor) or isinstance(exponent, Tensor) or exponent in _EASY_POWERS:
         return func(x, exponent, *args, **kwargs)
     return _elementwise(mode, func, x, exponent, *args, **kwargs)
 
 
-def _reduce(mode: StableRows, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _reduce(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if x.dim() > 1 and x.shape[-1] > 1 and not x.is_contiguous() and x.stride(-1) != 1:
         mode.needed += 1
         x = x.contiguous()
@@ -76,7 +78,7 @@ def _reduce(mode: StableRows, func: Callable[..., Any], x: Tensor, *args: Any, *
 
 
 def _linear(
-    mode: StableRows, func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None
+    mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     mode.needed += 1
     if isinstance(weight, nn.Parameter):  # it stays the same object from call to call
@@ -85,7 +87,7 @@ def _linear(
     return torch.cat([func(row, weight, bias) for row in flat.split(1)]).view(*x.shape[:-1], len(weight))
 
 
-def _matmul(mode: StableRows, func: Callable[..., Any], x: Any, other: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _matmul(mode: BatchInvariantOps, func: Callable[..., Any], x: Any, other: Any, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(other, Tensor) or other.dim() != 2 or other.shape[0] == 1 or args or kwargs or x.dim() < 2:
         return func(x, other, *args, **kwargs)
     mode.needed += 1
@@ -93,7 +95,7 @@ def _matmul(mode: StableRows, func: Callable[..., Any], x: Any, other: Any, *arg
     return torch.cat([func(row, other) for row in flat.split(1)]).view(*x.shape[:-1], other.shape[1])
 
 
-def _sdpa(mode: StableRows, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+def _sdpa(mode: BatchInvariantOps, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     return func(*args, **kwargs) if mode.sdpa is None else mode.sdpa(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from outrider.models.hf.model import HFModel
 from outrider.models.native_llama import LlamaModel
 
 
-def part(model: LanguageModel, layers: Sequence[int]) -> LanguageModel:
+def layer_subset(model: LanguageModel, layers: Sequence[int]) -> LanguageModel:
     """The model with these layers only, in this order. Raises ValueError for layers it does not have, or cannot leave out."""
     if not isinstance(model, (HFModel, LlamaModel)):
         raise ValueError(
@@ -38,7 +38,7 @@ class _Part:
     def __init__(self, whole: HFModel, layers: list[int]) -> None:
         self.whole, self.layers = whole, layers
         self.vocab_size, self.max_length, self.device = whole.vocab_size, whole.max_length, whole.device
-        self.rows_equal = whole.rows_equal
+        self.batch_invariant = whole.batch_invariant
         stacks = [m for m in whole.model.modules() if isinstance(m, nn.ModuleList) and len(m) == whole.layers]
         parents = [(m, name) for m in whole.model.modules() for name, child in m.named_children()
                    if any(child is s for s in stacks)]  # fmt: skip

@@ -23,7 +23,7 @@ from outrider.kernels import cpu as native
 from outrider.models.attention import Nodes
 from outrider.models.base import Output, Want
 from outrider.models.cache import SlotCache
-from outrider.models.hf.batch_invariant import StableRows
+from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import pack_experts_
 from outrider.models.hf.hooks import NAME, SURVEY, CacheView, Call, UnsupportedModel, Way, method
 from outrider.models.hf.linear import PackedLinear, pack_linears_
@@ -37,7 +37,7 @@ class HFModel:
     place, which saves memory. Otherwise the caller's model stays as it was, and what is not repacked is shared with it.
     Raises UnsupportedModel with the reason when the model cannot be run.
 
-    rows_equal: whether each row's logits are bit for bit those of decoding it alone, as found when the model was made.
+    batch_invariant: whether each row's logits are bit for bit those of decoding it alone, as found when the model was made.
     """
 
     def __init__(self, model: PreTrainedModel, *, weights: str = "auto", own: bool = False) -> None:
@@ -65,10 +65,10 @@ class HFModel:
         self._long: bool | None = None
         dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
         self._stand_in = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)  # for a mask
-        self._stable = StableRows(self._sdpa)
+        self._stable = BatchInvariantOps(self._sdpa)
         self._careful = self.device.type == "cpu"  # run under `_stable`
         self._way = Way.INTERFACE
-        self.rows_equal = (
+        self.batch_invariant = (
             self._find_way() and self.device.type == "cpu"
         )  # elsewhere matrix kernels change with the batch
         self._careful &= self._stable.needed > 0 or self._way is Way.SDPA

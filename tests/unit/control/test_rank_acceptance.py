@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.control.expectation import BY_RANK, expected_accepted, optimal_shape
 from outrider.control.ranks import Ranks
 from outrider.core.types import Budget
-from outrider.drafters import RecyclingDrafter
+from outrider.drafters import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
@@ -82,7 +82,7 @@ def test_chances_never_increase_and_shapes_obey(width: int, walks: list[list[int
 
 
 def test_recycling_learns_how_wide_its_trees_should_be() -> None:
-    drafter = RecyclingDrafter(VOCAB, 4)
+    drafter = TokenRecyclingDrafter(VOCAB, 4)
     params = SamplingParams(temperature=1.5, max_tokens=200, ignore_eos=True)
     budget = Budget(4, 4, 8)
     decoder(ToyModel(VOCAB), drafter, budget=budget).generate([request([1, 2], params)])

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from outrider.core.noise import Stream
-from outrider.core.sampling import History, Laws, Warp, truncate
+from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState, truncate
 from outrider.core.types import Draft
 from outrider.params import SamplingParams
 from outrider.verify import match
@@ -19,15 +19,15 @@ from outrider.verify import match
 V = 50
 
 
-def history(params: SamplingParams, tokens: list[int], prompt: int, ends: tuple[int, ...] = ()) -> History:
-    return History(params, ends, tuple(tuple(w) for w in params.bad_words), tokens, prompt)  # type: ignore[arg-type]
+def history(params: SamplingParams, tokens: list[int], prompt: int, ends: tuple[int, ...] = ()) -> SequenceState:
+    return SequenceState(params, ends, tuple(tuple(w) for w in params.bad_words), tokens, prompt)  # type: ignore[arg-type]
 
 
 def law(
     params: SamplingParams, logits: torch.Tensor, tokens: list[int], extra: list[int] | None = None, **options
 ) -> torch.Tensor:
     prompt = options.pop("prompt", len(tokens))
-    warp = Warp([history(params, tokens, prompt, **options)])
+    warp = LogitsWarper([history(params, tokens, prompt, **options)])
     return warp.scores(logits[None], [extra or []]).softmax(-1)[0]
 
 
@@ -114,11 +114,11 @@ def test_a_row_is_the_same_in_any_batch() -> None:
     logits = torch.stack(draws(len(every)))
     rows = [history(p, [1, 2, 3], 2) for p in every]
     seeds, at = list(range(len(every))), torch.full((len(every),), 3)
-    together = Warp(rows).scores(logits, [[]] * len(every))
-    tokens = Warp(rows).draw(logits, [[]] * len(every), noise(seeds), Stream.TOKEN, at)
+    together = LogitsWarper(rows).scores(logits, [[]] * len(every))
+    tokens = LogitsWarper(rows).draw(logits, [[]] * len(every), noise(seeds), Stream.TOKEN, at)
     for i, row in enumerate(rows):
-        assert torch.equal(Warp([row]).scores(logits[i : i + 1], [[]])[0], together[i])
-        alone = Warp([row]).draw(logits[i : i + 1], [[]], noise([i]), Stream.TOKEN, at[:1])
+        assert torch.equal(LogitsWarper([row]).scores(logits[i : i + 1], [[]])[0], together[i])
+        alone = LogitsWarper([row]).draw(logits[i : i + 1], [[]], noise([i]), Stream.TOKEN, at[:1])
         assert alone[0] == tokens[i] == (together[i] + noise([i]).gumbel(Stream.TOKEN, at[:1], V)[0]).argmax()
 
 
@@ -127,11 +127,13 @@ def test_no_law_gives_no_token() -> None:
     for bad in (torch.full((V,), float("nan")), torch.cat([good[:-1], torch.tensor([float("nan")])])):
         for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=3)):
             rows = [history(params, [1], 1), history(params, [1], 1)]
-            got = Warp(rows).draw(torch.stack([bad, good]), [[], []], noise([0, 0]), Stream.TOKEN, torch.tensor([1, 1]))
+            got = LogitsWarper(rows).draw(
+                torch.stack([bad, good]), [[], []], noise([0, 0]), Stream.TOKEN, torch.tensor([1, 1])
+            )
             assert got[0] == -1
             assert got[1] >= 0
     nothing = SamplingParams(allowed_token_ids=[3], bad_words=([3],))
-    got = Warp([history(nothing, [1], 1)]).draw(good[None], [[]], noise([0]), Stream.TOKEN, torch.tensor([1]))
+    got = LogitsWarper([history(nothing, [1], 1)]).draw(good[None], [[]], noise([0]), Stream.TOKEN, torch.tensor([1]))
     assert got[0] == -1
 
 
@@ -139,9 +141,9 @@ def test_laws_see_the_ancestors_of_their_node_and_nothing_else() -> None:
     params = SamplingParams(frequency_penalty=1.0)
     draft = Draft(torch.tensor([[1, 5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 2, 1]]))
     logits = torch.stack(draws(5))[None]
-    laws = Laws(logits, draft, Warp([history(params, [1], 0)]))
+    laws = LogitsDistribution(logits, draft, LogitsWarper([history(params, [1], 0)]))
     for node, path in enumerate(([], [5], [6], [6, 7], [5, 8])):
-        expected = Warp([history(params, [1], 0)]).scores(logits[:, node], [path]).softmax(-1)
+        expected = LogitsWarper([history(params, [1], 0)]).scores(logits[:, node], [path]).softmax(-1)
         assert torch.equal(laws.probs(torch.tensor([node])), expected)
 
 
@@ -186,7 +188,7 @@ def test_match_row_by_row_on_the_host_is_match_on_tensors(trial: int) -> None:
     )
     parents[2, 6:] = -2
     draft = Draft(torch.randint(0, 5, (4, 9), generator=generator), parents)
-    laws = Laws(logits, draft, Warp([history(p, [1, 2], 1) for p in every]))
+    laws = LogitsDistribution(logits, draft, LogitsWarper([history(p, [1, 2], 1) for p in every]))
 
     class Tensors:
         sample, probs = staticmethod(laws.sample), staticmethod(laws.probs)

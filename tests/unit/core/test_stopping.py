@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.stopping import Detokenizer, Ending
+from outrider.core.stopping import Detokenizer, StopChecker
 from outrider.params import SamplingParams
 
 
@@ -48,8 +48,8 @@ def test_spaces_after_the_prompt_survive(ids: list[int], cut: int) -> None:
     assert Pieces().decode(prompt) + reader.text == Pieces().decode(ids)
 
 
-def run(text: str, **params) -> Ending:
-    ending = Ending(SamplingParams(**{"max_tokens": 1000, **params}), (0,), 1000, Bytes(), b"")
+def run(text: str, **params) -> StopChecker:
+    ending = StopChecker(SamplingParams(**{"max_tokens": 1000, **params}), (0,), 1000, Bytes(), b"")
     for token in text.encode():
         if ending.push(token):
             break
@@ -69,7 +69,7 @@ def test_the_earliest_stop_string_wins() -> None:
 
 
 def test_text_that_may_be_a_stop_string_waits() -> None:
-    ending = Ending(SamplingParams(stop=["</end>"]), (), 99, Bytes(), b"")
+    ending = StopChecker(SamplingParams(stop=["</end>"]), (), 99, Bytes(), b"")
     shown = [ending.settled for token in b"ab</e!cd" if not ending.push(token)]
     assert all("ab</e!cd".startswith(s) for s in shown)
     assert not any(s.endswith("</e") for s in shown)
@@ -91,8 +91,8 @@ def test_where_texts_end(params: dict, text: str, count: int, finish: str | None
 
 
 def test_length_and_missing_tokenizer() -> None:
-    ending = Ending(SamplingParams(), (), 2, Bytes(), b"")
+    ending = StopChecker(SamplingParams(), (), 2, Bytes(), b"")
     assert ending.push(65) is None
     assert ending.push(66).finish == "length"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="need a tokenizer"):
-        Ending(SamplingParams(stop="x"), (), 2)
+        StopChecker(SamplingParams(stop="x"), (), 2)

@@ -10,7 +10,7 @@ from helpers import noise as rows_noise
 from scipy.stats import chi2
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import History, Warp
+from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Siblings
 from outrider.drafters.model.children import child_scores, children
 from outrider.params import SamplingParams
@@ -144,8 +144,10 @@ def test_a_node_without_children_is_not_asked_for():
 
 
 def test_greedy_rows_take_the_best_of_q_and_no_noise():
-    histories = [History(SamplingParams(temperature=t, logit_bias={3: -100.0}), (), (), [1], 1) for t in (0.0, 0.7)]
-    warp, logits = Warp(histories), torch.tensor([[1.0, 3.0, 2.0, 9.0], [1.0, 3.0, 2.0, 9.0]])
+    histories = [
+        SequenceState(SamplingParams(temperature=t, logit_bias={3: -100.0}), (), (), [1], 1) for t in (0.0, 0.7)
+    ]
+    warp, logits = LogitsWarper(histories), torch.tensor([[1.0, 3.0, 2.0, 9.0], [1.0, 3.0, 2.0, 9.0]])
     scores = child_scores(warp, logits, [(), ()])
     noise, at = rows_noise([1, 2]), torch.tensor([4, 4])
     got = children(scores, 3, Siblings.POINT, noise, Stream.TOKEN, at, greedy=warp.greedy)

@@ -7,11 +7,11 @@ import torch
 from helpers import VOCAB, decoder, plain_texts, request, toy_drafters
 
 from outrider.core.types import Budget, Draft
-from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.params import SamplingParams
-from outrider.testing.contract import batch, check_drafter, guesses
+from outrider.testing.contract import check_drafter, context, guesses
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -27,13 +27,15 @@ def test_contract(name: str) -> None:
 class _Greedy(BaseDrafter):
     """Breaks the budget."""
 
-    def propose(self, batch: Batch) -> Draft:
-        return Draft(torch.tensor([[t[-1], 1, 2] for t in batch.tokens]), torch.tensor([[-1, 0, 1]] * len(batch.rows)))
+    def propose(self, context: DraftContext) -> Draft:
+        return Draft(
+            torch.tensor([[t[-1], 1, 2] for t in context.tokens]), torch.tensor([[-1, 0, 1]] * len(context.slots))
+        )
 
 
 class _Rootless(BaseDrafter):
-    def propose(self, batch: Batch) -> Draft:
-        return Draft(torch.zeros(len(batch.rows), 1, dtype=torch.long), torch.full((len(batch.rows), 1), -1))
+    def propose(self, context: DraftContext) -> Draft:
+        return Draft(torch.zeros(len(context.slots), 1, dtype=torch.long), torch.full((len(context.slots), 1), -1))
 
 
 class _Forgetful(NgramDrafter):
@@ -52,7 +54,9 @@ def test_the_contract_catches_those_who_break_it(broken: type) -> None:
 @pytest.mark.parametrize("error", [0.0, 0.5])
 def test_a_declared_law_is_the_law_that_was_drawn_from(error: float) -> None:
     draft = ToyModel(VOCAB, seed=0, error=error)
-    ask = batch([0, 1], [[1, 2, 3], [4]], [Budget(3), Budget(2)], SamplingParams(temperature=0.8, top_k=6), law=True)
+    ask = context(
+        [0, 1], [[1, 2, 3], [4]], [Budget(3), Budget(2)], SamplingParams(temperature=0.8, top_k=6), needs_probs=True
+    )
     made = ModelDrafter(draft, 2, 100).propose(ask)
     assert made.probs is not None
     for b, tokens in enumerate(ask.tokens):
@@ -72,4 +76,4 @@ def test_a_drafter_that_cannot_see_far_stops_drafting_and_no_more() -> None:
     engine = decoder(target, near, rows=1)
     steps = [s for s, _ in engine.steps([request([1, 2], params)]) if s]
     assert sum(s.draft.nodes == 1 for s in steps) > 20
-    assert [t for s in steps for t in s.kept[0].tokens] == plain_texts(target, [request([1, 2], params)])[0]
+    assert [t for s in steps for t in s.commits[0].tokens] == plain_texts(target, [request([1, 2], params)])[0]

@@ -10,10 +10,10 @@ import torch
 from helpers import VOCAB, decoder, plain_texts, request
 
 from outrider import LLM, SamplingParams
-from outrider.core.types import Budget, Draft, Kept
+from outrider.core.types import Budget, Commit, Draft
 from outrider.drafters import BaseDrafter, Drafter, Echo, Wrong
-from outrider.drafters.base import Batch
-from outrider.drafters.combine.guard import Roster
+from outrider.drafters.base import DraftContext
+from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -22,24 +22,24 @@ TARGET = ToyModel(VOCAB)
 class Bad(BaseDrafter):
     """Right for every row but those that start with token 0; for these something is wrong."""
 
-    def __init__(self, wrong: Callable[[Batch, Draft, int], Draft], good: Drafter) -> None:
+    def __init__(self, wrong: Callable[[DraftContext, Draft, int], Draft], good: Drafter) -> None:
         self.wrong, self.good = wrong, good
 
-    def propose(self, batch: Batch) -> Draft:
-        draft = self.good.propose(batch)
-        for b, tokens in enumerate(batch.tokens):
+    def propose(self, context: DraftContext) -> Draft:
+        draft = self.good.propose(context)
+        for b, tokens in enumerate(context.tokens):
             if tokens[0] == 0 and len(tokens) > 6:
-                draft = self.wrong(batch, draft, b)
+                draft = self.wrong(context, draft, b)
         return draft
 
 
-def _raises(batch: Batch, draft: Draft, b: int) -> Draft:
+def _raises(context: DraftContext, draft: Draft, b: int) -> Draft:
     raise KeyError("lost my table")
 
 
-def _changes(batch: Batch, draft: Draft, b: int) -> Draft:
-    batch.tokens[b][-1] = 1 - batch.tokens[b][-1] % 2
-    batch.tokens[b].append(2)
+def _changes(context: DraftContext, draft: Draft, b: int) -> Draft:
+    context.tokens[b][-1] = 1 - context.tokens[b][-1] % 2
+    context.tokens[b].append(2)
     return draft
 
 
@@ -53,7 +53,7 @@ def _grown(draft: Draft, b: int, extra: list[tuple[int, int]]) -> Draft:
     return Draft(tokens, parents)
 
 
-WRONGS: dict[str, tuple[Callable[[Batch, Draft, int], Draft], str]] = {
+WRONGS: dict[str, tuple[Callable[[DraftContext, Draft, int], Draft], str]] = {
     "raises": (_raises, "it raised KeyError: 'lost my table'"),
     "children first": (lambda _, d, b: _grown(d, b, [(1, 60), (1, 0)]), "a parent comes before its children"),
     "no such token": (lambda _, d, b: _grown(d, b, [(VOCAB + 3, 0)]), f"outside the target's {VOCAB} tokens"),
@@ -75,7 +75,7 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
     plain = plain_texts(TARGET, requests)
     texts = {(r.prompt[0], 1, 2): [*r.prompt, *out] for r, out in zip(requests, plain, strict=True)}
     told: list[str] = []
-    roster = Roster({"bad": Bad(wrong, Echo(texts))}, "bad", VOCAB, told.append)
+    roster = PerRequestDrafter({"bad": Bad(wrong, Echo(texts))}, "bad", VOCAB, told.append)
     steps = []
     run = decoder(TARGET, roster, budget=Budget(4), rows=3)
     rows = {id(row.request): row for step, moved in run.steps(requests) if steps.append(step) is None for row in moved}
@@ -85,7 +85,7 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
     assert words in told[0]
     drafted = dict.fromkeys(range(3), 0)
     for step in steps[3:]:
-        for row, count in zip(step.rows, step.draft.drafted.tolist(), strict=True):
+        for row, count in zip(step.slots, step.draft.num_draft_tokens.tolist(), strict=True):
             drafted[row] += count
     guessed = [count > 0 for count in drafted.values()]
     assert guessed.count(True) == 2, "the neighbours are drafted for as ever"
@@ -94,20 +94,20 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
 @pytest.mark.parametrize("method", ["update", "watch"])
 def test_who_changes_the_text_later_is_found_out_too(method: str) -> None:
     class Vandal(Wrong):
-        def watch(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> None:
-            self.spoil(batch, "watch")
+        def watch(self, context: DraftContext, draft: Draft, logits: torch.Tensor) -> None:
+            self.spoil(context, "watch")
 
-        def update(self, batch: Batch, kept: Sequence[Kept], features: torch.Tensor | None) -> None:
-            self.spoil(batch, "update")
+        def update(self, context: DraftContext, kept: Sequence[Commit], features: torch.Tensor | None) -> None:
+            self.spoil(context, "update")
 
-        def spoil(self, batch: Batch, now: str) -> None:
-            if now == method and len(batch.tokens[0]) > 8:
-                batch.tokens[0][2] = (batch.tokens[0][2] + 1) % VOCAB
-                batch.tokens[0] = [1, 2]
+        def spoil(self, context: DraftContext, now: str) -> None:
+            if now == method and len(context.tokens[0]) > 8:
+                context.tokens[0][2] = (context.tokens[0][2] + 1) % VOCAB
+                context.tokens[0] = [1, 2]
 
     requests = [request([first, 1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for first in (3, 5)]
     told: list[str] = []
-    roster = Roster({"mine": Vandal()}, "mine", VOCAB, told.append)
+    roster = PerRequestDrafter({"mine": Vandal()}, "mine", VOCAB, told.append)
     rows = decoder(TARGET, roster, budget=Budget(2), rows=2).generate(requests)
     assert [row.output for row in rows] == plain_texts(TARGET, requests)
     assert [row.tokens[:3] for row in rows] == [r.prompt for r in requests]
@@ -117,12 +117,12 @@ def test_who_changes_the_text_later_is_found_out_too(method: str) -> None:
 
 def test_what_is_no_drafter_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="the drafter 'mine' is none: a drafter has taps, propose, update and release"):
-        Roster({"mine": object()}, "mine", VOCAB)  # pyright: ignore[reportArgumentType]
+        PerRequestDrafter({"mine": object()}, "mine", VOCAB)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_users_drafter_in_the_library() -> None:
     class Fails(Wrong):
-        def propose(self, batch: Batch) -> Draft:
+        def propose(self, context: DraftContext) -> Draft:
             raise RuntimeError("no")
 
     params = SamplingParams(max_tokens=12, temperature=0)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from outrider.core.tree import path_to, validate
 from outrider.core.types import Budget
-from outrider.drafters import Drafter, NgramDrafter, RecyclingDrafter, SuffixDrafter
+from outrider.drafters import Drafter, NgramDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.drafters.lookup.automaton import SuffixAutomaton
 from outrider.drafters.lookup.corpus import Corpus
-from outrider.drafters.lookup.mixture import Context, Places, grow
+from outrider.drafters.lookup.mixture import Context, TextSource, grow
 from outrider.params import SamplingParams
-from outrider.testing.contract import batch, check_drafter, guesses
+from outrider.testing.contract import check_drafter, context, guesses
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -26,7 +26,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
 def proposed(drafter: Drafter, tokens: list[int], budget: Budget) -> list[tuple[int, int]]:
-    return guesses(drafter.propose(batch([0], [tokens], [budget], SamplingParams())), 0)
+    return guesses(drafter.propose(context([0], [tokens], [budget], SamplingParams())), 0)
 
 
 def chain_of(drafter: Drafter, tokens: list[int], depth: int = 8) -> list[int]:
@@ -145,7 +145,7 @@ def _longer(found: list[Context], path: list[int], tokens: list[int], length: in
 
 
 def test_a_text_as_a_source_groups_its_places() -> None:
-    source = Places([1, 2, 1, 3, 9, 1, 2], end=9)
+    source = TextSource([1, 2, 1, 3, 9, 1, 2], end=9)
     assert source.following((1, 3, 6)) == (3, [(2, 2, (2, 7)), (3, 1, (4,))])
     assert source.following((4,)) == source.following((7,)) == (0, [])
 
@@ -172,13 +172,13 @@ def test_suffix_drafts_follow_the_counts() -> None:
 def test_suffix_finds_what_other_requests_said_and_forgets_the_oldest() -> None:
     said = [*range(100, 140)]
     drafter = SuffixDrafter(shared=4096)
-    drafter.propose(batch([3], [[1, *said]], [Budget(4)], SamplingParams()))
+    drafter.propose(context([3], [[1, *said]], [Budget(4)], SamplingParams()))
     assert chain_of(drafter, [1, *said[:5]]) == []  # still running, and short
     drafter.release(3)
     assert chain_of(drafter, [5, *said[:6]], 6) == said[6:12]
     assert chain_of(SuffixDrafter(shared=0), [5, *said[:6]]) == []
     for n in range(60):
-        drafter.propose(batch([3], [[1, *[300 + n] * 150]], [Budget(4)], SamplingParams()))
+        drafter.propose(context([3], [[1, *[300 + n] * 150]], [Budget(4)], SamplingParams()))
         drafter.release(3)
     assert drafter.store is not None
     assert len(drafter.store) <= drafter.store.limit
@@ -187,7 +187,7 @@ def test_suffix_finds_what_other_requests_said_and_forgets_the_oldest() -> None:
 
 def test_suffix_sees_a_long_answer_while_it_runs() -> None:
     drafter, said = SuffixDrafter(), [*range(100, 400)]
-    drafter.propose(batch([3], [[1, *said]], [Budget(4)], SamplingParams()))
+    drafter.propose(context([3], [[1, *said]], [Budget(4)], SamplingParams()))
     assert chain_of(drafter, [5, *said[200:206]], 6) == said[206:212]
 
 
@@ -213,7 +213,7 @@ def test_long_texts_stay_cheap() -> None:
 
 
 def test_recycled_candidates_are_the_targets_own() -> None:
-    drafter = RecyclingDrafter(VOCAB, 3)
+    drafter = TokenRecyclingDrafter(VOCAB, 3)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     engine = decoder(ToyModel(VOCAB, order=1), drafter, budget=Budget(3, 3, 9))
     steps = [s for s, _ in engine.steps([request([1, 2], params)]) if s]
@@ -224,19 +224,19 @@ def test_recycled_candidates_are_the_targets_own() -> None:
         logits = model.forward(torch.tensor([[token]]), model.new_cache(1, 8), [0]).logits[0, 0]
         assert drafter.table[token].tolist() == logits.topk(3).indices.tolist()
     with pytest.raises(ValueError, match=r"k must be in 1\.\.11"):
-        RecyclingDrafter(VOCAB, 12)
+        TokenRecyclingDrafter(VOCAB, 12)
 
 
 def test_recycled_trees_have_the_shape_of_the_budget() -> None:
-    drafter = RecyclingDrafter(50, 4)
+    drafter = TokenRecyclingDrafter(50, 4)
     drafter.table = torch.arange(200).reshape(50, 4) % 50
     for budget in (Budget(4, 3, 10), Budget(5), Budget(1, 4), Budget(0), Budget(3, 8, 100)):
-        draft = drafter.propose(batch([0, 1], [[1], [2, 3]], [budget] * 2, SamplingParams()))
+        draft = drafter.propose(context([0, 1], [[1], [2, 3]], [budget] * 2, SamplingParams()))
         validate(draft, 50)
         most = min(budget.max_nodes, sum(min(budget.width, 4) ** d for d in range(1, budget.depth + 1)))
         assert draft.nodes - 1 == most
     drafter.table[:] = -1
-    assert drafter.propose(batch([0], [[1]], [Budget(4, 3)], SamplingParams())).nodes == 1
+    assert drafter.propose(context([0], [[1]], [Budget(4, 3)], SamplingParams())).nodes == 1
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "suffix_shared", "prediction", "token_recycling"])

@@ -15,7 +15,7 @@ from outrider.control import Fixed
 from outrider.core.types import Budget
 from outrider.decode import Request
 from outrider.drafters.lookup.prediction import Alignment, PredictionDrafter
-from outrider.testing.contract import batch, check_drafter, guesses
+from outrider.testing.contract import check_drafter, context, guesses
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -26,7 +26,7 @@ def written(prediction: list[int], answer: list[int], depth: int = DEPTH, width:
     """(steps, guesses) it takes to write an answer with this prediction."""
     drafter, text, steps, drafted = PredictionDrafter(prediction), [9999], 0, 0
     while len(text) - 1 < len(answer):
-        ask = batch([0], [list(text)], [Budget(depth, width)], SamplingParams())
+        ask = context([0], [list(text)], [Budget(depth, width)], SamplingParams())
         nodes, at = guesses(drafter.propose(ask), 0), 0
         steps, drafted = steps + 1, drafted + len(nodes) - 1
         following = answer[len(text) - 1 :]
@@ -101,14 +101,14 @@ def test_a_single_token_that_changed_costs_one_step() -> None:
 def test_a_name_that_changed_once_is_expected_to_change_again() -> None:
     draw = random.Random(0)
     between = [[draw.randrange(100, 2000) for _ in range(20)] for _ in range(12)]
-    text = [t for part in between for t in (7, 8, *part)]
-    answer = [t for part in between for t in (70, 80, 90, *part)]
+    text = [t for select in between for t in (7, 8, *select)]
+    answer = [t for select in between for t in (70, 80, 90, *select)]
     steps, drafted = written(text, answer)
     assert steps <= len(answer) / 17 + 7
     assert drafted - (len(answer) - steps) < 40
     once = [70, 80, 90, *text[2:]]
     assert written(text, once)[0] <= len(once) / 17 + 7, "a change that does not come again is let go"
-    removed = [t for part in between for t in part]
+    removed = [t for select in between for t in select]
     assert written(text, removed)[0] <= len(removed) / 17 + 8
 
 
@@ -126,16 +126,16 @@ def test_a_prediction_in_another_language_costs_next_to_nothing() -> None:
 def test_with_width_a_doubtful_replacement_is_offered_beside_the_old_text() -> None:
     alignment = Alignment([7, *range(10, 20), 7, *range(20, 30)])
     alignment.extend([70, *range(10, 20)])
-    [context] = alignment.contexts()
-    assert [(t, n) for t, n, _ in context.source.following(context.state)[1]] == [(70, 9), (7, 1)]
+    [found] = alignment.contexts()
+    assert [(t, n) for t, n, _ in found.source.following(found.state)[1]] == [(70, 9), (7, 1)]
     drafter = PredictionDrafter([7, *range(10, 20), 7, *range(20, 30)], least=0.05)
-    ask = batch([0], [[99, 70, *range(10, 20)]], [Budget(3, 2, 6)], SamplingParams())
+    ask = context([0], [[99, 70, *range(10, 20)]], [Budget(3, 2, 6)], SamplingParams())
     assert {t for t, p in guesses(drafter.propose(ask), 0) if p == 0} == {70, 7}
 
 
 def test_rows_have_predictions_of_their_own() -> None:
     drafter = PredictionDrafter([1, 2, 3, 4])
-    ask = batch([0, 1, 2], [[50], [50], [50, 7]], [Budget(2)] * 3, SamplingParams())
+    ask = context([0, 1, 2], [[50], [50], [50, 7]], [Budget(2)] * 3, SamplingParams())
     object.__setattr__(ask, "predictions", [(), (5, 6, 7), (7, 8, 9)])
     draft = drafter.propose(ask)
     assert [[t for t, _ in guesses(draft, b)[1:]] for b in range(3)] == [[1, 2], [5, 6], [8, 9]]

@@ -11,7 +11,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
-from outrider.drafters import LayerSkipDrafter, NoDraft, Router, SelfDrafter, Wrong, make_drafter
+from outrider.drafters import DrafterRouter, LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, Wrong, make_drafter
 from outrider.models.load import Loaded, load
 
 PROMPT = "def read(path):\n    with open(path) as file:\n        return"
@@ -57,7 +57,7 @@ def make(target: Loaded, **config: Any) -> Any:
 
 def test_auto_takes_what_there_is(code: Loaded) -> None:
     drafter = make(code, method="auto")
-    assert isinstance(drafter, Router)
+    assert isinstance(drafter, DrafterRouter)
     assert list(drafter.drafters) == ["prediction", "suffix", "draft_model"]
     assert 0.05 < drafter.cost["draft_model"] < 0.4
     assert drafter.cost["suffix"] == 0
@@ -129,7 +129,7 @@ def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
     assert drafter.token == 7
     assert texts({"method": "stubborn"}) == plain
     both = make(code, method=["stubborn", "suffix"])
-    assert isinstance(both, Router)
+    assert isinstance(both, DrafterRouter)
     with pytest.raises(ValueError, match=r"'stubborn'.*unexpected keyword argument 'colour'"):
         make(code, method="stubborn", options={"colour": "red"})
     with pytest.raises(ValueError, match="made a object, which is none: a drafter has taps"):
@@ -139,7 +139,7 @@ def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
 
 
 def test_a_quantized_copy_of_something_coarse_is_refused(code: Loaded) -> None:
-    assert isinstance(make(code, method="quantized_self"), SelfDrafter)
+    assert isinstance(make(code, method="quantized_self"), QuantizedSelfDrafter)
     coarse = Loaded(code.model, "x", code.tokenizer, code.end_ids, "int8", code.source)
     with pytest.raises(ValueError, match="gain nothing"):
         make(coarse, method="quantized_self")

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.tree import tree, validate
-from outrider.core.types import Budget, Draft, Kept, Siblings
+from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters import BaseDrafter, Echo, ModelDrafter, NgramDrafter, SuffixDrafter, Wrong
-from outrider.drafters.base import Batch
+from outrider.drafters.base import DraftContext
 from outrider.drafters.combine.merge import Nodes, join, united
-from outrider.drafters.combine.router import Router, _Record
+from outrider.drafters.combine.router import DrafterRouter, _Record
 from outrider.params import SamplingParams
-from outrider.testing.contract import batch, guesses
+from outrider.testing.contract import context, guesses
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -34,9 +34,9 @@ def test_text_or_law_is_kept_with_any_company(budget: Budget, verifier: str) -> 
     params = [SamplingParams(temperature=t, max_tokens=40, ignore_eos=True) for t in (0.0, 0.8, 1.2)]
     requests = [request([i, 1, 2], p, seed=i) for i, p in enumerate(params)]
     makers = {
-        "texts": lambda: Router({"suffix": SuffixDrafter(least=0.01), "ngram": NgramDrafter(1, 3)}),
-        "mixed": lambda: Router({"suffix": SuffixDrafter(least=0.01), "draft": model()}, {"draft": 0.1}),
-        "hopeless": lambda: Router({"wrong": Wrong(3), "draft": model(5.0)}, {"draft": 0.5}),
+        "texts": lambda: DrafterRouter({"suffix": SuffixDrafter(least=0.01), "ngram": NgramDrafter(1, 3)}),
+        "mixed": lambda: DrafterRouter({"suffix": SuffixDrafter(least=0.01), "draft": model()}, {"draft": 0.1}),
+        "hopeless": lambda: DrafterRouter({"wrong": Wrong(3), "draft": model(5.0)}, {"draft": 0.5}),
     }
     plain = plain_texts(TARGET, requests)
     for name, make in makers.items():
@@ -52,11 +52,11 @@ def test_the_useless_one_is_left_alone_and_asked_again() -> None:
     asked = []
 
     class Costly(Wrong):
-        def propose(self, batch: Batch) -> Draft:
-            asked.append(batch.rows)
-            return super().propose(batch)
+        def propose(self, context: DraftContext) -> Draft:
+            asked.append(context.slots)
+            return super().propose(context)
 
-    run = decoder(TARGET, Router({"costly": Costly(1)}, {"costly": 0.2}), budget=Budget(4), rows=1)
+    run = decoder(TARGET, DrafterRouter({"costly": Costly(1)}, {"costly": 0.2}), budget=Budget(4), rows=1)
     steps = [
         s
         for s, _ in run.steps([request([1, 2], SamplingParams(max_tokens=200, temperature=0.5, ignore_eos=True))])
@@ -70,7 +70,7 @@ def test_one_that_costs_is_asked_for_what_it_lately_made_true() -> None:
     params = SamplingParams(max_tokens=120, temperature=0.5, ignore_eos=True)
     deepest: dict[float, list[int]] = {}
     for error in (0.0, 5.0):
-        run = decoder(TARGET, Router({"draft": model(error)}, {"draft": 0.01}), budget=Budget(16), rows=1)
+        run = decoder(TARGET, DrafterRouter({"draft": model(error)}, {"draft": 0.01}), budget=Budget(16), rows=1)
         drafts = [s.draft.nodes - 1 for s, _ in run.steps([request([1, 2], params)]) if s]
         deepest[error] = [n for n in drafts if n]
     assert deepest[0.0][0] == deepest[5.0][0] == 5, "nothing is known of it"
@@ -90,22 +90,25 @@ def test_that_all_were_right_tells_of_no_end() -> None:
 
 def test_a_new_row_does_not_forget_at_its_first_step_what_all_have_taught() -> None:
     """After many texts it is known how much one may be asked for; a bad first step of the next leaves a quarter at least."""
-    router, own = Router({"wrong": Wrong(1)}, {"wrong": 0.01}), batch([0], [[1, 2, 3]], [Budget(4)], SamplingParams())
+    router, own = (
+        DrafterRouter({"wrong": Wrong(1)}, {"wrong": 0.01}),
+        context([0], [[1, 2, 3]], [Budget(4)], SamplingParams()),
+    )
     known = router._pooled["wrong"]
     for _ in range(40):
         known.learn(4, [(1, -1), (1, 0), (1, 1), (1, 2), (1, 3)], None)
     before = router._record(0, "wrong").levels
     router.propose(own)
-    router.update(own, [Kept([9], [0], 0)], None)
+    router.update(own, [Commit([9], [0], 0)], None)
     assert router._record(0, "wrong").levels > before / 4
 
 
 def test_a_step_that_was_cut_teaches_nothing() -> None:
     """The end of the text is no miss of the guesses behind it."""
-    router, own = Router({"wrong": Wrong(1)}), batch([0], [[1, 2, 3]], [Budget(4)], SamplingParams())
+    router, own = DrafterRouter({"wrong": Wrong(1)}), context([0], [[1, 2, 3]], [Budget(4)], SamplingParams())
     for finish in ("length", None):
         router.propose(own)
-        router.update(own, [Kept([9], [0], 0, finish)], None)
+        router.update(own, [Commit([9], [0], 0, finish)], None)
         assert router._pooled["wrong"].seen == (finish is None)
 
 
@@ -114,7 +117,7 @@ def test_the_better_one_is_taken() -> None:
     [truth] = plain_texts(TARGET, [request([1, 2], params)])
     for names in (("wrong", "echo"), ("echo", "wrong")):
         drafters = {"wrong": Wrong(1), "echo": Echo({(1, 2): [1, 2, *truth]})}
-        run = decoder(TARGET, Router({n: drafters[n] for n in names}), budget=Budget(5), rows=1)
+        run = decoder(TARGET, DrafterRouter({n: drafters[n] for n in names}), budget=Budget(5), rows=1)
         steps = [s for s, _ in run.steps([request([1, 2], params)]) if s]
         assert len(steps) < 30
         assert steps[-1].draft.notes[0].startswith("echo guesses: ")
@@ -124,22 +127,22 @@ def test_the_better_one_is_taken() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_one_that_boasts_does_not_crowd_out_the_others(temperature: float) -> None:
     class Boasting(Wrong):
-        def propose(self, batch: Batch) -> Draft:
-            draft = super().propose(batch)
-            return replace(draft, chances=torch.full(draft.tokens.shape, 0.95))
+        def propose(self, context: DraftContext) -> Draft:
+            draft = super().propose(context)
+            return replace(draft, confidence=torch.full(draft.tokens.shape, 0.95))
 
     asked = request([1, 2], SamplingParams(max_tokens=300, temperature=temperature, ignore_eos=True))
     kept = []
-    for drafter in (model(), Router({"boasting": Boasting(3), "draft": model()}, {"draft": 0.01})):
+    for drafter in (model(), DrafterRouter({"boasting": Boasting(3), "draft": model()}, {"draft": 0.01})):
         run = decoder(TARGET, drafter, budget=Budget(3, 2, 4), rows=1)
         steps = [s for s, _ in run.steps([asked]) if s]
-        kept.append(sum(s.kept[0].drafted for s in steps[30:]) / len(steps[30:]))
+        kept.append(sum(s.commits[0].num_accepted for s in steps[30:]) / len(steps[30:]))
     assert kept[1] > 0.9 * kept[0] > 0.9
 
 
 def test_a_row_that_drafts_nothing_says_so() -> None:
-    router = Router({"ngram": NgramDrafter(2, 3)})
-    draft = router.propose(batch([0], [[1, 2, 3]], [Budget(4)], SamplingParams()))
+    router = DrafterRouter({"ngram": NgramDrafter(2, 3)})
+    draft = router.propose(context([0], [[1, 2, 3]], [Budget(4)], SamplingParams()))
     assert guesses(draft, 0) == [(3, -1)]
     assert draft.notes == ("nobody guesses: nothing to weigh",)
 
@@ -150,19 +153,19 @@ class _Taps(BaseDrafter):
 
 def test_what_a_router_cannot_hold() -> None:
     with pytest.raises(ValueError, match="needs drafters"):
-        Router({})
+        DrafterRouter({})
     with pytest.raises(ValueError, match="a and b both read"):
-        Router({"a": _Taps(), "b": _Taps()})
+        DrafterRouter({"a": _Taps(), "b": _Taps()})
 
 
 def _tree(shape: list[tuple[int, int]]) -> tuple[Nodes, list[float]]:
     """A tree from (token, a number that picks a parent), with falling chances."""
-    nodes, chances = [(9, -1)], [1.0]
+    nodes, confidence = [(9, -1)], [1.0]
     for token, pick in shape:
         parent = pick % len(nodes)
         nodes.append((token, parent))
-        chances.append(chances[parent] * (1 + pick % 7) / 8)
-    return nodes, chances
+        confidence.append(confidence[parent] * (1 + pick % 7) / 8)
+    return nodes, confidence
 
 
 def _paths(nodes: Nodes) -> dict[tuple[int, ...], int]:
@@ -180,17 +183,17 @@ SHAPES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=7)
 @settings(max_examples=100, deadline=None)
 def test_a_union_holds_the_likeliest_paths_of_all(shapes: list[list[tuple[int, int]]], most: int) -> None:
     trees = [_tree(s) for s in shapes]
-    nodes, chances = united(trees, most)
-    assert len(nodes) == len(chances) == min(most, len(set().union(*(_union(t) for t in trees)))) + 1
+    nodes, confidence = united(trees, most)
+    assert len(nodes) == len(confidence) == min(most, len(set().union(*(_union(t) for t in trees)))) + 1
     validate(Draft(*tree([nodes])), 10)
     everywhere = set().union(*(_union(t) for t in trees))
-    mine = _union((nodes, chances))
+    mine = _union((nodes, confidence))
     assert mine <= everywhere
     assert len(mine) == len(nodes) - 1
     if most >= len(everywhere):
         assert mine == everywhere
     for n, (_, parent) in enumerate(nodes[1:], 1):
-        assert chances[n] <= chances[parent]
+        assert confidence[n] <= confidence[parent]
 
 
 def _union(tree_: tuple[Nodes, list[float]]) -> set[tuple[int, ...]]:
@@ -201,7 +204,7 @@ def _union(tree_: tuple[Nodes, list[float]]) -> set[tuple[int, ...]]:
 
 
 def test_rows_with_and_without_a_law_join() -> None:
-    ask = batch([0, 1, 2], [[1], [2], [3]], [Budget(2)] * 3, SamplingParams(), law=True)
+    ask = context([0, 1, 2], [[1], [2], [3]], [Budget(2)] * 3, SamplingParams(), needs_probs=True)
     drawn = Draft(torch.tensor([[2, 5]]), torch.tensor([[-1, 0]]), torch.full((1, 2, VOCAB), 1 / VOCAB), Siblings.IID)
     chosen = Draft(torch.tensor([[3, 7, 8]]), torch.tensor([[-1, 0, 1]]))
     out = join(ask, [(1, drawn, 0), (2, chosen, 0)])

@@ -16,13 +16,13 @@ from vocabularies import CODE, END, TOY, TOY_DRAFT, byte_level, letters, pairing
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.tree import validate
-from outrider.core.types import Budget, Kept, Siblings
+from outrider.core.types import Budget, Commit, Siblings
 from outrider.drafters import ModelDrafter
-from outrider.drafters.model.cross_tokenizer import TranslatedDrafter, Way, from_draft_model, whole
+from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, from_draft_model, whole
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import Output
 from outrider.models.load import load
-from outrider.testing.contract import batch, check_drafter, guesses
+from outrider.testing.contract import check_drafter, context, guesses
 from outrider.testing.toy import ToyModel
 
 WAYS: tuple[Way, ...] = ("tli", "slem")
@@ -33,8 +33,8 @@ TEXT = st.binary(max_size=40).filter(lambda b: "▁".encode() not in b) | st.tex
 ).map(str.encode)
 
 
-def drafter(way: Way | None, rows: int = 4, error: float = 0.5) -> TranslatedDrafter:
-    return TranslatedDrafter(ToyModel(len(TOY_DRAFT), seed=3, error=error), pairing(), rows, way)
+def drafter(way: Way | None, rows: int = 4, error: float = 0.5) -> CrossTokenizerDrafter:
+    return CrossTokenizerDrafter(ToyModel(len(TOY_DRAFT), seed=3, error=error), pairing(), rows, way)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
@@ -77,8 +77,8 @@ def test_a_text_is_spelled_the_same_however_it_came_about(source: str, into: str
     words = st.sampled_from(CODE.split("\n")).map(lambda line: both.target.encode(line.encode() + b"\n"))
     parts = data.draw(st.lists(st.lists(piece, max_size=6) | words, min_size=1, max_size=12))
     tokens, grown, sure = [], Spelling(both), []
-    for part in parts:
-        tokens += part
+    for select in parts:
+        tokens += select
         ids = grown.read(tokens)
         assert ids[: len(sure)] == sure
         sure = ids[: grown.sure]
@@ -144,12 +144,12 @@ def test_what_is_guessed_does_not_depend_on_the_pieces_that_were_read(way: Way, 
         while (missing := made.missing(1, tokens)) > 0 and data.draw(st.booleans()):
             made.read(1, tokens, min(missing, count))
             assert made.missing(1, tokens) == missing - min(missing, count)
-        ask = batch([1], [tokens], [Budget(3)], SamplingParams(temperature=step % 2), step=step)
+        ask = context([1], [tokens], [Budget(3)], SamplingParams(temperature=step % 2), step=step)
         draft = made.propose(ask)
         chain = [token for token, _ in guesses(draft, 0)[1:]]
         assert guesses(draft, 0) == guesses(drafter(way, rows=2).propose(ask), 0)
         right = chain[: data.draw(st.integers(0, 3))]
-        made.update(ask, [Kept([*right, 1], list(range(len(right) + 1)), len(right))], None)
+        made.update(ask, [Commit([*right, 1], list(range(len(right) + 1)), len(right))], None)
         tokens = [*tokens, *right, 1]
 
 
@@ -168,11 +168,13 @@ def test_every_verifier_takes_the_drafts(way: Way | None, rule: str) -> None:
 def test_a_declared_law_is_the_law_that_was_drawn_from(top_k: int) -> None:
     both = pairing()
     model = ToyModel(len(TOY_DRAFT), seed=3)
-    ask = batch([0, 1], [TOY("cab ab")["input_ids"], TOY("f\na")["input_ids"]], [Budget(3), Budget(2)],
-                SamplingParams(temperature=0.8, top_k=top_k), law=True)  # fmt: skip
-    blind = batch([0], [TOY("\n")["input_ids"]], [Budget(3)], SamplingParams(), law=True)
-    assert TranslatedDrafter(model, both, 1, "tli").propose(blind).nodes == 1  # no token of the draft's for this text
-    made = TranslatedDrafter(model, both, 2, "tli").propose(ask)
+    ask = context([0, 1], [TOY("cab ab")["input_ids"], TOY("f\na")["input_ids"]], [Budget(3), Budget(2)],
+                SamplingParams(temperature=0.8, top_k=top_k), needs_probs=True)  # fmt: skip
+    blind = context([0], [TOY("\n")["input_ids"]], [Budget(3)], SamplingParams(), needs_probs=True)
+    assert (
+        CrossTokenizerDrafter(model, both, 1, "tli").propose(blind).nodes == 1
+    )  # no token of the draft's for this text
+    made = CrossTokenizerDrafter(model, both, 2, "tli").propose(ask)
     assert made.probs is not None
     validate(made, VOCAB)
     for b, tokens in enumerate(ask.tokens):
@@ -218,7 +220,7 @@ def test_the_noise_of_a_token_is_that_of_its_target_id(way: Way, temperature: fl
     assert not both.total
     order = [other.convert_tokens_to_ids(single.convert_ids_to_tokens(t)) for t in range(VOCAB)]
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, bad_words=[[0]])
-    engine = decoder(ToyModel(VOCAB), TranslatedDrafter(Renamed(order, len(other)), both, 4, way))
+    engine = decoder(ToyModel(VOCAB), CrossTokenizerDrafter(Renamed(order, len(other)), both, 4, way))
     steps = [s for s, _ in engine.steps([request([1, 2], params, seed=n) for n in range(4)]) if s]
     drafted, accepted = counts(steps)
     assert drafted == accepted > 100
@@ -231,7 +233,8 @@ def test_the_same_tokens_under_other_ids_are_translated_one_by_one() -> None:
     assert not both.equal
     assert Spelling(both).read([1, 2, 0, 3]) == [2, 3, 0, 1]
     assert (
-        TranslatedDrafter(ToyModel(4), both, 1).why == "tli: 100% of the draft's tokens are shared, all of the target's"
+        CrossTokenizerDrafter(ToyModel(4), both, 1).why
+        == "tli: 100% of the draft's tokens are shared, all of the target's"
     )
 
 
@@ -240,7 +243,7 @@ def test_nothing_is_drafted_where_every_shared_token_is_forbidden() -> None:
     params = SamplingParams(allowed_token_ids=only, max_tokens=10)
     for law in (False, True):
         for way in WAYS:
-            made = drafter(way).propose(batch([0], [[1, 2]], [Budget(3)], params, law=law))
+            made = drafter(way).propose(context([0], [[1, 2]], [Budget(3)], params, needs_probs=law))
             validate(made, VOCAB)
             assert way == "slem" or made.nodes == 1
     for rule in ("match", "rejection", "block"):
@@ -251,7 +254,7 @@ def test_nothing_is_drafted_where_every_shared_token_is_forbidden() -> None:
 def test_the_end_of_a_text_can_be_drafted() -> None:
     for way in WAYS:
         params = SamplingParams(temperature=0, allowed_token_ids=[0])
-        made = drafter(way).propose(batch([0], [[1, 2]], [Budget(1)], params))
+        made = drafter(way).propose(context([0], [[1, 2]], [Budget(1)], params))
         assert guesses(made, 0)[1:] == [(0, 0)]
 
 
@@ -260,12 +263,12 @@ def test_the_better_way_is_found_and_the_other_tried_again() -> None:
     ways = []
     text, params = [1, 2], SamplingParams(temperature=0)
     for step in range(100):
-        ask = batch([0], [text], [Budget(2)], params, step=step)
+        ask = context([0], [text], [Budget(2)], params, step=step)
         draft = made.propose(ask)
         ways.append(made._last)
         chain = [t for t, _ in guesses(draft, 0)[1:]]
         right = chain[: 2 if made._last == "slem" else 0]
-        made.update(ask, [Kept([*right, 8], list(range(len(right) + 1)), len(right))], None)
+        made.update(ask, [Commit([*right, 8], list(range(len(right) + 1)), len(right))], None)
         text = [*text, *right, 8]
     assert set(ways[:32]) == set(WAYS)
     assert ways[40:].count("tli") in (1, 2)
@@ -274,12 +277,12 @@ def test_the_better_way_is_found_and_the_other_tried_again() -> None:
 
 
 def test_a_way_that_never_guesses_does_not_keep_the_other_from_it() -> None:
-    made, ask = drafter(None, rows=1), batch([0], [[1, 2]], [Budget(2)], SamplingParams(temperature=0))
-    made._written = lambda batch: [[]]  # type: ignore[method-assign]
+    made, ask = drafter(None, rows=1), context([0], [[1, 2]], [Budget(2)], SamplingParams(temperature=0))
+    made._written = lambda context: [[]]  # type: ignore[method-assign]
     drafted = 0
     for _ in range(60):
-        drafted += int(made.propose(ask).drafted)
-        made.update(ask, [Kept([5], [0], 0)], None)
+        drafted += int(made.propose(ask).num_draft_tokens)
+        made.update(ask, [Commit([5], [0], 0)], None)
     assert drafted > 60
 
 
@@ -307,7 +310,7 @@ def test_the_text_of_a_real_target_stays_its_own(folder: Path) -> None:
     plain = LLM("builtin:code").generate(prompts, params)
     llm = LLM("builtin:code", speculative_config={"model": str(folder)}, controller=Fixed(3))
     used = llm.decoder.drafter
-    assert isinstance(used, TranslatedDrafter)
+    assert isinstance(used, CrossTokenizerDrafter)
     for way in (*WAYS, None):
         used.way = way
         fast = llm.generate(prompts, params)

@@ -12,8 +12,8 @@ from vocabularies import TOY_DRAFT, pairing
 from outrider.control import Adaptive
 from outrider.core.types import Budget
 from outrider.drafters import ModelDrafter, SuffixDrafter
-from outrider.drafters.combine.router import Router
-from outrider.drafters.model.cross_tokenizer import TranslatedDrafter
+from outrider.drafters.combine.router import DrafterRouter
+from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
 from outrider.engine import draft_prefill as reading
 from outrider.testing.toy import ToyModel
 
@@ -58,10 +58,10 @@ def test_no_step_waits_for_a_drafter_to_read_a_prompt(monkeypatch: pytest.Monkey
     target, draft = pair()
     drafter: Any = ModelDrafter(draft, 4, 400)
     if kind == "routed":
-        drafter = Router({"suffix": SuffixDrafter(), "draft_model": drafter}, {"draft_model": 0.01})
+        drafter = DrafterRouter({"suffix": SuffixDrafter(), "draft_model": drafter}, {"draft_model": 0.01})
     elif kind in ("tli", "slem"):  # a tokenizer of its own
         draft = target.draft = Counting(len(TOY_DRAFT))
-        drafter = TranslatedDrafter(draft, pairing(), 4, kind)
+        drafter = CrossTokenizerDrafter(draft, pairing(), 4, kind)
     eng = engine(target, drafter, depth=depth, prefix_bytes=0)
     requests = [request([1, 2], LONG.with_(max_tokens=60))]
     requests += [request([i + 1, 3] * 160, LONG.with_(max_tokens=40), i) for i in range(5)]

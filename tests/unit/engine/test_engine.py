@@ -12,7 +12,7 @@ from helpers import VOCAB, RandomTree, plain_texts, request, toy_drafters
 
 from outrider.core.types import Guarantee
 from outrider.engine import EngineStopped, QueueFull
-from outrider.engine.prefix_cache import BLOCK, PrefixStore
+from outrider.engine.prefix_cache import BLOCK, PrefixCache
 from outrider.engine.queue import FairQueue
 from outrider.models.cache import SlotCache
 from outrider.params import SamplingParams
@@ -94,7 +94,7 @@ def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) 
     draw = random.Random(trial)
     cache, texts, size = SlotCache(2, 300), list[list[int]](), 2 * BLOCK * 8
     keys, values = cache.layer(0, (1, 1), (1, 1), torch.zeros(1, dtype=torch.float64))
-    store = PrefixStore(size * 12)
+    store = PrefixCache(size * 12)
     for _ in range(60):
         start = draw.choice(texts)[: draw.randrange(0, 130)] if texts else []
         text = start + [draw.randrange(5) for _ in range(draw.randrange(1, 60))]

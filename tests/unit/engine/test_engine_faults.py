@@ -13,7 +13,7 @@ from helpers import VOCAB, plain_texts, request, toy_drafters
 
 from outrider.core.tree import chain
 from outrider.core.types import Draft
-from outrider.drafters.base import BaseDrafter, Batch, Drafter
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine import EngineStopped, Job, Update
 from outrider.testing.toy import ToyModel
 
@@ -21,10 +21,10 @@ from outrider.testing.toy import ToyModel
 class Raises(BaseDrafter):
     """Fails for one text and drafts well for the others."""
 
-    def __init__(self, inner: Drafter, act: Callable[[Batch, Draft], Draft | None]) -> None:
+    def __init__(self, inner: Drafter, act: Callable[[DraftContext, Draft], Draft | None]) -> None:
         self.inner, self.act = inner, act
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, batch: DraftContext) -> Draft:
         draft = self.inner.propose(batch)
         if any(tokens[0] == 9 for tokens in batch.tokens):
             return self.act(batch, draft)  # type: ignore[return-value]
@@ -34,7 +34,7 @@ class Raises(BaseDrafter):
         self.inner.release(row)
 
 
-def _raise(batch: Batch, draft: Draft) -> Draft:
+def _raise(batch: DraftContext, draft: Draft) -> Draft:
     raise RuntimeError("/secret/path")
 
 
@@ -67,7 +67,7 @@ def test_a_drafter_that_fails_loses_the_row_and_not_the_text(kind: str) -> None:
 
 
 def test_a_law_that_is_no_law_loses_the_row_too() -> None:
-    def spoil(batch: Batch, draft: Draft) -> Draft:
+    def spoil(batch: DraftContext, draft: Draft) -> Draft:
         assert draft.probs is not None
         return Draft(draft.tokens, draft.parents, draft.probs * float("nan"), draft.siblings)
 

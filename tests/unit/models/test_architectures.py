@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft
-from outrider.drafters.base import BaseDrafter, Batch
+from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.kernels import cpu as native
 from outrider.models.attention import attend_masked
@@ -57,7 +57,7 @@ class Guided(BaseDrafter):
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts = texts
 
-    def propose(self, batch: Batch) -> Draft:
+    def propose(self, batch: DraftContext) -> Draft:
         rows = []
         for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
             text = next(t for t in self.texts if t[: len(tokens)] == tokens)
@@ -144,9 +144,9 @@ def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
 
 def test_rows_do_not_depend_on_their_neighbours(subject: Subject) -> None:
     if subject.model.model.config.model_type in NOT_BIT_EQUAL:
-        assert not subject.model.rows_equal
+        assert not subject.model.batch_invariant
         pytest.skip("attends by itself; its tokens are checked above")
-    assert subject.model.rows_equal
+    assert subject.model.batch_invariant
     assert_rows_do_not_depend_on_their_neighbours(subject.model)
 
 

@@ -15,11 +15,11 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.grammar import MAX_DEPTH, Grammars
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import History, Warp
+from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
-from outrider.drafters.base import Batch, NoDraft
-from outrider.drafters.combine.guard import Roster, legal
+from outrider.drafters.base import DraftContext, NoDraft
+from outrider.drafters.combine.guard import PerRequestDrafter, legal
 
 PATTERN = r"[a-d]{2}(-[0-9]+){1,3}"
 
@@ -75,15 +75,15 @@ def test_text_under_a_grammar_is_plain_decodings_for_random_trees(llm: LLM, gram
         return [row.output for row in rows]
 
     expected = write(NoDraft(), Budget(0))
-    for drafter in (RandomTree(8192), Roster({"tree": RandomTree(8192)}, "tree", 8192), llm.decoder.drafter):
+    for drafter in (RandomTree(8192), PerRequestDrafter({"tree": RandomTree(8192)}, "tree", 8192), llm.decoder.drafter):
         assert write(drafter, Budget(3, 2, 6)) == expected
 
 
 def test_illegal_guesses_are_cut_with_what_hangs_on_them(llm: LLM, grammars: Grammars) -> None:
     a, b, dash, no = (llm.tokenizer(x)["input_ids"][0] for x in ("a", "b", "-", "zebra"))  # type: ignore[misc]
-    history = History(SamplingParams(), (0,), (), [1, 2], 2, grammars.mask(grammars.regex(r"[ab]{2}-x")))
+    history = SequenceState(SamplingParams(), (0,), (), [1, 2], 2, grammars.mask(grammars.regex(r"[ab]{2}-x")))
     noise = Noise(torch.tensor([0]), torch.tensor([0]))
-    batch = Batch([0], [[1, 2]], [Budget(5)], Warp([history]), noise, Stream.TOKEN, False, [2])
+    batch = DraftContext([0], [[1, 2]], [Budget(5)], LogitsWarper([history]), noise, Stream.TOKEN, False, [2])
     nodes = [(2, -1), (a, 0), (no, 0), (b, 1), (a, 2), (dash, 3), (no, 3), (dash, 1)]
     assert legal(batch, 0, nodes) == [(2, -1), (a, 0), (b, 1), (dash, 2)]
 

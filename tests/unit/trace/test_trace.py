@@ -88,12 +88,12 @@ def test_summaries_equal_the_metrics_of_the_outputs(tmp_path_factory, drafter, w
         for step, rows in run.steps([asked]):
             assert step is not None
             recorder.keep(step, rows)
-            guesses, kept = int(step.draft.drafted[0]), step.kept[0]
+            guesses, kept = int(step.draft.num_draft_tokens[0]), step.commits[0]
             drafted.append(guesses)
-            accepted.append(kept.drafted)
+            accepted.append(kept.num_accepted)
             parents = step.draft.parents[0].tolist()
             last = int(step.verdict.path[0][int(step.verdict.accepted[0])])
-            letters += ("a" * kept.drafted + ("p" if not guesses else "c" if last in parents else "b"))[
+            letters += ("a" * kept.num_accepted + ("p" if not guesses else "c" if last in parents else "b"))[
                 : len(kept.tokens)
             ]
     text = read(path).text()
@@ -140,7 +140,7 @@ def test_a_header_names_what_was_given_and_tells_no_text(tmp_path: Path) -> None
     )
     header = describe(LOADED, config, loop())  # type: ignore[arg-type]
     assert header.speculative_config == {"method": ["draft_model", "suffix", "prediction"], "model": "ToyModel"}
-    assert (header.drafter, header.verifier, header.rows_equal) == ("ModelDrafter", "match", True)
+    assert (header.drafter, header.verifier, header.batch_invariant) == ("ModelDrafter", "match", True)
 
 
 def test_one_recorder_holds_one_run(tmp_path: Path) -> None:

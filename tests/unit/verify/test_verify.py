@@ -8,7 +8,7 @@ import torch
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import chain, tree
 from outrider.core.types import Draft, Guarantee, Siblings
-from outrider.verify import ALIASES, VERIFIERS, Table, block, match, rejection, traversal, verifier
+from outrider.verify import ALIASES, VERIFIERS, FixedDistribution, block, match, rejection, traversal, verifier
 
 ALL = list(VERIFIERS)
 RATIO = ["rejection", "block", "traversal"]
@@ -81,7 +81,7 @@ def test_a_name_near_nothing():
 def test_block_refuses_trees_with_the_line_that_would_work():
     draft = Draft(*tree([[(0, -1)], [(0, -1), (1, 0), (2, 0)]]))
     with pytest.raises(ValueError, match=r"two children.*verify='block' judges chains(.|\n)*verify='traversal'"):
-        block(Table(torch.full((2, 3, 5), 0.2)), draft, noise(2), at(1, 1))
+        block(FixedDistribution(torch.full((2, 3, 5), 0.2)), draft, noise(2), at(1, 1))
 
 
 @pytest.mark.parametrize("name", RATIO)
@@ -89,15 +89,15 @@ def test_block_refuses_trees_with_the_line_that_would_work():
 def test_drawn_guesses_need_their_law(name, siblings):
     draft = Draft(*chain([[0, 1]]), None, siblings)
     with pytest.raises(ValueError, match=rf"{siblings.name}.*verify='{name}' needs the law(.|\n)*verify='match'"):
-        VERIFIERS[name](Table(hot(1, 2)), draft, noise(), at(1))
-    assert match(Table(hot(1, 2)), draft, noise(), at(1)).accepted.tolist() == [1]  # match asks for none
+        VERIFIERS[name](FixedDistribution(hot(1, 2)), draft, noise(), at(1))
+    assert match(FixedDistribution(hot(1, 2)), draft, noise(), at(1)).accepted.tolist() == [1]  # match asks for none
 
 
 @pytest.mark.parametrize("name", RATIO)
 def test_a_law_of_another_vocabulary_is_refused(name):
     draft = Draft(*chain([[0, 1]]), torch.full((1, 2, 4), 0.25), Siblings.IID)
     with pytest.raises(ValueError, match="speak of 4 tokens and the target's of 5"):
-        VERIFIERS[name](Table(hot(1, 2)), draft, noise(), at(1))
+        VERIFIERS[name](FixedDistribution(hot(1, 2)), draft, noise(), at(1))
 
 
 # Known answers.
@@ -105,7 +105,7 @@ def test_a_law_of_another_vocabulary_is_refused(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_targets_are_followed_as_far_as_the_guesses_are_right(name):
-    target = Table(hot(1, 2, 3, 4))
+    target = FixedDistribution(hot(1, 2, 3, 4))
     for guesses, accepted, token in (([1, 2, 3], 3, 4), ([1, 2, 0], 2, 3), ([1, 0, 3], 1, 2), ([0, 2, 3], 0, 1)):
         verdict = VERIFIERS[name](target, Draft(*chain([[0, *guesses]])), noise(), at(9))
         assert verdict.accepted.tolist() == [accepted]
@@ -117,7 +117,7 @@ def test_greedy_targets_are_followed_as_far_as_the_guesses_are_right(name):
 def test_no_guess_is_plain_decoding(name):
     law = torch.rand(6, 1, 5, generator=torch.Generator().manual_seed(1)).softmax(-1)
     draft = Draft(*chain([[0]] * 6))
-    verdict = VERIFIERS[name](Table(law), draft, noise(6), at(1, 2, 3, 4, 5, 6))
+    verdict = VERIFIERS[name](FixedDistribution(law), draft, noise(6), at(1, 2, 3, 4, 5, 6))
     assert verdict.path.tolist() == [[0]] * 6
     assert verdict.accepted.tolist() == [0] * 6
     stream = Stream.TOKEN if name == "match" else Stream.RESIDUAL
@@ -127,7 +127,7 @@ def test_no_guess_is_plain_decoding(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_rows_of_all_lengths_side_by_side(name):
-    target = Table(hot(1, 2, 3, 4).expand(4, -1, -1))
+    target = FixedDistribution(hot(1, 2, 3, 4).expand(4, -1, -1))
     verdict = VERIFIERS[name](target, Draft(*chain([[0], [0, 1], [0, 1, 2, 3], [0, 3]])), noise(4), at(1, 1, 1, 1))
     assert verdict.accepted.tolist() == [0, 1, 3, 0]
     assert verdict.token.tolist() == [1, 2, 4, 1]
@@ -138,7 +138,7 @@ def test_rows_of_all_lengths_side_by_side(name):
 def test_padding_is_no_guess(name):
     """Padding holds token 0, here the token that the target says everywhere."""
     verdict = VERIFIERS[name](
-        Table(hot(0, 0, 0).expand(2, -1, -1)), Draft(*chain([[0], [0, 0, 0]])), noise(2), at(1, 1)
+        FixedDistribution(hot(0, 0, 0).expand(2, -1, -1)), Draft(*chain([[0], [0, 0, 0]])), noise(2), at(1, 1)
     )
     assert verdict.accepted.tolist() == [0, 2]
 
@@ -146,9 +146,9 @@ def test_padding_is_no_guess(name):
 def test_match_walks_trees_out_of_order_and_takes_the_lowest_of_equals():
     #  0 -> 1 (3), 2 (1), 3 (1);  2 -> 4 (0);  3 -> 5 (2);  the target says 1 after the root, and 2 after node 2
     draft = Draft(*tree([[(0, -1), (3, 0), (1, 0), (1, 0), (0, 2), (2, 3)]]))
-    verdict = match(Table(hot(1, 0, 2, 2, 0, 4)), draft, noise(), at(1))
+    verdict = match(FixedDistribution(hot(1, 0, 2, 2, 0, 4)), draft, noise(), at(1))
     assert (verdict.path.tolist(), verdict.token.tolist()) == ([[0, 2, -1]], [2])
-    verdict = match(Table(hot(1, 0, 0, 2, 3, 4)), draft, noise(), at(1))
+    verdict = match(FixedDistribution(hot(1, 0, 0, 2, 3, 4)), draft, noise(), at(1))
     assert (verdict.path.tolist(), verdict.accepted.tolist(), verdict.token.tolist()) == ([[0, 2, 4]], [2], [3])
 
 
@@ -162,10 +162,10 @@ def test_greedy_targets_are_followed_through_trees(name, kind):
         None if kind is Siblings.POINT else torch.full((2, 7, 5), 0.2),
         kind,
     )
-    verdict = VERIFIERS[name](Table(hot(1, 0, 2, 0, 0, 4, 3).expand(2, -1, -1)), draft, noise(2), at(9, 30))
+    verdict = VERIFIERS[name](FixedDistribution(hot(1, 0, 2, 0, 0, 4, 3).expand(2, -1, -1)), draft, noise(2), at(9, 30))
     assert verdict.path.tolist() == [[0, 2, 5, 6], [0, -1, -1, -1]]
     assert (verdict.accepted.tolist(), verdict.token.tolist()) == ([3, 0], [3, 1])
-    verdict = VERIFIERS[name](Table(hot(1, 0, 3, 0, 0, 4, 3).expand(2, -1, -1)), draft, noise(2), at(9, 30))
+    verdict = VERIFIERS[name](FixedDistribution(hot(1, 0, 3, 0, 0, 4, 3).expand(2, -1, -1)), draft, noise(2), at(9, 30))
     assert (verdict.accepted.tolist(), verdict.token.tolist()) == ([1, 0], [3, 1])
     assert [n for n in verdict.path[0].tolist() if n >= 0] == [0, 2]
 
@@ -180,9 +180,9 @@ def test_a_law_of_nan_on_a_tree_is_reported_as_minus_one_and_disturbs_nobody(nam
         None if kind is Siblings.POINT else torch.full((2, 4, 4), 0.25),
         kind,
     )
-    verdict = VERIFIERS[name](Table(table), draft, noise(2), at(1, 1))
+    verdict = VERIFIERS[name](FixedDistribution(table), draft, noise(2), at(1, 1))
     assert (verdict.token[0], verdict.accepted[0]) == (-1, 0)
-    alone = VERIFIERS[name](Table(table[1:]), one_row(draft, 1), noise(1, seed=1), at(1))
+    alone = VERIFIERS[name](FixedDistribution(table[1:]), one_row(draft, 1), noise(1, seed=1), at(1))
     assert verdict.token[1] == alone.token[0] >= 0
     assert verdict.path[1].tolist() == alone.path[0].tolist()
 
@@ -196,7 +196,7 @@ def one_row(draft, b):
 def test_an_empty_batch(name):
     none = torch.zeros(0, dtype=torch.long)
     draft = Draft(*tree([]), torch.zeros(0, 1, 3), Siblings.IID)
-    verdict = VERIFIERS[name](Table(torch.zeros(0, 1, 3)), draft, Still(none, none), none)
+    verdict = VERIFIERS[name](FixedDistribution(torch.zeros(0, 1, 3)), draft, Still(none, none), none)
     assert [len(x) for x in (verdict.path, verdict.accepted, verdict.token)] == [0, 0, 0]
 
 
@@ -205,7 +205,7 @@ def test_a_drafter_with_the_targets_law_is_always_believed(name):
     law = torch.rand(200, 4, 5, generator=torch.Generator().manual_seed(2)).softmax(-1)
     tokens = torch.cat([torch.zeros(200, 1).long(), torch.arange(600).reshape(200, 3) % 5], 1)
     draft = Draft(tokens, torch.tensor([[-1, 0, 1, 2]]).expand(200, -1), law, Siblings.IID)
-    assert VERIFIERS[name](Table(law), draft, noise(200), torch.arange(200)).accepted.tolist() == [3] * 200
+    assert VERIFIERS[name](FixedDistribution(law), draft, noise(200), torch.arange(200)).accepted.tolist() == [3] * 200
 
 
 @pytest.mark.parametrize("name", RATIO)
@@ -216,7 +216,7 @@ def test_what_the_target_never_says_is_never_kept(name, coin):
         probs = torch.tensor([[[1 - q, q, 0.0], [1.0, 0.0, 0.0]]])
         p = torch.tensor([[[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]])
         still = type("Coin", (Still,), {"value": coin})(torch.tensor([0]), torch.tensor([0]))
-        verdict = VERIFIERS[name](Table(p), Draft(*chain([[0, 1]]), probs, Siblings.IID), still, at(1))
+        verdict = VERIFIERS[name](FixedDistribution(p), Draft(*chain([[0, 1]]), probs, Siblings.IID), still, at(1))
         assert verdict.accepted.tolist() == [0]
         assert verdict.token.tolist() != [1]
 
@@ -227,7 +227,9 @@ def test_a_guess_without_mass_in_q_does_not_break_anything(name):
     p = torch.tensor([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]])
     probs = torch.tensor([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
     for guess, accepted in ((1, 1), (2, 0)):
-        verdict = VERIFIERS[name](Table(p), Draft(*chain([[0, guess]]), probs, Siblings.IID), noise(), at(1))
+        verdict = VERIFIERS[name](
+            FixedDistribution(p), Draft(*chain([[0, guess]]), probs, Siblings.IID), noise(), at(1)
+        )
         assert verdict.accepted.tolist() == [accepted]
         assert 0 <= int(verdict.token) < 3
 
@@ -237,7 +239,7 @@ def test_an_empty_residual_falls_back_to_p(name):
     """A guess is refused though p <= q everywhere, which only rounding (or a law that sums to less than 1) can do."""
     p, q = torch.tensor([[[0.0, 0.3, 0.6], [0.0, 0.3, 0.6]]]), torch.tensor([[[0.0, 0.35, 0.65], [0.0, 0.35, 0.65]]])
     still = type("Coin", (Still,), {"value": 1 - 2**-24})(torch.tensor([0]), torch.tensor([0]))
-    verdict = VERIFIERS[name](Table(p), Draft(*chain([[0, 1]]), q, Siblings.IID), still, at(1))
+    verdict = VERIFIERS[name](FixedDistribution(p), Draft(*chain([[0, 1]]), q, Siblings.IID), still, at(1))
     assert verdict.accepted.tolist() == [0]
     assert verdict.token.tolist() == [
         2
@@ -248,7 +250,7 @@ def test_an_empty_residual_falls_back_to_p(name):
 def test_a_law_of_nan_is_reported_as_minus_one(name):
     table = torch.full((2, 3, 4), math.nan)
     table[1] = 0.25
-    verdict = VERIFIERS[name](Table(table), Draft(*chain([[0, 1, 2]] * 2)), noise(2), at(1, 1))
+    verdict = VERIFIERS[name](FixedDistribution(table), Draft(*chain([[0, 1, 2]] * 2)), noise(2), at(1, 1))
     assert verdict.token[0] == -1
     assert verdict.accepted[0] == 0
     assert verdict.token[1] >= 0
@@ -259,8 +261,8 @@ def test_laws_are_not_changed(name):
     p = torch.rand(3, 4, 5, generator=torch.Generator().manual_seed(3)).softmax(-1)
     draft = Draft(*chain([[0, 1, 2, 3]] * 3), p.flip(-1).contiguous(), Siblings.IID)
     before = [x.clone() for x in (p, draft.probs, draft.tokens, draft.parents)]
-    first = VERIFIERS[name](Table(p), draft, noise(3), at(1, 1, 1))
-    second = VERIFIERS[name](Table(p), draft, noise(3), at(1, 1, 1))
+    first = VERIFIERS[name](FixedDistribution(p), draft, noise(3), at(1, 1, 1))
+    second = VERIFIERS[name](FixedDistribution(p), draft, noise(3), at(1, 1, 1))
     assert all(torch.equal(a, b) for a, b in zip(before, (p, draft.probs, draft.tokens, draft.parents), strict=True))
     assert torch.equal(first.token, second.token)
     assert torch.equal(first.path, second.path)
@@ -286,11 +288,15 @@ class Recorded(Noise):
 @pytest.mark.parametrize("name", RATIO)
 def test_coins_and_residual_are_read_at_their_own_places(name):
     seen = Recorded(torch.tensor([1]), torch.tensor([4]))
-    VERIFIERS[name](Table(hot(1, 2, 3)), Draft(*chain([[0, 1, 2]])), seen, at(50))  # everything accepted: bonus at 52
+    VERIFIERS[name](
+        FixedDistribution(hot(1, 2, 3)), Draft(*chain([[0, 1, 2]])), seen, at(50)
+    )  # everything accepted: bonus at 52
     coins = [(Stream.ACCEPT, 50), (Stream.ACCEPT, 51)]  # traversal begins at the leaf, which is kept
     assert seen.read == [*(coins[1:] if name == "traversal" else coins), (Stream.RESIDUAL, 52)]
     seen = Recorded(torch.tensor([1]), torch.tensor([4]))
-    VERIFIERS[name](Table(hot(0, 2, 3)), Draft(*chain([[0, 1]])), seen, at(50))  # refused at once: residual at 50
+    VERIFIERS[name](
+        FixedDistribution(hot(0, 2, 3)), Draft(*chain([[0, 1]])), seen, at(50)
+    )  # refused at once: residual at 50
     assert seen.read == [(Stream.ACCEPT, 50), (Stream.RESIDUAL, 50)]
 
 
@@ -301,16 +307,18 @@ def test_the_coin_of_a_node_has_the_nodes_index(name):
     draft = Draft(*chain([[0, 1]]))  # q is all mass on the guess, so h = 1/2 under both rules
     for seed in range(40):
         coin = noise(seed=seed).uniform(Stream.ACCEPT, at(7), 2)[0, 1]
-        assert VERIFIERS[name](Table(p), draft, noise(seed=seed), at(7)).accepted.tolist() == [int(coin < 0.5)]
+        assert VERIFIERS[name](FixedDistribution(p), draft, noise(seed=seed), at(7)).accepted.tolist() == [
+            int(coin < 0.5)
+        ]
 
 
 def test_match_reads_token_noise_at_absolute_positions():
     seen = Recorded(torch.tensor([1, 2]), torch.tensor([4, 4]))
-    match(Table(hot(1, 2, 3).expand(2, -1, -1)), Draft(*chain([[0, 1, 2], [0, 4]])), seen, at(50, 80))
+    match(FixedDistribution(hot(1, 2, 3).expand(2, -1, -1)), Draft(*chain([[0, 1, 2], [0, 4]])), seen, at(50, 80))
     assert seen.read == [(Stream.TOKEN, 50, 80), (Stream.TOKEN, 51, 80), (Stream.TOKEN, 52, 80)]
 
 
-class Counted(Table):
+class Counted(FixedDistribution):
     def __init__(self, probs):
         super().__init__(probs)
         self.asked = []
