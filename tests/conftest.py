@@ -1,14 +1,23 @@
-"""Shared set-up: tests find their helpers beside them, small tensors stay on one thread, and what is calibrated is kept elsewhere
-than with the user."""
+"""Set-up that all tests share: helpers, threads, the cache folder, and one hypothesis profile.
 
+Test files import the modules of `tests/support` by name. Small tensors stay on one thread. Calibrations are kept in a
+temporary folder and not in the user's cache.
+"""
+
+import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 torch.set_num_threads(1)
+
+# No test depends on how fast the machine is. In CI the examples are the same in every run.
+hypothesis.settings.register_profile("outrider", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+hypothesis.settings.load_profile("outrider")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -213,13 +213,13 @@ def cases(draw, trees):
 
 
 @given(case=cases(trees=True), name=st.sampled_from(TREES))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_tree_twins_agree(case, name):
     check(name, *case)
 
 
 @given(case=cases(trees=False), name=st.sampled_from(list(VERIFIERS)))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_chain_twins_agree(case, name):
     check(name, *case)
 

@@ -65,7 +65,7 @@ def test_a_better_first_chance_is_taken_over() -> None:
 
 
 @given(st.integers(1, 12), st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=30), st.integers(0, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_chances_never_increase_and_shapes_obey(width: int, walks: list[list[int]], nodes: int) -> None:
     ranks, tree = Ranks(width, 8), optimal_shape(Budget(4, 8, 40))
     for walk in walks:

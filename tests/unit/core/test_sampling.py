@@ -94,7 +94,7 @@ def test_allowed_tokens_and_greedy_mass() -> None:
 
 
 @given(st.integers(1, 400), st.floats(0.01, 1.0), st.integers(0, 10**6), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_top_p_keeps_the_shortest_run_that_reaches_its_mass(size: int, top_p: float, seed: int, ties: bool) -> None:
     scores = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     scores = (scores * 2).round() if ties else scores

@@ -28,7 +28,7 @@ class Pieces:
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pushed_pieces_join_to_the_whole_text(text: str) -> None:
     reader, out = Detokenizer(Bytes(), []), ""
     for byte in text.encode():
@@ -39,7 +39,7 @@ def test_pushed_pieces_join_to_the_whole_text(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_spaces_after_the_prompt_survive(ids: list[int], cut: int) -> None:
     prompt, rest = ids[:cut], ids[cut:]
     reader = Detokenizer(Pieces(), prompt)

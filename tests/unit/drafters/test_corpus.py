@@ -37,7 +37,7 @@ def brute(docs: list[list[int]], end: list[int]) -> list[int]:
 
 
 @given(documents, st.lists(st.integers(0, 4), min_size=1, max_size=12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_matches_and_their_counts_are_those_of_counting(docs: list[list[int]], tail: list[int]) -> None:
     index = Index(docs)
     longest = max(n for n in range(len(tail) + 1) if n == 0 or brute(docs, tail[-n:]))
@@ -63,7 +63,7 @@ def test_long_texts_are_told_apart_as_far_as_it_reaches() -> None:
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(20, 150))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_corpus_stays_within_its_bound_and_the_oldest_go_first(sizes: list[int], limit: int) -> None:
     corpus = Corpus(limit)
     for name, size in enumerate(sizes):
@@ -86,7 +86,7 @@ def test_many_documents_make_few_segments() -> None:
 
 
 @given(documents, st.integers(1, 400))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_saved_and_loaded_is_the_same(
     tmp_path_factory: pytest.TempPathFactory, docs: list[list[int]], limit: int
 ) -> None:

@@ -71,7 +71,7 @@ def test_the_tree_shrinks_where_nodes_are_dear() -> None:
 
 
 @given(st.integers(0, 4), st.integers(1, 3), st.integers(0, 9), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_is_kept_is_a_tree_of_the_likeliest(depth: int, width: int, nodes: int, draw: random.Random) -> None:
     growth = Growth(7, Budget(depth, width, nodes))
     for level in range(depth):

@@ -57,7 +57,7 @@ def test_prompt_lookup_with_width_offers_the_other_continuations() -> None:
 
 
 @given(texts)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_automaton_counts_every_substring(tokens: list[int]) -> None:
     automaton = SuffixAutomaton()
     for cut in range(len(tokens) + 1):
@@ -79,7 +79,7 @@ def test_the_automaton_counts_every_substring(tokens: list[int]) -> None:
 @given(
     texts, st.integers(0, 6), st.integers(0, 3), st.none() | st.integers(0, 9), st.floats(0.02, 0.5), st.floats(0, 3)
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_grown_trees_keep_the_budget_and_come_best_first(
     tokens: list[int], depth: int, width: int, nodes: int | None, least: float, doubt: float
 ) -> None:

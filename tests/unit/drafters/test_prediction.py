@@ -66,7 +66,7 @@ def extra(seed: int) -> float:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_it_is_found_again_after_any_edit(seed: int) -> None:
     text, answer, changes, new = edited(seed)
     steps, drafted = written(text, answer)

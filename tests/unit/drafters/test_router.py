@@ -180,7 +180,7 @@ SHAPES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=7)
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=3), st.integers(0, 12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_union_holds_the_likeliest_paths_of_all(shapes: list[list[tuple[int, int]]], most: int) -> None:
     trees = [_tree(s) for s in shapes]
     nodes, confidence = united(trees, most)

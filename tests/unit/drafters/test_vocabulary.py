@@ -69,7 +69,6 @@ def test_a_begin_token_is_put_before_the_text_once() -> None:
 
 
 @pytest.mark.parametrize(("source", "into"), [("bytes", "pieces"), ("pieces", "bytes"), ("bytes", "small")])
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_text_is_spelled_the_same_however_it_came_about(source: str, into: str, data: st.DataObject) -> None:
     both = Pairing(vocabulary(source), vocabulary(into))
@@ -91,7 +90,6 @@ def test_a_text_is_spelled_the_same_however_it_came_about(source: str, into: str
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
-@settings(deadline=None)
 @given(data=st.data())
 def test_what_is_proposed_continues_the_text(kind: str, data: st.DataObject) -> None:
     known = vocabulary(kind)
@@ -134,7 +132,7 @@ def test_no_token_differs_from_plain_decoding(way: Way | None, budget: Budget) -
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_what_is_guessed_does_not_depend_on_the_pieces_that_were_read(way: Way, data: st.DataObject) -> None:
     made, tokens = drafter(way, rows=2), list[int]()

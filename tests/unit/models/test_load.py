@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -241,17 +240,20 @@ def test_free_memory_is_known_here() -> None:
 
 
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+    asked = []
+
     def model_info(self, name: str, timeout: float) -> None:
+        asked.append(timeout)
         raise OSError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr(HfApi, "model_info", model_info)
     monkeypatch.setattr("outrider.models.load.try_to_load_from_cache", lambda *_: None)
-    start = time.perf_counter()
     with pytest.raises(
         ConnectionError, match=r"hub cannot be reached .*Name or service.*folder.*builtin:code.*hf download"
     ):
         load("some/model")
-    assert time.perf_counter() - start < 1
+    assert len(asked) == 1  # no second try
+    assert asked[0] <= 60
     monkeypatch.setattr("outrider.models.load.try_to_load_from_cache", lambda *_: str(saved / "config.json"))
     assert load("some/model").model.vocab_size == VOCAB
 

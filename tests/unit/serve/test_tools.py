@@ -94,7 +94,7 @@ FRAGMENTS = [
 FRAGMENTS += [" ", "\n", ";", "word", "[", "]", ONE[:20], '"x</tool_call>', "<tool"]
 
 
-@quick(max_examples=400, deadline=None)
+@quick(max_examples=400)
 @given(st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=8), st.data())
 def test_how_the_text_is_cut_changes_nothing(name: str, fragments: list[str], data: st.DataObject) -> None:
     text = "".join(fragments)

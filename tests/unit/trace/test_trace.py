@@ -67,7 +67,7 @@ def test_a_round_counts_once_whatever_its_rows(tmp_path: Path) -> None:
     assert [s.round for s in trace.steps] == sorted(s.round for s in trace.steps)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     drafter=st.sampled_from(
         ["none", "wrong", "noisy", "ngram", "suffix", "draft_model", "self", "random", "target_tree"]

@@ -99,7 +99,7 @@ def test_a_line_that_is_wrong_ends_what_is_read(tmp_path: Path, whole: bytes) ->
     assert "joins a second time" in str(read(path).problem)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_file_makes_the_reader_stumble(tmp_path_factory, whole: bytes, data) -> None:
     """Bytes changed, dropped and doubled at random: read, or a ValueError; a replay likewise."""

@@ -1,0 +1,34 @@
+"""Rules of the project that no other test would see broken."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def test_hypothesis_has_no_deadline() -> None:
+    assert hypothesis.settings().deadline is None
+    assert hypothesis.settings().print_blob
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_no_test_sets_its_own_deadline_or_asserts_a_speed(path: Path) -> None:
+    """A test that fails on a busy machine says nothing about the code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("settings", "quick"):
+            assert not any(word.arg == "deadline" for word in node.keywords), f"line {node.lineno}: use the profile"
+        if isinstance(node, ast.Assert):
+            names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node)}
+            assert not names & {"perf_counter", "monotonic"}, f"line {node.lineno}: asserts a speed"
+
+
+def test_every_path_that_pyright_checks_strictly_exists() -> None:
+    """A file that is moved must not leave strict mode in silence."""
+    pyright = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    for pattern in pyright["strict"]:
+        assert list(ROOT.glob(pattern)), f"{pattern} names no file"
