@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--model", default="builtin:code-160M")
     parser.add_argument("--draft", default="builtin:code-draft")
     parser.add_argument("--cases", nargs="+")
-    parser.add_argument("--controllers", nargs="+", choices=("adaptive", "optimal"), default=["adaptive", "optimal"])
+    parser.add_argument(
+        "--controllers", nargs="+", choices=("adaptive", "calibrated"), default=["adaptive", "calibrated"]
+    )
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=768)
     parser.add_argument("--out", type=Path)
@@ -95,7 +97,7 @@ def main() -> None:
             continue
         for kind in args.controllers:
             costs = None
-            if kind == "optimal":
+            if kind == "calibrated":
                 names = {**costs_of(SpeculativeConfig.of(None), target), "draft": f"never_slower {name}"}
                 costs = Calibrated(
                     calibrated(target.model, make, names, LIMIT, sampling=SamplingParams(temperature=temperature))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any, Literal
@@ -29,12 +30,11 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=256, description="guesses per step, one behind the other, at most; as many as pay if not given"
     )
-    controller: Literal["adaptive", "optimal", "fixed"] | None = Field(
+    controller: Literal["adaptive", "calibrated", "fixed"] | None = Field(
         None,
-        description="adaptive: as many guesses as pay by the clock, none where none do; optimal: the same from costs that are "
-        "measured once and kept, chains against trees too; fixed: always as many as given. "
-        "Not given: adaptive, for auto with costs measured for some seconds; but fixed where the clock would decide the text "
-        "(every verifier but match)",
+        description="adaptive: as many draft tokens as pay by the clock, none where none do; calibrated: the same with "
+        "costs that are measured once and kept, and it compares chains with trees; fixed: always as many as given. "
+        "Not given: adaptive with the verifier match, fixed with every other verifier",
     )
     tree_width: int = Field(1, ge=1, le=64, description="guesses side by side at a node; 1 is a chain")
     tree_nodes: int | None = Field(None, ge=0, le=4095, description="guesses per step in all; None: depth times width")
@@ -68,6 +68,13 @@ class SpeculativeConfig(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     raise ValueError(f"speculative_config has no {key!r}{nearest(key, list(cls.model_fields))}")
+            if data.get("controller") == "optimal":
+                warnings.warn(
+                    '"controller": "optimal" has a new name: write "controller": "calibrated"',
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                data = {**data, "controller": "calibrated"}
             if "method" not in data and data.get("model") is not None:
                 data = {**data, "method": "draft_model"}
         return data

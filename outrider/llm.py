@@ -208,13 +208,13 @@ class LLM:
         config, target = self.config, self.loaded
         if not config.adaptive:
             return Fixed(*config.budget.parts)
-        if foreign and config.controller == "optimal":
+        if foreign and config.controller == "calibrated":
             raise ValueError(
-                '"controller": "optimal" measures a drafter of its own and cannot make yours; use "adaptive"'
+                '"controller": "calibrated" measures a drafter of its own and cannot make yours; use "adaptive"'
             )
         quick = config.method == "auto" and config.controller is None
         nobody = foreign or config.method == "none" or not config.budget.max_nodes
-        if nobody or not (quick or config.controller == "optimal"):
+        if nobody or not (quick or config.controller == "calibrated"):
             return Adaptive(config.budget)
         some = {r for r in ((1, rows) if quick else (1, 2, 4, rows)) if r <= rows}
         names = costs_of(config, target)

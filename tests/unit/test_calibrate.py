@@ -9,6 +9,7 @@ import pytest
 
 from outrider import calibrate as module
 from outrider.calibrate import cache_folder, calibrate, calibrated
+from outrider.config import SpeculativeConfig
 from outrider.control import Calibrated, CostModel
 from outrider.core.types import Budget
 from outrider.drafters.base import NoDraft, Wrong
@@ -163,7 +164,7 @@ def test_files_that_are_written_anew_are_measured_anew(tmp_path, monkeypatch, pa
     model, config = files(place, part)
 
     def made():
-        LLM(model, speculative_config={**config, "controller": "optimal"}, max_num_seqs=1)
+        LLM(model, speculative_config={**config, "controller": "calibrated"}, max_num_seqs=1)
         return len(counted)
 
     assert (made(), made()) == (1, 1)
@@ -189,23 +190,23 @@ def test_a_folder_that_is_not_named_lies_in_the_home(monkeypatch):
     assert cache_folder().parts[-2:] == (".cache", "outrider")
 
 
-def optimal(**more):
+def calibrated_llm(**more):
     config = {
         "method": "draft_model",
         "model": "builtin:code-draft",
         "num_speculative_tokens": 3,
-        "controller": "optimal",
+        "controller": "calibrated",
     }
     return LLM("builtin:code", speculative_config={**config, **more}, max_num_seqs=1)
 
 
-def test_the_optimal_controller_by_name(folder, monkeypatch):
+def test_the_calibrated_controller_by_name(folder, monkeypatch):
     """It is measured for once, and the text is plain decoding's."""
     monkeypatch.setattr(module, "WHOLE", replace(module.WHOLE, contexts=(32,)))
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
     plain = LLM("builtin:code", max_num_seqs=1).generate("def area(r):", params)[0].outputs[0]
     for _ in range(2):
-        llm = optimal(tree_width=2, tree_nodes=5)
+        llm = calibrated_llm(tree_width=2, tree_nodes=5)
         assert isinstance(llm.decoder.controller.costs, Calibrated)
         assert llm.generate("def area(r):", params)[0].outputs[0].token_ids == plain.token_ids
     assert len(list(folder.glob("cost-*.json"))) == 1
@@ -235,7 +236,7 @@ def test_a_drafter_of_ones_own_is_not_measured_by_auto(folder):
 
 def test_a_drafter_of_ones_own_cannot_be_measured_by_name():
     with pytest.raises(ValueError, match='cannot make yours; use "adaptive"'):
-        LLM("builtin:code", speculative_config={"method": "suffix", "controller": "optimal"}, drafter=Wrong())
+        LLM("builtin:code", speculative_config={"method": "suffix", "controller": "calibrated"}, drafter=Wrong())
 
 
 def test_every_context_tells_of_the_others():
@@ -255,3 +256,9 @@ def test_every_context_tells_of_the_others():
     flat = {n: [module._Cell([c], [1.0 - c / 1000]) for c in (64, 512)] for n in (1, 5)}
     module._smooth(flat)
     assert flat[5][0].share == flat[5][1].share  # nothing gets cheaper
+
+
+def test_the_old_name_of_the_calibrated_controller_still_works():
+    with pytest.warns(DeprecationWarning, match='write "controller": "calibrated"'):
+        config = SpeculativeConfig.of({"method": "suffix", "controller": "optimal"})
+    assert config.controller == "calibrated"

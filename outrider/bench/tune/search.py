@@ -229,8 +229,8 @@ class Search:
             limit = best.seen.limit if best.seen else order[0].budget
             shape = {"num_speculative_tokens": limit.depth}
             shape |= {"tree_width": limit.width, "tree_nodes": limit.max_nodes} if limit.width > 1 else {}
-            config = {**best.config, **shape, "controller": "optimal"}
-            self.arms.append(Arm(f"{best.name} optimal", config, limit, order[0].predicted))
+            config = {**best.config, **shape, "controller": "calibrated"}
+            self.arms.append(Arm(f"{best.name} calibrated", config, limit, order[0].predicted))
         for verifier in self.verifiers:
             if verifier == "match":
                 continue
@@ -262,7 +262,7 @@ class Search:
         measured = [a for a in self.arms if a.samples and not a.out]
         best = max(measured, key=lambda a: _speed(a.samples))
         for arm in measured:
-            near = arm.config.get("controller") == "optimal" and best.config.get("controller") == "fixed"
+            near = arm.config.get("controller") == "calibrated" and best.config.get("controller") == "fixed"
             if near and _speed(arm.samples) > (1 - EQUAL / 2) * _speed(best.samples):
                 return arm
         return best
@@ -292,7 +292,7 @@ class Search:
         if gain is not None and gain.low > 1:
             return leader
         for arm in self.arms:
-            gain = self.over_plain(arm) if arm.config.get("controller") == "optimal" else None
+            gain = self.over_plain(arm) if arm.config.get("controller") == "calibrated" else None
             if gain is not None and gain.value > 1 + EQUAL:
                 return arm
         return self.plain
@@ -302,7 +302,7 @@ class Search:
         method = next((m for m in self.methods if m.name == _method(self.chosen)), None)
         if method is None or method.seen is None or method.llm is None:
             return {}
-        config = SpeculativeConfig.of({**self.chosen.config, "controller": "optimal"})
+        config = SpeculativeConfig.of({**self.chosen.config, "controller": "calibrated"})
         limit = Budget(method.seen.limit.depth)
         make = method.llm.drafter_for
         law = SamplingParams(**self.sampling)
@@ -352,7 +352,7 @@ class Search:
         """The same for all answers of an arm, as in use."""
         if arm.controller is None:
             cost = next((m.cost for m in self.methods if m.name == _method(arm)), None)
-            if arm.config.get("controller") == "optimal" and cost is not None:
+            if arm.config.get("controller") == "calibrated" and cost is not None:
                 arm.controller = Adaptive(arm.budget, Calibrated(cost))
             else:
                 arm.controller = Fixed(*arm.budget.parts)

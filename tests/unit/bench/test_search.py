@@ -30,7 +30,7 @@ class MadeUp(Search):
         self.speeds, self.noise, self.rng = {"plain": 100.0, **speeds}, noise, random.Random(1)
         self.length = [self.rng.lognormvariate(0, 0.3) for _ in ASKS]
         for name, speed in speeds.items():
-            if name.endswith("optimal"):
+            if name.endswith("calibrated"):
                 continue
             config = {"method": "suffix", "num_speculative_tokens": 4, "controller": "fixed"}
             self.arms.append(Arm(name, config, Budget(4), (predicted or {}).get(name, speed)))
@@ -54,7 +54,7 @@ class MadeUp(Search):
 
 
 def test_the_fastest_is_found():
-    search = MadeUp({"suffix k=4": 130.0, "suffix k=8": 180.0, "suffix k=2": 170.0, "suffix optimal": 100.0})
+    search = MadeUp({"suffix k=4": 130.0, "suffix k=8": 180.0, "suffix k=2": 170.0, "suffix calibrated": 100.0})
     assert len([*search.run()]) > 3
     assert search.complete
     assert search.chosen.name == "suffix k=8"
@@ -74,12 +74,12 @@ def test_plain_decoding_is_an_answer():
 
 def test_where_a_gain_is_likely_but_not_sure_the_controller_decides():
     """Two prompts are too few to be sure of anything; what stops where guesses do not pay has nothing to lose."""
-    search = MadeUp({"suffix k=4": 200.0, "suffix optimal": 190.0}, noise=0.3)
+    search = MadeUp({"suffix k=4": 200.0, "suffix calibrated": 190.0}, noise=0.3)
     search.asks = search.asks[:2]
     for line, _ in zip(search.run(), range(4), strict=False):
         assert line
     assert search.over_plain(search.leader).low < 1
-    assert search.chosen.name == "suffix optimal"
+    assert search.chosen.name == "suffix calibrated"
 
 
 def test_nothing_is_measured_where_nothing_could_win():
@@ -91,14 +91,14 @@ def test_nothing_is_measured_where_nothing_could_win():
 
 
 def test_an_adaptive_one_wins_a_near_draw():
-    search = MadeUp({"suffix k=4": 150.0, "suffix optimal": 149.0}, noise=0.01)
+    search = MadeUp({"suffix k=4": 150.0, "suffix calibrated": 149.0}, noise=0.01)
     for _ in search.run():
         pass
-    assert search.chosen.name == "suffix optimal"
+    assert search.chosen.name == "suffix calibrated"
 
 
 def test_what_is_known_when_somebody_stops():
-    search = MadeUp({"suffix k=4": 200.0, "suffix k=8": 195.0, "suffix optimal": 150.0})
+    search = MadeUp({"suffix k=4": 200.0, "suffix k=8": 195.0, "suffix calibrated": 150.0})
     lines = search.run()
     assert next(lines) == "predicted"
     assert search.chosen is search.plain
@@ -109,7 +109,7 @@ def test_what_is_known_when_somebody_stops():
 
 
 def test_why_plain_decoding_is_best():
-    search = MadeUp({"suffix k=4": 96.0, "suffix optimal": 90.0})
+    search = MadeUp({"suffix k=4": 96.0, "suffix calibrated": 90.0})
     lines = search.run()
     assert because(search) == "nothing else was looked at yet"
     search.methods[0].best = search.arms[1]
