@@ -11,19 +11,21 @@ from outrider.core.types import Guarantee
 
 @dataclass(frozen=True)
 class SpeculativeMetrics:
-    """vLLM's `metrics.speculative_decoding`. Rates are fractions; lengths count the bonus token.
+    """The fields of vLLM's `metrics.speculative_decoding`. Rates are fractions. Lengths count the bonus token.
 
-    mean_acceptance_length: committed tokens per step = 1 + accepted / steps. draft_acceptance_rate: accepted / drafted.
-    acceptance_histogram: steps by number of accepted guesses, from none on. acceptance_histogram_by_draft_length: the same for
-    each number of guesses made. per_step_accepted, per_step_drafted: int [step].
+    mean_acceptance_length: committed tokens per step, 1 + accepted / steps; 1.0 without steps.
+    draft_acceptance_rate: accepted / drafted; 0.0 without draft tokens.
+    acceptance_histogram: steps by the number of accepted draft tokens, int [num_spec_tokens + 1].
+    acceptance_histogram_by_draft_length: the same list for each number of draft tokens that a step had.
+    per_step_accepted, per_step_drafted: int [step].
     """
 
     num_spec_steps: int
     num_spec_tokens: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
-    mean_acceptance_length: float | None
-    draft_acceptance_rate: float | None
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
     acceptance_histogram: list[int]
     acceptance_histogram_by_draft_length: dict[int, list[int]]
     per_step_accepted: list[int]
@@ -31,23 +33,26 @@ class SpeculativeMetrics:
 
     @classmethod
     def of(cls, drafted: Sequence[int], accepted: Sequence[int], num_spec_tokens: int) -> SpeculativeMetrics:
-        """drafted, accepted: int [step], the guesses made (all nodes of a tree) and those accepted, at most as many.
-        num_spec_tokens: the most that a step may guess one behind the other, as configured. The mean is None without steps,
-        the rate without guesses. Raises ValueError where the two are not equally long."""
-        longest = max(accepted, default=0)
+        """Count the steps of a text.
+
+        drafted: int [step], the draft tokens of each step, all nodes of a tree. accepted: int [step], how many of these
+        were accepted. num_spec_tokens: the deepest draft that the configuration allows. A step that accepted more
+        raises it. Raises ValueError if the two lists differ in length.
+        """
+        num_spec_tokens = max(num_spec_tokens, *accepted, 0)
+        histogram = [0] * (num_spec_tokens + 1)
         by_length: dict[int, list[int]] = {}
-        histogram = [0] * (longest + 1)
         for d, a in zip(drafted, accepted, strict=True):
             histogram[a] += 1
-            by_length.setdefault(d, [0] * (d + 1))[min(a, d)] += 1
-        steps, total = len(drafted), sum(drafted)
+            by_length.setdefault(d, [0] * (num_spec_tokens + 1))[a] += 1
+        steps, total, num_accepted = len(drafted), sum(drafted), sum(accepted)
         return cls(
             num_spec_steps=steps,
             num_spec_tokens=num_spec_tokens,
             num_draft_tokens=total,
-            num_accepted_draft_tokens=sum(accepted),
-            mean_acceptance_length=1 + sum(accepted) / steps if steps else None,
-            draft_acceptance_rate=sum(accepted) / total if total else None,
+            num_accepted_draft_tokens=num_accepted,
+            mean_acceptance_length=1 + num_accepted / steps if steps else 1.0,
+            draft_acceptance_rate=num_accepted / total if total else 0.0,
             acceptance_histogram=histogram,
             acceptance_histogram_by_draft_length=dict(sorted(by_length.items())),
             per_step_accepted=list(accepted),

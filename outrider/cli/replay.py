@@ -104,7 +104,7 @@ def _summary(trace: Trace, request: int | None) -> None:
 
 def _row(text: Text) -> list[str]:
     m, end = text.metrics, text.end
-    length = "-" if m.mean_acceptance_length is None else f"{m.mean_acceptance_length:.2f}"
+    length = f"{m.mean_acceptance_length:.2f}" if m.num_spec_steps else "-"
     seconds = "-" if end is None or end.seconds is None else f"{end.seconds:.2f}"
     counts = (text.id, text.request.prompt_tokens, text.output_tokens, m.num_spec_steps)
     guesses = f"{m.num_accepted_draft_tokens} of {m.num_draft_tokens}"
