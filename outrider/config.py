@@ -1,64 +1,79 @@
-"""What a user may say about speculation: `speculative_config`, with the names vLLM's users know."""
+"""`SpeculativeConfig`: what a user asks of speculation. The keys have vLLM's names where vLLM has them."""
 
 from __future__ import annotations
 
-import difflib
 import warnings
-from collections.abc import Iterable
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from outrider.core.suggest import did_you_mean
 from outrider.core.types import Budget
-from outrider.methods import DEPTHS, METHODS, PLUGINS
+from outrider.drafters.registry import METHODS, find, owner, plugins
 from outrider.verify import VERIFIERS
+
+_VLLM_RULES = {"standard": "rejection", "block": "block"}
+"""vLLM's `rejection_sample_method` -> our verifier."""
 
 
 class SpeculativeConfig(BaseModel):
-    """How to speculate. Give it as a dict to `LLM(speculative_config=...)` or as JSON on the command line.
+    """How to speculate. Give it as a dict to `LLM(speculative_config=...)`, or as JSON on the command line.
 
-    Names are vLLM's where it has one; every field says what it is (`SpeculativeConfig.model_fields`), docs/drafters.md and
-    docs/trees.md when it pays. Raises ValueError, naming the nearest, for a field, method or verifier that is not there, and
-    for settings that contradict each other. Which methods can draft for a model is seen when that is loaded.
+    `SpeculativeConfig.model_fields` describes each key. docs/drafters.md and docs/trees.md say when a method helps.
+    Raises ValueError for an unknown key, method or verifier, with the nearest known name, and for keys that contradict each
+    other. Whether a method can draft for a model shows only when the model is loaded.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
-    method: str | list[str] = Field("none", description="who guesses, one or several: " + ", ".join(METHODS))
-    model: Any = Field(None, description="the draft model: a folder, a hub name, builtin:..., or a loaded model")
+    method: str | list[str] = Field("none", description="how to draft, one method or several: " + ", ".join(METHODS))
+    model: Any = Field(
+        None, description="the draft model: a folder, a hub name, a built-in model (builtin:...) or a loaded model"
+    )
     num_speculative_tokens: int | None = Field(
-        None, ge=0, le=256, description="guesses per step, one behind the other, at most; as many as pay if not given"
+        None, ge=0, le=256, description="draft tokens in a row, at most; without it, as many as help"
     )
     controller: Literal["adaptive", "calibrated", "fixed"] | None = Field(
         None,
-        description="adaptive: as many draft tokens as pay by the clock, none where none do; calibrated: the same with "
-        "costs that are measured once and kept, and it compares chains with trees; fixed: always as many as given. "
-        "Not given: adaptive with the verifier match, fixed with every other verifier",
+        description="adaptive: as many draft tokens as measured step times allow, none if drafting does not help. "
+        "calibrated: the same from costs measured once and kept, and it also compares chains with trees. "
+        "fixed: always the given number. Default: adaptive with the verifier match. With every other verifier it is fixed, "
+        "because step times would change the text",
     )
-    tree_width: int = Field(1, ge=1, le=64, description="guesses side by side at a node; 1 is a chain")
-    tree_nodes: int | None = Field(None, ge=0, le=4095, description="guesses per step in all; None: depth times width")
+    tree_width: int = Field(1, ge=1, le=64, description="children of a node in the draft tree, at most; 1 is a chain")
+    tree_nodes: int | None = Field(
+        None, ge=0, le=4095, description="draft tokens in a step, at most; without it, depth times width"
+    )
     layers: list[int] | str | None = Field(
-        None, description="for layer_skip: layer numbers, or a file of outrider layers"
+        None, description="for layer_skip: layer numbers, or a file that outrider layers wrote"
     )
-    assistant_early_exit: int | None = Field(None, ge=1, description="for layer_skip: draft with so many first layers")
-    options: dict[str, Any] = Field({}, description="arguments for a drafter of your own")
-    prompt_lookup_min: int = Field(2, ge=1, description="shortest n-gram that counts as a match")
-    prompt_lookup_max: int = Field(5, ge=1, description="longest n-gram that is looked up")
+    assistant_early_exit: int | None = Field(
+        None, ge=1, description="for layer_skip: draft with this many first layers"
+    )
+    options: dict[str, Any] = Field({}, description="arguments for a method of another package")
+    prompt_lookup_min: int = Field(2, ge=1, description="for ngram: shortest match, in tokens")
+    prompt_lookup_max: int = Field(5, ge=1, description="for ngram: longest match, in tokens")
     prediction: str | list[int] | None = Field(
-        None, description="a text, or token ids, that most of each answer will repeat; a request may name its own"
+        None,
+        description="for prediction: a text, or token ids, that each answer will mostly repeat; a request can bring its own",
     )
     corpus: Any = Field(
         None,
-        description='texts for suffix: a file, a folder, a saved corpus, {"text": ...}, token ids, or a list of these',
+        description='for suffix: a file, a folder, a saved corpus, {"text": ...}, token ids, or a list of these',
     )
-    corpus_tokens: int = Field(2**22, ge=1, description="tokens that are read of the corpus at most")
-    suffix_shared_tokens: int = Field(2**18, ge=0, description="tokens of other answers that suffix remembers; 0: none")
-    suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1, description="estimated chance of a guess, at least")
-    verifier: str = Field("match", description="the rule: " + ", ".join(VERIFIERS))
-    rejection_sample_method: Literal["standard", "block"] | None = Field(None, description="vLLM's name for the rule")
+    corpus_tokens: int = Field(2**22, ge=1, description="for suffix: tokens read from the corpus, at most")
+    suffix_shared_tokens: int = Field(
+        2**18, ge=0, description="for suffix: tokens of other answers to remember; 0: none"
+    )
+    suffix_decoding_min_token_prob: float = Field(
+        0.1, ge=0, le=1, description="for suffix: lowest estimated probability of a draft token"
+    )
+    verifier: str = Field("match", description="the acceptance rule: " + ", ".join(VERIFIERS))
+    rejection_sample_method: Literal["standard", "block"] | None = Field(
+        None, description="the acceptance rule by vLLM's name"
+    )
     quantization: Literal["int8", "int4"] | None = Field(
-        None, description="precision of quantized_self, or of the draft"
+        None, description="weights of the draft model, or of the copy of quantized_self"
     )
 
     @model_validator(mode="before")
@@ -67,7 +82,7 @@ class SpeculativeConfig(BaseModel):
         if isinstance(data, dict):
             for key in data:
                 if key not in cls.model_fields:
-                    raise ValueError(f"speculative_config has no {key!r}{nearest(key, list(cls.model_fields))}")
+                    raise ValueError(f"speculative_config has no {key!r}{did_you_mean(key, cls.model_fields)}")
             if data.get("controller") == "optimal":
                 warnings.warn(
                     '"controller": "optimal" has a new name: write "controller": "calibrated"',
@@ -76,7 +91,7 @@ class SpeculativeConfig(BaseModel):
                 )
                 data = {**data, "controller": "calibrated"}
             if "method" not in data and data.get("model") is not None:
-                data = {**data, "method": "draft_model"}
+                data = {**data, "method": next(name for name, method in METHODS.items() if method.needs_model)}
         return data
 
     @model_validator(mode="after")
@@ -84,26 +99,24 @@ class SpeculativeConfig(BaseModel):
         known = [*METHODS, *plugins()]
         for method in self.methods:
             if method not in known:
-                raise ValueError(f"unknown method {method!r}{nearest(method, known)}; known: {', '.join(known)}")
+                raise ValueError(f"unknown method {method!r}{did_you_mean(method, known)}; known: {', '.join(known)}")
         if isinstance(self.method, list) and ({"none", "auto"} & set(self.method) or not self.method):
             raise ValueError(f'a list of methods names drafters, such as ["suffix", "draft_model"], got {self.method}')
         if self.rejection_sample_method:
-            self.verifier = {"standard": "rejection", "block": "block"}[self.rejection_sample_method]
+            self.verifier = _VLLM_RULES[self.rejection_sample_method]
         if self.verifier not in VERIFIERS:
-            raise ValueError(f"unknown verifier {self.verifier!r}{nearest(self.verifier, list(VERIFIERS))}")
-        if "draft_model" in self.methods and self.model is None:
-            raise ValueError(
-                'method "draft_model" needs a model: {"method": "draft_model", "model": "builtin:code-draft"}'
-            )
-        for key, method, *others in (
-            ("prediction", "prediction", "auto"),
-            ("corpus", "suffix", "auto"),
-            ("layers", "layer_skip"),
-            ("assistant_early_exit", "layer_skip"),
-        ):
-            if getattr(self, key) is not None and not {method, *others} & set(self.methods):
+            raise ValueError(f"unknown verifier {self.verifier!r}{did_you_mean(self.verifier, VERIFIERS)}")
+        for method in self.methods:
+            if find(method).needs_model and self.model is None:
                 raise ValueError(
-                    f'{key} is for the method "{method}", got "{self.method}": {{"method": "{method}", "{key}": ...}}'
+                    f'method "{method}" needs a model: {{"method": "{method}", "model": "builtin:code-draft"}}'
+                )
+        for key, about in type(self).model_fields.items():
+            own = owner(key) if about.default is None and getattr(self, key) is not None else None
+            if own and own.name not in self.methods and not (own.auto and "auto" in self.methods):
+                raise ValueError(
+                    f'{key} is for the method "{own.name}", got "{self.method}": '
+                    f'{{"method": "{own.name}", "{key}": ...}}'
                 )
         if self.layers is not None and self.assistant_early_exit is not None:
             raise ValueError("layers and assistant_early_exit both say which layers draft; give one of them")
@@ -115,24 +128,30 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def methods(self) -> list[str]:
-        """The methods by name, one or several."""
+        """The names of the methods, one or several."""
         return [self.method] if isinstance(self.method, str) else self.method
 
     @property
+    def enabled(self) -> bool:
+        """Whether there are draft tokens at all. False is plain decoding."""
+        return self.method != "none" and self.budget.max_nodes > 0
+
+    @property
     def budget(self) -> Budget:
-        """What a drafter may spend in a step, at most."""
-        usual = max(DEPTHS.get(method, 5) for method in self.methods)
-        depth = usual if self.num_speculative_tokens is None else self.num_speculative_tokens
+        """What a draft may have, at most."""
+        depth = self.num_speculative_tokens
+        if depth is None:
+            depth = max(find(method).default_depth for method in self.methods)
         return Budget(depth, self.tree_width, self.tree_nodes)
 
     @property
     def adaptive(self) -> bool:
-        """Whether the clock may shorten drafts. Under `match` that never changes a text."""
+        """Whether measured step times may shorten drafts. With `match` that never changes a text."""
         return self.verifier == "match" if self.controller is None else self.controller != "fixed"
 
     @classmethod
     def of(cls, given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig:
-        """Validate what a user gave. Raises ValueError with one readable line per mistake."""
+        """Validate what a user gave. Raises ValueError with one readable sentence per mistake."""
         if isinstance(given, SpeculativeConfig):
             return given
         try:
@@ -143,14 +162,3 @@ class SpeculativeConfig(BaseModel):
                 for e in error.errors()
             ]
             raise ValueError("speculative_config: " + "; ".join(lines)) from None
-
-
-def plugins() -> dict[str, Any]:
-    """Drafters that installed packages offer: name -> entry point."""
-    return {entry.name: entry for entry in entry_points(group=PLUGINS) if entry.name not in METHODS}
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' when something known is close, else nothing."""
-    close = difflib.get_close_matches(word, [*known], n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""

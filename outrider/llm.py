@@ -11,13 +11,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from outrider.calibrate import calibrated
-from outrider.config import SpeculativeConfig, plugins
+from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller, Fixed
 from outrider.core.types import Step
 from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.guard import PerRequestDrafter
+from outrider.drafters.registry import plugins
 from outrider.models.checkpoint import stamp
 from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.config import nearest
 from outrider.core.stopping import content_text
+from outrider.core.suggest import did_you_mean
 
 FOLDER = Path(__file__).resolve().parent.parent / "data" / "prompts"
 SETS = {
@@ -50,7 +50,7 @@ def read(source: str, count: int | None = None) -> tuple[list[Ask], list[str]]:
         path = FOLDER / f"{source}.jsonl"
     elif not path.is_file():
         raise FileNotFoundError(
-            f"there is no file {source}{nearest(source, SETS)}; prompts are a .jsonl or .txt file, or a set: "
+            f"there is no file {source}{did_you_mean(source, SETS)}; prompts are a .jsonl or .txt file, or a set: "
             + "; ".join(f"{name} ({what})" for name, what in SETS.items())
         )
     try:

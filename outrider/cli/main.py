@@ -37,7 +37,7 @@ from outrider.cli.terminal import (
     readable,
     speculation,
 )
-from outrider.methods import METHODS
+from outrider.drafters.registry import METHODS
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
@@ -105,7 +105,7 @@ def generate(
     max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together.")] = None,
     method: Annotated[
         str | None,
-        option("Speculation", "Who guesses:\n\n" + "\n\n".join(f"{m}: {why}" for m, why in METHODS.items())),
+        option("Speculation", "How to draft:\n\n" + "\n\n".join(f"{m.name}: {m.help}" for m in METHODS.values())),
     ] = None,
     draft_model: Draft = None,
     num_speculative_tokens: Guesses = None,

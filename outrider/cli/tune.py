@@ -103,38 +103,24 @@ def tune(
 def candidates(
     target: Loaded, draft: str | None, wanted: list[str] | None, layers: str | None, expects: bool
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Names and configurations of who may guess. Raises ValueError for a method that is not known or misses something."""
-    from outrider.config import SpeculativeConfig
+    """Names and configurations to try. Raises ValueError for a method that is unknown or that lacks an input.
 
-    draft = draft or own_draft(target.name)
-    every: dict[str, dict[str, Any]] = {}
-    if draft is not None:
-        every["draft_model"] = {"method": "draft_model", "model": draft}
-    finer = {"float32": ["int8", "int4"], "bfloat16": ["int8", "int4"], "float16": ["int8", "int4"], "int8": ["int4"]}
-    for weights in finer.get(target.weights, []):
-        every[f"quantized_self-{weights}"] = {"method": "quantized_self", "quantization": weights}
-    if layers is not None:
-        every["layer_skip"] = {"method": "layer_skip", "layers": layers}
-    every |= {name: {"method": name} for name in ("suffix", "ngram", "token_recycling")}
-    if expects:
-        every["prediction"] = {"method": "prediction"}
+    draft: name of a draft model. wanted: methods that the user named, None for all. layers: a file of `outrider layers`.
+    expects: whether a prompt brings a prediction.
+    """
+    from outrider.config import SpeculativeConfig
+    from outrider.drafters.registry import METHODS, TuneInputs, find
+
+    inputs = TuneInputs(target.weights, draft or own_draft(target.name), layers, expects)
     if wanted is None:
-        return list(every.items())
+        return [pair for method in METHODS.values() for pair in method.tune_candidates(inputs).items()]
     out = list[tuple[str, dict[str, Any]]]()
     for name in wanted:
-        some = [(key, config) for key, config in every.items() if config["method"] == name]
+        SpeculativeConfig.of({"method": name, **({"model": inputs.draft} if inputs.draft else {})})
+        some = find(name).tune_candidates(inputs)
         if not some:
-            config = {"method": name, **({"model": draft} if name == "draft_model" and draft else {})}
-            SpeculativeConfig.of(config)
-            if name in ("none", "auto", "layer_skip", "prediction"):
-                raise ValueError(
-                    f"--method {name} is nothing to tune here: "
-                    + {"layer_skip": "name the layers, --layers FILE", "prediction": "no prompt has a prediction"}.get(
-                        name, "it is what the others are compared with, or made of"
-                    )
-                )
-            some = [(name, config)]
-        out += some
+            raise ValueError(f"--method {name} is nothing to tune here: {find(name).tune_hint}")
+        out += some.items()
     return out
 
 

@@ -1,17 +1,46 @@
-"""Who guesses. Imports the kernel and the models; imported by the loop. One file per kind of drafter."""
+"""Drafters propose draft tokens. Imports the kernel and the models; the loop imports it.
+
+`registry` lists the drafting methods. `lookup/` holds drafters without a model, `model/` those with one, and `combine/`
+puts several together. Names are imported when they are first used: the command line reads the registry without torch.
+"""
 
 from __future__ import annotations
 
-from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, Echo, NoDraft, Noisy, Wrong, chains
-from outrider.drafters.combine.router import DrafterRouter
-from outrider.drafters.lookup.ngram import NgramDrafter
-from outrider.drafters.lookup.prediction import PredictionDrafter
-from outrider.drafters.lookup.suffix import SuffixDrafter
-from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
-from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
-from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.self_speculation import LayerSkipDrafter, QuantizedSelfDrafter
-from outrider.drafters.registry import make_drafter
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, Echo, NoDraft, Noisy, Wrong, chains
+    from outrider.drafters.combine.router import DrafterRouter
+    from outrider.drafters.lookup.ngram import NgramDrafter
+    from outrider.drafters.lookup.prediction import PredictionDrafter
+    from outrider.drafters.lookup.suffix import SuffixDrafter
+    from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
+    from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
+    from outrider.drafters.model.draft_model import ModelDrafter
+    from outrider.drafters.model.self_speculation import LayerSkipDrafter, QuantizedSelfDrafter
+    from outrider.drafters.registry import make_drafter
+
+_HOME = {
+    "BaseDrafter": "base",
+    "CrossTokenizerDrafter": "model.cross_tokenizer",
+    "DraftContext": "base",
+    "Drafter": "base",
+    "DrafterRouter": "combine.router",
+    "Echo": "base",
+    "LayerSkipDrafter": "model.self_speculation",
+    "ModelDrafter": "model.draft_model",
+    "NgramDrafter": "lookup.ngram",
+    "NoDraft": "base",
+    "Noisy": "base",
+    "PredictionDrafter": "lookup.prediction",
+    "QuantizedSelfDrafter": "model.self_speculation",
+    "SuffixDrafter": "lookup.suffix",
+    "TokenRecyclingDrafter": "lookup.token_recycling",
+    "Wrong": "base",
+    "chains": "base",
+    "make_drafter": "registry",
+}
 
 __all__ = [
     "BaseDrafter",
@@ -33,3 +62,13 @@ __all__ = [
     "chains",
     "make_drafter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'outrider.drafters' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"outrider.drafters.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from outrider.core.suggest import did_you_mean
 from outrider.kernels import cpu as native
 from outrider.models import checkpoint
 from outrider.models import native_llama as llama
@@ -72,7 +71,7 @@ def load(
     kind = _dtype(dtype)
     if quantization not in (None, *_QUANTIZATIONS):
         raise ValueError(
-            f"quantization must be None, 'int8' or 'int4', got {quantization!r}{_nearest(quantization, _QUANTIZATIONS)}"
+            f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), _QUANTIZATIONS)}"
         )
     where = _device(device, model)
     if quantization and (where.type != "cpu" or not native.available()):
@@ -165,7 +164,7 @@ def _config(name: str, path: str) -> Any:
             own = ", and its own code (trust_remote_code) is not run here" if "auto_map" in given else ""
             raise ValueError(
                 f"{name} has model_type {kind!r} in its config.json, which transformers {transformers.__version__} does "
-                f"not know{own}{_nearest(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
+                f"not know{own}{did_you_mean(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
                 "yourself and give the object: LLM(model)"
             )
         method = (given.get("quantization_config") or {}).get("quant_method")
@@ -190,7 +189,7 @@ def _path(name: str) -> str:
     if name.startswith("builtin:"):
         if name not in BUILTIN:
             raise ValueError(
-                f"there is no built-in model {name!r}{_nearest(name, (*BUILTIN, *SYNTHETIC))}; there are {_names()}, and "
+                f"there is no built-in model {name!r}{did_you_mean(name, (*BUILTIN, *SYNTHETIC))}; there are {_names()}, and "
                 f"builtin:code at the cost of a bigger model: {', '.join(SYNTHETIC)}"
             )
         name = str(DATA / name.removeprefix("builtin:"))
@@ -257,7 +256,7 @@ def _dtype(given: str | torch.dtype) -> str:
         return kind
     if kind in _QUANTIZATIONS:
         raise ValueError(f"{kind} is no dtype to compute in; for weights of {kind} give quantization={kind!r}")
-    hint = f"; did you mean {_ALIASES[kind]!r}?" if kind in _ALIASES else _nearest(kind, _DTYPES)
+    hint = f"; did you mean {_ALIASES[kind]!r}?" if kind in _ALIASES else did_you_mean(kind, _DTYPES)
     raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}; got {kind!r}{hint}")
 
 
@@ -273,12 +272,6 @@ def _device(given: str, model: Any) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={given!r}: torch finds no CUDA device here; use device='cpu'")
     return where
-
-
-def _nearest(word: str | None, known: Iterable[str]) -> str:
-    """'; did you mean ...?' when something known is close, else nothing."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _names() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -9,12 +12,16 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.cli.tune import candidates
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
 from outrider.drafters import DrafterRouter, LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, Wrong, make_drafter
+from outrider.drafters.registry import METHODS, DrafterSetup, DraftMethod, EngineExport, request_drafters
+from outrider.integrations.engines import exports
 from outrider.models.load import Loaded, load
 
 PROMPT = "def read(path):\n    with open(path) as file:\n        return"
+ENV = {**os.environ, "COLUMNS": "400", "TERM": "dumb"}
 PARAMS = [SamplingParams(temperature=t, max_tokens=24, seed=3) for t in (0.0, 1.0)]
 
 
@@ -118,7 +125,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         EntryPoint("nothing", f"{__name__}:not_a_drafter", "outrider.drafters"),
         EntryPoint("gone", "no_such_package:Drafter", "outrider.drafters"),
     ]
-    monkeypatch.setattr("outrider.config.entry_points", lambda group: [e for e in found if e.group == group])
+    monkeypatch.setattr("outrider.drafters.registry.entry_points", lambda group: [e for e in found if e.group == group])
     return
 
 
@@ -132,7 +139,7 @@ def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
     assert isinstance(both, DrafterRouter)
     with pytest.raises(ValueError, match=r"'stubborn'.*unexpected keyword argument 'colour'"):
         make(code, method="stubborn", options={"colour": "red"})
-    with pytest.raises(ValueError, match="made a object, which is none: a drafter has taps"):
+    with pytest.raises(ValueError, match="returned a object, which is not a drafter"):
         make(code, method="nothing")
     with pytest.raises(ValueError, match=r"'gone'.*No module named"):
         make(code, method="gone")
@@ -143,3 +150,57 @@ def test_a_quantized_copy_of_something_coarse_is_refused(code: Loaded) -> None:
     coarse = Loaded(code.model, "x", code.tokenizer, code.end_ids, "int8", code.source)
     with pytest.raises(ValueError, match="gain nothing"):
         make(coarse, method="quantized_self")
+
+
+def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row: then help, configuration, server, auto, tune and exports know the method."""
+    flags = EngineExport(lambda config: {"--draft-wrongly": config.budget.depth})
+    row = DraftMethod(
+        "wrong",
+        "always a wrong token",
+        lambda setup: Wrong(),
+        cost="lookup",
+        default_depth=3,
+        keys=("layers",),
+        per_request=True,
+        auto=lambda setup: True,
+        sglang=flags,
+    )
+    monkeypatch.setitem(METHODS, "wrong", row)
+    assert texts({"method": "wrong"}) == plain
+    assert SpeculativeConfig.of({"method": "wrong"}).budget == Budget(3)
+    assert list(make(code, method="auto").drafters) == ["prediction", "suffix", "wrong", "draft_model"]
+    setup = DrafterSetup(SpeculativeConfig(), code, 1, 64, "cpu")
+    assert list(request_drafters(setup)) == ["prediction", "suffix", "ngram", "wrong"]
+    assert ("wrong", {"method": "wrong"}) in candidates(code, None, None, None, False)
+    assert exports({"method": "wrong"})[1].command == "--draft-wrongly 3"
+    monkeypatch.delitem(METHODS, "layer_skip")
+    with pytest.raises(ValueError, match='layers is for the method "wrong", got "suffix"'):
+        SpeculativeConfig.of({"method": "suffix", "layers": [0]})
+
+
+def test_help_lists_each_row() -> None:
+    """The help text is made when the command line is imported, so another process adds the row."""
+    code = (
+        "import dataclasses, sys\n"
+        "from outrider.drafters.registry import METHODS\n"
+        "METHODS['mine'] = dataclasses.replace(METHODS['ngram'], name='mine', help='a method of this test')\n"
+        "from outrider.cli.main import app\n"
+        "app(['generate', '--help'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV).stdout
+    text = " ".join(out.replace("│", " ").split())
+    assert "mine: a method of this test" in text
+    assert all(f"{name}: {row.help.split(';')[0].split(',')[0]}" in text for name, row in METHODS.items()), text
+
+
+ROW = DraftMethod("rowed", "a row from another package", lambda setup: Wrong(2), default_depth=7, cost="lookup")
+
+
+def test_a_package_can_offer_a_row(code: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = EntryPoint("rowed", f"{__name__}:ROW", "outrider.drafters")
+    monkeypatch.setattr("outrider.drafters.registry.entry_points", lambda group: [found])
+    assert SpeculativeConfig.of({"method": "rowed"}).budget.depth == 7
+    assert isinstance(make(code, method="rowed"), Wrong)
+    assert list(make(code, method=["rowed", "suffix"]).cost.values()) == [0.0, 0.0]

@@ -70,10 +70,10 @@ def test_lookups():
 
 
 @pytest.mark.parametrize("method", ["token_recycling", "quantized_self", "layer_skip", "prediction"])
-def test_who_guesses_only_here(method):
+def test_methods_that_only_exist_here(method):
     for export in exports({"method": method}):
         assert export.command == ""
-        assert export.notes == (f"nothing there guesses as {method} does",)
+        assert export.notes == (f"{method}: this engine has no such method",)
 
 
 def test_plain_decoding():
