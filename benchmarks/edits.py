@@ -25,14 +25,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from benchmarks import headline
 from outrider.bench.tune.replay_target import insist
 from outrider.control import Fixed
 from outrider.decode import Decoder, Request
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.models.base import LanguageModel, Output
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 
 MODULES = (
@@ -144,15 +143,15 @@ class ForcedTarget:
         self.vocab_size, self.max_length = model.vocab_size, model.max_length
         self.device, self.batch_invariant = model.device, model.batch_invariant
 
-    def new_cache(self, rows: int, max_length: int) -> Any:
-        return self.model.new_cache(rows, max_length)
+    def new_cache(self, num_slots: int, max_length: int) -> Any:
+        return self.model.new_cache(num_slots, max_length)
 
-    def forward(self, tokens: torch.Tensor, cache: Any, rows: list[int], **options: Any) -> Output:
-        out = self.model.forward(tokens, cache, rows, **options)
-        if options.get("want", "all") != "all" or options.get("parents") is None:
+    def forward(self, nodes: Nodes, **options: Any) -> Output:
+        out = self.model.forward(nodes, **options)
+        if options.get("want", "all") != "all" or nodes.parents is None:
             return out
         logits = out.logits.clone()
-        insist(logits, options["parents"], [cache.length[row] for row in rows], self.text)
+        insist(logits, nodes.parents, nodes.lengths, self.text)
         return out._replace(logits=logits)
 
 

@@ -31,6 +31,7 @@ from outrider.core.types import Budget, Siblings, Step
 from outrider.decode import Decoder, Request
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.load import Loaded, load
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 
 LENGTH = 1024
@@ -162,13 +163,13 @@ def best_here(target: Loaded, draft: Any, chances: Sequence[float], most: int = 
 def seconds(model: Any, nodes: Iterable[int], context: int = 256, repeats: int = 7) -> dict[int, float]:
     """The least time of a forward over so many nodes behind a context."""
     cache, out = model.new_cache(1, context), dict[int, float]()
-    model.forward(torch.ones(1, context, dtype=torch.long), cache, [0], want="none")
+    model.forward(Nodes(torch.ones(1, context, dtype=torch.long), cache, [0]), want="none")
     cache.commit([0], [range(context)])
     for count in nodes:
         ids, times = torch.ones(1, count, dtype=torch.long), []
         for _ in range(repeats):
             start = perf_counter()
-            model.forward(ids, cache, [0])
+            model.forward(Nodes(ids, cache, [0]))
             times.append(perf_counter() - start)
         out[count] = min(times)
     return out

@@ -24,6 +24,7 @@ from outrider.drafters.base import DraftContext, Drafter, NoDraft
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 from outrider.verify import VERIFIERS
 
@@ -196,7 +197,7 @@ class Decoder:
         asked = any(b.depth and b.max_nodes for b in batch.budgets)  # a drafter that may not guess costs nothing
         draft = (self.drafter if asked else _NOBODY).propose(batch).to(self.target.device)
         clock.append(perf_counter())
-        out = self.target.forward(draft.tokens, self.cache, batch.slots, parents=draft.parents, taps=self.drafter.taps)
+        out = self.target.forward(Nodes(draft.tokens, self.cache, batch.slots, draft.parents), taps=self.drafter.taps)
         clock.append(perf_counter())
         verdict = self.verifier(LogitsDistribution(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
         clock.append(perf_counter())
@@ -257,7 +258,7 @@ class Decoder:
         part = tokens[done : min(done + self.chunk, last)]
         if part:
             out = self.target.forward(
-                torch.tensor([part]), self.cache, [row.slot], want="none" if wanted is None else "all"
+                Nodes(torch.tensor([part]), self.cache, [row.slot]), want="none" if wanted is None else "all"
             )
             self.cache.commit([row.slot], [range(len(part))])
             if wanted is not None:

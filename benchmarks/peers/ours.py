@@ -18,6 +18,7 @@ from outrider.drafters import ModelDrafter, make_drafter
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded, load
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 
 MAX_LENGTH = 1024
@@ -89,13 +90,13 @@ class Ours:
         model = self.target.model if which == "target" else self.drafter_model(which)
         if (which, context) not in self._contexts:
             cache = model.new_cache(1, context + 64)
-            model.forward(some_tokens(context, model.vocab_size), cache, [0], want="none")
+            model.forward(Nodes(some_tokens(context, model.vocab_size), cache, [0]), want="none")
             cache.commit([0], [range(context)])
             self._contexts[which, context] = cache
         cache, tokens, times = self._contexts[which, context], some_tokens(rows, model.vocab_size), []
         for _ in range(repeats):
             start = perf_counter()
-            model.forward(tokens, cache, [0])
+            model.forward(Nodes(tokens, cache, [0]))
             times.append(perf_counter() - start)
         return times
 

@@ -95,7 +95,7 @@ class Engine:
             drafters |= {**getattr(llm.drafter, "drafters", {}), method: llm.drafter}
         self.llm, self.roster = llm, PerRequestDrafter(drafters, method, base.target.vocab_size)
         self._lengths = PerRow(base.controller)
-        rows, length = base.cache.rows, base.max_length
+        rows, length = base.cache.num_slots, base.max_length
         self.kv_limit = rows * length if kv_tokens is None else kv_tokens
         self.prefixes = None if not prefix_bytes or self.roster.taps else PrefixCache(prefix_bytes)
         self.decoder = Decoder(
@@ -177,7 +177,9 @@ class Engine:
             waiting = len(self.queue)
             room = self.queue.limit + len(self.decoder.free) - waiting
             if len(jobs) > room:
-                raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / self.decoder.cache.rows)))
+                raise QueueFull(
+                    waiting, max(1, math.ceil(self._seconds * (waiting + 1) / self.decoder.cache.num_slots))
+                )
             self.accepted += len(jobs)
             if not waiting and not self.running:
                 self._turned = perf_counter()
@@ -210,8 +212,8 @@ class Engine:
         """What is wrong with the engine's tables between two turns; nothing, unless there is a bug."""
         d, wrong = self.decoder, list[str]()
         seats = sorted([*d.free, *d.rows])
-        if seats != list(range(d.cache.rows)):
-            wrong.append(f"free rows {d.free} and used rows {list(d.rows)} are not the {d.cache.rows} rows")
+        if seats != list(range(d.cache.num_slots)):
+            wrong.append(f"free rows {d.free} and used rows {list(d.rows)} are not the {d.cache.num_slots} rows")
         if set(self.running) != set(d.rows):
             wrong.append(f"jobs run in rows {list(self.running)}, the decoder has {list(d.rows)}")
         wrong += [f"free row {r} holds {d.cache.length[r]} tokens" for r in d.free if d.cache.length[r]]

@@ -9,6 +9,7 @@ import torch
 
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
+from outrider.models.nodes import Nodes
 
 
 class Memory:
@@ -40,11 +41,11 @@ class Memory:
         self.limit = limit
         each = [per_token(model) for model, _ in self._models]
         caches = [cache for _, cache in self._models]
-        need = prefix_bytes + sum(n * c.rows * (c.max_length + SCRATCH) for n, c in zip(each, caches, strict=True))
+        need = prefix_bytes + sum(n * c.num_slots * (c.max_length + SCRATCH) for n, c in zip(each, caches, strict=True))
         if need <= limit:
             self._take()
             return
-        rows, length = caches[0].rows, caches[0].max_length
+        rows, length = caches[0].num_slots, caches[0].max_length
         fits = (limit - prefix_bytes) // (sum(each) * rows) - SCRATCH
         fewer = (limit - prefix_bytes) * rows // max(need - prefix_bytes, 1)
         ways = [f"--max-model-len {fits}"] * (fits >= 2) + [f"--max-num-seqs {fewer}"] * (fewer >= 1)
@@ -59,12 +60,12 @@ class Memory:
         for model, cache in self._models:
             cache.reserve([0], cache.max_length + SCRATCH)
             try:
-                model.forward(torch.zeros(1, 1, dtype=torch.long), cache, [0], want="none")  # into scratch
+                model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [0]), want="none")  # into scratch
             except (RuntimeError, MemoryError) as error:
                 if isinstance(error, RuntimeError) and "memory" not in str(error):
                     raise
                 raise ValueError(
-                    f"this machine has no memory for {cache.rows} texts of {cache.max_length} tokens; use a smaller "
+                    f"this machine has no memory for {cache.num_slots} texts of {cache.max_length} tokens; use a smaller "
                     "--max-model-len or --max-num-seqs"
                 ) from error
 
@@ -72,7 +73,7 @@ class Memory:
 def per_token(model: LanguageModel) -> int:
     """Bytes of keys and values that a model keeps of a token, seen by letting it read one."""
     cache = model.new_cache(1, 1)
-    model.forward(torch.zeros(1, 1, dtype=torch.long), cache, [0], want="none")
+    model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [0]), want="none")
     return cache.bytes // cache.capacity
 
 

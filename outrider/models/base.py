@@ -8,48 +8,43 @@ import torch
 from torch import Tensor
 
 from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
 
 Want = Literal["all", "last", "none"]
 
 
 class Output(NamedTuple):
-    """logits: float32 [batch, node, vocab] ("last": one node, the row's last real one; "none": no node).
-    features: [batch, node, feature], the tapped hidden states side by side, or None without taps."""
+    """What a forward gives.
+
+    logits: float32 [batch, node, vocab]. Of all new nodes ("all"), of the last one of each tree ("last": node = 1), or
+    of no node ("none": node = 0).
+    features: [batch, node, feature], the tapped hidden states side by side, or None without taps.
+    """
 
     logits: Tensor
     features: Tensor | None
 
 
 class LanguageModel(Protocol):
-    """A causal language model over a slot cache. Row n of the logits is the law of the token after node n."""
+    """A causal language model over a slot cache. The logits of node n are those of the token after it."""
 
     vocab_size: int
     max_length: int
     device: torch.device
-    batch_invariant: (
-        bool  # are a row's logits, bit for bit, those of decoding it alone? Then match gives plain decoding's tokens
-    )
+    # True if the logits of a tree are, bit for bit, those of decoding it alone. Then `match` gives plain decoding's tokens.
+    batch_invariant: bool
 
-    def new_cache(self, rows: int, max_length: int) -> SlotCache: ...
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...
 
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: SlotCache,
-        rows: list[int],
-        *,
-        parents: Tensor | None = None,
-        taps: tuple[int, ...] = (),
-        want: Want = "all",
-    ) -> Output:
-        """tokens: int64 [batch, node]. parents: int64 [batch, node] (root -1, padding -2), None for a full chain.
-        Positions and mask follow from `cache.length` and `parents`. Writes the nodes' keys and values to the scratch
-        of each row, slot `length + node`, and never changes `cache.length`.
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
+        """The logits after each new node, and the hidden states that `taps` name.
 
-        If `parents` is longer than `tokens`, its first nodes stand in the scratch already, from an earlier call of the
-        same step, and `tokens` are the nodes after them: so a tree is drafted level by level. Padding may then stand
-        anywhere. Logits and features are those of the given nodes.
+        Writes the keys and values of the nodes to the scratch of each slot, cell `length + node`. Never changes
+        `cache.length`: `SlotCache.commit` does that.
 
-        On the CPU torch has one thread during a step (`native.one_torch_thread`); a forward that is torch's own work and
-        wants more sets them for its time."""
+        taps: see `Output.features`. want: the nodes whose logits are needed; "last" is the last node of each tree that is
+        not padding.
+
+        On the CPU torch has one thread during a step (`native.one_torch_thread`). A forward that does its own work in
+        torch, and wants more threads, sets them for the duration of the forward."""
         ...

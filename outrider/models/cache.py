@@ -1,6 +1,8 @@
-"""The slot cache: a committed prefix and the scratch of one step per row. It is committed to, never rolled back.
+"""The slot cache. A slot holds the keys and values of one sequence: its committed tokens, then the scratch of one step.
 
-slots of a row:  [0, length) committed | [length, length + nodes) scratch of this step | rest free
+cells of a slot:  [0, length) committed | [length, length + nodes) scratch of this step | rest free
+
+A step writes its draft tree to the scratch. `commit` keeps one path of it. Nothing is ever rolled back.
 """
 
 from __future__ import annotations
@@ -10,23 +12,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 256  # the capacity grows by doubling, in blocks of this many slots
-SCRATCH = 64  # slots beyond the longest text that the doubling may take; a larger tree takes what it needs
+# Cells of a slot at first. The capacity then doubles as needed.
+_BLOCK = 256
+# Cells past `max_length` that the doubling may add. A larger tree takes what it needs.
+SCRATCH = 64
 
 
 class SlotCache:
     """Keys and values of every layer.
 
-    layers: a pair of tensors [row, kv_head, slot, head_dim] per layer (keys, values), made on first use.
-    length: committed tokens of each row; position and slot of a committed token are the same number.
-    max_length: tokens a row may commit; the scratch of a step comes on top.
+    layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use.
+    length: committed tokens of each slot. A committed token at position n is in cell n.
+    max_length: tokens that a slot may commit. The scratch of a step comes on top.
+    capacity: cells that each slot has now.
     """
 
-    def __init__(self, rows: int, max_length: int) -> None:
-        if rows < 1 or max_length < 1:
-            raise ValueError(f"a cache needs at least one row and one slot, got rows={rows}, max_length={max_length}")
-        self.rows, self.max_length = rows, max_length
-        self.length = [0] * rows
+    def __init__(self, num_slots: int, max_length: int) -> None:
+        if num_slots < 1 or max_length < 1:
+            raise ValueError(f"a cache needs at least one slot and one cell, got {num_slots=}, {max_length=}")
+        self.num_slots, self.max_length = num_slots, max_length
+        self.length = [0] * num_slots
         self.capacity = min(max_length, _BLOCK)
         self.layers: list[tuple[Tensor, Tensor]] = []
 
@@ -34,13 +39,13 @@ class SlotCache:
         """The tensors of a layer; made on first use from (kv_heads, head_dim) of keys and of values."""
         while len(self.layers) <= index:
             self.layers.append(
-                tuple(like.new_zeros(self.rows, heads, self.capacity, dim) for heads, dim in (key, value))  # pyright: ignore[reportArgumentType]
+                tuple(like.new_zeros(self.num_slots, heads, self.capacity, dim) for heads, dim in (key, value))  # pyright: ignore[reportArgumentType]
             )
         return self.layers[index]
 
-    def reserve(self, rows: Sequence[int], nodes: int) -> None:
-        """Make room for `nodes` of scratch behind each of these rows."""
-        need = max(self.length[r] for r in rows) + nodes
+    def reserve(self, slots: Sequence[int], nodes: int) -> None:
+        """Make room for `nodes` cells of scratch after the committed tokens of each of these slots."""
+        need = max(self.length[s] for s in slots) + nodes
         if need <= self.capacity:
             return
         capacity = self.capacity
@@ -50,16 +55,16 @@ class SlotCache:
         self.layers = [tuple(_grown(t, capacity) for t in pair) for pair in self.layers]  # pyright: ignore[reportAttributeAccessIssue]
         self.capacity = capacity
 
-    def commit(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep these scratch nodes, in this order, behind each row's prefix. A path is increasing node numbers.
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Append one path of scratch nodes to the committed tokens of each slot. A path is increasing node numbers.
 
-        Raises ValueError past the cache's limit.
+        Raises ValueError if a slot would hold more than `max_length` tokens.
         """
-        for row, path in zip(rows, paths, strict=True):
-            start = self.length[row]
+        for slot, path in zip(slots, paths, strict=True):
+            start = self.length[slot]
             if start + len(path) > self.max_length:
                 raise ValueError(
-                    f"{start + len(path)} tokens do not fit: this cache holds {self.max_length} per row; raise "
+                    f"{start + len(path)} tokens do not fit: this cache holds {self.max_length} per slot; raise "
                     "max_model_len or shorten the prompt"
                 )
             first = next((i for i, node in enumerate(path) if i != node), len(path))  # nodes in place already
@@ -67,18 +72,21 @@ class SlotCache:
                 for tensors in self.layers:
                     for t in tensors:
                         source = torch.as_tensor(path[first:], device=t.device) + start
-                        t[row, :, start + first : start + len(path)] = t[row, :, source]
-            self.length[row] = start + len(path)
+                        t[slot, :, start + first : start + len(path)] = t[slot, :, source]
+            self.length[slot] = start + len(path)
 
-    def keep(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row: what a drafter says of its own guesses once they are judged."""
-        if length > self.length[row]:
-            raise ValueError(f"row {row} holds {self.length[row]} tokens and cannot keep {length}")
-        self.length[row] = length
+    def keep(self, slot: int, length: int) -> None:
+        """Truncate a slot to its first `length` tokens. Only drafters call this, for their own cache.
 
-    def release(self, row: int) -> None:
-        """Forget a row."""
-        self.length[row] = 0
+        Raises ValueError if the slot holds fewer tokens.
+        """
+        if length > self.length[slot]:
+            raise ValueError(f"slot {slot} holds {self.length[slot]} tokens and cannot keep {length}")
+        self.length[slot] = length
+
+    def release(self, slot: int) -> None:
+        """Forget the tokens of a slot."""
+        self.length[slot] = 0
 
     @property
     def bytes(self) -> int:

@@ -20,6 +20,7 @@ from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct, LayerStruct, ModelStruct
 from outrider.models.base import Output, Want
 from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
 _ACTIVATIONS = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}
@@ -143,53 +144,44 @@ class LlamaModel:
         """What a forward of one token reads: the packed weights."""
         return sum(p.bytes for p in self._keep if isinstance(p, native.Packed))
 
-    def new_cache(self, rows: int, max_length: int) -> SlotCache:
-        return SlotCache(rows, max_length)
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, max_length)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: SlotCache,
-        rows: list[int],
-        *,
-        parents: Tensor | None = None,
-        taps: tuple[int, ...] = (),
-        want: Want = "all",
-    ) -> Output:
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`. A tap is a layer's number (its output), or -1 for what the head reads."""
-        batch, nodes = tokens.shape
-        if len(rows) != batch or not tokens.numel():
+        tokens, parents, slots, cache = nodes.tokens, nodes.parents, nodes.slots, nodes.cache
+        batch, count = tokens.shape
+        if len(slots) != batch or not tokens.numel():
             raise ValueError(
-                f"tokens are {batch} x {nodes} for the cache rows {rows}: give each row a line of tokens, one at least"
+                f"tokens are {batch} x {count} for the cache slots {slots}: give each slot a line of one token at least"
             )
         if tokens.dtype != torch.int64 or not tokens.is_contiguous():
             tokens = tokens.long().contiguous()
-        held = 0
+        held = nodes.held
         if parents is not None:
-            held = parents.shape[-1] - nodes
-            if parents.shape != (batch, held + nodes) or held < 0:
+            if parents.shape != (batch, held + count) or held < 0:
                 raise ValueError(
                     f"tokens are {tuple(tokens.shape)}, parents {tuple(parents.shape)}; one parent per node, those that "
                     "stand in the scratch already first"
                 )
             parents = parents.long().contiguous()
-        table = self._table(cache, rows, held + nodes)
-        shown = nodes if want == "all" else 1 if want == "last" else 0
+        table = self._table(cache, slots, held + count)
+        shown = count if want == "all" else 1 if want == "last" else 0
         logits = torch.empty(batch, shown, self.vocab_size)
         features = None
         if taps:
             make = torch.empty if parents is None else torch.zeros
-            features = make(batch, nodes, len(taps) * self.hidden)
+            features = make(batch, count, len(taps) * self.hidden)
             if not all(-1 <= t < self.layers for t in taps):
                 raise ValueError(
                     f"taps are layers 0 to {self.layers - 1}, or -1 for the final norm's output; got {taps}"
                 )
         ints = ctypes.c_int32 * batch
-        row, length, tap = ints(*rows), ints(*[cache.length[r] for r in rows]), (ctypes.c_int32 * len(taps))(*taps)
+        slot, length, tap = ints(*slots), ints(*nodes.lengths), (ctypes.c_int32 * len(taps))(*taps)
         job = ForwardStruct(
             tokens.data_ptr(),
             None if parents is None else parents.data_ptr(),
-            ctypes.addressof(row),
+            ctypes.addressof(slot),
             ctypes.addressof(length),
             ctypes.addressof(table),
             logits.data_ptr(),
@@ -197,7 +189,7 @@ class LlamaModel:
             ctypes.addressof(tap),
             batch,
             held,
-            nodes,
+            count,
             cache.capacity,
             len(taps),
             _WANT[want],
@@ -240,11 +232,11 @@ class LlamaModel:
             drawn[i] = out[: struct.made]
         return drawn
 
-    def _table(self, cache: SlotCache, rows: list[int], nodes: int) -> Any:
+    def _table(self, cache: SlotCache, slots: list[int], count: int) -> Any:
         """Addresses of the cache's tensors; made anew when it has grown."""
-        if not all(0 <= r < cache.rows for r in rows):
-            raise IndexError(f"rows are 0 to {cache.rows - 1} of this cache, got {rows}")
-        cache.reserve(rows, nodes)
+        if not all(0 <= s < cache.num_slots for s in slots):
+            raise IndexError(f"slots are 0 to {cache.num_slots - 1} of this cache, got {slots}")
+        cache.reserve(slots, count)
         found = self._tables.get(cache)
         if found is not None and found[0] is cache.layers:
             return found[1]

@@ -7,11 +7,10 @@ or a rejected node left behind changes what it says. For tests, docs and explain
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from outrider.models.attention import Nodes
 from outrider.models.base import Output, Want
 from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
 
 
 class ToyModel:
@@ -36,35 +35,26 @@ class ToyModel:
             draw = torch.Generator().manual_seed(seed + 1)
             self.table = self.table + error * torch.randn(997, vocab_size, generator=draw, dtype=torch.float64)
 
-    def new_cache(self, rows: int, max_length: int) -> SlotCache:
-        return SlotCache(rows, max_length)
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, max_length)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: SlotCache,
-        rows: list[int],
-        *,
-        parents: Tensor | None = None,
-        taps: tuple[int, ...] = (),
-        want: Want = "all",
-    ) -> Output:
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`. Every tap is the same feature: the index of the table's line."""
-        cache.reserve(rows, (tokens if parents is None else parents).shape[1])
-        nodes = Nodes(cache, rows, tokens.shape[1], parents, self.device)
-        held, _ = cache.layer(0, (1, 1), (1, 1), self.table)
-        for b, (row, length) in enumerate(zip(rows, nodes.lengths, strict=True)):
-            held[row, 0, length + nodes.held : length + nodes.total, 0] = tokens[b].to(held.dtype)
-        lines = torch.zeros(tokens.shape, dtype=torch.long)
-        for b, row in enumerate(rows):
-            for n, slots in enumerate(nodes.slots[b]):
+        nodes.cache.reserve(nodes.slots, nodes.total)
+        stored, _ = nodes.cache.layer(0, (1, 1), (1, 1), self.table)
+        for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):
+            stored[slot, 0, length + nodes.held : length + nodes.total, 0] = nodes.tokens[b].to(stored.dtype)
+        lines = torch.zeros(nodes.tokens.shape, dtype=torch.long)
+        for b, slot in enumerate(nodes.slots):
+            for n, cells in enumerate(nodes.visible_cells[b]):
                 line = 0
-                for token in held[row, 0, slots[-self.order :], 0].tolist():
+                for token in stored[slot, 0, cells[-self.order :], 0].tolist():
                     line = (line * 31 + int(token) + 1) % len(self.table)
                 lines[b, n] = line
         logits = self.table[lines].float()
-        chosen = {"all": logits, "none": logits[:, :0], "last": logits[torch.arange(len(rows)), nodes.last][:, None]}[
-            want
-        ]
+        if want == "none":
+            logits = logits[:, :0]
+        elif want == "last":
+            logits = logits[torch.arange(len(nodes.slots)), nodes.last][:, None]
         features = lines[..., None].double().repeat(1, 1, len(taps)) if taps else None
-        return Output(chosen, features)
+        return Output(logits, features)

@@ -20,6 +20,7 @@ from outrider.core.types import Budget, Draft, Siblings, Verdict
 from outrider.decode import Decoder, Row, _signed
 from outrider.decode import Request as Asked
 from outrider.drafters.base import DraftContext
+from outrider.models.nodes import Nodes
 from outrider.trace.explain import Node, explain
 from outrider.trace.reader import Text, Trace
 from outrider.trace.recorder import target_laws, top
@@ -131,7 +132,7 @@ def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) 
         )
         draft = _proposed(decoder, batch, draft, step)
     draft = draft.to(device)
-    out = decoder.target.forward(draft.tokens, decoder.cache, [row.slot], parents=draft.parents)
+    out = decoder.target.forward(Nodes(draft.tokens, decoder.cache, [row.slot], draft.parents))
     position = torch.tensor([len(before)], device=device)
     laws = LogitsDistribution(out.logits, draft, warp)
     verdict = verifier(laws, draft, noise, position)

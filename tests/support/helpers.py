@@ -21,6 +21,7 @@ from outrider.drafters.lookup.suffix import SuffixDrafter
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.base import LanguageModel
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
 
@@ -65,7 +66,7 @@ class TargetTree(BaseDrafter):
             nodes, parent, text = [(tokens[-1], -1)], 0, list(tokens)
             for level in range(budget.depth):
                 cache = self.model.new_cache(1, len(text))
-                logits = self.model.forward(torch.tensor([text]), cache, [0], want="last").logits[:, 0]
+                logits = self.model.forward(Nodes(torch.tensor([text]), cache, [0]), want="last").logits[:, 0]
                 right = int(
                     batch.warp.select([b]).draw(
                         logits,

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.core.types import Budget
 from outrider.drafters import Drafter, ModelDrafter, NgramDrafter, NoDraft
 from outrider.models.hf.model import HFModel
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,7 +46,7 @@ def test_a_differing_token_is_a_near_tie(name: str, temperature: float) -> None:
             continue
         text = [*one.prompt, *plain[:at]]
         cache = target.new_cache(1, 320)
-        logits = target.forward(torch.tensor([text]), cache, [0], want="last").logits[0, 0]
+        logits = target.forward(Nodes(torch.tensor([text]), cache, [0]), want="last").logits[0, 0]
         if temperature:  # the noise that met the logits there
             from helpers import noise
 
@@ -58,10 +59,10 @@ def test_a_differing_token_is_a_near_tie(name: str, temperature: float) -> None:
 def test_trees_and_chunks_give_the_logits_of_one_pass() -> None:
     target = model(2)
     ids = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
-    whole = target.forward(ids, target.new_cache(1, 128), [0]).logits
+    whole = target.forward(Nodes(ids, target.new_cache(1, 128), [0])).logits
     cache = target.new_cache(1, 128)
     parts = []
     for part in ids.split(7, dim=1):
-        parts.append(target.forward(part, cache, [0]).logits)
+        parts.append(target.forward(Nodes(part, cache, [0])).logits)
         cache.commit([0], [range(part.shape[1])])
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-3, rtol=1e-3)

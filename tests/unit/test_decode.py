@@ -164,9 +164,9 @@ def test_any_sequence_of_commits_equals_writing_the_kept_tokens(trial: int) -> N
 
 def test_a_broken_row_stops_alone() -> None:
     class Broken(ToyModel):
-        def forward(self, tokens, cache, rows, **options):
-            out = super().forward(tokens, cache, rows, **options)
-            out.logits[torch.as_tensor(rows) == 1] = float("nan")
+        def forward(self, nodes, **options):
+            out = super().forward(nodes, **options)
+            out.logits[torch.as_tensor(nodes.slots) == 1] = float("nan")
             return out
 
     requests = [request(p, PARAMETERS["hot"], s) for s, p in enumerate(prompts(3, 3))]

@@ -22,6 +22,7 @@ from outrider.drafters.model.self_speculation import QuantizedSelfDrafter
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded
+from outrider.models.nodes import Nodes
 
 
 class Told:
@@ -33,24 +34,15 @@ class Told:
         self.vocab_size, self.max_length = model.vocab_size, model.max_length
         self.device, self.batch_invariant = torch.device("cpu"), True
 
-    def new_cache(self, rows: int, max_length: int) -> SlotCache:
-        return SlotCache(rows, max_length)
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, max_length)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: SlotCache,
-        rows: list[int],
-        *,
-        parents: Tensor | None = None,
-        taps: tuple[int, ...] = (),
-        want: Want = "all",
-    ) -> Output:
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`; no features, and logits of all nodes of a step or of none."""
-        if want == "none" or parents is None:
+        if want == "none" or nodes.parents is None:
             return Output(torch.zeros(1, 0, self.vocab_size), None)
-        logits = torch.zeros(1, tokens.shape[1], self.vocab_size)
-        insist(logits, parents, [cache.length[row] for row in rows], self.text)
+        logits = torch.zeros(1, nodes.count, self.vocab_size)
+        insist(logits, nodes.parents, nodes.lengths, self.text)
         return Output(logits, None)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.core.tree import levels, lists, tree, validate
 from outrider.core.types import Commit, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
-from outrider.drafters.combine.merge import Nodes, draft_nodes, join, select
+from outrider.drafters.combine.merge import NodeList, draft_nodes, join, select
 
 
 class PerRequestDrafter(BaseDrafter):
@@ -195,7 +195,7 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
             raise Broken("the law that the guesses were drawn from is missing, of the wrong shape or not finite")
 
 
-def legal(context: DraftContext, b: int, nodes: Nodes) -> Nodes:
+def legal(context: DraftContext, b: int, nodes: NodeList) -> NodeList:
     """The nodes that the row's mask allows, each after its ancestors."""
     history = context.warp.histories[b]
     assert history.mask is not None

@@ -11,7 +11,7 @@ from outrider.core.tree import lists, tree
 from outrider.core.types import Draft, Siblings
 from outrider.drafters.base import DraftContext
 
-Nodes = list[tuple[int, int]]  # (token, parent) of one row, the root first
+NodeList = list[tuple[int, int]]  # (token, parent) of one row, the root first
 
 
 def select(context: DraftContext, some: Sequence[int]) -> DraftContext:
@@ -30,13 +30,13 @@ def select(context: DraftContext, some: Sequence[int]) -> DraftContext:
     )
 
 
-def draft_nodes(draft: Draft, b: int) -> Nodes:
+def draft_nodes(draft: Draft, b: int) -> NodeList:
     """The real nodes of a row."""
     pairs = zip(lists(draft.tokens[b : b + 1])[0], lists(draft.parents[b : b + 1])[0], strict=True)
     return [(token, parent) for token, parent in pairs if parent >= -1]
 
 
-def walked(nodes: Nodes, tokens: Sequence[int]) -> list[int]:
+def walked(nodes: NodeList, tokens: Sequence[int]) -> list[int]:
     """The nodes that the committed tokens walk through, the root first: what would have been accepted of this draft alone."""
     path = [0]
     for token in tokens:
@@ -58,7 +58,7 @@ def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: 
     A guess that was chosen counts as drawn from a law with all its mass there, where other rows declare a law. Raises
     ValueError if two rows' guesses were drawn in different ways.
     """
-    nodes: list[Nodes] = [[(tokens[-1], -1)] for tokens in context.tokens]
+    nodes: list[NodeList] = [[(tokens[-1], -1)] for tokens in context.tokens]
     confidence: dict[int, list[float]] = {}
     for b, draft, row in parts:
         nodes[b] = draft_nodes(draft, row)
@@ -87,7 +87,7 @@ def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: 
     return replace(out, probs=probs, siblings=drawn.pop())
 
 
-def united(trees: Sequence[tuple[Nodes, Sequence[float]]], most: int) -> tuple[Nodes, list[float]]:
+def united(trees: Sequence[tuple[NodeList, Sequence[float]]], most: int) -> tuple[NodeList, list[float]]:
     """One tree of several with the same root: equal paths become one, with the larger chance, and the `most` likeliest nodes
     stay. (nodes, chances). A node is never likelier than its parent."""
     found: dict[tuple[int, ...], float] = {}
@@ -110,4 +110,4 @@ def united(trees: Sequence[tuple[Nodes, Sequence[float]]], most: int) -> tuple[N
     return out, [1.0, *(found[path] for path in best)]
 
 
-__all__ = ["Nodes", "Siblings", "draft_confidence", "draft_nodes", "join", "select", "united"]
+__all__ = ["NodeList", "Siblings", "draft_confidence", "draft_nodes", "join", "select", "united"]

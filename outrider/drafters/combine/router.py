@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.core.tree import levels, tree
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, Drafter
-from outrider.drafters.combine.merge import Nodes, draft_confidence, draft_nodes, join, select, united, walked
+from outrider.drafters.combine.merge import NodeList, draft_confidence, draft_nodes, join, select, united, walked
 
 _MEMORY = 0.1  # weight of the newest step in a running mean
 _PROBE = 24  # steps after which a drafter that lost is asked again
@@ -36,7 +36,7 @@ class _Proposal:
     name: str
     draft: Draft
     row: int
-    nodes: Nodes
+    nodes: NodeList
     confidence: list[float] | None
     worth: float
 
@@ -52,7 +52,7 @@ class _Record:
     seen: int = 0
     waited: int = 0
 
-    def learn(self, accepted: int, nodes: Nodes, promised: float | None) -> None:
+    def learn(self, accepted: int, nodes: NodeList, promised: float | None) -> None:
         drafted = len(nodes) - 1
         if not drafted:
             return
@@ -70,7 +70,7 @@ class _Record:
         that were wrong, whatever was asked for."""
         return 1 + int(2 * self.accepted / max(self.missed, 0.05))
 
-    def promise(self, nodes: Nodes, confidence: Sequence[float] | None) -> float:
+    def promise(self, nodes: NodeList, confidence: Sequence[float] | None) -> float:
         return self.share * (len(nodes) - 1) if confidence is None else self.truth * sum(confidence[1:])
 
     def believed(self, proposal: _Proposal) -> list[float]:
@@ -81,7 +81,7 @@ class _Record:
         return [self.share**level for level in _depths(proposal.nodes)]
 
 
-def _depths(nodes: Nodes) -> list[int]:
+def _depths(nodes: NodeList) -> list[int]:
     return levels([parent for _, parent in nodes])
 
 

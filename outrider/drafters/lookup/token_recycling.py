@@ -11,7 +11,7 @@ from outrider.control.ranks import Ranks
 from outrider.core.tree import tree
 from outrider.core.types import PADDING, Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
-from outrider.drafters.combine.merge import Nodes, walked
+from outrider.drafters.combine.merge import NodeList, walked
 
 
 class TokenRecyclingDrafter(BaseDrafter):
@@ -27,7 +27,7 @@ class TokenRecyclingDrafter(BaseDrafter):
         if not 1 <= k <= vocab_size:
             raise ValueError(f"k must be in 1..{vocab_size}, the vocabulary, got {k}")
         self.k, self.table, self.ranks = k, torch.full((vocab_size, k), -1), Ranks(k)
-        self._guessed: dict[int, Nodes] = {}  # by row, the last proposal
+        self._guessed: dict[int, NodeList] = {}  # by row, the last proposal
 
     def forget(self) -> None:
         """Empty the table, and forget the ranks."""

@@ -22,11 +22,12 @@ from outrider.core.noise import Stream
 from outrider.core.tree import chain
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, Drafter, chains
-from outrider.drafters.combine.merge import Nodes, draft_nodes, walked
+from outrider.drafters.combine.merge import NodeList, draft_nodes, walked
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
 
 if TYPE_CHECKING:
     from outrider.models.load import Loaded
@@ -47,21 +48,12 @@ class SharedModel:
         shared = torch.tensor(sorted(pairing.shared.items()), dtype=torch.long, device=self.device).reshape(-1, 2)
         self._target, self._draft = shared.unbind(1)
 
-    def new_cache(self, rows: int, max_length: int) -> SlotCache:
-        return self.draft.new_cache(rows, max_length)
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return self.draft.new_cache(num_slots, max_length)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: SlotCache,
-        rows: list[int],
-        *,
-        parents: Tensor | None = None,
-        taps: tuple[int, ...] = (),
-        want: Want = "all",
-    ) -> Output:
-        """See `LanguageModel.forward`. tokens: the draft's ids."""
-        out = self.draft.forward(tokens, cache, rows, parents=parents, taps=taps, want=want)
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
+        """See `LanguageModel.forward`. nodes.tokens: the draft's ids."""
+        out = self.draft.forward(nodes, taps=taps, want=want)
         logits = out.logits.new_full((*out.logits.shape[:2], self.vocab_size), _NO)
         logits[..., self._target] = out.logits[..., self._draft]
         return Output(logits, out.features)
@@ -105,7 +97,7 @@ class CrossTokenizerDrafter(ModelDrafter):
         none = pairing.target.size  # a place for what begins with no token of the target
         self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
         self._readings: dict[int, _Reading] = {}
-        self._guessed: dict[int, Nodes] = {}  # by row, the last proposal
+        self._guessed: dict[int, NodeList] = {}  # by row, the last proposal
         self._proposals = 0
         self._last: Way = "tli"
 
@@ -220,14 +212,14 @@ class CrossTokenizerDrafter(ModelDrafter):
             for row, token in zip(rows, feed, strict=True):
                 self._readings[row].held.append(token)
             parents = torch.arange(-1, count).repeat(len(live), 1)
-            logits = self.draft.forward(torch.tensor(feed)[:, None], self.cache, rows, parents=parents).logits[:, 0]
+            logits = self.draft.forward(Nodes(torch.tensor(feed)[:, None], self.cache, rows, parents)).logits[:, 0]
 
     def _opened(self, context: DraftContext, live: list[int]) -> Tensor:
         """Logits [row, vocab of the draft] after the committed text of each row, whose last token stands in the scratch."""
         rows = [context.slots[b] for b in live]
         feeds = [self._level(row, context.tokens[b]) for row, b in zip(rows, live, strict=True)]
         tokens, parents = chain(feeds)
-        logits = self.draft.forward(tokens, self.cache, rows, parents=parents, want="last").logits[:, 0]
+        logits = self.draft.forward(Nodes(tokens, self.cache, rows, parents), want="last").logits[:, 0]
         self.cache.commit(rows, [range(len(feed) - 1) for feed in feeds])
         return logits
 

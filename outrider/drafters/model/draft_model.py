@@ -13,11 +13,12 @@ from outrider.core.noise import Stream
 from outrider.core.tree import chain, tree
 from outrider.core.types import PADDING, Budget, Commit, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext
-from outrider.drafters.combine.merge import Nodes, walked
+from outrider.drafters.combine.merge import NodeList, walked
 from outrider.drafters.model.children import child_scores, children
 from outrider.drafters.model.growth import Growth
 from outrider.models.base import LanguageModel
 from outrider.models.native_llama import Chain, LlamaModel
+from outrider.models.nodes import Nodes
 
 _CHUNK = 256  # prompt tokens read per forward
 _RIVALS = 8  # candidates that share a node's chances
@@ -55,7 +56,7 @@ class ModelDrafter(BaseDrafter):
         self.cache = model.new_cache(rows, max_length)
         self.shape, self.siblings, self.noise_aware = shape, siblings, noise_aware
         self.least = log(min_probability) if min_probability > 0 else -inf
-        self._scratch: dict[int, Nodes] = {}  # row -> what stands there
+        self._scratch: dict[int, NodeList] = {}  # row -> what stands there
 
     def release(self, row: int) -> None:
         self.cache.release(row)
@@ -78,7 +79,7 @@ class ModelDrafter(BaseDrafter):
         have = self.cache.length[row]
         self._scratch.pop(row, None)  # overwritten
         select = self._context(row, tokens)[have : have + count]
-        self.model.forward(torch.tensor([select]), self.cache, [row], want="none")
+        self.model.forward(Nodes(torch.tensor([select]), self.cache, [row]), want="none")
         self.cache.commit([row], [range(len(select))])
 
     def propose(self, context: DraftContext) -> Draft:
@@ -158,7 +159,7 @@ class ModelDrafter(BaseDrafter):
                 self._scratch[row] += [(-1, PADDING)] * len(padding)
             rows = [context.slots[b] for b in opened]
             parents = torch.tensor([standing[b] for b in opened])
-            out = self.model.forward(feed, self.cache, rows, parents=parents).logits
+            out = self.model.forward(Nodes(feed, self.cache, rows, parents)).logits
             at = [(b, n) for b, nodes in opened.items() for n in nodes]
             logits = out[[i for i, b in enumerate(opened) for _ in opened[b]],
                          [i for nodes in opened.values() for i in range(len(nodes))]]  # fmt: skip
@@ -255,7 +256,7 @@ class ModelDrafter(BaseDrafter):
         rows = [context.slots[b] for b in some]
         feeds = [self._level(row, context.tokens[b]) for row, b in zip(rows, some, strict=True)]
         tokens, parents = chain(feeds)
-        logits = self.model.forward(tokens, self.cache, rows, parents=parents, want="last").logits[:, 0]
+        logits = self.model.forward(Nodes(tokens, self.cache, rows, parents), want="last").logits[:, 0]
         self.cache.commit(rows, [range(len(f) - 1) for f in feeds])
         for row, feed in zip(rows, feeds, strict=True):
             self._scratch[row] = [(feed[-1], -1)]

@@ -22,6 +22,7 @@ from outrider.drafters.base import DraftContext
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.base import LanguageModel
 from outrider.models.hf.layer_subset import layer_subset
+from outrider.models.nodes import Nodes
 
 SAMPLE = '''def read_lines(path):
     """Return the lines of a text file, without those that are empty or start with a hash sign."""
@@ -147,7 +148,7 @@ def search_layers(
 def _choices(model: LanguageModel, tokens: list[int]) -> Tensor:
     """int64 [token]: the likeliest next token after each."""
     cache = model.new_cache(1, len(tokens))
-    return model.forward(torch.tensor([tokens]), cache, [0]).logits[0].argmax(-1)
+    return model.forward(Nodes(torch.tensor([tokens]), cache, [0])).logits[0].argmax(-1)
 
 
 def _seconds(model: LanguageModel, tokens: int, repeats: int = 7) -> float:
@@ -155,6 +156,6 @@ def _seconds(model: LanguageModel, tokens: int, repeats: int = 7) -> float:
     ids = torch.zeros(1, tokens, dtype=torch.long)
     for _ in range(repeats):
         start = perf_counter()
-        model.forward(ids, cache, [0])
+        model.forward(Nodes(ids, cache, [0]))
         times.append(perf_counter() - start)
     return min(times)  # what others do on the machine can only add

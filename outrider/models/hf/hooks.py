@@ -11,7 +11,8 @@ from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.models.attention import Nodes, attend, write
+from outrider.models.attention import attend, write
+from outrider.models.nodes import Nodes
 
 NAME = "outrider"
 SURVEY = "outrider_survey"  # the same, while windows are read off the masks the model asks for

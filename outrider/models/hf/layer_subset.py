@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.hf.model import HFModel
 from outrider.models.native_llama import LlamaModel
+from outrider.models.nodes import Nodes
 
 
 def layer_subset(model: LanguageModel, layers: Sequence[int]) -> LanguageModel:
@@ -52,8 +53,8 @@ class _Part:
         assert isinstance(stack, nn.ModuleList)
         self._all, self._some = stack, nn.ModuleList([stack[i] for i in layers])
 
-    def new_cache(self, rows: int, max_length: int) -> SlotCache:
-        return self.whole.new_cache(rows, max_length)
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return self.whole.new_cache(num_slots, max_length)
 
     @contextmanager
     def _shortened(self) -> Iterator[None]:
@@ -66,16 +67,7 @@ class _Part:
             setattr(self._owner, self._name, self._all)
             config.num_hidden_layers = self.whole.layers
 
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: SlotCache,
-        rows: list[int],
-        *,
-        parents: Tensor | None = None,
-        taps: tuple[int, ...] = (),
-        want: Want = "all",
-    ) -> Output:
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`; taps count the layers that are left."""
         with self._shortened():
-            return self.whole.forward(tokens, cache, rows, parents=parents, taps=taps, want=want)
+            return self.whole.forward(nodes, taps=taps, want=want)

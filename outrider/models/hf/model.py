@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
-from outrider.models.attention import Nodes
 from outrider.models.base import Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import pack_experts_
 from outrider.models.hf.hooks import NAME, SURVEY, CacheView, Call, UnsupportedModel, Way, method
 from outrider.models.hf.linear import PackedLinear, pack_linears_
+from outrider.models.nodes import Nodes
 
 
 class HFModel:
@@ -73,35 +73,26 @@ class HFModel:
         )  # elsewhere matrix kernels change with the batch
         self._careful &= self._stable.needed > 0 or self._way is Way.SDPA
 
-    def new_cache(self, rows: int, max_length: int) -> SlotCache:
-        return SlotCache(rows, max_length)
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, max_length)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: SlotCache,
-        rows: list[int],
-        *,
-        parents: Tensor | None = None,
-        taps: tuple[int, ...] = (),
-        want: Want = "all",
-    ) -> Output:
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`. Taps: layer i gives transformers' hidden_states[i + 1], -1 the final one."""
-        cache.reserve(rows, (tokens if parents is None else parents).shape[1])
-        nodes = Nodes(cache, rows, tokens.shape[1], parents, self.device)
+        nodes = nodes.to(self.device)
+        nodes.cache.reserve(nodes.slots, nodes.total)
         arguments: dict[str, Any] = {"output_hidden_states": True} if taps else {}
         kept = sorted(set(nodes.last)) if want == "last" else [0]
         if want != "all" and self._keeps:
             arguments["logits_to_keep"] = torch.tensor(kept, device=self.device)
-        self._scale_ropes(cache.max_length)
+        self._scale_ropes(nodes.cache.max_length)
         self._call.nodes = nodes
         if self._way is not Way.INTERFACE:
             arguments |= {"attention_mask": self._mask(nodes), "past_key_values": self._view()}
         try:
             with self._stable if self._careful else nullcontext(), native.one_torch_thread(self.device):
                 out = self.model(
-                    input_ids=tokens.to(self.device),
+                    input_ids=nodes.tokens,
                     position_ids=nodes.positions,
                     use_cache=self._way is not Way.INTERFACE,
                     **arguments,
@@ -113,7 +104,7 @@ class HFModel:
             logits = logits[:, :0]
         elif want == "last":
             at = [kept.index(n) for n in nodes.last] if self._keeps else nodes.last
-            logits = logits[torch.arange(len(rows)), at][:, None] if len(kept) > 1 or not self._keeps else logits
+            logits = logits[torch.arange(len(nodes.slots)), at][:, None] if len(kept) > 1 or not self._keeps else logits
         features = torch.cat([out.hidden_states[t if t < 0 else t + 1] for t in taps], dim=-1) if taps else None
         return Output(logits, features)
 
@@ -217,10 +208,10 @@ class HFModel:
         a, b, c, x, d, y = ids
         tokens, parents = torch.tensor([[c, x, d, y], [a, b, 0, 0]]), torch.tensor([[-1, 0, 0, 2], [-1, 0, -2, -2]])
         cache = self.new_cache(2, 16)
-        self.forward(torch.tensor([[a, b]]), cache, [0], want="none")
+        self.forward(Nodes(torch.tensor([[a, b]]), cache, [0]), want="none")
         cache.commit([0], [[0, 1]])
-        tree = self.forward(tokens, cache, [0, 1], parents=parents).logits
-        alone = self.forward(torch.tensor([[c]]), cache, [0]).logits[0, 0]
+        tree = self.forward(Nodes(tokens, cache, [0, 1], parents)).logits
+        alone = self.forward(Nodes(torch.tensor([[c]]), cache, [0])).logits[0, 0]
         ours = torch.stack([tree[1, 0], tree[1, 1], tree[0, 0], tree[0, 2]])
         gap = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-6))
         exact = self._stand_in.dtype == torch.float32

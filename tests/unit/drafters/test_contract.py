@@ -10,6 +10,7 @@ from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 from outrider.testing.contract import check_drafter, context, guesses
 from outrider.testing.toy import ToyModel
@@ -63,7 +64,9 @@ def test_a_declared_law_is_the_law_that_was_drawn_from(error: float) -> None:
         for node, (token, parent) in enumerate(guesses(made, b)):
             if node:
                 before = [*tokens, *(t for t, _ in guesses(made, b)[1:node])]
-                logits = draft.forward(torch.tensor([before]), draft.new_cache(1, 50), [0], want="last").logits[:, 0]
+                logits = draft.forward(Nodes(torch.tensor([before]), draft.new_cache(1, 50), [0]), want="last").logits[
+                    :, 0
+                ]
                 law = ask.warp.select([b]).scores(logits, [before[len(tokens) :]]).softmax(-1)[0]
                 torch.testing.assert_close(made.probs[b, parent], law)
                 assert law[token] > 0

@@ -17,6 +17,7 @@ from outrider.drafters import Drafter, NgramDrafter, SuffixDrafter, TokenRecycli
 from outrider.drafters.lookup.automaton import SuffixAutomaton
 from outrider.drafters.lookup.corpus import Corpus
 from outrider.drafters.lookup.mixture import Context, TextSource, grow
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 from outrider.testing.contract import check_drafter, context, guesses
 from outrider.testing.toy import ToyModel
@@ -221,7 +222,7 @@ def test_recycled_candidates_are_the_targets_own() -> None:
     seen = [t for t in range(VOCAB) if drafter.table[t, 0] >= 0]
     model = ToyModel(VOCAB, order=1)
     for token in seen:
-        logits = model.forward(torch.tensor([[token]]), model.new_cache(1, 8), [0]).logits[0, 0]
+        logits = model.forward(Nodes(torch.tensor([[token]]), model.new_cache(1, 8), [0])).logits[0, 0]
         assert drafter.table[token].tolist() == logits.topk(3).indices.tolist()
     with pytest.raises(ValueError, match=r"k must be in 1\.\.11"):
         TokenRecyclingDrafter(VOCAB, 12)

@@ -15,7 +15,7 @@ from outrider.core.tree import tree, validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters import BaseDrafter, Echo, ModelDrafter, NgramDrafter, SuffixDrafter, Wrong
 from outrider.drafters.base import DraftContext
-from outrider.drafters.combine.merge import Nodes, join, united
+from outrider.drafters.combine.merge import NodeList, join, united
 from outrider.drafters.combine.router import DrafterRouter, _Record
 from outrider.params import SamplingParams
 from outrider.testing.contract import context, guesses
@@ -158,7 +158,7 @@ def test_what_a_router_cannot_hold() -> None:
         DrafterRouter({"a": _Taps(), "b": _Taps()})
 
 
-def _tree(shape: list[tuple[int, int]]) -> tuple[Nodes, list[float]]:
+def _tree(shape: list[tuple[int, int]]) -> tuple[NodeList, list[float]]:
     """A tree from (token, a number that picks a parent), with falling chances."""
     nodes, confidence = [(9, -1)], [1.0]
     for token, pick in shape:
@@ -168,7 +168,7 @@ def _tree(shape: list[tuple[int, int]]) -> tuple[Nodes, list[float]]:
     return nodes, confidence
 
 
-def _paths(nodes: Nodes) -> dict[tuple[int, ...], int]:
+def _paths(nodes: NodeList) -> dict[tuple[int, ...], int]:
     out = {(): 0}
     for n, (token, parent) in enumerate(nodes[1:], 1):
         up = next(path for path, at in out.items() if at == parent)
@@ -196,7 +196,7 @@ def test_a_union_holds_the_likeliest_paths_of_all(shapes: list[list[tuple[int, i
         assert confidence[n] <= confidence[parent]
 
 
-def _union(tree_: tuple[Nodes, list[float]]) -> set[tuple[int, ...]]:
+def _union(tree_: tuple[NodeList, list[float]]) -> set[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
     for token, parent in tree_[0][1:]:
         paths.append((*paths[parent], token))

@@ -17,6 +17,7 @@ from outrider.models.base import LanguageModel
 from outrider.models.hf.layer_subset import layer_subset
 from outrider.models.hf.model import HFModel
 from outrider.models.native_llama import LlamaModel, supports
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
 
@@ -71,10 +72,10 @@ def test_a_part_is_the_model_without_the_others() -> None:
         models.append(LlamaModel(raw))
     for model in models:
         skipped = layer_subset(model, [0, 3])
-        got = skipped.forward(ids, skipped.new_cache(1, 8), [0]).logits
+        got = skipped.forward(Nodes(ids, skipped.new_cache(1, 8), [0])).logits
         with torch.no_grad():
             torch.testing.assert_close(got[0], short(ids).logits[0], atol=1e-4, rtol=1e-4)
-        full = model.forward(ids, model.new_cache(1, 8), [0]).logits  # and the whole is whole again
+        full = model.forward(Nodes(ids, model.new_cache(1, 8), [0])).logits  # and the whole is whole again
         with torch.no_grad():
             torch.testing.assert_close(full[0], raw(ids).logits[0], atol=1e-4, rtol=1e-4)
 

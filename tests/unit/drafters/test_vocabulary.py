@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, 
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import Output
 from outrider.models.load import load
+from outrider.models.nodes import Nodes
 from outrider.testing.contract import check_drafter, context, guesses
 from outrider.testing.toy import ToyModel
 
@@ -181,7 +183,7 @@ def test_a_declared_law_is_the_law_that_was_drawn_from(top_k: int) -> None:
             if node:
                 extra = [t for t, _ in guesses(made, b)[1:node]]
                 ids = torch.tensor([[*read, *(both.shared[t] for t in extra)]])
-                own = model.forward(ids, model.new_cache(1, 50), [0], want="last").logits[0, 0]
+                own = model.forward(Nodes(ids, model.new_cache(1, 50), [0]), want="last").logits[0, 0]
                 logits = torch.full((1, VOCAB), float("-inf"))
                 for t, d in both.shared.items():
                     logits[0, t] = own[d]
@@ -199,10 +201,10 @@ class Renamed(ToyModel):
         super().__init__(VOCAB)
         self.inner, self.order, self.vocab_size = ToyModel(VOCAB), torch.tensor(order), size
 
-    def forward(self, tokens, cache, rows, **options) -> Output:
+    def forward(self, nodes, **options) -> Output:
         back = torch.zeros(self.vocab_size, dtype=torch.long)
         back[self.order] = torch.arange(VOCAB)
-        out = self.inner.forward(back[tokens], cache, rows, **options)
+        out = self.inner.forward(replace(nodes, tokens=back[nodes.tokens]), **options)
         logits = out.logits.new_full((*out.logits.shape[:2], self.vocab_size), -9.0)
         logits[..., self.order] = out.logits
         return Output(logits, out.features)

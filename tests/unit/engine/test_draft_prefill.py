@@ -25,10 +25,9 @@ class Counting(ToyModel):
         super().__init__(vocab_size, seed=5, max_length=600)
         self.count, self.turns = 0, list[int]()
 
-    def forward(self, tokens, cache, rows, **options):
-        parents = options.get("parents")
-        self.count += tokens.numel() if parents is None else int((parents[:, -tokens.shape[1] :] >= -1).sum())
-        return super().forward(tokens, cache, rows, **options)
+    def forward(self, nodes, **options):
+        self.count += int((nodes.tree[:, nodes.held :] >= -1).sum())
+        return super().forward(nodes, **options)
 
 
 class Turning(ToyModel):
@@ -38,11 +37,11 @@ class Turning(ToyModel):
         super().__init__(VOCAB, seed=0, max_length=400)
         self.draft = draft
 
-    def forward(self, tokens, cache, rows, **options):
+    def forward(self, nodes, **options):
         if options.get("want") != "none":  # a step, not a piece of a prompt
-            self.draft.turns += [self.draft.count] * (len(rows) > 1)
+            self.draft.turns += [self.draft.count] * (len(nodes.slots) > 1)
             self.draft.count = 0
-        return super().forward(tokens, cache, rows, **options)
+        return super().forward(nodes, **options)
 
 
 def pair() -> tuple[Turning, Counting]:
@@ -86,10 +85,10 @@ def test_a_row_alone_is_drafted_for_from_its_first_step() -> None:
 
 def test_a_drafter_that_cannot_read_loses_the_row_and_not_the_text() -> None:
     class Failing(Counting):
-        def forward(self, tokens, cache, rows, **options):
+        def forward(self, nodes, **options):
             if options.get("want") == "none":
                 raise RuntimeError("/secret")
-            return super().forward(tokens, cache, rows, **options)
+            return super().forward(nodes, **options)
 
     eng = engine(TARGET, ModelDrafter(Failing(), 4, 400), prefix_bytes=0)
     requests = [request([1, 2], LONG.with_(max_tokens=60)), request([4, 3] * 150, LONG.with_(max_tokens=30), 1)]

@@ -66,9 +66,9 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again() -> Non
     class Counting(ToyModel):
         read = 0
 
-        def forward(self, tokens, cache, rows, **options):
-            self.read += tokens.numel() if options.get("want") == "none" else 0
-            return super().forward(tokens, cache, rows, **options)
+        def forward(self, nodes, **options):
+            self.read += nodes.tokens.numel() if options.get("want") == "none" else 0
+            return super().forward(nodes, **options)
 
     target = Counting(VOCAB, seed=0, max_length=400)
     eng = engine(target)

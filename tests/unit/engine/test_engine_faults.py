@@ -81,10 +81,10 @@ def broken(how: Callable[[torch.Tensor], None]) -> ToyModel:
     """A target that breaks for texts that begin with an 8."""
 
     class Broken(ToyModel):
-        def forward(self, tokens, cache, rows, **options):
-            out = super().forward(tokens, cache, rows, **options)
-            for b, row in enumerate(rows):
-                if cache.layers[0][0][row, 0, 0, 0] == 8:
+        def forward(self, nodes, **options):
+            out = super().forward(nodes, **options)
+            for b, slot in enumerate(nodes.slots):
+                if nodes.cache.layers[0][0][slot, 0, 0, 0] == 8:
                     how(out.logits[b])
             return out
 
@@ -120,8 +120,8 @@ def test_a_request_that_breaks_the_model_fails_alone(how: Callable, words: str, 
 
 def test_when_the_thread_dies_everybody_is_told() -> None:
     class Deadly(Gated):
-        def forward(self, tokens, cache, rows, **options):
-            out = super().forward(tokens, cache, rows, **options)
+        def forward(self, nodes, **options):
+            out = super().forward(nodes, **options)
             if self.count > 5:
                 raise SystemExit("killed")
             return out

@@ -12,6 +12,7 @@ from helpers import VOCAB, request
 from outrider.drafters import ModelDrafter
 from outrider.engine.memory import Memory, per_token
 from outrider.models.cache import SCRATCH, SlotCache
+from outrider.models.nodes import Nodes
 from outrider.testing.toy import ToyModel
 
 
@@ -58,10 +59,10 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 
 def test_a_machine_without_the_memory_says_so_at_the_start() -> None:
     class Short(ToyModel):
-        def forward(self, tokens, cache, rows, **options):
-            if cache.capacity > 100:
+        def forward(self, nodes, **options):
+            if nodes.cache.capacity > 100:
                 raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-            return super().forward(tokens, cache, rows, **options)
+            return super().forward(nodes, **options)
 
     with pytest.raises(ValueError, match="no memory for 3 texts of 200 tokens"):
         engine(Short(VOCAB, seed=0, max_length=200), rows=3, memory=10**9)
@@ -70,7 +71,7 @@ def test_a_machine_without_the_memory_says_so_at_the_start() -> None:
 def test_the_bytes_of_a_token_are_those_that_a_cache_grows_by() -> None:
     model = ToyModel(VOCAB, seed=0, max_length=300)
     cache = model.new_cache(2, 300)
-    model.forward(torch.zeros(1, 1, dtype=torch.long), cache, [0])
+    model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [0]))
     before, capacity = cache.bytes, cache.capacity
     cache.reserve([0], capacity + 1)
     assert (cache.bytes - before) == 2 * per_token(model) * (cache.capacity - capacity) > 0

@@ -21,6 +21,7 @@ from outrider.models.base import LanguageModel
 from outrider.models.hf import hooks
 from outrider.models.hf.model import HFModel, UnsupportedModel
 from outrider.models.load import load
+from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 
 NEW = 10  # tokens written
@@ -85,7 +86,7 @@ def test_logits_are_those_of_transformers(subject: Subject) -> None:
     ids = torch.tensor(subject.texts[1:])
     with torch.inference_mode():
         expected = subject.raw(ids).logits
-    logits = subject.model.forward(ids, subject.model.new_cache(1, 64), [0]).logits
+    logits = subject.model.forward(Nodes(ids, subject.model.new_cache(1, 64), [0])).logits
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -102,7 +103,7 @@ def one_at_a_time(model: LanguageModel, text: list[int]) -> torch.Tensor:
     cache = model.new_cache(1, 64)
     out = []
     for token in text:
-        out.append(model.forward(torch.tensor([[token]]), cache, [0]).logits[0, 0])
+        out.append(model.forward(Nodes(torch.tensor([[token]]), cache, [0])).logits[0, 0])
         cache.commit([0], [[0]])
     return torch.stack(out)
 
@@ -114,7 +115,7 @@ def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
     for chunks in ([TEXT], [1, 16, 3], [7, 2, 11]):  # prefill, cut anyhow
         cache, at = model.new_cache(1, 64), 0
         for n in chunks:
-            logits = model.forward(torch.tensor([text[at : at + n]]), cache, [0]).logits[0]
+            logits = model.forward(Nodes(torch.tensor([text[at : at + n]]), cache, [0])).logits[0]
             assert torch.equal(logits, alone[at : at + n]), f"prefill in chunks of {chunks}, from {at}"
             cache.commit([0], [range(n)])
             at += n
@@ -122,7 +123,7 @@ def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
     # A tree whose path is text[9:14], beside a long chain and a lone root, in rows out of order.
     cache = model.new_cache(4, 64)
     for row, tokens in ((2, text[:9]), (0, other[:3]), (3, other[:17])):
-        model.forward(torch.tensor([tokens]), cache, [row], want="none")
+        model.forward(Nodes(torch.tensor([tokens]), cache, [row]), want="none")
         cache.commit([row], [range(len(tokens))])
     nodes, path = [(text[9], -1)], [0]
     for token in text[10:14]:
@@ -130,15 +131,15 @@ def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
         path.append(len(nodes) - 2)
     long = [(token, i - 1) for i, token in enumerate(other[3:])]
     tokens, parents = tree([nodes, long, [(other[17], -1)]])
-    logits = model.forward(tokens, cache, [2, 0, 3], parents=parents).logits
+    logits = model.forward(Nodes(tokens, cache, [2, 0, 3], parents)).logits
     assert torch.equal(logits[0, path], alone[9:14]), "a tree"
     assert torch.equal(logits[1, : len(long)], beside[3:]), "a chain beside it"
     assert torch.equal(logits[2, 0], beside[17]), "a root beside it"
-    last = model.forward(tokens, cache, [2, 0, 3], parents=parents, want="last").logits[:, 0]
+    last = model.forward(Nodes(tokens, cache, [2, 0, 3], parents), want="last").logits[:, 0]
     assert torch.equal(last, torch.stack([logits[0, len(nodes) - 1], beside[-1], beside[17]])), "the last of each row"
 
     cache.commit([2], [path])
-    logits = model.forward(torch.tensor([text[14:]]), cache, [2]).logits[0]
+    logits = model.forward(Nodes(torch.tensor([text[14:]]), cache, [2])).logits[0]
     assert torch.equal(logits, alone[14:]), "after the path was committed"
 
 
@@ -188,7 +189,7 @@ def test_rows_with_many_torch_threads() -> None:
     alone = one_at_a_time(model, ids[0].tolist())
     torch.set_num_threads(3)
     try:
-        assert torch.equal(model.forward(ids, model.new_cache(1, 64), [0]).logits[0], alone)
+        assert torch.equal(model.forward(Nodes(ids, model.new_cache(1, 64), [0])).logits[0], alone)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(1)
@@ -214,7 +215,7 @@ def test_bfloat16_weights_are_kept_and_computed_with_in_float32(name: str) -> No
     with torch.inference_mode():
         expected = raw.float()(ids).logits[0]
     torch.testing.assert_close(
-        model.forward(ids, model.new_cache(1, 64), [0]).logits[0], expected, atol=2e-4, rtol=1e-4
+        model.forward(Nodes(ids, model.new_cache(1, 64), [0])).logits[0], expected, atol=2e-4, rtol=1e-4
     )
 
 
@@ -229,7 +230,7 @@ def test_quantised_weights(name: str, weights: str) -> None:
     ids = torch.tensor(prompts(12))
     with torch.inference_mode():
         expected = raw(ids).logits[0]
-    ours = model.forward(ids, model.new_cache(1, 64), [0]).logits[0]
+    ours = model.forward(Nodes(ids, model.new_cache(1, 64), [0])).logits[0]
     assert torch.cosine_similarity(ours, expected).mean() > (0.99 if weights == "int8" else 0.75)
 
 
@@ -240,10 +241,10 @@ def test_taps_are_hidden_states(name: str) -> None:
     ids = torch.tensor(prompts(9))
     with torch.inference_mode():
         hidden = raw(ids, output_hidden_states=True).hidden_states
-    out = model.forward(ids, model.new_cache(1, 64), [0], taps=(0, -1))
+    out = model.forward(Nodes(ids, model.new_cache(1, 64), [0]), taps=(0, -1))
     assert out.features is not None
     torch.testing.assert_close(out.features, torch.cat([hidden[1], hidden[-1]], -1), atol=1e-4, rtol=1e-4)
-    assert model.forward(ids, model.new_cache(1, 64), [0]).features is None
+    assert model.forward(Nodes(ids, model.new_cache(1, 64), [0])).features is None
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neo"])
@@ -256,7 +257,7 @@ def test_the_callers_model_is_left_alone(name: str) -> None:
     ids = torch.tensor(prompts(7))
     text = raw.generate(ids, do_sample=False, max_new_tokens=6)
     model = HFModel(raw)
-    model.forward(ids, model.new_cache(1, 64), [0])
+    model.forward(Nodes(ids, model.new_cache(1, 64), [0]))
     assert [type(m) for m in raw.modules()] == kinds
     assert (raw.config._attn_implementation, raw.config._experts_implementation) == settings
     for n, p in raw.named_parameters():
@@ -286,12 +287,14 @@ def test_rotary_scales_do_not_depend_on_the_batch() -> None:
     ids = torch.tensor(prompts(14))
     with torch.inference_mode():
         short = raw(ids).logits[0]
-    torch.testing.assert_close(model.forward(ids, model.new_cache(1, 16), [0]).logits[0], short, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        model.forward(Nodes(ids, model.new_cache(1, 16), [0])).logits[0], short, atol=1e-4, rtol=1e-4
+    )
 
     def long(chunks: list[int]) -> torch.Tensor:
         text, cache, at, out = prompts(24)[0], model.new_cache(1, 128), 0, []
         for n in chunks:
-            out.append(model.forward(torch.tensor([text[at : at + n]]), cache, [0]).logits[0])
+            out.append(model.forward(Nodes(torch.tensor([text[at : at + n]]), cache, [0])).logits[0])
             cache.commit([0], [range(n)])
             at += n
         return torch.cat(out)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from outrider.core.tree import tree
 from outrider.kernels import cpu as native
-from outrider.models.attention import Nodes, attend, attend_masked, attend_native, attend_reference, write
+from outrider.models.attention import attend, attend_masked, attend_native, attend_reference, write
 from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
 
-CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 2, 20, 12  # no multiple of a vector's width; groups of three heads
 
 OPTIONS = {
@@ -48,6 +48,11 @@ def filled(lengths: list[int], seed: int = 0) -> SlotCache:
     return cache
 
 
+def batch(cache: SlotCache, slots: list[int], count: int, parents: Tensor | None) -> Nodes:
+    """`count` new nodes in each slot. Attention reads no token."""
+    return Nodes(torch.zeros(len(slots), count, dtype=torch.long), cache, slots, parents)
+
+
 def states(batch: int, nodes: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value [batch, head, node, dim], laid out as modelling code lays them out."""
     draw = torch.Generator().manual_seed(seed)
@@ -62,7 +67,7 @@ def test_forms_agree_on_trees(form, options: dict, rows: list[int]) -> None:
     lengths = [0, 9, 70, 130]
     parents = random_parents([7, 1, 12, 4][: len(rows)], seed=3)
     query, key, value = states(len(rows), parents.shape[1])
-    nodes = Nodes(filled(lengths), rows, parents.shape[1], parents, CPU)
+    nodes = batch(filled(lengths), rows, parents.shape[1], parents)
     write(nodes, 0, key, value)
     expected, got = (f(nodes, 0, query, 0.3, **options) for f in (attend_reference, form))
     real = parents >= -1
@@ -73,7 +78,7 @@ def test_forms_agree_on_trees(form, options: dict, rows: list[int]) -> None:
 @pytest.mark.parametrize("form", [attend_masked, pytest.param(attend_native, marks=needs_native)])
 def test_forms_agree_on_chains(form, options: dict) -> None:
     query, key, value = states(2, 33)
-    nodes = Nodes(filled([0, 40]), [1, 0], 33, None, CPU)
+    nodes = batch(filled([0, 40]), [1, 0], 33, None)
     write(nodes, 0, key, value)
     expected, got = (f(nodes, 0, query, 0.3, **options) for f in (attend_reference, form))
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
@@ -86,7 +91,7 @@ def test_bits_of_a_node_do_not_depend_on_its_neighbours(options: dict) -> None:
     parents = random_parents([9, 14, 6], seed=5)
     query, key, value = states(3, parents.shape[1])
     cache = filled(lengths)
-    nodes = Nodes(cache, rows, parents.shape[1], parents, CPU)
+    nodes = batch(cache, rows, parents.shape[1], parents)
     write(nodes, 0, key, value)
     together = attend(nodes, 0, query, 0.3, **options)
     keys, values = cache.layers[0]
@@ -100,7 +105,7 @@ def test_bits_of_a_node_do_not_depend_on_its_neighbours(options: dict) -> None:
             slots = [*range(lengths[row]), *(lengths[row] + p for p in path)]
             alone.layers[0][0][4, :, : length + 1] = keys[row, :, slots]
             alone.layers[0][1][4, :, : length + 1] = values[row, :, slots]
-            one = Nodes(alone, [4], 1, None, CPU)
+            one = batch(alone, [4], 1, None)
             got = attend(one, 0, query[b : b + 1, :, n : n + 1], 0.3, **options)
             assert torch.equal(got[0, 0], together[b, n]), (b, n)
 
@@ -110,7 +115,7 @@ def test_a_window_counts_positions_not_slots() -> None:
     cache = filled([4])
     parents = torch.tensor([[-1, 0, 0, 0, 3]])
     query, key, value = states(1, 5)
-    nodes = Nodes(cache, [0], 5, parents, CPU)
+    nodes = batch(cache, [0], 5, parents)
     write(nodes, 0, key, value)
     assert nodes.mask(3)[0, 0, 4].nonzero().flatten().tolist() == [4, 7, 8]
     assert nodes.mask(5)[0, 0, 4].nonzero().flatten().tolist() == [2, 3, 4, 7, 8]
@@ -122,10 +127,10 @@ def test_a_window_counts_positions_not_slots() -> None:
 
 def test_positions_and_last_nodes() -> None:
     parents = torch.tensor([[-1, 0, 1, 0], [-1, 0, -2, -2]])
-    nodes = Nodes(filled([5, 2]), [0, 1], 4, parents, CPU)
+    nodes = batch(filled([5, 2]), [0, 1], 4, parents)
     assert nodes.positions.tolist() == [[5, 6, 7, 6], [2, 3, 2, 2]]
     assert nodes.last == [3, 1]
-    chain = Nodes(filled([5, 2]), [1, 0], 3, None, CPU)
+    chain = batch(filled([5, 2]), [1, 0], 3, None)
     assert chain.positions.tolist() == [[2, 3, 4], [5, 6, 7]]
     assert chain.last == [2, 2]
     assert chain.visible.shape == (2, 3, 8)
@@ -139,12 +144,12 @@ def test_a_tree_may_come_in_pieces(form, options: dict) -> None:
     lengths, rows = [3, 62, 0], [2, 0, 1]
     parents = random_parents([9, 14, 6], seed=5)
     query, key, value = states(3, parents.shape[1])
-    nodes = Nodes(filled(lengths), rows, parents.shape[1], parents, CPU)
+    nodes = batch(filled(lengths), rows, parents.shape[1], parents)
     write(nodes, 0, key, value)
     whole = form(nodes, 0, query, 0.3, **options)
     cache, pieces, done = filled(lengths), [], 0
     for upto in (1, 5, 6, parents.shape[1]):
-        part = Nodes(cache, rows, upto - done, parents[:, :upto], CPU)
+        part = batch(cache, rows, upto - done, parents[:, :upto])
         new = slice(done, upto)
         write(part, 0, key[:, :, new], value[:, :, new])
         assert torch.equal(part.positions, nodes.positions[:, new])

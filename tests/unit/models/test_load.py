@@ -18,6 +18,7 @@ from outrider.models import checkpoint
 from outrider.models.hf.model import HFModel, UnsupportedModel
 from outrider.models.load import load
 from outrider.models.native_llama import LlamaModel
+from outrider.models.nodes import Nodes
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 
 def logits(model, ids: list[int]) -> torch.Tensor:
-    return model.forward(torch.tensor([ids]), model.new_cache(1, 64), [0]).logits[0]
+    return model.forward(Nodes(torch.tensor([ids]), model.new_cache(1, 64), [0])).logits[0]
 
 
 def change(file: Path, **changes) -> None:
@@ -283,7 +284,7 @@ def test_the_built_in_model_at_a_higher_cost_computes_the_same_function() -> Non
     assert isinstance(wide.model, LlamaModel)
     assert wide.model.bytes > 2 * 150e6
     prompt = torch.tensor([small.tokenizer("def area(r):")["input_ids"]])  # pyright: ignore[reportOptionalCall]
-    laws = [m.model.forward(prompt, m.model.new_cache(1, 64), [0]).logits.softmax(-1) for m in (small, wide)]
+    laws = [m.model.forward(Nodes(prompt, m.model.new_cache(1, 64), [0])).logits.softmax(-1) for m in (small, wide)]
     assert (laws[0] - laws[1]).abs().sum(-1).max() < 0.1  # rounding of the weights to 16 bits
 
 

@@ -27,6 +27,7 @@ from transformers import (
 
 from outrider.kernels import cpu as native
 from outrider.models.native_llama import Chain, LlamaModel, supports
+from outrider.models.nodes import Nodes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -89,7 +90,7 @@ TEXT = torch.randint(0, VOCAB, (1, 120), generator=torch.Generator().manual_seed
 def one_at_a_time(model: LlamaModel, text: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
     cache, logits, features = model.new_cache(1, 512), [], []
     for i in range(text.shape[1]):
-        out = model.forward(text[:, i : i + 1], cache, [0], taps=taps)
+        out = model.forward(Nodes(text[:, i : i + 1], cache, [0]), taps=taps)
         cache.commit([0], [[0]])
         logits.append(out.logits)
         features.append(out.features)
@@ -103,7 +104,7 @@ def test_close_to_transformers(name: str) -> None:
     ours = LlamaModel(theirs)
     with torch.no_grad():
         expected = theirs(TEXT, output_hidden_states=True)
-    out = ours.forward(TEXT, ours.new_cache(1, 512), [0], taps=(0, 1, -1))
+    out = ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0]), taps=(0, 1, -1))
     assert out.features is not None
     assert (out.logits - expected.logits).abs().max() < 1e-4
     for i, state in enumerate((1, 2, -1)):
@@ -117,7 +118,7 @@ def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str) -> 
     rng = random.Random(name)
     model = LlamaModel(build(name), weights=weights)
     ones, tapped = one_at_a_time(model, TEXT, taps=(0, -1))
-    whole = model.forward(TEXT, model.new_cache(2, 512), [1], taps=(0, -1))
+    whole = model.forward(Nodes(TEXT, model.new_cache(2, 512), [1]), taps=(0, -1))
     assert torch.equal(whole.logits, ones)
     assert tapped is not None
     assert whole.features is not None
@@ -125,7 +126,7 @@ def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str) -> 
     cache, i = model.new_cache(1, 512), 0
     while i < TEXT.shape[1]:
         n = min(rng.choice([1, 2, 3, 7, 40]), TEXT.shape[1] - i)
-        assert torch.equal(model.forward(TEXT[:, i : i + n], cache, [0]).logits, ones[:, i : i + n])
+        assert torch.equal(model.forward(Nodes(TEXT[:, i : i + n], cache, [0])).logits, ones[:, i : i + n])
         cache.commit([0], [range(n)])
         i += n
 
@@ -138,14 +139,14 @@ def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str) -> None:
     cache, lengths, rows, sizes = model.new_cache(3, 512), [10, 70, 0], [2, 0, 1], [12, 5, 9]
     for row, n in enumerate(lengths):
         if n:
-            model.forward(TEXT[:, :n], cache, [row], want="none")
+            model.forward(Nodes(TEXT[:, :n], cache, [row]), want="none")
             cache.commit([row], [range(n)])
     tokens, parents = torch.randint(0, VOCAB, (3, 12)), torch.full((3, 12), -2)
     for b, size in enumerate(sizes):
         parents[b, :size] = torch.tensor([-1, *(rng.randint(max(0, i - 3), i - 1) for i in range(1, size))])
-    out = model.forward(tokens, cache, rows, parents=parents, taps=(1,))
-    last = model.forward(tokens, cache, rows, parents=parents, want="last")
-    none = model.forward(tokens, cache, rows, parents=parents, want="none")
+    out = model.forward(Nodes(tokens, cache, rows, parents), taps=(1,))
+    last = model.forward(Nodes(tokens, cache, rows, parents), want="last")
+    none = model.forward(Nodes(tokens, cache, rows, parents), want="none")
     assert none.logits.shape == (3, 0, VOCAB)
     assert last.logits.shape == (3, 1, VOCAB)
     assert out.features is not None
@@ -164,7 +165,7 @@ def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str) -> None:
             assert torch.equal(out.features[b, n], features[0, -1])
     path = path[::-1]  # of the last node of the last row: commit it and go on
     cache.commit([rows[-1]], [path])
-    after = model.forward(torch.tensor([[5]]), cache, [rows[-1]])
+    after = model.forward(Nodes(torch.tensor([[5]]), cache, [rows[-1]]))
     text = torch.cat([text, torch.tensor([[5]])], 1)
     assert torch.equal(after.logits[0, 0], one_at_a_time(model, text)[0][0, -1])
 
@@ -187,14 +188,14 @@ def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, seed: int) ->
     for row in rows:
         if lengths[row]:
             for c in (cache, twin):
-                model.forward(TEXT[:, : lengths[row]], c, [row], want="none")
+                model.forward(Nodes(TEXT[:, : lengths[row]], c, [row]), want="none")
                 c.commit([row], [range(lengths[row])])
-    whole = model.forward(tokens, twin, rows, parents=parents, taps=(0, -1))
+    whole = model.forward(Nodes(tokens, twin, rows, parents), taps=(0, -1))
     cuts = [0, *sorted(rng.sample(range(1, nodes), 4)), nodes]
     for start, end in itertools.pairwise(cuts):
-        part = {"parents": parents[:, :end], "taps": (0, -1)}
-        out = model.forward(tokens[:, start:end], cache, rows, **part)
-        last = model.forward(tokens[:, start:end], cache, rows, want="last", **part)
+        part = Nodes(tokens[:, start:end], cache, rows, parents[:, :end])
+        out = model.forward(part, taps=(0, -1))
+        last = model.forward(part, taps=(0, -1), want="last")
         assert torch.equal(out.logits, whole.logits[:, start:end])
         assert out.features is not None
         assert whole.features is not None
@@ -209,19 +210,19 @@ def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, seed: int) ->
 def test_64_nodes_behind_32k_tokens_have_the_bits_of_one_at_a_time() -> None:
     model, length, nodes = LlamaModel(build("llama"), weights="int8"), 32_700, 64
     cache, tokens = model.new_cache(1, length + nodes), TEXT[:, :nodes]
-    model.forward(tokens[:, :1], cache, [0], want="none")  # makes the tensors
+    model.forward(Nodes(tokens[:, :1], cache, [0]), want="none")  # makes the tensors
     cache.reserve([0], length + nodes)
     for t in (t for pair in cache.layers for t in pair):
         t.normal_()
     cache.length[0] = length
-    star = model.forward(tokens, cache, [0], parents=torch.tensor([[-1] + [0] * (nodes - 1)])).logits
+    star = model.forward(Nodes(tokens, cache, [0], torch.tensor([[-1] + [0] * (nodes - 1)]))).logits
     for n in (1, 63):
-        pair = model.forward(tokens[:, [0, n]], cache, [0]).logits
+        pair = model.forward(Nodes(tokens[:, [0, n]], cache, [0])).logits
         assert torch.equal(star[0, [0, n]], pair[0])
-    chain = model.forward(tokens, cache, [0]).logits
+    chain = model.forward(Nodes(tokens, cache, [0])).logits
     for n in (0, 1, 37, 63):
         cache.length[0] = length + n
-        assert torch.equal(model.forward(tokens[:, n : n + 1], cache, [0]).logits[0, 0], chain[0, n])
+        assert torch.equal(model.forward(Nodes(tokens[:, n : n + 1], cache, [0])).logits[0, 0], chain[0, n])
 
 
 def test_the_cache_grows_under_way() -> None:
@@ -229,10 +230,10 @@ def test_the_cache_grows_under_way() -> None:
     text = TEXT.repeat(1, 4)[:, :400]
     cache = model.new_cache(1, 500)
     for i in range(0, 400, 50):
-        out = model.forward(text[:, i : i + 50], cache, [0])
+        out = model.forward(Nodes(text[:, i : i + 50], cache, [0]))
         cache.commit([0], [range(50)])
     assert cache.capacity >= 400
-    whole = model.forward(text, model.new_cache(1, 500), [0], want="last")
+    whole = model.forward(Nodes(text, model.new_cache(1, 500), [0]), want="last")
     assert torch.equal(out.logits[:, -1:], whole.logits)
 
 
@@ -248,26 +249,26 @@ def test_weights_are_close_to_what_they_round(weights: str) -> None:
                 kind = head if module is theirs.lm_head else weights
                 module.weight.copy_(native.Packed([module.weight.detach()], kind).dense())
         expected = theirs(TEXT).logits
-    got = ours.forward(TEXT, ours.new_cache(1, 512), [0]).logits
+    got = ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_own_frees_the_originals(tied: bool) -> None:
     theirs = build("llama" if tied else "qwen3")
-    kept = LlamaModel(theirs).forward(TEXT, LlamaModel(theirs).new_cache(1, 512), [0]).logits
+    kept = LlamaModel(theirs).forward(Nodes(TEXT, LlamaModel(theirs).new_cache(1, 512), [0])).logits
     ours = LlamaModel(theirs, own=True)
     assert sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear)) == 0
-    assert torch.equal(ours.forward(TEXT, ours.new_cache(1, 512), [0]).logits, kept)
+    assert torch.equal(ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits, kept)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_goes_on() -> None:
     model = LlamaModel(build("llama"))
-    expected = model.forward(TEXT, model.new_cache(1, 512), [0]).logits
+    expected = model.forward(Nodes(TEXT, model.new_cache(1, 512), [0])).logits
     child = os.fork()
     if child == 0:
-        same = torch.equal(model.forward(TEXT, model.new_cache(1, 512), [0]).logits, expected)
+        same = torch.equal(model.forward(Nodes(TEXT, model.new_cache(1, 512), [0])).logits, expected)
         os._exit(0 if same else 1)
     deadline = time.monotonic() + 30
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
@@ -284,7 +285,7 @@ def test_draft_chains_are_the_loop_in_one_call() -> None:
     cache = model.new_cache(4, 300)
     starts = {0: 40, 1: 250, 3: 7}
     for row, n in starts.items():
-        model.forward(TEXT[:, :n], cache, [row], want="none")
+        model.forward(Nodes(TEXT[:, :n], cache, [row]), want="none")
         cache.commit([row], [range(n)])
     chains = [
         Chain(1, [3, 4], 7, 0.8, (9, 1, 2, 11)),
@@ -302,7 +303,7 @@ def test_draft_chains_are_the_loop_in_one_call() -> None:
         feed, expected = [*c.tokens], list[int]()
         seed, stream, step, position = c.noise
         for i in range(c.depth):
-            logits = model.forward(torch.tensor([feed]), cache, [c.row], want="last").logits[0, 0]
+            logits = model.forward(Nodes(torch.tensor([feed]), cache, [c.row]), want="last").logits[0, 0]
             cache.commit([c.row], [range(len(feed))])
             if c.temperature:
                 noise = (seed, stream, step, position + i)
@@ -319,7 +320,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     model, before, out = LlamaModel(build("qwen3"), weights="int8"), native.isa(), []
     for isa in ("portable", "avx2", "avx512"):
         if native.use_isa(isa):
-            out.append(model.forward(TEXT[:, :30], model.new_cache(1, 64), [0]).logits)
+            out.append(model.forward(Nodes(TEXT[:, :30], model.new_cache(1, 64), [0])).logits)
     native.use_isa(before)
     assert all(torch.equal(out[0], o) for o in out)
 
@@ -328,31 +329,31 @@ def test_errors_name_what_is_wrong() -> None:
     model = LlamaModel(build("llama"))
     cache = model.new_cache(1, 64)
     with pytest.raises(ValueError, match=r"token 99 .* vocabulary of 37"):
-        model.forward(torch.tensor([[1, 99]]), cache, [0])
+        model.forward(Nodes(torch.tensor([[1, 99]]), cache, [0]))
     with pytest.raises(ValueError, match="node 1 of entry 0 has parent 1"):
-        model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-1, 1]]))
+        model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0], torch.tensor([[-1, 1]])))
     with pytest.raises(ValueError, match="every entry has a root"):
-        model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-2, -2]]))
-    with pytest.raises(ValueError, match="one at least"):
-        model.forward(torch.ones(1, 0, dtype=torch.int64), cache, [0])
-    with pytest.raises(ValueError, match="a line of tokens"):
-        model.forward(torch.ones(2, 3, dtype=torch.int64), cache, [0])
+        model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0], torch.tensor([[-2, -2]])))
+    with pytest.raises(ValueError, match="one token at least"):
+        model.forward(Nodes(torch.ones(1, 0, dtype=torch.int64), cache, [0]))
+    with pytest.raises(ValueError, match="give each slot a line"):
+        model.forward(Nodes(torch.ones(2, 3, dtype=torch.int64), cache, [0]))
     with pytest.raises(ValueError, match="one parent per node"):
-        model.forward(torch.tensor([[1, 2]]), cache, [0], parents=torch.tensor([[-1]]))
+        model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0], torch.tensor([[-1]])))
     with pytest.raises(ValueError, match="node 2 of entry 0 has parent 1"):  # node 1 is padding
-        model.forward(torch.tensor([[1]]), cache, [0], parents=torch.tensor([[-1, -2, 1]]))
+        model.forward(Nodes(torch.tensor([[1]]), cache, [0], torch.tensor([[-1, -2, 1]])))
     with pytest.raises(ValueError, match="taps are layers"):
-        model.forward(torch.tensor([[1, 2]]), cache, [0], taps=(7,))
+        model.forward(Nodes(torch.tensor([[1, 2]]), cache, [0]), taps=(7,))
     with pytest.raises(ValueError, match="fit"):
         cache.commit([0], [range(65)])
     with pytest.raises(ValueError, match="token 99"):
         model.draft_chains(cache, [Chain(0, [99], 2)])
-    with pytest.raises(IndexError, match="rows are 0 to 0"):
-        model.forward(torch.tensor([[1]]), cache, [-1])
+    with pytest.raises(IndexError, match="slots are 0 to 0"):
+        model.forward(Nodes(torch.tensor([[1]]), cache, [-1]))
     other = LlamaModel(build("qwen2")).new_cache(1, 64)
-    LlamaModel(build("qwen2")).forward(torch.tensor([[1]]), other, [0])
+    LlamaModel(build("qwen2")).forward(Nodes(torch.tensor([[1]]), other, [0]))
     with pytest.raises(ValueError, match="another model"):
-        model.forward(torch.tensor([[1]]), other, [0])
+        model.forward(Nodes(torch.tensor([[1]]), other, [0]))
 
 
 def test_what_it_cannot_run_it_says() -> None:
