@@ -1,10 +1,10 @@
-"""How many tokens to draft: what a step costs here, what was accepted, and which budget pays.
+"""How many tokens to draft: what a step costs here, how many draft tokens are accepted, and which budget pays.
 
 cost_model   the cost model: seconds for every size of a step
-expectation  expected tokens and speedups, from acceptance and costs
-acceptance   running acceptance, and seconds by size
-costs        where a controller's seconds come from: the steps themselves, or a calibrated model
-controllers  Fixed, and Adaptive, which takes what pays and never costs more than it states
+expectation  expected tokens and speedups, from acceptance and costs; optimal trees
+acceptance   running acceptance of draft tokens, by depth, rank and order
+costs        the seconds that a controller counts with: learned from the steps, or calibrated
+controllers  Fixed, and Adaptive, which drafts what pays and bounds its losses
 """
 
 from __future__ import annotations

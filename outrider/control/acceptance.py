@@ -1,80 +1,136 @@
-"""What has been seen of guesses and of seconds, kept so that it can be asked cheaply. Recent steps weigh most."""
+"""Running acceptance of draft tokens: by depth in a chain, by rank among siblings, by order in a tree.
+
+All counts decay exponentially, so recent steps weigh most. Nothing here reads a clock.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
-from statistics import median_low
 
-from outrider.control.cost_model import interpolate
-from outrider.control.expectation import optimal_shape
-from outrider.control.ranks import Ranks
+from outrider.control.expectation import BY_RANK, Shape, optimal_shape
 from outrider.core.tree import levels
 from outrider.core.types import Budget, Draft
 
-FIRST, _WEIGHT = 0.6, 4.0  # the chance of a guess before anything was seen, and the observations that it counts for
-_PRIOR = 6.0  # those that a prior does
+FIRST = 0.6  # acceptance of a draft token before anything was observed
+_FIRST_WEIGHT = 4.0  # pseudo-observations of FIRST, and of the depth above
+_PRIOR_WEIGHT = 6.0  # pseudo-observations of a prior that the caller gives
+_RANK_WEIGHT = 8  # pseudo-observations of BY_RANK
 
 
 class Acceptance:
-    """How likely guess j is kept, given that those before it were. Nothing is assumed of how the chance falls with depth:
-    where little was seen, the depth before stands in."""
+    """Acceptance by depth: how likely draft token j is accepted, given that those before it were.
+
+    No curve over depth is assumed. Where little was observed, the estimate of the depth above stands in.
+    """
 
     def __init__(self, depth: int, memory: int) -> None:
-        """memory: steps after which an observation counts 1/e."""
+        """depth: the longest draft. memory: steps after which an observation counts 1/e."""
         self.hits, self.tries = [0.0] * depth, [0.0] * depth
         self.keep, self.first = 1 - 1 / memory, FIRST
 
-    def observe(self, asked: int, kept: int) -> None:
-        """asked: guesses that were wanted. kept: how many came and stood, from the first on."""
+    def observe(self, asked: int, accepted: int) -> None:
+        """asked: draft tokens that the budget allowed. accepted: how many were proposed and accepted, from the first on."""
         self.hits = [self.keep * x for x in self.hits]
         self.tries = [self.keep * x for x in self.tries]
-        for j in range(min(asked, kept + 1, len(self.tries))):
+        for j in range(min(asked, accepted + 1, len(self.tries))):
             self.tries[j] += 1
-            self.hits[j] += j < kept
+            self.hits[j] += j < accepted
 
     def fade(self, factor: float) -> None:
-        """Time has passed without guesses: what was seen counts less, and stays as what is expected at first."""
+        """Time has passed without drafts: old counts weigh less. The first estimate keeps its value and becomes the prior."""
         self.first = self.chances()[0]
         self.hits, self.tries = [factor * x for x in self.hits], [factor * x for x in self.tries]
 
     def chances(self, prior: Sequence[float] | None = None, hope: int = 0) -> list[float]:
-        """By depth, each given the one before. prior: what to believe where little was seen, else the depth above. hope: to so
-        many guesses, but the first, a standard error is added: what is drafted short says nothing of what would have followed."""
+        """The acceptance of each depth, given that the depth above was accepted.
+
+        prior: the estimate where little was observed; None takes the depth above. hope: adds a standard error to the
+        depths 2..hope, because short drafts say nothing of the tokens that would have followed.
+        """
         chances: list[float] = []
         for j, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True)):
             belief = prior[j] if prior else chances[-1] if chances else self.first
-            weight = _PRIOR if prior else _WEIGHT
+            weight = _PRIOR_WEIGHT if prior else _FIRST_WEIGHT
             chances.append((hits + weight * belief) / (tries + weight))
         for j in range(1, min(hope, len(chances))):
-            chances[j] += math.sqrt(chances[j] * (1 - chances[j]) / (self.tries[j] + _WEIGHT))
+            chances[j] += math.sqrt(chances[j] * (1 - chances[j]) / (self.tries[j] + _FIRST_WEIGHT))
         return chances
 
 
 def survival(chances: Sequence[float]) -> list[float]:
-    """The running product: the chance that the first j stand."""
-    kept, result = 1.0, list[float]()
+    """The running product: the chance that the first j draft tokens are all accepted."""
+    alive, result = 1.0, list[float]()
     for chance in chances:
-        kept *= chance
-        result.append(kept)
+        alive *= chance
+        result.append(alive)
     return result
 
 
+class Ranks:
+    """Acceptance by rank: how often the child of rank 0, 1, 2... was the accepted one, where its parent was reached."""
+
+    def __init__(self, width: int = len(BY_RANK), memory: int = 64) -> None:
+        """width: ranks that are counted apart. memory: visits after which one counts 1/e."""
+        self.keep = 1 - 1 / memory
+        self.hits, self.visits = [0.0] * min(width, len(BY_RANK)), [0.0] * min(width, len(BY_RANK))
+
+    def observe(self, parents: Sequence[int], path: Sequence[int]) -> None:
+        """parents: of a draft's nodes, siblings in the order of their rank. path: the accepted nodes, the root first."""
+        for node, following in zip(path, [*path[1:], 0], strict=True):
+            children = [n for n, parent in enumerate(parents) if parent == node]
+            for rank, child in enumerate(children[: len(self.hits)]):
+                self.visits[rank] = self.keep * self.visits[rank] + 1
+                self.hits[rank] = self.keep * self.hits[rank] + (child == following)
+
+    def fade(self, factor: float) -> None:
+        """Old counts weigh less."""
+        self.hits, self.visits = [factor * x for x in self.hits], [factor * x for x in self.visits]
+
+    def chances(self, first: float | None = None) -> list[float]:
+        """The acceptance of each rank, never increasing; BY_RANK where little was observed.
+
+        first: the acceptance of rank 0, if the caller knows it better.
+        """
+        if first is None:
+            first = (self.hits[0] + BY_RANK[0] * _RANK_WEIGHT) / (self.visits[0] + _RANK_WEIGHT)
+        out, left = [first], (1 - first) / (1 - BY_RANK[0])
+        for usual, hits, visits in zip(BY_RANK[1:], self.hits[1:], self.visits[1:], strict=False):
+            out.append(min((hits + usual * left * _RANK_WEIGHT) / (visits + _RANK_WEIGHT), out[-1]))
+        return out
+
+    def shape(self, budget: Budget) -> Shape:
+        """The best tree within the budget for these chances. They are rounded to hundredths, so that trees can be reused."""
+        return _shape(budget, tuple(max(round(chance, 2), 0.001) for chance in self.chances()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(budget: Budget, chances: tuple[float, ...]) -> Shape:
+    return optimal_shape(budget, chances)
+
+
 class RankAcceptance:
-    """Where in a tree the accepted guesses stood, by order: 0 is the guess that the drafter thought likeliest. A tree of the n
-    likeliest guesses is part of the tree of the n + 1 likeliest, so that what was seen of a large tree tells what every
-    smaller one would have kept; so does it of flatter ones, where the deeper guesses are not counted."""
+    """Acceptance by order in a tree: order 0 is the node that the drafter found most likely.
+
+    A tree of the n most likely nodes is part of the tree of the n + 1 most likely ones. So one large tree also tells what
+    every smaller tree would have accepted. The same holds for flatter trees, whose deeper nodes are not counted.
+    """
 
     def __init__(self, limit: Budget, memory: int) -> None:
+        """limit: the largest tree. memory: steps after which an observation counts 1/e."""
         self.limit, self.keep = limit, 1 - 1 / memory
-        self.hits = [[0.0] * limit.max_nodes for _ in range(limit.depth)]  # by the depth of the tree, less one
+        # [depth of the tree - 1][order]
+        self.hits = [[0.0] * limit.max_nodes for _ in range(limit.depth)]
         self.tries = [[0.0] * limit.max_nodes for _ in range(limit.depth)]
         self.ranks = Ranks(limit.width, memory)
 
     def observe(self, draft: Draft, b: int, nodes: Sequence[int], asked: Budget) -> int:
-        """nodes: of entry b, the accepted ones, the root first. Returns how many of them a chain would have had."""
+        """Count one tree: entry b of the draft. nodes: its accepted nodes, the root first. asked: its budget.
+
+        Returns how many of the accepted nodes a chain of first children would have had.
+        """
         parents = draft.parents[b].tolist()
         level, order = levels(parents), [n for n, parent in enumerate(parents) if parent >= 0]
         if draft.confidence is not None:
@@ -88,20 +144,23 @@ class RankAcceptance:
         self.ranks.observe(parents, nodes)
         straight = 0
         for node, following in itertools.pairwise(nodes):
-            if parents.index(node) != following:  # not the first child
+            first_child = parents.index(node)
+            if first_child != following:
                 break
             straight += 1
         return straight
 
     def fade(self, factor: float) -> None:
-        """Time has passed without trees: what was seen counts less, so that bad luck with a few is not believed for ever."""
+        """Time has passed without trees: old counts weigh less, so that bad luck with a few trees is not believed for ever."""
         self.ranks.fade(factor)
-        for row in (*self.hits, *self.tries):
-            row[:] = [factor * x for x in row]
+        for counts in (*self.hits, *self.tries):
+            counts[:] = [factor * x for x in counts]
 
     def expected(self, first: float) -> list[list[float]]:
-        """[depth][nodes]: accepted guesses of a step by its budget, both from one on. first: the chance of a chain's guess,
-        which with the chances by rank stands in where little was seen."""
+        """Expected accepted nodes of a step: result[depth - 1][nodes - 1] for a budget of that depth and size.
+
+        first: the acceptance of a chain's first token. With the chances by rank it is the prior where little was observed.
+        """
         ranks, size = self.ranks.chances(first), self.limit.max_nodes
         whole = optimal_shape(Budget(self.limit.depth, len(ranks), 3 * size), ranks)
         value, level = [1.0], levels(whole.parents)
@@ -109,50 +168,10 @@ class RankAcceptance:
             value.append(value[parent] * ranks[rank])
         total = list[list[float]]()
         for depth, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True), 1):
-            believed = [v for v, d in zip(value[1:], level[1:], strict=True) if d <= depth][:size]
-            believed += [0.0] * (size - len(believed))
-            row = ((h + 6 * v) / (t + 6) for h, t, v in zip(hits, tries, believed, strict=True))
-            total.append(list(itertools.accumulate(row)))
+            prior = [v for v, d in zip(value[1:], level[1:], strict=True) if d <= depth][:size]
+            prior += [0.0] * (size - len(prior))
+            chances = (
+                (h + _PRIOR_WEIGHT * v) / (t + _PRIOR_WEIGHT) for h, t, v in zip(hits, tries, prior, strict=True)
+            )
+            total.append(list(itertools.accumulate(chances)))
         return total
-
-
-class Curve:
-    """Seconds by size, each the median of its last few measurements (of two the lower: a machine pauses, it never hurries);
-    straight lines between. Medians are taken anew every few measurements: asking must cost nothing beside a step."""
-
-    def __init__(self, start: float | None = None, slope: float = 0.0) -> None:
-        """start: the value at size 0, if it is known by itself. slope: assumed, in parts of the value at 0, until two sizes
-        were measured."""
-        self.samples: dict[int, deque[float]] = {}
-        self.medians: dict[int, float] = {} if start is None else {0: start}
-        self.slope = slope
-        self._waiting: dict[int, int] = {}
-        self._known: dict[int, float] = {}
-
-    def add(self, size: int, seconds: float) -> None:
-        samples = self.samples.setdefault(size, deque(maxlen=9))
-        samples.append(seconds)
-        self._waiting[size] = self._waiting.get(size, 0) + 1
-        if len(samples) < 4 or self._waiting[size] >= 4:
-            self._waiting[size] = 0
-            self.medians[size] = median_low(samples)
-            self._known.clear()
-
-    def forget(self, size: int) -> None:
-        """What was measured so far; its last median stays until there is another."""
-        self.samples.pop(size, None)
-        self._waiting.pop(size, None)
-
-    def count(self, size: int) -> int:
-        return len(self.samples.get(size, ()))
-
-    def at(self, size: int) -> float | None:
-        """None where nothing is known."""
-        value = self._known.get(size)
-        if value is None and self.medians:
-            if len(self.medians) == 1 and 0 in self.medians:
-                value = self.medians[0] * (1 + self.slope * size)
-            else:
-                value = interpolate(self.medians, size)
-            self._known[size] = value
-        return value

@@ -1,398 +1,491 @@
-"""Controllers turn what has been observed into the budget of the next step. They change speed, never the law; under
-`match`, never even the text."""
+"""Controllers turn what was observed into the budget of the next step.
+
+They change the speed, never the distribution of the text, and with the verifier `match` not even the text.
+
+`Adaptive` is a machine of phases. Each decision picks a phase, a budget, and the number of steps until the next decision:
+
+    phase            budget   left for
+    MEASURE_PLAIN    none     any phase, as soon as the seconds of a plain step are known for this batch size
+    FIRST_LOOK       shallow  DRAFTING if it pays; SKIPPING after 10 steps, or when the loss budget is spent
+    PROBING          shallow  the same, after 4 steps
+    DRAFTING         best     REMEASURE_PLAIN when that is due; RECHECK_PLAIN or SKIPPING when drafting stops to pay
+    NEARLY_FREE      shallow  as DRAFTING
+    REMEASURE_PLAIN  none     DRAFTING, or what the new measurement says
+    RECHECK_PLAIN    none     DRAFTING if the new measurement of plain steps says so, else SKIPPING
+    SKIPPING         none     FIRST_LOOK or PROBING, when the gap is over and `LossBudget` has room for it
+
+`LossBudget` alone judges whether drafting that has not proved itself may be tried.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 from outrider.control.acceptance import Acceptance, RankAcceptance, survival
 from outrider.control.costs import SETTLE, Costs
 from outrider.core.types import Budget, Commit, Step
 
-ALLOWANCE, START = 0.01, 4.0  # what probing may lose: this part of all time, and so many plain steps to begin with
-_GAPS = (16, 512)  # steps between probes of drafting that failed: the first gap, doubled up to the last
-_FIRST_BURST, _BURST, _LOOK = 10, 4, 2  # steps of the first look and of a probe, and their depth
-_FADE = 0.1  # what a probe leaves of the acceptance seen before it
-_EVERY, _THINKING = 16, 0.005  # a decision stands for so many steps at most, fewer where it is this part of their time
-_ENTER = 1.02  # how much better drafting must look before it begins
-_MEASURE = SETTLE + 3  # plain steps after drafted ones in which plain decoding is measured again
-_PROOF = 12  # drafted steps after which their own speed, not the estimate, has the last word
+ALLOWANCE = 0.01  # the part of all time that probes may lose
+START = 4.0  # and the plain steps that they may lose in addition
+_FIRST_GAP, _LAST_GAP = 16, 512  # steps between probes that fail; each failure doubles the gap
+_FIRST_LOOK, _PROBE = 10, 4  # steps of the first look at a drafter, and of a later probe
+_SHALLOW = 2  # depth of both
+_FADE = 0.1  # weight that a probe leaves to the acceptance observed before it
+_MOST = 16  # steps until the next decision, at most
+_THINKING = 0.005  # part of the time that decisions may take
+_ENTER = 1.02  # expected speed at which drafting begins, against plain decoding
+_MEASURE = SETTLE + 3  # plain steps of a measurement of plain decoding
+_PROOF = 12  # drafted steps after which their measured speed counts more than the estimate
 
 
 class Controller(Protocol):
     """Decides budgets."""
 
-    def budgets(self, rows: list[int]) -> list[Budget]:
-        """What may be spent on each of these cache rows in the next step."""
+    def budgets(self, slots: list[int]) -> list[Budget]:
+        """The budgets of the sequences in these cache slots, for the next step."""
         ...
 
     def observe(self, step: Step) -> None:
-        """What came of the last step."""
+        """Learn from the last step."""
         ...
 
-    def release(self, row: int) -> None:
-        """The sequence in this row has ended."""
+    def release(self, slot: int) -> None:
+        """The sequence in this slot has ended."""
         ...
 
 
 class Fixed:
-    """The same budget for every row and step."""
+    """The same budget for every slot and step."""
 
     def __init__(self, depth: int, width: int = 1, nodes: int | None = None) -> None:
         self.budget = Budget(depth, width, nodes)
 
-    def budgets(self, rows: list[int]) -> list[Budget]:
-        return [self.budget] * len(rows)
+    def budgets(self, slots: list[int]) -> list[Budget]:
+        return [self.budget] * len(slots)
 
     def observe(self, step: Step) -> None: ...
 
-    def release(self, row: int) -> None: ...
+    def release(self, slot: int) -> None: ...
 
 
-@dataclass(eq=False)
-class _Row:
-    """What a controller knows of a sequence."""
+class Phase(Enum):
+    """What `Adaptive` does until its next decision. The table at the top of this file says when it leaves each phase."""
 
-    acceptance: Acceptance
-    position: int | None = None  # committed tokens after the last step seen
-    level: int = 0  # committed tokens the drafter has read
-    written: int = 0
+    MEASURE_PLAIN = auto()
+    FIRST_LOOK = auto()
+    PROBING = auto()
+    DRAFTING = auto()
+    NEARLY_FREE = auto()
+    REMEASURE_PLAIN = auto()
+    RECHECK_PLAIN = auto()
+    SKIPPING = auto()
 
 
-@dataclass(eq=False)
-class _Ledger:
-    """Seconds lost to probes, and what recent drafted steps took against what plain decoding would have."""
+class LossBudget:
+    """Judges whether drafting may be tried, from the seconds that it has cost and the seconds that its tokens were worth.
 
-    elapsed: float = 0.0
-    spent: float = 0.0  # by drafting that has not proved itself
-    worth: float = 0.0  # plain seconds for the tokens of recent drafted steps, fading
-    taken: float = 0.0  # and the seconds they took
-    steps: float = 0.0
+    Drafting that has not proved itself may lose `START` plain steps, `ALLOWANCE` of all time, and what it lately gained.
+    """
+
+    def __init__(self) -> None:
+        self.elapsed = 0.0  # seconds of all steps
+        self.lost = 0.0  # seconds lost by drafting that had not proved itself
+        self.worth = 0.0  # plain seconds for the tokens of recent drafted steps, fading
+        self.taken = 0.0  # seconds that these steps took
+        self.steps = 0.0  # how many they were
 
     @property
     def proved(self) -> bool:
+        """Whether recent drafted steps were faster than plain ones."""
         return self.steps > _PROOF and self.worth > self.taken
 
     @property
     def disproved(self) -> bool:
+        """Whether recent drafted steps were clearly slower than plain ones."""
         return self.steps > _PROOF and self.worth < 0.98 * self.taken
 
-    def fade(self, factor: float = 0.95) -> None:
+    def room(self, plain: float) -> float:
+        """Seconds that may still be lost. plain: seconds of a plain step."""
+        gained = max(self.worth - self.taken, 0.0)
+        return START * plain + ALLOWANCE * self.elapsed + gained - self.lost
+
+    def allows_drafting(self, plain: float) -> bool:
+        return self.proved or (self.room(plain) > 0 and not self.disproved)
+
+    def charge(self, worth: float, taken: float, extra: float) -> None:
+        """A drafted step. worth: plain seconds for its tokens. taken: its seconds. extra: those charged in addition if
+        drafting has not proved itself."""
+        if not self.proved:
+            self.lost = max(self.lost + taken + extra - worth, 0.0)
+        self.fade(0.95)
+        self.worth, self.taken, self.steps = self.worth + worth, self.taken + taken, self.steps + 1
+
+    def fade(self, factor: float) -> None:
+        """What recent steps have shown weighs less."""
         self.worth, self.taken, self.steps = factor * self.worth, factor * self.taken, factor * self.steps
 
 
 @dataclass(eq=False)
-class _Plan:
-    """What stands until it is decided anew."""
+class _SlotRecord:
+    """What a controller knows of a sequence."""
 
-    budget: Budget = field(default_factory=lambda: Budget(0))
-    rows: int = 0  # how many rows it was decided for
-    left: int = 0  # steps it still stands
-    since: int = 0  # the step it was decided at
-    usual: float = 0.0  # seconds expected of one of them, if it drafts
-    gain: float = 1.0  # expected speed against plain decoding
-    believed: bool = False  # drafting is thought to pay
-    probe: list[int] | None = None  # rows that are drafted for only to see
-    out: set[int] = field(default_factory=set[int])  # rows whose own guesses do not pay for their drafting
+    acceptance: Acceptance
+    position: int | None = None  # committed tokens after the last step observed
+    read: int = 0  # committed tokens that the drafter has read
+    written: int = 0  # output tokens
 
 
 class Adaptive:
-    """As much as pays, from running acceptance and the measured time of the steps themselves; plain where nothing pays.
+    """Drafts as many tokens as pay, from running acceptance and measured seconds. Where nothing pays, it decodes plainly.
 
-    Needs no calibration: the first steps are plain and measure, then a short look at drafted ones. From there the depth
-    with the most expected tokens per second is taken, anew every few steps. While drafting does not pay it is skipped, and
-    probed after gaps that double; while it pays, plain decoding is measured again, so seldom that it costs `ALLOWANCE` of the
-    time: the more drafting gains, the longer is it left alone.
+    It needs no calibration. The first steps are plain, to measure them; a short first look at the drafter follows. Then it
+    takes the depth with the most expected tokens per second, and decides anew every few steps. While drafting does not pay,
+    it skips drafting and probes it after gaps that double. While drafting pays, it measures plain decoding again from time
+    to time, for `ALLOWANCE` of the time.
 
-    With `Calibrated` costs it starts with what is known, chains of every depth are weighed against trees of every depth and
-    size within the limit, and a row is left out whose own guesses do not pay for drafting them: `"controller": "optimal"`.
+    With `Calibrated` costs it starts with known costs. It compares chains and trees of every depth and size within the limit,
+    and leaves out a sequence whose own draft tokens do not pay for their drafting.
 
-    The price of probing is bounded: drafting that has not proved itself may lose `START` plain steps in all, what it has
-    lately gained, and `ALLOWANCE` of all time, and a probe that could cost more (a draft model that was skipped must first
-    read what was written) waits until that is earned. On top of it come the first look at a drafter, which must read one
-    prompt before anything can be known of it, and the few steps by which belief lags behind a text that turns.
+    The losses are bounded by `LossBudget`. A probe that may cost more waits until it is earned; a draft model that was
+    skipped must first read what it has missed. Two losses come on top: the first look, which reads one prompt, and
+    the few steps until the estimates follow a text that changes.
     """
 
     def __init__(self, limit: Budget | None = None, costs: Costs | None = None) -> None:
-        """limit: the largest budget, 8 deep if not given; shallower ones keep its width. costs: where seconds come from,
+        """limit: the largest budget, 8 deep if not given; smaller budgets keep its width. costs: where seconds come from;
         learned from the steps if not given."""
         self.limit = limit or Budget(8)
         self.costs = costs or Costs()
+        self.losses = LossBudget()
+        self.phase = Phase.MEASURE_PLAIN
+        # What was observed.
         self.pooled = Acceptance(self.limit.depth, 64)
-        self.drafted = Acceptance(self.limit.max_nodes, 128)  # nodes that came, of those asked for
-        self.places = RankAcceptance(self.limit, 64) if self.costs.shapes and self.limit.width > 1 else None
-        self.rows: dict[int, _Row] = {}
-        self.length, self.prompt = 128.0, 0.0  # tokens a sequence writes, and has at first, of those seen
-        self.ledger, self.plan = _Ledger(), _Plan()
+        self.proposed = Acceptance(self.limit.max_nodes, 128)  # nodes that were proposed, of those asked for
+        shapes = self.costs.draft.shapes and self.limit.width > 1
+        self.orders = RankAcceptance(self.limit, 64) if shapes else None
+        self.slots: dict[int, _SlotRecord] = {}
+        self.length, self.prompt = 128.0, 0.0  # mean tokens of an output and of a prompt
+        self.streak = 0  # draft tokens accepted in a row
+        self.looked = False  # was any step drafted?
         self.now = 0  # steps so far
-        self.gap, self.probe_at, self.burst = _GAPS[0], 0, 0
-        self.plain_at = 0
-        self.looked = False
-        self.streak = 0  # guesses in a row that were right
+        # The last decision.
+        self.budget = Budget(0)
+        self.batch_size = 0  # that it was taken for
+        self.steps_left = 0  # until the next one
+        self.decided_at = 0  # the step it was taken at
+        self.usual = 0.0  # expected seconds of a drafted step
+        self.gain = 1.0  # expected speed against plain decoding
+        self.pays = False  # did drafting pay, when it was last compared with plain decoding?
+        self.probed: list[int] = []  # slots that a probe drafts for
+        self.left_out: set[int] = set()  # slots whose draft tokens do not pay for their drafting
+        # What is due later.
+        self.gap, self.probe_at = _FIRST_GAP, 0
+        self.probes_left = 0  # steps of this probe
+        self.remeasure_at = 0  # 0: not planned
 
-    def budgets(self, rows: list[int]) -> list[Budget]:
-        plan = self.plan
+    # -- the controller -------------------------------------------------------------------------------------------------
+
+    def budgets(self, slots: list[int]) -> list[Budget]:
         if not self.limit.max_nodes:
-            return [self.limit] * len(rows)
-        if plan.left <= 0 or plan.rows != len(rows):
-            self._decide(rows)
-        plan.left -= 1
+            return [self.limit] * len(slots)
+        self.prepare(slots)
+        self.steps_left -= 1
         self.now += 1
-        if plan.budget.depth == 0:
-            return [plan.budget] * len(rows)
-        return [plan.budget if self._wanted(row) else Budget(0) for row in rows]
+        if self.budget.depth == 0:
+            return [self.budget] * len(slots)
+        return [self.budget if self._wanted(slot) else Budget(0) for slot in slots]
 
     def observe(self, step: Step) -> None:
         if not self.limit.max_nodes:
             return
-        behind = 0
-        if not any(b.depth for b in step.budgets):
-            self._plain(step)
-            return
-        for b, (row, asked, position, kept) in enumerate(
-            zip(step.slots, step.budgets, step.positions, step.commits, strict=True)
-        ):
-            state, after = self._moved(row, position, kept)
-            if asked.depth:
-                behind += max(position - state.level, 0)
-                state.level = after
-                if kept.finish is None:  # a cut says nothing of what was refused
-                    right = kept.num_accepted
-                    wrong = right < min(asked.depth, step.draft.nodes - 1)
-                    self.streak = 0 if wrong else self.streak + right
-                    if self.places is not None and asked.width > 1:
-                        right = self.places.observe(step.draft, b, kept.nodes, asked)
-                    state.acceptance.observe(asked.depth, right)
-                    self.pooled.observe(asked.depth, right)
-        nodes = step.draft.nodes - 1
-        self.drafted.observe(max(b.max_nodes for b in step.budgets), nodes)
-        reading = self.costs.observe(step, nodes, behind)
-        self._account(step, reading)
-
-    def release(self, row: int) -> None:
-        state = self.rows.pop(row, None)
-        if state is not None:
-            self.length += 0.1 * (state.written - self.length)
-
-    def _row(self, row: int) -> _Row:
-        if row not in self.rows:
-            self.rows[row] = _Row(Acceptance(self.limit.depth, 16))
-        return self.rows[row]
-
-    def _plain(self, step: Step) -> None:
-        for row, position, kept in zip(step.slots, step.positions, step.commits, strict=True):
-            self._moved(row, position, kept)
-        self.costs.observe(step, 0, 0)
-        self.ledger.elapsed += sum(step.seconds.values())
-
-    def _moved(self, row: int, position: int, kept: Commit) -> tuple[_Row, int]:
-        """A row, brought up to date, and its committed tokens."""
-        state = self.rows.get(row) or self._row(row)
-        if state.position is None:
-            self.prompt += (position - self.prompt) * (0.1 if self.prompt else 1)
-        state.position = position + len(kept.tokens)
-        state.written += len(kept.tokens)
-        return state, state.position
-
-    def _account(self, step: Step, reading: float) -> None:
-        """Writes a drafted step into the ledger. reading: seconds in which the drafter read what it had missed."""
-        ledger, taken, usual = self.ledger, sum(step.seconds.values()), self.plan.usual
-        ledger.elapsed += taken
-        plain = self.costs.plain(len(step.slots))
-        if plain is None or not usual:
-            return
-        worth = sum(len(kept.tokens) for kept in step.commits) * plain / len(step.slots)
-        taken = min(taken, 2 * usual + reading)  # the machine's pauses are nobody's fault
-        if not ledger.proved:
-            paid = taken if self.looked else taken - reading  # the first look at a drafter reads on the house
-            ledger.spent = max(ledger.spent + paid - worth, 0.0)
-        ledger.fade()
-        ledger.worth, ledger.taken = ledger.worth + worth, ledger.taken + taken - reading
-        ledger.steps += 1
-        self.looked = True
-
-    def _decide(self, rows: list[int]) -> None:
-        plan, count = self.plan, len(rows)
-        plan.rows, was, probed, plan.probe, plan.out = count, plan.believed, plan.probe, None, set()
-        if self.costs.plain(count) is None:
-            self._set(Budget(0), 1)  # measure
-            return
-        budget, plan.gain = self._best(rows)
-        trusted = self.ledger.proved or (self._room(count) > 0 and not self.ledger.disproved)
-        ready = trusted and self.looked and self.costs.settled
-        plan.believed = ready and plan.gain > (1.0 if was else _ENTER)
-        if plan.believed:
-            self._draft(budget, was)
-        elif ready and self._free(count):
-            plan.believed = True
-            self._set(self._look, _EVERY)
-        elif probed and self.burst > 0 and self._worth_a_look(count) and {*probed} <= {*rows}:
-            self.burst -= 1
-            plan.probe = probed
-            self._set(self._look, 1)
+        if any(b.depth for b in step.budgets):
+            self._observe_drafted(step)
         else:
-            self._skip(rows, failed=was or probed is not None)
+            for slot, position, commit in zip(step.slots, step.positions, step.commits, strict=True):
+                self._follow(slot, position, commit)
+            self.costs.observe(step, 0, 0)
+            self.losses.elapsed += sum(step.seconds.values())
 
-    def _draft(self, budget: Budget, was: bool) -> None:
-        """Drafting pays; now and then some plain steps are measured."""
-        if self.ledger.proved:
-            self.gap = _GAPS[0]
-        if was and 0 < self.plain_at <= self.now:
-            self._set(Budget(0), _MEASURE)
-            self.plain_at = 0
-            return
-        self._set(budget, 2)
-        plan, plain = self.plan, self.costs.plain(self.plan.rows)
-        assert plain is not None
-        if self.ledger.proved:
-            plan.left = min(max(round(self.costs.thinking / (_THINKING * plan.usual)), 1), _EVERY)
-        if not was or not self.plain_at:
-            lost = _MEASURE * (1 - 1 / plan.gain) * plain
-            least, most = self.costs.plain_gaps
-            self.plain_at = self.now + round(min(max(lost / (ALLOWANCE * plan.usual), least), most))
+    def release(self, slot: int) -> None:
+        record = self.slots.pop(slot, None)
+        if record is not None:
+            self.length += 0.1 * (record.written - self.length)
 
-    def _skip(self, rows: list[int], failed: bool) -> None:
-        """Drafting does not pay, as far as is known: plain steps, and a probe when it is due and can be afforded."""
-        if failed:
-            proved = self.ledger.proved
-            self.ledger.fade(0.0)
+    def prepare(self, slots: list[int]) -> None:
+        """Decide, if a decision is due. `budgets` does it too."""
+        if self.steps_left <= 0 or self.batch_size != len(slots):
+            self.decide(slots)
+
+    def reconsider(self) -> None:
+        """Decide anew before the next step."""
+        self.steps_left = 0
+
+    @property
+    def measures_plain(self) -> bool:
+        """Whether this phase needs plain steps to measure them."""
+        return self.phase in (Phase.MEASURE_PLAIN, Phase.REMEASURE_PLAIN, Phase.RECHECK_PLAIN)
+
+    # -- decisions ------------------------------------------------------------------------------------------------------
+
+    def decide(self, slots: list[int]) -> None:
+        """Choose the phase, the budget, and the steps until the next decision."""
+        self.batch_size = len(slots)
+        probed, self.probed, self.left_out = self.probed, [], set()
+        budget, self.steps_left = self._next_phase(slots, probed)
+        self.budget, self.decided_at = budget, self.now
+        everything = [1.0] * budget.max_nodes
+        self.usual = self.costs.step(self.batch_size, budget, everything) if budget.depth else 0.0
+
+    def _next_phase(self, slots: list[int], probed: list[int]) -> tuple[Budget, int]:
+        """The transitions. Each method called here enters its phase; it returns the budget and the steps it stands for."""
+        plain = self.costs.plain(len(slots))
+        if plain is None:
+            return self._measure_plain()
+        budget, self.gain = self._best(slots)
+        if self.looked and self.costs.draft.settled and self.losses.allows_drafting(plain):
+            if self.gain > (1.0 if self.pays else _ENTER):
+                due = self.pays and 0 < self.remeasure_at <= self.now
+                return self._remeasure_plain() if due else self._draft(budget, plain)
+            if self._nearly_free():
+                return self._draft_nearly_free()
+        if probed and self.probes_left > 0 and self._worth_a_look(plain) and {*probed} <= {*slots}:
+            return self._go_on_probing(probed)
+        if self.pays or probed:
+            return self._give_up()
+        if self.now >= self.probe_at:
+            if chosen := self._affordable(slots, plain):
+                return self._probe(chosen)
             self.probe_at = self.now + self.gap
-            self.gap = min(2 * self.gap, _GAPS[1])
-            if proved:  # perhaps plain decoding was measured when the machine was faster: look again first
-                self.costs.forget_plain(len(rows))
-                self._set(Budget(0), _MEASURE)
-                return
-        elif self.now >= self.probe_at:
-            self.plan.probe = self._affordable(rows)
-            if self.plan.probe:
-                for seen in (self.pooled, *(self._row(row).acceptance for row in self.plan.probe)):
-                    seen.fade(_FADE)
-                self.burst = (_BURST if self.looked else _FIRST_BURST) - 1
-                self._set(self._look, 1)
-                return
-            self.probe_at = self.now + self.gap
-        self._set(Budget(0), self.probe_at - self.now)
+        return self._skip()
 
-    def _set(self, budget: Budget, left: int) -> None:
-        plan, count = self.plan, self.plan.rows
-        plan.budget, plan.left, plan.since = budget, left, self.now
-        plan.usual = self.costs.step(count, budget, [1.0] * budget.max_nodes) if budget.depth else 0.0
+    def _measure_plain(self) -> tuple[Budget, int]:
+        self.phase = Phase.MEASURE_PLAIN
+        return Budget(0), 1
+
+    def _draft(self, budget: Budget, plain: float) -> tuple[Budget, int]:
+        """Plan the next measurement of plain decoding, too. The more drafting gains, the later it is."""
+        self.phase = Phase.DRAFTING
+        steps, usual = 2, self.costs.step(self.batch_size, budget, [1.0] * budget.max_nodes)
+        if self.losses.proved:
+            self.gap = _FIRST_GAP
+            steps = min(max(round(self.costs.draft.thinking / (_THINKING * usual)), 1), _MOST)
+        if not self.pays or not self.remeasure_at:
+            lost = _MEASURE * (1 - 1 / self.gain) * plain
+            fewest, most = self.costs.target.plain_gaps
+            self.remeasure_at = self.now + round(min(max(lost / (ALLOWANCE * usual), fewest), most))
+        self.pays = True
+        return budget, steps
+
+    def _remeasure_plain(self) -> tuple[Budget, int]:
+        self.phase = Phase.REMEASURE_PLAIN
+        if self.losses.proved:
+            self.gap = _FIRST_GAP
+        self.remeasure_at = 0
+        return Budget(0), _MEASURE
+
+    def _draft_nearly_free(self) -> tuple[Budget, int]:
+        """Drafts cost next to nothing, as those of a lookup that mostly finds nothing: keep on asking."""
+        self.phase, self.pays = Phase.NEARLY_FREE, True
+        return self._shallow, _MOST
+
+    def _probe(self, slots: list[int]) -> tuple[Budget, int]:
+        """Begin a probe of these slots. What was observed before it weighs little from now on."""
+        self.phase = Phase.PROBING if self.looked else Phase.FIRST_LOOK
+        for acceptance in (self.pooled, *(self._record(slot).acceptance for slot in slots)):
+            acceptance.fade(_FADE)
+        self.probed, self.probes_left = slots, (_PROBE if self.looked else _FIRST_LOOK) - 1
+        return self._shallow, 1
+
+    def _go_on_probing(self, slots: list[int]) -> tuple[Budget, int]:
+        self.probed, self.probes_left, self.pays = slots, self.probes_left - 1, False
+        return self._shallow, 1
+
+    def _give_up(self) -> tuple[Budget, int]:
+        """Drafting does not pay any more, or a probe has failed. If drafting had proved itself, the machine may have been
+        faster when plain decoding was measured: measure that again first."""
+        proved, self.pays = self.losses.proved, False
+        self.losses.fade(0.0)
+        self.probe_at = self.now + self.gap
+        self.gap = min(2 * self.gap, _LAST_GAP)
+        if not proved:
+            return self._skip()
+        self.phase = Phase.RECHECK_PLAIN
+        self.costs.target.forget_plain(self.batch_size)
+        return Budget(0), _MEASURE
+
+    def _skip(self) -> tuple[Budget, int]:
+        self.phase = Phase.SKIPPING
+        return Budget(0), self.probe_at - self.now
+
+    # -- estimates ------------------------------------------------------------------------------------------------------
 
     @property
     def _aging(self) -> float:
-        """What the steps since the last decision leave of what could not be seen in them."""
-        return 0.8 ** ((self.now - self.plan.since) / _EVERY)
+        """The weight that the steps since the last decision leave to what they could not observe."""
+        return 0.8 ** ((self.now - self.decided_at) / _MOST)
 
     @property
-    def _look(self) -> Budget:
-        return self._shape(min(_LOOK, self.limit.depth))
+    def _shallow(self) -> Budget:
+        return self._shape(min(_SHALLOW, self.limit.depth))
 
     def _shape(self, depth: int) -> Budget:
-        """As deep; as wide as the limit where chains and trees are not told apart."""
+        """A budget of this depth: a chain, or as wide as the limit if the costs do not tell chains from trees."""
         limit = self.limit
-        if self.costs.shapes:
+        if self.costs.draft.shapes:
             return Budget(depth)
         nodes = None if limit.nodes is None else max(depth, round(limit.nodes * depth / limit.depth))
         return Budget(depth, limit.width, nodes)
 
-    def _best(self, rows: list[int]) -> tuple[Budget, float]:
-        """(budget, speed against plain decoding) of the best budget of at least 1; before drafting has proved itself not far
-        beyond a look, or than as many guesses in a row were right, as little is known of what is deeper."""
-        count, pooled = len(rows), self.pooled.chances(hope=2 * _LOOK)
-        kept = [survival(self._row(row).acceptance.chances(pooled)) for row in rows]
-        came = survival(self.drafted.chances())
+    def _best(self, slots: list[int]) -> tuple[Budget, float]:
+        """The best budget of at least one token, and its expected speed against plain decoding.
+
+        Before drafting has proved itself, little is known of deep drafts. Then the depth stays below twice that of a probe,
+        or the number of draft tokens that were accepted in a row.
+        """
+        count, pooled = len(slots), self.pooled.chances(hope=2 * _SHALLOW)
+        alive = [survival(self._record(slot).acceptance.chances(pooled)) for slot in slots]
+        came = survival(self.proposed.chances())
         best, gain, tokens = Budget(0), 0.0, 1.0
-        deepest = self.limit.depth if self.ledger.proved else min(max(2 * _LOOK, self.streak), self.limit.depth)
+        deepest = self.limit.depth if self.losses.proved else min(max(2 * _SHALLOW, self.streak), self.limit.depth)
         for depth in range(1, deepest + 1):
-            tokens += sum(k[depth - 1] for k in kept) / count
-            new = tokens / self._slowness(count, self._shape(depth), came)
+            tokens += sum(k[depth - 1] for k in alive) / count
+            new = tokens / self._slowness(self._shape(depth), came)
             if new > gain:
                 best, gain = self._shape(depth), new
-        if self.places is not None:
-            if self.plan.budget.width == 1:
-                self.places.fade(self._aging)
-            like = sum(k[0] for k in kept) / count / pooled[0]  # these rows against all that were seen
-            for depth, worth in enumerate(self.places.expected(pooled[0])[:deepest], 1):
+        if self.orders is not None:
+            if self.budget.width == 1:
+                self.orders.fade(self._aging)
+            like = sum(k[0] for k in alive) / count / pooled[0]  # these sequences against all observed ones
+            for depth, accepted in enumerate(self.orders.expected(pooled[0])[:deepest], 1):
                 for nodes in range(depth + 1, min(self.limit.max_nodes, 2 * deepest) + 1):
                     budget = Budget(depth, self.limit.width, nodes)
-                    new = (1 + like * worth[nodes - 1]) / self._slowness(count, budget, came)
+                    new = (1 + like * accepted[nodes - 1]) / self._slowness(budget, came)
                     if new > gain:
                         best, gain = budget, new
-        if count > 1 and self.costs.shapes and gain > 1:
-            self._leave_out(rows, kept, best, gain)
+        if count > 1 and self.costs.draft.shapes and gain > 1:
+            self._leave_out(slots, alive, best, gain)
         return best, gain
 
-    def _leave_out(self, rows: list[int], kept: Sequence[Sequence[float]], budget: Budget, gain: float) -> None:
-        """Rows whose expected guesses are worth less than the time of drafting one row less. What was seen of them fades, so
-        that they are tried again."""
-        count, plain = len(rows), self.costs.plain(len(rows))
+    def _leave_out(self, slots: list[int], alive: Sequence[Sequence[float]], budget: Budget, gain: float) -> None:
+        """Leave out slots whose expected draft tokens are worth less than the time of drafting for one slot. What was
+        observed of them fades, so that they are tried again."""
+        count, plain = len(slots), self.costs.plain(len(slots))
         assert plain is not None
-        saved = self.costs.drafting(count, budget) - self.costs.drafting(count - 1, budget)
-        for row, chances in zip(rows, kept, strict=True):
+        saved = self.costs.draft.seconds(count, budget) - self.costs.draft.seconds(count - 1, budget)
+        for slot, chances in zip(slots, alive, strict=True):
             if sum(chances[: budget.depth]) / count * plain / gain < saved:
-                self.plan.out.add(row)
-                self._row(row).acceptance.fade(self._aging)
+                self.left_out.add(slot)
+                self._record(slot).acceptance.fade(self._aging)
 
-    def _slowness(self, count: int, budget: Budget, came: Sequence[float]) -> float:
-        """Of a step that asks for so many guesses, as many as usually come; 1 is a plain step."""
-        plain = self.costs.plain(count)
+    def _slowness(self, budget: Budget, came: Sequence[float]) -> float:
+        """Expected seconds of a step with this budget, in plain steps. came: as for `Costs.step`."""
+        plain = self.costs.plain(self.batch_size)
         assert plain is not None
-        return self.costs.step(count, budget, came) / plain
+        return self.costs.step(self.batch_size, budget, came) / plain
 
-    def _worth_a_look(self, count: int) -> bool:
-        """Does a probe go on? As long as little is measured, what was measured decides nothing but how much may be lost."""
-        return self._room(count) > 0 and (not self.costs.settled or self._hopeful(count))
+    def _worth_a_look(self, plain: float) -> bool:
+        """Whether a probe goes on. While few drafts were timed, only the loss budget decides."""
+        return self.losses.room(plain) > 0 and (not self.costs.draft.settled or self._hopeful())
 
-    def _hopeful(self, count: int) -> bool:
-        """Would drafting pay at some depth if every guess came and were right? And has one been right?"""
+    def _hopeful(self) -> bool:
+        """Whether drafting would pay at some depth if every draft token were accepted; no, if none was in a few tries."""
         if self.pooled.tries[0] > 3 and not self.pooled.hits[0]:
             return False
-        sure = [1.0] * self.limit.max_nodes
-        return any(1 + d > self._slowness(count, self._shape(d), sure) for d in range(1, self.limit.depth + 1))
+        everything = [1.0] * self.limit.max_nodes
+        depths = range(1, self.limit.depth + 1)
+        return any(1 + depth > self._slowness(self._shape(depth), everything) for depth in depths)
 
-    def _free(self, count: int) -> bool:
-        """Does asking cost next to nothing, as with a lookup that mostly finds nothing?"""
-        return self._slowness(count, self._look, survival(self.drafted.chances())) < 1 + ALLOWANCE
+    def _nearly_free(self) -> bool:
+        return self._slowness(self._shallow, survival(self.proposed.chances())) < 1 + ALLOWANCE
 
-    def _room(self, count: int) -> float:
-        """Seconds that drafting may still lose before it has proved itself; what recent drafts have gained is theirs."""
-        ledger, plain = self.ledger, self.costs.plain(count)
-        assert plain is not None
-        gained = max(ledger.worth - ledger.taken, 0.0)
-        return START * plain + ALLOWANCE * ledger.elapsed + gained - ledger.spent
-
-    def _affordable(self, rows: list[int]) -> list[int] | None:
-        """The rows that may be probed: what the drafter has to read for them, and steps whose guesses are all wrong, must
-        not cost more than is allowed. The first look is always allowed."""
-        plain = self.costs.plain(len(rows))
-        assert plain is not None
+    def _affordable(self, slots: list[int], plain: float) -> list[int]:
+        """The slots that may be probed: the loss budget must cover what the drafter reads for them, and a probe in which no
+        draft token is accepted. The first look is always allowed."""
         if not self.looked:
-            return rows
-        slowness = self._slowness(len(rows), self._look, survival(self.drafted.chances()))
-        room = self._room(len(rows)) - _BURST * max(slowness - 1, 0.0) * plain
+            return slots
+        slowness = self._slowness(self._shallow, survival(self.proposed.chances()))
+        room = self.losses.room(plain) - _PROBE * max(slowness - 1, 0.0) * plain
         chosen: list[int] = []
-        for row in sorted(rows, key=self._price):
-            room -= self._price(row)
+        for slot in sorted(slots, key=self._reading):
+            room -= self._reading(slot)
             if room < 0:
                 break
-            chosen.append(row)
-        return chosen or None
+            chosen.append(slot)
+        return chosen
 
-    def _price(self, row: int) -> float:
-        """Seconds in which the drafter reads what it has missed of a row."""
-        state = self._row(row)
-        return self.costs.reading(int(self.prompt) if state.position is None else state.position - state.level)
+    def _reading(self, slot: int) -> float:
+        """Seconds in which the drafter reads what it has missed of a sequence."""
+        record = self._record(slot)
+        missed = int(self.prompt) if record.position is None else record.position - record.read
+        return self.costs.draft.reading(missed)
 
-    def _wanted(self, row: int) -> bool:
-        """Is a row drafted for? What it gains until it ends must cover the reading."""
-        if self.plan.probe is not None:
-            return row in self.plan.probe
-        price = self._price(row)
-        if row in self.plan.out or price <= 0:
-            return row not in self.plan.out
-        state, plain = self._row(row), self.costs.plain(self.plan.rows)
-        remaining = max(self.length - state.written, state.written / 2, 16.0)
-        surely = 1.0 if self.ledger.proved else 0.5  # what has not proved itself must promise twice what it costs
-        return plain is not None and price <= surely * (1 - 1 / self.plan.gain) * remaining * plain / self.plan.rows
+    def _wanted(self, slot: int) -> bool:
+        """Whether a slot is drafted for. What it gains until its end must cover the reading."""
+        if self.probed:
+            return slot in self.probed
+        reading = self._reading(slot)
+        if slot in self.left_out or reading <= 0:
+            return slot not in self.left_out
+        record, plain = self._record(slot), self.costs.plain(self.batch_size)
+        remaining = max(self.length - record.written, record.written / 2, 16.0)
+        caution = 1.0 if self.losses.proved else 0.5  # unproved drafting must promise twice what it costs
+        return plain is not None and reading <= caution * (1 - 1 / self.gain) * remaining * plain / self.batch_size
+
+    # -- observations ---------------------------------------------------------------------------------------------------
+
+    def _observe_drafted(self, step: Step) -> None:
+        behind = 0
+        for b, (slot, asked, position, commit) in enumerate(
+            zip(step.slots, step.budgets, step.positions, step.commits, strict=True)
+        ):
+            record, after = self._follow(slot, position, commit)
+            if not asked.depth:
+                continue
+            behind += max(position - record.read, 0)
+            record.read = after
+            if commit.finish is None:  # a text that was cut says nothing of what was rejected
+                self._accepted(record, step, b)
+        nodes = step.draft.nodes - 1
+        self.proposed.observe(max(b.max_nodes for b in step.budgets), nodes)
+        self._account(step, self.costs.observe(step, nodes, behind))
+
+    def _accepted(self, record: _SlotRecord, step: Step, b: int) -> None:
+        """Count the accepted draft tokens of entry b."""
+        asked, commit = step.budgets[b], step.commits[b]
+        right = commit.num_accepted
+        wrong = right < min(asked.depth, step.draft.nodes - 1)
+        self.streak = 0 if wrong else self.streak + right
+        if self.orders is not None and asked.width > 1:
+            right = self.orders.observe(step.draft, b, commit.nodes, asked)
+        record.acceptance.observe(asked.depth, right)
+        self.pooled.observe(asked.depth, right)
+
+    def _follow(self, slot: int, position: int, commit: Commit) -> tuple[_SlotRecord, int]:
+        """The slot's record, brought up to date, and its committed tokens."""
+        record = self._record(slot)
+        if record.position is None:
+            self.prompt += (position - self.prompt) * (0.1 if self.prompt else 1)
+        record.position = position + len(commit.tokens)
+        record.written += len(commit.tokens)
+        return record, record.position
+
+    def _account(self, step: Step, reading: float) -> None:
+        """Charge a drafted step to the loss budget. reading: seconds in which the drafter read what it had missed."""
+        taken = sum(step.seconds.values())
+        self.losses.elapsed += taken
+        plain = self.costs.plain(len(step.slots))
+        if plain is None or not self.usual:
+            return
+        worth = sum(len(commit.tokens) for commit in step.commits) * plain / len(step.slots)
+        taken = min(taken, 2 * self.usual + reading)  # a pause of the machine is not the drafter's fault
+        # The first look is not charged for reading the prompt.
+        self.losses.charge(worth, taken - reading, reading if self.looked else 0.0)
+        self.looked = True
+
+    def _record(self, slot: int) -> _SlotRecord:
+        if slot not in self.slots:
+            self.slots[slot] = _SlotRecord(Acceptance(self.limit.depth, 16))
+        return self.slots[slot]

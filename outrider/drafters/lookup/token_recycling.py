@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.control.ranks import Ranks
+from outrider.control.acceptance import Ranks
 from outrider.core.tree import tree
 from outrider.core.types import PADDING, Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext

@@ -116,7 +116,7 @@ def test_steps_of_other_rows_are_not_compared():
     for drafted, least, most in (([0, 1, 2, 3], 1.0, 1.0), ([0], 0.3, 0.8)):
         for rows, depth in (([0], 0),) * 8 + ((drafted, 4),) * 4:
             costs.observe(machine.step(rows, [Budget(depth)] * len(rows)), depth, 0)
-        assert least <= costs.share["drafted"] <= most
+        assert least <= costs.target.share["drafted"] <= most
 
 
 def test_a_row_that_nobody_guesses_for_is_left_out():

@@ -10,8 +10,8 @@ from helpers import VOCAB, decoder, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.control.acceptance import Ranks
 from outrider.control.expectation import BY_RANK, expected_accepted, optimal_shape
-from outrider.control.ranks import Ranks
 from outrider.core.types import Budget
 from outrider.drafters import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
