@@ -43,6 +43,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to repeat
     mask: TokenMask | None = None  # what may be written where, as by a grammar
+    prefill_only: bool = False  # read the prompt, write nothing: for its log-probabilities
 
 
 @dataclass(eq=False)
@@ -136,6 +137,8 @@ class Decoder:
             raise ValueError(
                 f"the prompt has {n} tokens and the model holds {self.max_length} of prompt and output; shorten it"
             )
+        if request.prefill_only:
+            return 0
         if p.max_tokens is not None and n + p.max_tokens > self.max_length:
             raise ValueError(
                 f"prompt ({n} tokens) plus max_tokens ({p.max_tokens}) is more than the {self.max_length} that fit; "
@@ -270,6 +273,8 @@ class Decoder:
                 self.prefixes.keep(self.cache, row.slot, tokens[:last])
             if wanted is not None:
                 row.prompt_logprobs.insert(0, None)  # the first token has no law
+            if row.request.prefill_only:
+                row.ending.end = FinishReason("length")
 
     def _view(self, live: list[Row]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""

@@ -16,7 +16,7 @@ class SpeculativeMetrics:
     mean_acceptance_length: committed tokens per step, 1 + accepted / steps; 1.0 without steps.
     draft_acceptance_rate: accepted / drafted; 0.0 without draft tokens.
     acceptance_histogram: steps by the number of accepted draft tokens, int [num_spec_tokens + 1].
-    acceptance_histogram_by_draft_length: the same list for each number of draft tokens that a step had.
+    acceptance_histogram_by_draft_length: the same for the steps that had k draft tokens, int [k + 1], by k.
     per_step_accepted, per_step_drafted: int [step].
     """
 
@@ -44,7 +44,7 @@ class SpeculativeMetrics:
         by_length: dict[int, list[int]] = {}
         for d, a in zip(drafted, accepted, strict=True):
             histogram[a] += 1
-            by_length.setdefault(d, [0] * (num_spec_tokens + 1))[a] += 1
+            by_length.setdefault(d, [0] * (d + 1))[a] += 1
         steps, total, num_accepted = len(drafted), sum(drafted), sum(accepted)
         return cls(
             num_spec_steps=steps,

@@ -313,6 +313,9 @@ class Engine:
             self.decoder.prefill(row)
         except Exception as error:
             self._fail(self.running[row.slot], error)
+            return
+        if row.end is not None:  # a request that is only read
+            self._finish(self.running[row.slot], row.end.finish, row.end.reason)
 
     def _round(self, live: list[Row]) -> None:
         try:

@@ -73,13 +73,13 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         name = request.state.request_id
         client = body.user or (request.client.host if request.client else "")
-        writer, call, prompts, echoes = await service.complete(body, name, client)
+        writer, call, prompts = await service.complete(body, name, client)
         if spans is not None:
             spans.watch(call, writer.id, settings.model_name, body, request.headers)
         headers = {"x-outrider-guarantee": writer.guarantee.value}
         if body.stream:
-            return Events(call, service.stream(writer, call, echoes, body, len(prompts)), headers)
-        whole = service.whole(writer, call, echoes, bool(body.detailed_metrics), len(prompts))
+            return Events(call, service.stream(writer, call, body, prompts), headers)
+        whole = service.whole(writer, call, bool(body.detailed_metrics), prompts)
         return json_response(await _unless_gone(request, whole), headers=headers)
 
     @app.post("/v1/completions", responses=ANSWER)

@@ -1,5 +1,6 @@
-"""What Prometheus may read. The names behind the prefix are vLLM's; with the prefix `vllm` so are the whole names, and
-dashboards and `vllm bench serve` read this server as they read that one.
+"""Metrics for Prometheus. The names after the prefix and the labels are vLLM's.
+
+With the prefix `vllm`, dashboards and `vllm bench serve` read this server as they read vLLM.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from outrider.core.types import Step
 from outrider.engine import Engine, Job, Result
+from outrider.engine.prefix_cache import BLOCK
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
@@ -18,62 +20,77 @@ BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 5
 WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 
 
+LABELS = ("model_name", "engine")
+ENGINE = "0"  # vLLM numbers the engines of a server; this server has one
+
+
 class Metrics:
-    """Counts steps and finished jobs (the `Observer` of the engine), and reads the engine when it is read itself."""
+    """Counts steps and finished texts (the `Observer` of the engine). Reads the state of the engine when it is asked."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
+        """prefix: stands before every name, with a colon. model_name: the label of that name."""
         self.registry, self._prefix, self._model = CollectorRegistry(), prefix, model_name
         self._engine: Engine | None = None
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self.registry)
+            return Counter(f"{prefix}:{name}", text, [*LABELS, *labels], registry=self.registry)
+
+        def total(name: str, text: str) -> Counter:
+            return counter(name, text).labels(model_name, ENGINE)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
-            return made.labels(model_name)
+            made = Histogram(f"{prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
+            return made.labels(model_name, ENGINE)
 
-        self.drafts = counter("spec_decode_num_drafts", "Drafts made, one a row and step.").labels(model_name)
-        self.drafted = counter("spec_decode_num_draft_tokens", "Tokens guessed.").labels(model_name)
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Guesses kept.").labels(model_name)
+        self.drafts = total("spec_decode_num_drafts", "Drafts: one for each sequence and step that had draft tokens.")
+        self.drafted = total("spec_decode_num_draft_tokens", "Draft tokens.")
+        self.accepted = total("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
         self._per_position = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Guesses kept, by position in the draft.", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position in the draft.", "position"
         )
-        self.generated = counter("generation_tokens", "Tokens written.").labels(model_name)
-        self.prompts = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
-        self._success = counter("request_success", "Texts finished, by reason.", "finished_reason")
-        self._http = counter("http_requests", "Answers, by status.", "status")
-        self.log_failures = counter("log_failures", "Lines that could not be written to the log.").labels(model_name)
+        self.generated = total("generation_tokens", "Tokens written.")
+        self.prompts = total("prompt_tokens", "Tokens of prompts.")
+        self._success = counter("request_success", "Finished texts, by reason.", "finished_reason")
+        self._http = counter("http_requests", "HTTP responses, by status.", "status")
+        self.log_failures = total("log_failures", "Lines that could not be written to the log.")
         self.first = histogram("time_to_first_token_seconds", "From request to first token.", FIRST)
-        self.between = histogram("inter_token_latency_seconds", "From one step's tokens to the next's.", BETWEEN)
+        self.between = histogram("inter_token_latency_seconds", "Between the tokens of two steps.", BETWEEN)
         self.per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time of a token after the first.", BETWEEN
+            "request_time_per_output_token_seconds", "Mean time of a token after the first, by text.", BETWEEN
         )
         self.whole = histogram("e2e_request_latency_seconds", "From request to last token.", WHOLE)
-        self.queued = histogram("request_queue_time_seconds", "Waiting for a row.", WHOLE)
+        self.queued = histogram("request_queue_time_seconds", "Time in the queue.", WHOLE)
         self.registry.register(self)
 
     def attach(self, engine: Engine) -> None:
+        """Read this engine from now on."""
         self._engine = engine
 
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
     def http(self, status: int) -> None:
-        self._http.labels(self._model, str(status)).inc()
+        """Count an HTTP response."""
+        self._http.labels(self._model, ENGINE, str(status)).inc()
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
-        for kept, drafted, waited in zip(step.commits, step.draft.num_draft_tokens.tolist(), seconds, strict=True):
-            self.generated.inc(len(kept.tokens))
+        for commit, drafted, waited in zip(step.commits, step.draft.num_draft_tokens.tolist(), seconds, strict=True):
+            self.generated.inc(len(commit.tokens))
             if waited is not None:
                 self.between.observe(waited)
             if drafted:
                 self.drafts.inc()
                 self.drafted.inc(drafted)
-                self.accepted.inc(kept.num_accepted)
-                for position in range(kept.num_accepted):
-                    self._per_position.labels(self._model, str(position)).inc()
+                self.accepted.inc(commit.num_accepted)
+                for position in range(commit.num_accepted):
+                    self._per_position.labels(self._model, ENGINE, str(position)).inc()
 
     def finished(self, job: Job, result: Result) -> None:
+        """See `Observer.finished`."""
         self.prompts.inc(result.prompt_tokens)
-        self._success.labels(self._model, str(result.output.finish_reason)).inc()
+        self._success.labels(self._model, ENGINE, str(result.output.finish_reason)).inc()
         self.whole.observe(result.total)
         self.queued.observe(result.queued)
         if result.first is not None:
@@ -87,26 +104,42 @@ class Metrics:
             return
         stats = self._engine.stats
         gauges = {
-            "num_requests_running": ("Texts being written.", stats.running),
+            "num_requests_running": ("Texts in the batch.", stats.running),
             "num_requests_waiting": ("Texts in the queue.", stats.waiting),
-            "kv_cache_usage_perc": ("Share of the cache in use, 1 is all.", stats.kv_tokens / stats.kv_limit),
-            "kv_cache_bytes": ("Keys and values of texts, the drafters' among them.", stats.kv_bytes),
-            "prefix_cache_bytes": ("Keys and values kept for prompts that start alike.", stats.prefix_bytes),
+            "kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", stats.kv_tokens / stats.kv_limit),
+            "kv_cache_bytes": ("Keys and values of texts, those of draft models too.", stats.kv_bytes),
+            "prefix_cache_bytes": ("Keys and values of the prefix cache.", stats.prefix_bytes),
         }
         if stats.memory_limit is not None:
-            gauges["kv_cache_limit_bytes"] = ("What these two may take at most.", stats.memory_limit)
+            gauges["kv_cache_limit_bytes"] = (
+                "Limit of the KV cache and the prefix cache together.",
+                stats.memory_limit,
+            )
         counters = {
             "requests_accepted": ("Texts that were queued.", stats.accepted),
-            "prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_queries),
-            "prefix_cache_hits": ("Prompt tokens found.", stats.prefix_hits),
-            "num_preemptions": ("Texts that gave their row away and took one again.", stats.preemptions),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            "num_preemptions": ("Texts that lost their cache slot and were computed again.", stats.preemptions),
             "drafter_failures": ("Times that a drafter raised or broke its contract.", stats.drafter_failures),
         }
         for kind, named in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in named.items():
-                family = kind(f"{self._prefix}:{name}", text, labels=["model_name"])
-                family.add_metric([self._model], value)
+                family = kind(f"{self._prefix}:{name}", text, labels=LABELS)
+                family.add_metric([self._model, ENGINE], value)
                 yield family
+        yield self._cache_config(self._engine)
 
-    def page(self) -> bytes:
-        return generate_latest(self.registry)
+    def _cache_config(self, engine: Engine) -> Metric:
+        """vLLM's `cache_config_info`: the value is 1, the labels tell. A block is one of the prefix cache."""
+        config = {
+            "model_name": self._model,
+            "engine": ENGINE,
+            "block_size": str(BLOCK),
+            "num_gpu_blocks": str(engine.kv_limit // BLOCK),
+            "num_cpu_blocks": "0",
+            "cache_dtype": "auto",
+            "enable_prefix_caching": str(engine.prefixes is not None),
+        }
+        family = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV cache.", labels=list(config))
+        family.add_metric(list(config.values()), 1)
+        return family

@@ -10,7 +10,7 @@ import difflib
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from outrider.core.stopping import content_text
 from outrider.params import SamplingParams
@@ -114,7 +114,27 @@ class Common(Body):
     num_speculative_tokens: int | None = Field(None, ge=0, description="also num_draft_tokens")
     method: str | None = Field(None, description="whose guesses: none, ngram, suffix, prediction, or the server's own")
     timeout: float | None = Field(None, gt=0, description="seconds; then the answer ends with what it has")
-    detailed_metrics: bool | None = Field(None, description="guesses of each step, too")
+    detailed_metrics: bool | None = Field(None, description="also the counts of each step")
+    return_token_ids: bool | None = Field(None, description="the token ids of prompt and output, too")
+    best_of: int | None = Field(None, ge=1, description="only the value of n is accepted")
+    use_beam_search: bool | None = Field(None, description="only false is accepted")
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of_is_n(cls, value: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n") or 1
+        if value not in (None, n):
+            raise ValueError(
+                f"this server does not choose among outputs, and n is {n}; send best_of={n} or leave it out"
+            )
+        return value
+
+    @field_validator("use_beam_search")
+    @classmethod
+    def _no_beams(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("this server has no beam search; leave it out, or send temperature=0 for greedy decoding")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +169,7 @@ class Common(Body):
         _at_most(len(stops), settings.max_stops, "stop strings")
         _at_most(max(map(len, stops), default=0), settings.max_stop_length, "characters in a stop string")
         _at_most(logprobs or 0, settings.max_logprobs, "logprobs of one token")
+        _at_most(getattr(self, "prompt_logprobs", None) or 0, settings.max_logprobs, "prompt_logprobs of one token")
         for name in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids"):
             _at_most(len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}")
         bias = {}
@@ -189,27 +210,39 @@ class Common(Body):
 
 # what other clients send and what has no meaning here: no reason to suspect a misspelling
 HARMLESS = {"metadata", "store", "service_tier", "modalities", "reasoning_effort", "verbosity"}
-HARMLESS |= {
-    "max_tokens",
-    "max_completion_tokens",
-    "prompt",
-    "messages",
-    "logprobs",
-    "top_logprobs",
-    "functions",
-    "suffix",
-}
-HARMLESS |= {"safety_identifier", "prompt_cache_key", "best_of", "stop_token", "use_beam_search", "length_penalty"}
+HARMLESS |= {"max_tokens", "max_completion_tokens", "prompt", "messages", "logprobs", "top_logprobs", "suffix"}
+HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_penalty", "functions"}
 
 
 class CompletionRequest(Common):
     """POST /v1/completions"""
 
     prompt: str | list[str] | Ids | list[Ids]
-    max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
+    max_tokens: int | None = Field(16, ge=0, description="0 reads the prompt only, with echo or prompt_logprobs")
+    suffix: str | None = Field(None, description="only the empty text is accepted")
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _something_to_do(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and not info.data.get("echo") and info.data.get("prompt_logprobs") is None:
+            raise ValueError(
+                "Input should be greater than or equal to 1; 0 reads the prompt only: add echo or prompt_logprobs"
+            )
+        if value == 0 and info.data.get("min_tokens"):
+            raise ValueError(f"min_tokens={info.data['min_tokens']} is more than max_tokens=0; raise max_tokens")
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: str | None) -> str | None:
+        if value:
+            raise ValueError(
+                "this server does not fill in the middle; send the text before the gap as prompt, no suffix"
+            )
+        return value
 
     @property
     def prompts(self) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider._version import __version__
@@ -14,8 +14,26 @@ from outrider.serve.tools import Call, Reader
 _LEAST = -9999.0  # JSON has no minus infinity
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What an answer shows besides its text. logprobs, prompt_logprobs: how many alternatives, None for no
+    log-probabilities. echo: the prompt before the text. token_ids: those of prompt and output."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    token_ids: bool = False
+
+    @property
+    def of_prompt(self) -> int | None:
+        """How many alternatives the engine must report for each prompt token."""
+        echoed = self.logprobs if self.echo else None
+        asked = [count for count in (self.prompt_logprobs, echoed) if count is not None]
+        return max(asked, default=None)
+
+
 class Writer:
-    """The shapes of one answer. chat: chat completion or text completion."""
+    """The shapes of one answer. chat: chat completion or text completion. prompts: token ids, one list a choice."""
 
     def __init__(
         self,
@@ -24,14 +42,15 @@ class Writer:
         model: str,
         chat: bool,
         guarantee: Guarantee,
-        decode: Any,
-        top: int,
+        decode: Callable[[Sequence[int]], str],
+        shown: Shown,
+        prompts: Sequence[list[int]],
         reader: Callable[[], Reader] | None = None,
     ) -> None:
-        """decode: token ids -> text, for log-probabilities. top: alternatives to show of each token. reader: makes a reader
-        of calls, where tools were offered."""
-        self._top, self.reader = top, reader
+        """decode: token ids -> text. reader: makes a reader of tool calls, where tools were offered."""
+        self.reader, self._shown, self._prompts = reader, shown, prompts
         self.chat, self.guarantee, self._decode = chat, guarantee, decode
+        self.echoes = [decode(prompt) if shown.echo else "" for prompt in prompts]
         self._head = {"id": name, "object": "", "created": created, "model": model}
         self._head["system_fingerprint"] = f"outrider-{__version__}"
 
@@ -39,38 +58,67 @@ class Writer:
     def id(self) -> str:
         return str(self._head["id"])
 
-    def whole(self, results: Sequence[Result], texts: Sequence[str], detailed: bool, prompts: int) -> dict[str, Any]:
-        """The answer in one piece. texts: what to show, one a result. prompts: how many there were."""
+    @property
+    def shows_tokens(self) -> bool:
+        """A token is shown even if it adds no text."""
+        return self._shown.token_ids or self._shown.logprobs is not None
+
+    @property
+    def opens_late(self) -> bool:
+        """The first chunk of a choice has to wait for the log-probabilities of its prompt."""
+        return self._shown.echo and self._shown.logprobs is not None
+
+    def whole(self, results: Sequence[Result], detailed: bool, prompts: int) -> dict[str, Any]:
+        """The answer in one piece. prompts: how many there were."""
         choices = []
-        for index, (result, text) in enumerate(zip(results, texts, strict=True)):
-            choice: dict[str, Any] = {
-                "index": index,
-                "logprobs": self._logprobs(result.output.logprobs, result.output.token_ids),
-            }
-            content, calls = self.reader().feed(text, True) if self.reader else (text, [])
+        for index, (result, echo) in enumerate(zip(results, self.echoes, strict=True)):
+            out, known = result.output, result.prompt_logprobs or []
+            tokens, logprobs, offset = out.token_ids, out.logprobs, len(echo)
+            before, shown = self._prompt(index, known), self._logprobs(tokens, logprobs, offset)
+            if before is not None and shown is not None:
+                shown = {name: before[name] + shown[name] for name in shown}
+            choice: dict[str, Any] = {"index": index, "logprobs": shown}
+            content, calls = self.reader().feed(out.text, True) if self.reader else (echo + out.text, [])
             if self.chat:
                 message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
                 choice["message"] = {**message, "tool_calls": [c.shape for c in calls]} if calls else message
             else:
-                choice["text"] = text
+                choice["text"] = content
             choice |= self._end(result, bool(calls))
-            if result.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = [_told(x) for x in result.prompt_logprobs]
+            if self._shown.prompt_logprobs is not None and result.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = [
+                    None if x is None else {str(t): max(v, _LEAST) for t, v in x.items()}
+                    for x in self._cut(index, known, self._shown.prompt_logprobs)
+                ]
+            if self._shown.token_ids:
+                choice["token_ids"] = tokens
+                if not self.chat:
+                    choice["prompt_token_ids"] = self._prompts[index]
             choices.append(choice)
         kind = "chat.completion" if self.chat else "text_completion"
         body = {**self._head, "object": kind, "choices": choices, "guarantee": self.guarantee.value}
+        if self.chat and self._shown.token_ids:
+            body["prompt_token_ids"] = self._prompts[0]
         return {**body, "usage": usage(results, prompts), "metrics": metrics(results, detailed)}
 
-    def opening(self, index: int) -> dict[str, Any]:
-        """The first chunk of a choice of a chat."""
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+    def opening(self, index: int, known: Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
+        """The first chunk of a choice, if it needs one: the role, the echo, the ids of the prompt. known: the
+        log-probabilities of the prompt, if the choice `opens_late`."""
+        ids = {"prompt_token_ids": self._prompts[index]} if self._shown.token_ids else {}
+        choice = {"index": index, "logprobs": None, "finish_reason": None}
+        if self.chat:
+            return {**self._chunk([{**choice, "delta": {"role": "assistant", "content": ""}}]), **ids}
+        if not self.echoes[index] and not ids:
+            return None
+        return self._chunk([{**choice, "text": self.echoes[index], "logprobs": self._prompt(index, known), **ids}])
 
     def piece(self, index: int, text: str, update: Update | None, offset: int = 0) -> dict[str, Any]:
         """A chunk of text, with what the update says of its tokens."""
-        logprobs = self._logprobs(update.logprobs, update.token_ids, offset) if update and update.logprobs else None
+        tokens = update.token_ids if update else []
+        logprobs = self._logprobs(tokens, update.logprobs, offset) if update and update.logprobs else None
         content = {"delta": {"content": text}} if self.chat else {"text": text}
-        return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None}])
+        ids = {"token_ids": tokens} if self._shown.token_ids else {}
+        return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None, **ids}])
 
     def call(self, index: int, number: int, call: Call) -> dict[str, Any]:
         """A chunk that carries a choice's call of a tool, whole. number: of the call in its choice, from 0."""
@@ -98,17 +146,37 @@ class Writer:
         end = {"finish_reason": finish, "stop_reason": out.stop_reason, "seed": out.seed}
         return end if result.undrafted is None else {**end, "note": result.undrafted}
 
-    def _logprobs(self, logprobs: Sequence[dict[int, float]] | None, tokens: Sequence[int], offset: int = 0) -> Any:
+    def _prompt(self, index: int, known: Sequence[dict[int, float] | None]) -> dict[str, Any] | None:
+        """The log-probabilities of an echoed prompt, its first token without one; None if they are not shown."""
+        count = self._shown.logprobs
+        if not self._shown.echo or count is None:
+            return None
+        return self._logprobs(self._prompts[index], self._cut(index, known, count))
+
+    def _cut(self, index: int, known: Sequence[dict[int, float] | None], count: int) -> list[dict[int, float] | None]:
+        """The log-probabilities of a prompt with `count` alternatives each. None for all of them if the prompt was
+        not read to its end."""
+        prompt = self._prompts[index]
+        if len(known) != len(prompt):
+            return [None] * len(prompt)
+        return [None if x is None else {t: x[t], **_likeliest(x, count)} for t, x in zip(prompt, known, strict=True)]
+
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[dict[int, float] | None] | None, offset: int = 0
+    ) -> dict[str, Any] | None:
+        """Log-probabilities as OpenAI shows them. logprobs: of each token and its alternatives, None where there is
+        none. offset: where the text of the tokens begins in the text of the choice."""
         if logprobs is None:
             return None
+        pairs = list(zip(tokens, logprobs, strict=False))
         if self.chat:
-            return {"content": [self._token(t, x[t], x) for t, x in zip(tokens, logprobs, strict=False)]}
-        texts, offsets = [self._decode([t]) for t in tokens], []
+            return {"content": [self._token(t, x[t], x) for t, x in pairs if x is not None]}
+        texts, offsets = [self._decode([t]) for t, _ in pairs], list[int]()
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        top = [{self._decode([t]): max(v, _LEAST) for t, v in x.items()} for x in logprobs]
-        own = [max(x[t], _LEAST) for t, x in zip(tokens, logprobs, strict=False)]
+        top = [None if x is None else {self._decode([t]): max(v, _LEAST) for t, v in x.items()} for _, x in pairs]
+        own = [None if x is None else max(x[t], _LEAST) for t, x in pairs]
         return {"tokens": texts, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
 
     def _token(self, token: int, logprob: float, alternatives: dict[int, float] | None = None) -> dict[str, Any]:
@@ -119,8 +187,8 @@ class Writer:
             "bytes": list(text.encode("utf-8", "replace")),
         }
         if alternatives is not None:
-            best = sorted(alternatives.items(), key=lambda item: -item[1])[: self._top]
-            out["top_logprobs"] = [self._token(t, v) for t, v in best]
+            best = _likeliest(alternatives, self._shown.logprobs or 0)
+            out["top_logprobs"] = [self._token(t, v) for t, v in best.items()]
         return out
 
 
@@ -146,21 +214,44 @@ def usage(results: Sequence[Result], prompts: int) -> dict[str, Any]:
 
 
 def metrics(results: Sequence[Result], detailed: bool) -> dict[str, Any]:
-    """Times in seconds, and vLLM's `speculative_decoding`: null without guesses, and for several texts."""
+    """The times of an answer, in milliseconds under vLLM's names and in seconds under ours, and vLLM's
+    `speculative_decoding`. What vLLM counts for one text only is null for several."""
     first = [r.first for r in results if r.first is not None]
-    speculative = None
-    if len(results) == 1 and results[0].speculative is not None:
-        speculative = asdict(results[0].speculative)
-        if not detailed:
-            del speculative["per_step_accepted"], speculative["per_step_drafted"]
     return {
         "time_to_first_token": min(first, default=None),
         "time_in_queue": min(r.queued for r in results),
         "e2e_latency": max(r.total for r in results),
         "preemptions": sum(r.preemptions for r in results),
-        "speculative_decoding": speculative,
+        **(_timing(results[0]) if len(results) == 1 else dict.fromkeys(_TIMING)),
+        "speculative_decoding": _speculative(results[0], detailed) if len(results) == 1 else None,
     }
 
 
-def _told(logprobs: dict[int, float] | None) -> dict[str, float] | None:
-    return None if logprobs is None else {str(t): max(v, _LEAST) for t, v in logprobs.items()}
+_TIMING = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
+
+
+def _timing(result: Result) -> dict[str, float | None]:
+    """vLLM's times: the first token and tokens_per_second count from the moment the request left the queue."""
+    count, queue = len(result.output.token_ids), 1000 * result.queued
+    first, end = None if result.first is None else 1000 * result.first, 1000 * result.total
+    decode = None if first is None else end - first
+    return {
+        "time_to_first_token_ms": None if first is None else first - queue,
+        "generation_time_ms": decode,
+        "queue_time_ms": queue,
+        "mean_itl_ms": decode / (count - 1) if decode is not None and count > 1 else None,
+        "tokens_per_second": 1000 * count / (end - queue) if count and end > queue else None,
+    }
+
+
+def _speculative(result: Result, detailed: bool) -> dict[str, Any] | None:
+    if result.speculative is None:
+        return None
+    counts = asdict(result.speculative)
+    if not detailed:
+        del counts["per_step_accepted"], counts["per_step_drafted"]
+    return counts
+
+
+def _likeliest(logprobs: dict[int, float], count: int) -> dict[int, float]:
+    return dict(sorted(logprobs.items(), key=lambda item: -item[1])[:count])

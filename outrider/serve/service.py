@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import perf_counter, time
 from typing import Any, TypeVar
 
 from outrider.core.grammar import GrammarMask, Grammars, available
-from outrider.decode import Request, draw_seed, nth_seed
+from outrider.decode import Request, draw_seed
 from outrider.engine import Engine, EngineStopped, Job, QueueFull, Result, Update
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.logs import log
 from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
-from outrider.serve.responses import Writer
+from outrider.serve.responses import Shown, Writer
 from outrider.serve.settings import Settings
 from outrider.serve.tools import PLAIN, Format, Offer, Reader, chosen, offered, spelled_out
 
@@ -66,7 +66,6 @@ class Service:
     def __init__(self, llm: LLM, engine: Engine, settings: Settings) -> None:
         self.llm, self.engine, self.settings = llm, engine, settings
         self.started = int(time())
-        self._ids = itertools.count()
         self._grammars: Grammars | None = None
         self._encoder = ThreadPoolExecutor(1, "outrider-encode")  # tokenizers are not asked by two threads at once
         self._compiler = ThreadPoolExecutor(2, "outrider-grammar")
@@ -89,10 +88,8 @@ class Service:
                 code="model_not_found",
             )
 
-    async def complete(
-        self, body: CompletionRequest | ChatRequest, name: str, client: str
-    ) -> tuple[Writer, Call, list[list[int]], list[str]]:
-        """Check a request and queue its jobs: how to answer it, the call, its prompts in tokens, and what to echo."""
+    async def complete(self, body: CompletionRequest | ChatRequest, name: str, client: str) -> tuple[Writer, Call, int]:
+        """Check a request and queue its jobs: how to answer it, the call, and the number of its prompts."""
         self.model(body.model)
         chat = isinstance(body, ChatRequest)
         offer, reader, special = self._tools(body)
@@ -101,7 +98,7 @@ class Service:
             prompts = [await self._chat(body)]
             most = body.max_completion_tokens or body.max_tokens
             logprobs = None if not body.logprobs else body.top_logprobs or 0
-            prompt_logprobs = None
+            shown = Shown(logprobs, token_ids=bool(body.return_token_ids))
         else:
             given = body.prompts
             if not given:
@@ -109,26 +106,25 @@ class Service:
             if len(given) * (body.n or 1) > self.settings.max_choices:
                 raise Refused(f"one request may ask for {self.settings.max_choices} texts here", param="n")
             prompts = [await self.encode(p) for p in given]
-            most, logprobs = body.max_tokens or 16, body.logprobs
-            prompt_logprobs = body.prompt_logprobs
+            most, logprobs = 16 if body.max_tokens is None else body.max_tokens, body.logprobs
+            shown = Shown(logprobs, body.prompt_logprobs, bool(body.echo), bool(body.return_token_ids))
         if (body.n or 1) > self.settings.max_choices:
             raise Refused(f"n is at most {self.settings.max_choices} here, got {body.n}", param="n")
         depth = body.guesses
         if depth is not None and depth > (limit := self.settings.max_speculative_tokens):
             raise Refused(f"num_speculative_tokens is at most {limit} here", param="num_speculative_tokens")
         try:
-            params = body.params(most, logprobs, self.settings).with_(prompt_logprobs=prompt_logprobs)
+            params = body.params(most or None, logprobs, self.settings).with_(prompt_logprobs=shown.of_prompt)
             params = params.with_(skip_special_tokens=params.skip_special_tokens and not special)
-            requests = [r for p in prompts for r in self._requests(p, params, mask)]
-            for request in requests[:: params.n]:  # before anything is made of its tokens
-                self.engine.decoder.check(request)
         except ValueError as error:
             raise Refused(str(error)) from error
-        echo = isinstance(body, CompletionRequest) and body.echo
-        echoes = [self.decode(r.prompt) if echo else "" for r in requests]
+        requests = await self._try(
+            self._encoder, lambda: [r for p in prompts for r in self._requests(p, params, mask, most == 0)]
+        )
         if self.settings.log_prompts:
             log.info("%s asks %s", name, [self.decode(p) for p in prompts])
-        return self._writer(name, chat, logprobs, reader), self._submit(requests, body, client), prompts, echoes
+        writer = self._writer(name, chat, shown, [r.prompt for r in requests], reader)
+        return writer, self._submit(requests, body, client), len(prompts)
 
     def _tools(self, body: Common) -> tuple[Offer | None, Callable[[], Reader] | None, bool]:
         """What tools are offered, who reads calls of them, and whether special tokens must be seen to read those."""
@@ -168,23 +164,24 @@ class Service:
             raise Refused(str(error)) from error
         return call
 
-    def _writer(self, name: str, chat: bool, logprobs: int | None, reader: Callable[[], Reader] | None) -> Writer:
+    def _writer(
+        self, name: str, chat: bool, shown: Shown, prompts: list[list[int]], reader: Callable[[], Reader] | None
+    ) -> Writer:
         kind, model = "chatcmpl-" if chat else "cmpl-", self.settings.model_name
         guarantee = self.engine.decoder.guarantee
-        return Writer(kind + name, int(time()), model, chat, guarantee, self.decode, logprobs or 0, reader)
+        return Writer(kind + name, int(time()), model, chat, guarantee, self.decode, shown, prompts, reader)
 
     def _requests(
-        self, prompt: list[int], params: SamplingParams, mask: Callable[[], GrammarMask] | None
+        self, prompt: list[int], params: SamplingParams, mask: Callable[[], GrammarMask] | None, prefill_only: bool
     ) -> list[Request]:
-        seed = draw_seed() % 2**53 if params.seed is None else params.seed  # exact in a client's JSON
-        bad = tuple(form for word in params.bad_words for form in self.llm._bad_word(word))
-        predicted: tuple[int, ...] = ()
-        if isinstance(params.prediction, str) and self.llm.tokenizer is not None:
-            predicted = tuple(self.llm.tokenizer(params.prediction, add_special_tokens=False)["input_ids"])
-        return [
-            Request(next(self._ids), prompt, params, nth_seed(seed, i), bad, predicted, mask() if mask else None)
-            for i in range(params.n)
+        if params.seed is None:
+            params = params.with_(seed=draw_seed() % 2**53)  # JSON numbers are exact up to there
+        made = [
+            replace(request, mask=mask() if mask else None, prefill_only=prefill_only)
+            for request in self.llm.requests({"prompt_token_ids": prompt}, params)
         ]
+        self.engine.decoder.check(made[0])  # the engine may hold shorter texts than the LLM
+        return made
 
     async def _chat(self, body: ChatRequest) -> list[int]:
         try:
@@ -266,9 +263,7 @@ class Service:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    async def whole(
-        self, writer: Writer, call: Call, echoes: list[str], detailed: bool, prompts: int
-    ) -> dict[str, Any]:
+    async def whole(self, writer: Writer, call: Call, detailed: bool, prompts: int) -> dict[str, Any]:
         """Wait for all texts. Raises Refused where one could not be written."""
         with call:
             async for _, update in call.updates():
@@ -277,29 +272,30 @@ class Service:
         results = [call.results[i] for i in range(len(call.jobs))]
         if all(r.output.finish_reason == "abort" and not r.output.token_ids for r in results):
             raise Refused(f"nothing was written: {results[0].output.stop_reason}", 503, code="aborted", retry=1)
-        return writer.whole(
-            results, [e + r.output.text for e, r in zip(echoes, results, strict=True)], detailed, prompts
-        )
+        return writer.whole(results, detailed, prompts)
 
-    async def stream(
-        self, writer: Writer, call: Call, echoes: list[str], body: Common, prompts: int
-    ) -> AsyncIterator[bytes]:
+    async def stream(self, writer: Writer, call: Call, body: Common, prompts: int) -> AsyncIterator[bytes]:
         """Server-sent events, to the last one. Whoever reads them ends the call."""
         options, pace = body.stream_options, Pace(self.settings.pad_stream)
-        for index, text in enumerate(echoes):
-            if writer.chat:
-                yield _event(writer.opening(index))
-            elif text:
-                yield _event(writer.piece(index, text, None))
-        offsets, readers = [len(text) for text in echoes], [writer.reader() if writer.reader else None for _ in echoes]
-        counts = [{"tokens": 0, "drafted": 0, "accepted": 0} for _ in echoes]
+        late = set(range(len(call.jobs))) if writer.opens_late else set[int]()
+        for index in range(len(call.jobs)):
+            if index not in late and (chunk := writer.opening(index)):
+                yield _event(chunk)
+        offsets = [len(text) for text in writer.echoes]
+        readers = [writer.reader() if writer.reader else None for _ in offsets]
+        counts = [{"tokens": 0, "drafted": 0, "accepted": 0} for _ in offsets]
         try:
             async for index, update in call.updates():
                 so_far, reader = counts[index], readers[index]
+                if index in late:  # the first update comes when the prompt has been read
+                    late.remove(index)
+                    row = call.jobs[index].row
+                    if chunk := writer.opening(index, row.prompt_logprobs if row else []):
+                        yield _event(chunk)
                 so_far["tokens"] += len(update.token_ids)
                 so_far["drafted"] += update.drafted
                 so_far["accepted"] += update.accepted
-                for text, own in pace.cut(update):
+                for text, own in pace.cut(update, writer.shows_tokens):
                     for chunk in _chunks(writer, index, reader, text, own, offsets[index]):
                         if options and options.continuous_usage_stats:
                             chunk["so_far"] = so_far
@@ -333,13 +329,16 @@ class Pace:
     def __init__(self, interval: float | None) -> None:
         self.interval, self._start = interval, perf_counter()
 
-    def cut(self, update: Update) -> list[tuple[str, Update | None]]:
-        """The texts of the events for an update, each with what it says of its tokens."""
-        if self.interval is None or len(update.pieces) < 2:
-            return [(update.text, update)] if update.text or update.logprobs else []
+    def cut(self, update: Update, tokens: bool = True) -> list[tuple[str, Update | None]]:
+        """The texts of the events for an update, each with what it says of its tokens. tokens: ids or log-probabilities
+        are shown, so a token without text needs an event, too."""
+        if self.interval is None:
+            return [(update.text, update)] if update.text or (tokens and update.token_ids) else []
+        count = max(len(update.pieces), len(update.token_ids) if tokens else 0)
+        pieces = [*update.pieces, *[""] * (count - len(update.pieces))]
         return [
             (piece, Update(piece, update.token_ids[i : i + 1], [piece], update.logprobs[i : i + 1]))
-            for i, piece in enumerate(update.pieces)
+            for i, piece in enumerate(pieces)
         ]
 
     async def tick(self) -> None:
@@ -353,7 +352,8 @@ def _chunks(
 ) -> list[dict[str, Any]]:
     """The chunks for a piece of a choice's text: what is content, then the calls that are complete with it."""
     content, calls = reader.feed(text, last) if reader else (text, [])
-    chunks = [writer.piece(index, content, own, offset)] if content or (own and own.logprobs) else []
+    tokens = own is not None and own.token_ids and writer.shows_tokens
+    chunks = [writer.piece(index, content, own, offset)] if content or tokens else []
     first = reader.called - len(calls) if reader else 0
     return chunks + [writer.call(index, n, call) for n, call in enumerate(calls, first)]
 

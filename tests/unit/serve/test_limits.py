@@ -101,7 +101,7 @@ def test_memory_is_bounded_and_shown() -> None:
         before = live.service.engine.stats.kv_bytes
         assert post(live, prompt=PROMPT * 20, max_tokens=100).status_code == 200
         read = live.metrics.registry.get_sample_value
-        name = {"model_name": "code"}
+        name = {"model_name": "code", "engine": "0"}
         assert read("outrider:kv_cache_limit_bytes", name) == limit
         assert 0 < before == read("outrider:kv_cache_bytes", name) <= limit - (1 << 20)
         assert 0 < read("outrider:prefix_cache_bytes", name) <= 1 << 20  # type: ignore[operator]
@@ -177,7 +177,10 @@ def test_a_client_that_leaves_takes_its_text_with_it(llm: LLM) -> None:
         gate.open.set()
         assert post(live, prompt=PROMPT, max_tokens=3).status_code == 200
         reasons = live.metrics.registry.get_sample_value
-        assert reasons("outrider:request_success_total", {"model_name": "code", "finished_reason": "abort"}) == 2
+        assert (
+            reasons("outrider:request_success_total", {"model_name": "code", "engine": "0", "finished_reason": "abort"})
+            == 2
+        )
 
 
 def test_half_a_body_costs_a_connection_and_no_more(llm: LLM) -> None:
@@ -216,7 +219,10 @@ def test_a_client_that_does_not_read_is_let_go(llm: LLM) -> None:
         assert [m["type"] for m in sent] == ["http.response.start", "http.response.body", "http.response.body"]
         assert post(live, prompt=PROMPT, max_tokens=2).status_code == 200
         reasons = live.metrics.registry.get_sample_value
-        assert reasons("outrider:request_success_total", {"model_name": "code", "finished_reason": "abort"}) == 1
+        assert (
+            reasons("outrider:request_success_total", {"model_name": "code", "engine": "0", "finished_reason": "abort"})
+            == 1
+        )
 
 
 def test_a_full_queue_and_too_many_connections(llm: LLM) -> None:

@@ -1,0 +1,226 @@
+"""What real clients send and read: scored prompts, token ids, vLLM's metrics, and fields that must not be ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+from serving import Live, builtin, serving
+
+from outrider import LLM, SamplingParams
+from outrider.models.load import load
+from outrider.serve.settings import Settings
+
+PROMPT = "def quicksort(xs):\n"
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(builtin(2), Settings(model_name="code", metrics_prefix="vllm")) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return builtin(1, None)
+
+
+def ask(live: Live, path: str = "/v1/completions", **body) -> dict:
+    response = httpx.post(live.url + path, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def stream(live: Live, path: str = "/v1/completions", **body) -> list[dict]:
+    response = httpx.post(live.url + path, json={**body, "stream": True}, timeout=60)
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def scored(plain: LLM, prompt: str, **params) -> tuple[list[int], dict, str]:
+    """The prompt's tokens, what OpenAI's `logprobs` must hold with echo, and the text: from the library alone."""
+    out = plain.generate(prompt, SamplingParams(prompt_logprobs=2, logprobs=2, **params))[0]
+    done, tokenizer = out.outputs[0], plain.tokenizer
+    assert tokenizer is not None
+    assert out.prompt_logprobs is not None
+    assert done.logprobs is not None
+    tokens, told = [*out.prompt_token_ids, *done.token_ids], [*out.prompt_logprobs, *done.logprobs]
+    texts = [tokenizer.decode([t]) for t in tokens]
+    return (
+        tokens,
+        {
+            "tokens": texts,
+            "token_logprobs": [None if x is None else x[t] for t, x in zip(tokens, told, strict=True)],
+            "top_logprobs": [None if x is None else {tokenizer.decode([t]): v for t, v in x.items()} for x in told],
+            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+        },
+        prompt + done.text,
+    )
+
+
+def test_echo_with_logprobs_scores_the_prompt(live: Live, plain: LLM) -> None:
+    tokens, expected, text = scored(plain, PROMPT, temperature=0, max_tokens=3)
+    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
+    choice = ask(live, **body)["choices"][0]
+    assert choice["text"] == text
+    assert choice["logprobs"] == expected
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert len(tokens) == len(plain.encode(PROMPT)) + 3
+    assert "prompt_logprobs" not in choice  # nobody asked for this form
+    both = ask(live, **body, prompt_logprobs=1)["choices"][0]
+    assert both["logprobs"] == expected
+    assert [len(x) for x in both["prompt_logprobs"][1:]] == [
+        1 + (max(x, key=x.get) != str(t)) for t, x in zip(tokens[1:], both["prompt_logprobs"][1:], strict=False)
+    ]
+    chunks = [c["choices"][0] for c in stream(live, **body)]
+    streamed = [c["logprobs"] for c in chunks if c["logprobs"]]
+    assert "".join(c["text"] for c in chunks) == text
+    assert {name: [x for part in streamed for x in part[name]] for name in expected} == expected
+    plainly = ask(live, **{**body, "echo": False})["choices"][0]["logprobs"]
+    assert plainly["tokens"] == expected["tokens"][-3:]
+    assert plainly["text_offset"][0] == 0
+
+
+def test_no_tokens_are_written_where_only_the_prompt_is_scored(live: Live, plain: LLM) -> None:
+    _, expected, _ = scored(plain, PROMPT, max_tokens=1)
+    count = len(plain.encode(PROMPT))
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2}
+    before = live.metrics.registry.get_sample_value(
+        "vllm:generation_tokens_total", {"model_name": "code", "engine": "0"}
+    )
+    answer = ask(live, **body)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
+    assert choice["logprobs"] == {name: values[:count] for name, values in expected.items()}
+    assert answer["usage"] == {**answer["usage"], "prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
+    chunks = stream(live, **body, stream_options={"include_usage": True})
+    assert chunks[0]["choices"][0]["logprobs"] == choice["logprobs"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"]["completion_tokens"] == 0
+    one = ask(live, prompt=[plain.encode(PROMPT)[:1]], max_tokens=0, echo=True, logprobs=1)["choices"][0]
+    assert one["logprobs"]["token_logprobs"] == [None]
+    several = ask(live, **{**body, "prompt": [PROMPT, "import os\n"], "n": 2})
+    assert [c["text"] for c in several["choices"]] == [PROMPT, PROMPT, "import os\n", "import os\n"]
+    other = ask(live, prompt=PROMPT, max_tokens=0, prompt_logprobs=0)["choices"][0]
+    assert (other["text"], len(other["prompt_logprobs"])) == ("", count)
+    registry = live.metrics.registry
+    assert registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "code", "engine": "0"}) == before
+    long = "x = 1\n" * 200  # several chunks of prefill, and others that write meanwhile
+    assert ask(live, prompt=long, max_tokens=0, echo=True)["choices"][0]["text"] == long
+
+
+REFUSED = [
+    ({"suffix": "\n    return xs"}, "fill in the middle", "suffix"),
+    ({"best_of": 3}, "best_of=1", "best_of"),
+    ({"best_of": 3, "n": 2}, "best_of=2", "best_of"),
+    ({"use_beam_search": True}, "temperature=0", "use_beam_search"),
+    ({"max_tokens": 0}, "add echo or prompt_logprobs", "max_tokens"),
+    ({"max_tokens": 0, "echo": True, "min_tokens": 2}, "raise max_tokens", "max_tokens"),
+    ({"prompt_logprobs": 21}, "21 prompt_logprobs", None),
+]
+
+
+@pytest.mark.parametrize(("body", "words", "param"), REFUSED, ids=[str(body) for body, *_ in REFUSED])
+def test_what_would_change_the_answer_is_not_ignored(live: Live, body: dict, words: str, param: str | None) -> None:
+    response = httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, **body}, timeout=60)
+    assert response.status_code == 400, response.text
+    assert words in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == param
+
+
+def test_values_that_change_nothing_are_taken(live: Live) -> None:
+    usual = ask(live, prompt=PROMPT, max_tokens=2, temperature=0)["choices"][0]["text"]
+    same = {"suffix": "", "best_of": 1, "use_beam_search": False}
+    assert ask(live, prompt=PROMPT, max_tokens=2, temperature=0, **same)["choices"][0]["text"] == usual
+    assert len(ask(live, prompt=PROMPT, max_tokens=2, n=2, best_of=2)["choices"]) == 2
+
+
+def test_token_ids_are_returned_where_they_are_asked_for(live: Live, plain: LLM) -> None:
+    prompt, params = plain.encode(PROMPT), SamplingParams(temperature=0.8, seed=3, max_tokens=12)
+    expected = plain.generate(PROMPT, params)[0].outputs[0].token_ids
+    body = {"prompt": PROMPT, "temperature": 0.8, "seed": 3, "max_tokens": 12}
+    assert "token_ids" not in ask(live, **body)["choices"][0]
+    choice = ask(live, **body, return_token_ids=True)["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, expected)
+    chunks = [c["choices"][0] for c in stream(live, **body, return_token_ids=True)]
+    assert chunks[0]["prompt_token_ids"] == prompt
+    assert [t for c in chunks for t in c.get("token_ids", ())] == expected
+    messages = [{"role": "user", "content": "sort"}]
+    chat = {"messages": messages, "temperature": 0.8, "seed": 3, "max_tokens": 12, "return_token_ids": True}
+    whole = ask(live, "/v1/chat/completions", **chat)
+    tokens = ask(live, "/tokenize", messages=messages)["tokens"]
+    assert whole["prompt_token_ids"] == tokens
+    assert len(whole["choices"][0]["token_ids"]) == whole["usage"]["completion_tokens"]
+    parts = stream(live, "/v1/chat/completions", **chat)
+    assert parts[0]["prompt_token_ids"] == tokens
+    assert [t for c in parts for t in c["choices"][0].get("token_ids", ())] == whole["choices"][0]["token_ids"]
+
+
+def test_a_padded_stream_shows_every_token_once(plain: LLM) -> None:
+    """A token without text of its own, as half of a character, has an event of its own, too."""
+    with serving(builtin(1), Settings(model_name="code", pad_stream=0.001)) as live:
+        body = {"prompt": "# ééé 日本語\n", "max_tokens": 20, "seed": 1, "logprobs": 0, "return_token_ids": True}
+        body |= {"logit_bias": {str(t): 8 for t in plain.encode("日本語é")[:8]}}  # characters of several tokens
+        whole, chunks = ask(live, **body)["choices"][0], [c["choices"][0] for c in stream(live, **body)]
+    assert [t for c in chunks for t in c.get("token_ids", ())] == whole["token_ids"]
+    assert all(len(c.get("token_ids", ())) <= 1 for c in chunks)
+    told = [x for c in chunks if c["logprobs"] for x in c["logprobs"]["token_logprobs"]]
+    assert told == whole["logprobs"]["token_logprobs"]
+
+
+def test_metrics_of_an_answer_have_the_names_and_shapes_that_vllms_clients_read(live: Live) -> None:
+    """The rules are those of AIPerf 0.13, which drops every record that breaks one, and of vLLM's documentation."""
+    for own in ({}, {"num_speculative_tokens": 3}, {"method": "suffix"}):
+        body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True, **own}
+        answer = ask(live, **body, detailed_metrics=True)
+        found, spec = answer["metrics"], answer["metrics"]["speculative_decoding"]
+        assert len(spec["acceptance_histogram"]) == spec["num_spec_tokens"] + 1
+        assert {int(k): len(v) for k, v in spec["acceptance_histogram_by_draft_length"].items()} == {
+            k: k + 1 for k in set(spec["per_step_drafted"])
+        }
+        assert isinstance(spec["draft_acceptance_rate"], float)
+        assert isinstance(spec["mean_acceptance_length"], float)
+        assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"]
+        times = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
+        assert all(isinstance(found[name], float) for name in times)
+        assert found["queue_time_ms"] == pytest.approx(1000 * found["time_in_queue"])
+        whole = found["queue_time_ms"] + found["time_to_first_token_ms"] + found["generation_time_ms"]
+        assert whole == pytest.approx(1000 * found["e2e_latency"])
+        assert found["mean_itl_ms"] == pytest.approx(found["generation_time_ms"] / 15)
+    two = ask(live, prompt=PROMPT, max_tokens=2, n=2)["metrics"]
+    assert two["mean_itl_ms"] is two["speculative_decoding"] is None
+    assert ask(live, prompt=PROMPT, max_tokens=1)["metrics"]["mean_itl_ms"] is None
+
+
+def test_prometheus_reads_vllms_labels_and_the_cache_configuration(live: Live) -> None:
+    ask(live, prompt=PROMPT, max_tokens=2)
+    lines = httpx.get(live.url + "/metrics").text.splitlines()
+    samples = [line for line in lines if line.startswith("vllm:")]
+    assert samples
+    assert all('model_name="code"' in line for line in samples if not line.startswith("vllm:cache_config_info"))
+    assert all('engine="0"' in line for line in samples if not line.startswith("vllm:http_requests_total"))
+    [info] = [line for line in samples if line.startswith("vllm:cache_config_info")]
+    engine = live.service.engine
+    for label in ('block_size="16"', f'num_gpu_blocks="{engine.kv_limit // 16}"', 'enable_prefix_caching="True"'):
+        assert label in info
+    assert info.endswith(" 1.0")
+
+
+def test_a_text_prediction_needs_a_tokenizer_as_in_the_library() -> None:
+    llm = LLM(replace(load("builtin:code"), tokenizer=None), speculative_config={"method": "prediction"})
+    for field in ({"prediction": {"type": "content", "content": "x = 1"}}, {"bad_words": ["self"]}):
+        with pytest.raises(ValueError, match="need") as error:
+            llm.generate(
+                {"prompt_token_ids": [5]},
+                SamplingParams(prediction="x = 1") if "prediction" in field else SamplingParams(bad_words=["self"]),
+            )
+        with serving(llm) as live:
+            response = httpx.post(live.url + "/v1/completions", json={"prompt": [5], "max_tokens": 2, **field})
+            assert response.status_code == 400
+            assert response.json()["error"]["message"] == str(error.value)
+            assert ask(live, prompt=[5], max_tokens=2)["usage"]["completion_tokens"] == 2
