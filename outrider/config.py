@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from outrider.core.suggest import did_you_mean
 from outrider.core.types import Budget
-from outrider.drafters.registry import METHODS, find, owner, plugins
+from outrider.drafters.registry import AUTO, METHODS, NONE, find, owner, plugins
 from outrider.verify import VERIFIERS
 
 _VLLM_RULES = {"standard": "rejection", "block": "block"}
@@ -26,7 +26,7 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
-    method: str | list[str] = Field("none", description="how to draft, one method or several: " + ", ".join(METHODS))
+    method: str | list[str] = Field(NONE, description="how to draft, one method or several: " + ", ".join(METHODS))
     model: Any = Field(
         None, description="the draft model: a folder, a hub name, a built-in model (builtin:...) or a loaded model"
     )
@@ -100,7 +100,7 @@ class SpeculativeConfig(BaseModel):
         for method in self.methods:
             if method not in known:
                 raise ValueError(f"unknown method {method!r}{did_you_mean(method, known)}; known: {', '.join(known)}")
-        if isinstance(self.method, list) and ({"none", "auto"} & set(self.method) or not self.method):
+        if isinstance(self.method, list) and ({NONE, AUTO} & set(self.method) or not self.method):
             raise ValueError(f'a list of methods names drafters, such as ["suffix", "draft_model"], got {self.method}')
         if self.rejection_sample_method:
             self.verifier = _VLLM_RULES[self.rejection_sample_method]
@@ -113,7 +113,7 @@ class SpeculativeConfig(BaseModel):
                 )
         for key, about in type(self).model_fields.items():
             own = owner(key) if about.default is None and getattr(self, key) is not None else None
-            if own and own.name not in self.methods and not (own.auto and "auto" in self.methods):
+            if own and own.name not in self.methods and not (own.auto and AUTO in self.methods):
                 raise ValueError(
                     f'{key} is for the method "{own.name}", got "{self.method}": '
                     f'{{"method": "{own.name}", "{key}": ...}}'
@@ -134,7 +134,7 @@ class SpeculativeConfig(BaseModel):
     @property
     def enabled(self) -> bool:
         """Whether there are draft tokens at all. False is plain decoding."""
-        return self.method != "none" and self.budget.max_nodes > 0
+        return self.method != NONE and self.budget.max_nodes > 0
 
     @property
     def budget(self) -> Budget:

@@ -14,22 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.terminal import (
-    DIM,
-    RED,
-    WIDE,
-    YELLOW,
-    Debug,
-    console,
-    loading,
-    option,
-    own_draft,
-    paint,
-    plain,
-    readable,
-    speculation,
-    working,
-)
+from outrider.cli.options import WIDE, Debug, option, own_draft, parse_speculative_config
+from outrider.cli.terminal import DIM, RED, YELLOW, console, loading, paint, plain, readable, working
 
 if TYPE_CHECKING:
     from outrider.bench.prompts import Ask
@@ -289,7 +275,7 @@ def _configs(
 
 def _config(text: str) -> tuple[str, dict[str, Any]]:
     """A configuration and its name: that of its file, or what tells it from its neighbours."""
-    config, path = speculation(text), Path(text)
+    config, path = parse_speculative_config(text), Path(text)
     return (path.stem, config) if not text.lstrip().startswith("{") and path.is_file() else _named(config)
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import secrets
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 from urllib.parse import urlsplit
 
-from outrider.cli.terminal import DIM, paint, printable
+import typer
+
+from outrider.cli.options import ApiKey, Debug, option
+from outrider.cli.terminal import DIM, paint, printable, readable
 
 
 class Talk:
@@ -126,3 +131,21 @@ def _facts(event: dict[str, Any], finish: str) -> str:
         kept, guessed = spec["num_accepted_draft_tokens"], spec["num_draft_tokens"]
         parts += [f"acceptance length {spec['mean_acceptance_length'] or 1:.2f}", f"{kept} of {guessed} guesses kept"]
     return ", ".join([*parts, finish, event["guarantee"]])
+
+
+def chat(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where a server listens.")] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, option("Model", "A model of the server; without it, the first.", "--model", "-m")
+    ] = None,
+    system: Annotated[str | None, option("Model", "The system message.")] = None,
+    temperature: Annotated[float, option("Sampling", "0 is greedy.", "--temperature", "-t")] = 0.7,
+    max_tokens: Annotated[int, option("Sampling", "Tokens of an answer, at most.", "--max-tokens", "-n")] = 512,
+    seed: Annotated[int | None, option("Sampling", "Without it, a seed is drawn.")] = None,
+    api_key: ApiKey = None,
+    debug: Debug = False,
+) -> None:
+    """Chat with a server in the terminal. Each line is a message; ctrl-D ends. The title shows the accepted draft tokens."""
+    with readable(debug):
+        talk = Talk(url, model, api_key, temperature=temperature, max_tokens=max_tokens, seed=seed)
+        talk.run(system, secrets.randbits(32) if seed is None else seed, sys.stdin, os.isatty(0))

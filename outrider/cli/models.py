@@ -1,35 +1,37 @@
-"""`outrider models` and `outrider layers`. Imports torch only when a command needs it."""
+"""`outrider models` and `outrider layers`. Imports torch only when a command runs."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from outrider.cli.terminal import CODE, DIM, Debug, Model, console, loading, option, paint, readable
+from outrider.cli.options import CODE, Debug, Model, PrecisionOptions, option
+from outrider.cli.terminal import DIM, console, loading, paint, readable
 
 
 def layers(
     model: Model = CODE,
     texts: Annotated[
-        list[Path] | None, option("Measurement", "Files with texts like yours; a short sample if none is given.")
+        list[Path] | None, option("Measurement", "Files with texts like yours; without it, a short sample.")
     ] = None,
-    out: Annotated[Path | None, option("Output", "Write the layer set here.", metavar="FILE")] = None,
-    dtype: Annotated[str, option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")] = None,
+    out: Annotated[Path | None, option("Output", "Write the layers to this file.", metavar="FILE")] = None,
+    *,
+    precision: PrecisionOptions,
     debug: Debug = False,
 ) -> None:
-    """Search which of its layers a model should draft with (layer_skip), by measured agreement and measured cost."""
+    """Find the layers of a model that draft best for it (layer_skip), by measured agreement and measured cost."""
     with readable(debug):
         samples = [path.read_text(encoding="utf-8") for path in texts or []]
         with loading(model):
             from outrider.drafters.model.self_speculation import SAMPLE, search_layers
             from outrider.models.load import load
 
-            loaded = load(model, dtype=dtype, quantization=quantization)
+            loaded = load(model, **asdict(precision))
         if loaded.tokenizer is None:
-            raise ValueError(f"{loaded.name} has no tokenizer, so no text can be read")
+            raise ValueError(f"{loaded.name} has no tokenizer, so it cannot read a text; choose a model with one")
         ids = [loaded.tokenizer(text)["input_ids"] for text in samples or [SAMPLE]]
         found = search_layers(loaded.model, ids, progress=lambda line: print(paint(line, DIM)))
         if out is not None:
@@ -37,9 +39,9 @@ def layers(
         chosen = f'{{"method": "layer_skip", "layers": {json.dumps(str(out)) if out else found.layers}, '
         chosen += f'"num_speculative_tokens": {max(found.depth, 1)}}}'
         if found.gain <= 1:
-            print("No part of this model promises to draft for it faster than plain decoding. The least bad:")
+            print("No set of layers is expected to be faster than plain decoding. The best one:")
         print(
-            f"layers {found.layers}: {found.acceptance:.0%} of their choices are the model's, a token costs {found.cost:.2f} "
+            f"layers {found.layers}: {found.acceptance:.0%} of their tokens are the model's. A token costs {found.cost:.2f} "
             f"of the model's; predicted {found.gain:.2f} times plain decoding\n--speculative-config '{chosen}'"
         )
 
@@ -69,7 +71,9 @@ def models(debug: Debug = False) -> None:
             numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
             table.add_row(name, *numbers, what)
         console().print(table)
-        print(f"builtin:code again, at the cost of a bigger model, to measure with: {', '.join(SYNTHETIC)}")
+        print(
+            f"The same function as builtin:code at the cost of a larger model, for measurements: {', '.join(SYNTHETIC)}"
+        )
         print(f'Use one: outrider generate "def main():" --model {CODE}')
 
 

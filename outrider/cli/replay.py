@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, Debug, console, loading, option, paint, printable, readable
+from outrider.cli.options import Debug, option
+from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, printable, readable
 
 if TYPE_CHECKING:
     from rich.tree import Tree

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, Debug, option, paint, printable, readable
+from outrider.cli.options import Debug, option
+from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, paint, printable, readable
 
 if TYPE_CHECKING:
     from outrider.bench.run import Run

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -17,34 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DIM, RED, GREEN, YELLOW = "2", "31", "32", "33"
-
-
-def option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    """A typer option under a heading of the help page."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
-CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
-WIDE = "builtin:code-160M"  # at the cost of a model worth speeding up
-
-
-def own_draft(model: str) -> str | None:
-    """The draft that a built-in model brings; None for all others."""
-    return CODE_DRAFT if model.startswith(CODE) and model != CODE_DRAFT else None
-
-
-Model = Annotated[str, option("Model", "A folder, a hub name or a built-in model.", "--model", "-m")]
-Debug = Annotated[bool, option("Output", "Show the traceback of an error.", "--debug")]
-TraceDetail = Annotated[
-    str | None,
-    option(
-        "Output",
-        "counts: numbers only. tokens: also prompts, guesses and texts, as token ids. probs: also the likeliest tokens' "
-        "probabilities.",
-        "--trace-detail",
-        metavar="counts|tokens|probs",
-    ),
-]
 
 
 def environment() -> None:
@@ -101,21 +71,6 @@ def working(what: str) -> AbstractContextManager[Any]:
     from rich.console import Console
 
     return nullcontext() if plain(sys.stderr) else Console(stderr=True).status(f"{what} ...")
-
-
-def speculation(given: str) -> dict[str, Any]:
-    """A speculative_config as JSON, or a file that holds one. Raises ValueError for what is neither."""
-    example = 'an example: \'{"method": "suffix"}\', or a file with it, as outrider tune writes'
-    path = Path(given)
-    is_file = not given.lstrip().startswith(("{", "[")) and path.is_file()
-    try:
-        config = json.loads(path.read_text(encoding="utf-8") if is_file else given)
-    except ValueError as error:
-        where, other = (f" in {given}", "") if is_file else ("", " and names no file")
-        raise ValueError(f"--speculative-config{where} is not JSON ({error}){other}; {example}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--speculative-config is a JSON object, got {given}; {example}")
-    return config
 
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:

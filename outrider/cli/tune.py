@@ -9,21 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.terminal import (
-    DIM,
-    GREEN,
-    RED,
-    WIDE,
-    YELLOW,
-    Debug,
-    console,
-    loading,
-    option,
-    own_draft,
-    paint,
-    plain,
-    readable,
-)
+from outrider.cli.options import WIDE, Debug, option, own_draft
+from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, plain, readable
 
 if TYPE_CHECKING:
     from outrider.bench.tune.search import Arm, Search

@@ -32,6 +32,9 @@ LOWER_PRECISION = {
 }
 """Weights of a model -> the weights that are cheaper to read, and so can draft for it."""
 
+NONE, AUTO = "none", "auto"
+"""The two methods that stand for no drafter, and for all that help."""
+
 Cost = Literal["lookup", "model", "self"]
 """What one level of a draft costs. lookup: no forward pass. model: a forward pass of other weights, a draft model or a
 quantized copy. self: a forward pass through some of the target's own layers."""
@@ -351,14 +354,14 @@ _NEEDS_CUDA = EngineExport(_sglang_ngram, lambda c: ["NGRAM needs CUDA"])
 
 _ROWS = (
     DraftMethod(
-        "none",
+        NONE,
         "plain decoding, without draft tokens",
         _none,
         candidates=lambda i: {},
         tune_hint="the others are compared with it",
     ),
     DraftMethod(
-        "auto",
+        AUTO,
         "every method that this model can use here, chosen at each step; start with this one",
         _auto,
         default_depth=16,

@@ -10,7 +10,7 @@ Above the loop, below whoever runs it. The loop knows nothing of it: a trace is 
 from __future__ import annotations
 
 from outrider.trace.reader import Depth, Text, Trace, read
-from outrider.trace.recorder import Recorder, asked, describe
+from outrider.trace.recorder import Recorder, describe
 from outrider.trace.records import Detail, End, Header, Request, Step
 from outrider.trace.replay import Node, Replay, replay
 
@@ -26,7 +26,6 @@ __all__ = [
     "Step",
     "Text",
     "Trace",
-    "asked",
     "describe",
     "read",
     "replay",

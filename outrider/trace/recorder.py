@@ -219,13 +219,6 @@ class Recorder:
         )
 
 
-def asked(path: Path | None, detail: str | None, usual: str) -> Recorder | None:
-    """The trace that --trace and --trace-detail ask for. Raises ValueError for a detail without a file."""
-    if path is None and detail is not None:
-        raise ValueError(f"--trace-detail {detail} needs a file: --trace run.jsonl --trace-detail {detail}")
-    return None if path is None else Recorder(path, detail or usual)
-
-
 def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail: Detail = Detail.TOKENS) -> Header:
     """The header for a model, a configuration and the loop that runs them."""
     texts = {"prediction", "corpus"}  # may be somebody's, and no replay needs them

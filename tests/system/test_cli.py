@@ -199,12 +199,12 @@ def test_a_slower_speculation_is_called_slower() -> None:
 
 
 def test_terminal_colours_and_ctrl_c() -> None:
-    """Accepted guesses are green; ctrl-C keeps the text, prints the numbers and exits with 130."""
+    """Accepted draft tokens are green; ctrl-C keeps the text, prints the numbers and exits with 130."""
     # a model large enough that the text does not end before the key is pressed
     words = ("generate", PROMPT, "-m", "builtin:code-160M", "-n", "1900", "--ignore-eos")
-    code, shown = in_terminal(*words, until="written by the model itself")
+    code, shown = in_terminal(*words, until="tokens of the model itself")
     assert code == 130
-    assert "guessed by the drafter and accepted" in shown
+    assert "accepted draft tokens" in shown
     text, last = shown.rstrip("\n").rsplit("\n", 1)
     assert "interrupted: " in last
     assert "acceptance length" in last

@@ -33,7 +33,9 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
         assert process.stdout is not None
         ready, curl = process.stdout.readline(), process.stdout.readline()
         try:
-            assert re.match(r"builtin:code is ready after [\d.]+ s: auto, exact-tokens, 2 texts of 2048 tokens", ready)
+            assert re.match(
+                r"builtin:code is ready after [\d.]+ s: auto, exact-tokens, 2 sequences of 2048 tokens", ready
+            )
             found = re.search(r"http://(127\.0\.0\.1):(\d+)(/v1/completions) .* -d '(.*)'", curl)
             assert found is not None
             assert "Bearer '$OUTRIDER_API_KEY" in curl

@@ -1,0 +1,176 @@
+"""Option groups: typer sees each field, and no option of a command gets lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.cli.options import SamplingOptions, SpeculationOptions, TraceOptions, grouped, option
+
+# command -> heading of the help page -> options, in the order of the page
+OPTIONS = {
+    "": {
+        "Options": "--version",
+    },
+    "generate": {
+        "Model": "--model/-m --dtype --device --quantization --max-model-len",
+        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
+        "--prediction --corpus --verifier --speculative-config",
+        "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
+        "Output": "--chat --trace --trace-detail --debug",
+    },
+    "demo": {
+        "Model": "--model/-m",
+        "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
+        "Measurement": "--tokens --repeats",
+        "Output": "--json --debug",
+    },
+    "layers": {
+        "Model": "--model/-m --dtype --quantization",
+        "Measurement": "--texts",
+        "Output": "--out --debug",
+    },
+    "models": {
+        "Output": "--debug",
+    },
+    "serve": {
+        "Speculation": "--speculative-config",
+        "Server": "--host --port --api-key",
+        "Model": "--served-model-name --dtype --device --quantization --chat-template --tool-call-parser",
+        "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
+        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
+        "Privacy": "--pad-stream --cors-origin --log-prompts",
+        "Output": "--log-file --metrics-prefix --trace --trace-detail --otlp-traces-endpoint --debug",
+    },
+    "replay": {
+        "Trace": "--step/-s --request",
+        "Model": "--model/-m",
+        "Output": "--debug",
+    },
+    "bench": {
+        "What": "--model/-m --method --speculative-config --draft-model/-d --num-speculative-tokens/-k",
+        "Server": "--base-url --off-body --timeout",
+        "How": "--num-prompts --repeats/-r --concurrency/-c --max-tokens/-n --temperature/-t --top-p --top-k --seed --ignore-eos",
+        "Model": "--dtype --device --quantization",
+        "Output": "--json --html --resume --debug",
+    },
+    "tune": {
+        "What": "--model/-m --draft-model/-d --method --layers --verifier",
+        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
+        "Model": "--dtype --quantization",
+        "Output": "--out --debug",
+    },
+    "report": {
+        "Output": "--out --debug",
+    },
+    "chat": {
+        "Model": "--model/-m --system",
+        "Sampling": "--temperature/-t --max-tokens/-n --seed",
+        "Server": "--api-key",
+        "Output": "--debug",
+    },
+}
+
+
+def test_no_option_is_lost() -> None:
+    command = typer.main.get_command(app)
+    found: dict[str, dict[str, str]] = {}
+    for name, one in {"": command, **command.commands}.items():  # pyright: ignore[reportAttributeAccessIssue]
+        panels: dict[str, list[str]] = {}
+        for parameter in one.params:
+            if parameter.param_type_name == "option":
+                panel = getattr(parameter, "rich_help_panel", None) or "Options"
+                panels.setdefault(panel, []).append("/".join(parameter.opts))
+        found[name] = {panel: " ".join(words) for panel, words in panels.items()}
+    assert found == OPTIONS
+    assert [list(panels) for panels in found.values()] == [list(panels) for panels in OPTIONS.values()]
+
+
+@dataclass(frozen=True)
+class Shape:
+    width: Annotated[int, option("Shape", "How wide.", "--width", "-w", min=1)] = 2
+    names: Annotated[list[str] | None, option("Shape", "Names.")] = None
+
+
+@dataclass(frozen=True)
+class OtherShape:
+    width: Annotated[int, option("Shape", "How wide.")] = 3
+
+
+def test_a_command_takes_a_group() -> None:
+    small = typer.Typer()
+    seen = list[tuple[Path, Shape, bool]]()
+
+    @small.command()
+    @grouped
+    def draw(file: Path, shape: Shape, quick: bool = False) -> None:
+        """Draw it."""
+        seen.append((file, shape, quick))
+
+    assert CliRunner().invoke(small, ["a.txt", "-w", "5", "--names", "x", "--names", "y", "--quick"]).exit_code == 0
+    assert CliRunner().invoke(small, ["b.txt"]).exit_code == 0
+    assert CliRunner().invoke(small, ["b.txt", "-w", "0"]).exit_code == 2
+    assert seen == [(Path("a.txt"), Shape(5, ["x", "y"]), True), (Path("b.txt"), Shape(), False)]
+    page = CliRunner().invoke(small, ["--help"]).output
+    assert "Draw it." in page
+    assert "Shape" in page
+    assert page.index("--width") < page.index("--names")
+
+
+def test_two_groups_with_one_name_are_refused() -> None:
+    def draw(one: Shape, two: OtherShape) -> None: ...
+
+    draw.__annotations__ = {"one": Shape, "two": OtherShape}
+    with pytest.raises(ValueError, match="duplicate parameter name: 'width'"):
+        grouped(draw)
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "expected"),
+    [
+        ({}, "me/big", None),
+        ({}, "builtin:code", {"model": "builtin:code-draft"}),
+        ({"method": "none"}, "builtin:code", {"method": "none"}),
+        ({"method": "draft_model"}, "builtin:code", {"method": "draft_model", "model": "builtin:code-draft"}),
+        ({"draft_model": "me/small", "tree_width": 3}, "me/big", {"model": "me/small", "tree_width": 3}),
+        ({"method": "auto", "draft_model": "s"}, "me/big", {"method": "auto", "model": "s"}),
+        ({"prediction": Path("a.py")}, "builtin:code", {"method": "prediction"}),
+        ({"corpus": ["a.py"]}, "builtin:code", {"method": "suffix", "corpus": ["a.py"]}),
+        ({"speculative_config": '{"method": "ngram"}'}, "builtin:code", {"method": "ngram"}),
+    ],
+)
+def test_the_configuration_that_options_ask_for(options, model, expected) -> None:
+    found = SpeculationOptions(**options).config(model)
+    shape = {"num_speculative_tokens": None, "tree_width": 1, "tree_nodes": None, "verifier": "match"}
+    if expected is not None and "speculative_config" not in options:
+        expected = {**shape, **expected}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "suffix", "draft_model": "s"}, "--method suffix uses no draft model; leave out --draft-model s"),
+        ({"method": "suffix", "speculative_config": "{}"}, "--speculative-config replaces --method"),
+        ({"speculative_config": "[]"}, "must be a JSON object"),
+        ({"speculative_config": "no-file"}, "is not JSON .* names no file"),
+    ],
+)
+def test_options_that_exclude_each_other(options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        SpeculationOptions(**options).config("builtin:code")
+
+
+def test_a_group_becomes_what_it_stands_for(tmp_path: Path) -> None:
+    params = SamplingOptions(temperature=0.5, stop=["x"], seed=None).params(11, "text")
+    assert (params.temperature, params.stop, params.seed, params.prediction) == (0.5, ["x"], 11, "text")
+    assert SamplingOptions(seed=3).params(11).seed == 3
+    assert TraceOptions().recorder("counts") is None
+    with pytest.raises(ValueError, match="--trace-detail probs needs a file"):
+        TraceOptions(trace_detail="probs").recorder("counts")
