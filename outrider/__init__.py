@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outrider import _deprecated
 from outrider._version import __version__
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ __all__ = [
     "__version__",
     "custom_generate",
 ]
+
+
+_deprecated.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outrider._deprecated import renamed
+
 if TYPE_CHECKING:
     from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, Echo, NoDraft, Noisy, Wrong, chains
     from outrider.drafters.combine.router import DrafterRouter
@@ -66,7 +68,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'outrider.drafters' has no attribute {name!r}")
+        return renamed(__name__, 4)(name)
     return getattr(importlib.import_module(f"outrider.drafters.{_HOME[name]}"), name)
 
 

@@ -8,13 +8,14 @@ un-draw one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from outrider._deprecated import renamed
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper
 from outrider.core.tree import chain
@@ -149,4 +150,5 @@ class Noisy(BaseDrafter):
         self.inner.release(row)
 
 
-DrafterFactory = Callable[..., Drafter]
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__)
