@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from outrider.core.types import Siblings
-from outrider.verify import reference_block, reference_match, reference_rejection, reference_traversal
+from outrider.verify import VERIFIERS
 
 Text = tuple[int, ...]
 Law = list[Fraction]
@@ -241,17 +241,12 @@ def children_of(q: Law, width: int, siblings: Siblings, choose: Any) -> list[int
 
 Rule = Callable[[Sequence[int], Sequence[int], Callable[[int], Any], Callable[[int], Any], Any], tuple[list[int], int]]
 
-RULES: dict[str, Rule] = {
-    "match": lambda tokens, parents, target, drafter, choose: reference_match(tokens, parents, target, choose),
-    "rejection": reference_rejection,
-    "block": reference_block,
-    "traversal": reference_traversal,
-}
+RULES: dict[str, Rule] = {name: verifier.reference for name, verifier in VERIFIERS.items()}
 
 
 def judging(rule: str, siblings: Siblings) -> Rule:
-    """A rule of `RULES` that knows how siblings were made."""
-    return RULES[rule] if rule in ("match", "block") else functools.partial(RULES[rule], siblings=siblings)  # pyright: ignore[reportCallIssue]
+    """The reference of a verifier, with how siblings were made filled in."""
+    return functools.partial(VERIFIERS[rule].reference, siblings=siblings)
 
 
 def node_texts(text: Text, tokens: Sequence[int], parents: Sequence[int]) -> list[Text]:

@@ -1,36 +1,39 @@
-"""Which guesses stand, and what comes after them. Pure: the same arguments give the same verdict. Imports L0 and L1.
+"""Verifiers: which draft tokens are accepted, and which token comes after them.
 
-A verifier reads a draft, asks the target for its law at the nodes it visits, reads its noise, and returns a `Verdict`.
-There is no generator, model or cache here, and nothing about a device. Three rules:
+A verifier is a pure function: the same arguments give the same verdict. It reads a draft, asks the target for its
+distribution at the nodes it visits, reads its noise, and returns a `Verdict`. It has no generator, model or cache.
 
-| name      | decides by                               | promise            | drafts                                |
-|-----------|------------------------------------------|--------------------|---------------------------------------|
-| match     | the target's own sample; is it a child?  | exact tokens       | any tree, however it was made         |
-| rejection | min(1, p/q), guess by guess from the top | exact distribution | any tree, with its laws q where drawn |
-| block     | the same ratio, jointly over the chain   | exact distribution | chains, with their law q where drawn  |
-| traversal | the same ratio, jointly, leaves first    | exact distribution | any tree, with its laws q where drawn |
+| name      | decides by                                | guarantee          | drafts                          |
+|-----------|-------------------------------------------|--------------------|---------------------------------|
+| match     | the target's own sample: is it a child?   | exact tokens       | any tree                        |
+| rejection | min(1, p/q), node by node from the root   | exact distribution | any tree, with q where drawn    |
+| block     | the same ratio, jointly over the chain    | exact distribution | chains, with q where drawn      |
+| traversal | the same ratio, jointly, leaves first     | exact distribution | any tree, with q where drawn    |
 
-How siblings were made (`Siblings`) is part of the draft, and the ratio rules judge by it: chosen, drawn with or without
-replacement, or all but the last chosen. The shape of a tree may follow what was drawn so far; what was drawn stays.
+`Draft.siblings` says how the children of a node were made: chosen, drawn with or without replacement, or all but the
+last chosen. The ratio verifiers use it. The shape of a tree may depend on the tokens drawn so far, but a drawn token
+must stay in the tree.
 
-Each exists twice: the definition, one sequence in a screen of Python (`reference_*`), and the batched form. The first
-is proved exact by enumeration (`tests/exact/test_verify_exact.py`), the second equals it decision for decision given the same
-noise (`tests/exact/test_verify_twins.py`).
+Each verifier exists twice. The reference (`reference_*`) handles one sequence in a few lines of Python; enumeration
+proves that it is exact (`tests/exact/test_verify_exact.py`). The batched form makes the same decisions from the same
+noise (`tests/exact/test_verify_twins.py`). To add a verifier, write both and add a `Verifier` to `VERIFIERS`.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.types import Draft, Guarantee, Verdict
+from outrider.core.types import Draft, Guarantee, Siblings, Verdict
 from outrider.verify.batched import FixedDistribution, TargetDistribution, block, match, rejection, traversal
 from outrider.verify.reference import (
     Choices,
+    Outcome,
+    Probs,
     reference_block,
     reference_match,
     reference_rejection,
@@ -38,10 +41,10 @@ from outrider.verify.reference import (
 )
 
 __all__ = [
-    "ALIASES",
     "VERIFIERS",
     "Choices",
     "FixedDistribution",
+    "Reference",
     "TargetDistribution",
     "Verifier",
     "block",
@@ -52,20 +55,47 @@ __all__ = [
     "reference_traversal",
     "rejection",
     "traversal",
-    "verifier",
 ]
+
+
+class Reference(Protocol):
+    """The definition of a verifier on one sequence; see `outrider.verify.reference`."""
+
+    def __call__(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        target: Callable[[int], Probs],
+        drafter: Callable[[int], Probs],
+        choose: Choices,
+        siblings: Siblings = Siblings.IID,
+    ) -> Outcome: ...
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """A rule and what must be known to use it. Call it like its function."""
+    """A verifier and its properties. Call it like its function.
+
+    name:         its name in `speculative_config` and in traces.
+    function:     the batched form: (target, draft, noise, position) -> Verdict.
+    reference:    the definition on one sequence. A replay runs it again to explain each decision.
+    guarantee:    what its output has in common with plain decoding.
+    draft_stream: the noise that a sampling drafter draws from. TOKEN is the target's own noise.
+    needs_probs:  whether a drafter that draws must return the distribution it drew from.
+    trees:        whether a node may have two children.
+    explains_by:  what a node's coin is compared with, in words, for `outrider replay`. None: there are no coins; a
+                  draft token is compared with the target's own sample.
+    help:         one line for command-line help.
+    """
 
     name: str
     function: Callable[[TargetDistribution, Draft, Noise, Tensor], Verdict]
+    reference: Reference
     guarantee: Guarantee
-    draft_stream: Stream  # the noise a sampling drafter draws from: TOKEN couples it with the target
-    needs_probs: bool  # must a drafter that draws return the law it drew from?
-    trees: bool  # may a node have two children?
+    draft_stream: Stream
+    needs_probs: bool
+    trees: bool
+    explains_by: str | None
     help: str
 
     def __call__(self, target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
@@ -76,53 +106,48 @@ VERIFIERS: dict[str, Verifier] = {
     v.name: v
     for v in (
         Verifier(
-            "match",
-            match,
-            Guarantee.EXACT_TOKENS,
-            Stream.TOKEN,
+            name="match",
+            function=match,
+            reference=reference_match,
+            guarantee=Guarantee.EXACT_TOKENS,
+            draft_stream=Stream.TOKEN,
             needs_probs=False,
             trees=True,
-            help="keep guesses that equal the target's own sample: the tokens of plain decoding, whatever the drafter",
+            explains_by=None,
+            help="accept draft tokens that equal the target's own sample: the tokens of plain decoding",
         ),
         Verifier(
-            "rejection",
-            rejection,
-            Guarantee.EXACT_DISTRIBUTION,
-            Stream.DRAFT,
+            name="rejection",
+            function=rejection,
+            reference=reference_rejection,
+            guarantee=Guarantee.EXACT_DISTRIBUTION,
+            draft_stream=Stream.DRAFT,
             needs_probs=True,
             trees=True,
-            help="keep a guess with probability min(1, p/q): the law of plain decoding, other tokens",
+            explains_by="p/q",
+            help="accept a draft token with probability min(1, p/q): the distribution of plain decoding, other tokens",
         ),
         Verifier(
-            "block",
-            block,
-            Guarantee.EXACT_DISTRIBUTION,
-            Stream.DRAFT,
+            name="block",
+            function=block,
+            reference=reference_block,
+            guarantee=Guarantee.EXACT_DISTRIBUTION,
+            draft_stream=Stream.DRAFT,
             needs_probs=True,
             trees=False,
-            help="judge the whole chain at once: the law of plain decoding, at least as many guesses kept as rejection",
+            explains_by="the chance of its chain",
+            help="judge a chain as a whole: the distribution of plain decoding, accepts at least as much as rejection",
         ),
         Verifier(
-            "traversal",
-            traversal,
-            Guarantee.EXACT_DISTRIBUTION,
-            Stream.DRAFT,
+            name="traversal",
+            function=traversal,
+            reference=reference_traversal,
+            guarantee=Guarantee.EXACT_DISTRIBUTION,
+            draft_stream=Stream.DRAFT,
             needs_probs=True,
             trees=True,
-            help="judge a tree from its leaves up: the law of plain decoding, and on a chain the same as block",
+            explains_by="the chance of its path",
+            help="judge a tree from its leaves up: the distribution of plain decoding; on a chain it equals block",
         ),
     )
 }
-
-ALIASES = {"standard": "rejection"}  # vLLM's rejection_sample_method; its "block" is ours
-
-
-def verifier(name: str) -> Verifier:
-    """The verifier of that name, or of vLLM's name for it. Raises ValueError, naming the nearest one."""
-    found = VERIFIERS.get(ALIASES.get(name, name))
-    if found is None:
-        close = difflib.get_close_matches(name.lower(), [*VERIFIERS, *ALIASES], n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        known = "\n".join(f"  {v.name}: {v.help}" for v in VERIFIERS.values())
-        raise ValueError(f"there is no verifier {name!r}{hint} There are:\n{known}")
-    return found

@@ -1,10 +1,14 @@
-"""The verifiers on a batch: fixed trip counts, ragged rows, host reads before the loop and none inside it.
+"""The verifiers on a batch. Rows may have trees of different sizes.
 
-Which noise is read where, with `position` the place of the token after the root:
+Each loop has a fixed number of rounds. Values are read to the host before a loop and not inside it. `position` is the
+position of the token after the root. A verifier reads this noise:
 
-    match      TOKEN    at position + depth, by the target's own `sample`
+    match      TOKEN    at position + depth, in the target's own `sample`
     all others ACCEPT   at position + depth - 1 of the judged node, index = node
-               RESIDUAL at position + accepted, for the token drawn after the accepted nodes (residual or bonus)
+               RESIDUAL at position + accepted, for the token after the accepted nodes (residual or bonus)
+
+Coins and ratios are compared in float64. The product of two float32 numbers is exact there, so `u * q < p` has no
+rounding of its own, and the batched form and its reference make the same decisions.
 """
 
 from __future__ import annotations
@@ -18,49 +22,38 @@ from torch import Tensor
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import child_table, depth, levels, lists
 from outrider.core.types import Draft, Siblings, Verdict
-from outrider.verify.laws import (
-    check_laws,
-    clipped_ratio,
-    coin,
-    draw,
-    leftover,
-    mass,
-    nobody,
-    normal,
-    proposal,
-    residual,
-)
 
 
 class TargetDistribution(Protocol):
-    """The target's law at the nodes of a draft, computed when asked: only visited nodes are paid for."""
+    """The target's distribution at the nodes of a draft. Each one is computed when a verifier asks for it."""
 
     def sample(self, node: Tensor, noise: Noise, position: Tensor) -> Tensor:
-        """int64 [batch]: the target's own token after `node`, argmax(log law + gumbel(TOKEN, position)).
+        """int64 [batch]: the target's own token after `node`, argmax(log probs + gumbel(TOKEN, position)).
 
-        node: int64 [batch], one per row. position: int64 [batch], where that token will stand. A greedy law gives its
-        argmax. -1 says that the law was NaN or empty; it matches no guess and is returned as the verdict's token.
+        node: int64 [batch], one per row. position: int64 [batch], the position of the new token. Greedy decoding gives
+        the argmax. -1 means that the distribution has NaN or is empty. -1 equals no draft token, and becomes the
+        verdict's token.
         """
         ...
 
     def probs(self, node: Tensor) -> Tensor:
-        """float32 [batch, vocab]: the law of the token after `node`. node: int64 [batch], one per row."""
+        """float32 [batch, vocab]: the distribution of the token after `node`. node: int64 [batch], one per row."""
         ...
 
 
 class RowTargetDistribution(Protocol):
-    """A target that can also be asked for one row at a time: the way that costs least on the CPU."""
+    """A target that also samples for one row at a time, which is the fastest way on the CPU."""
 
     def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
-        """What `sample` gives for that row; key: the row of `Noise.keys` at the token's position."""
+        """The token that `sample` gives for that row. key: the row of `Noise.keys` at the token's position."""
         ...
 
 
 class FixedDistribution:
-    """A target whose laws are given: for tests, docs and teaching."""
+    """A target with given distributions, for tests and examples."""
 
     def __init__(self, probs: Tensor) -> None:
-        """probs: float32 [batch, node, vocab]; row n is the law of the token after node n."""
+        """probs: float32 [batch, node, vocab]; probs[:, n] is the distribution of the token after node n."""
         self.table = probs
 
     def sample(self, node: Tensor, noise: Noise, position: Tensor) -> Tensor:
@@ -71,10 +64,10 @@ class FixedDistribution:
 
 
 def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
-    """Keep guesses that equal the target's own sample. Any draft, any tree; the lowest of equal children is followed.
+    """Accept draft tokens that equal the target's own sample. Any tree; among equal children the lowest index counts.
 
-    position: int64 [batch], the position of the token after the root (= committed tokens). The emitted tokens are those
-    of plain decoding with the same seed, whatever the draft. Batched twin of `reference_match`.
+    position: int64 [batch], the position of the token after the root (= the number of committed tokens). For each draft
+    the tokens are those of plain decoding with the same seed. Batched twin of `reference_match`.
     """
     tokens, parents = draft.tokens, draft.parents
     batch, nodes = tokens.shape
@@ -87,12 +80,12 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
     path = torch.full((batch, levels + 1), -1, dtype=torch.long, device=tokens.device)
     path[:, 0] = 0
     token = target.sample(here, noise, position)
-    # A row that has stopped stays where it is: here, accepted and so its token no longer change.
+    # A row that has stopped stays at its node, so its token does not change any more.
     for level in range(1, levels + 1):
         hit = (parents == here[:, None]) & (tokens == token[:, None])
         child = torch.where(hit, index, nodes).amin(1)
         walks = child < nodes
-        if nobody(walks):
+        if none_left(walks):
             break
         here, accepted = torch.where(walks, child, here), accepted + walks
         path[:, level] = torch.where(walks, child, -1)
@@ -101,7 +94,7 @@ def match(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
 
 
 def _match_on_host(target: RowTargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
-    """The same, row by row on plain lists: on the CPU a tensor operation on five numbers costs more than the walk."""
+    """`match` row by row on lists. On the CPU one tensor operation on five numbers costs more than the whole walk."""
     trees = zip(lists(draft.tokens), lists(draft.parents), noise.keys(Stream.TOKEN, position), strict=True)
     paths: list[list[int]] = []
     last: list[int] = []
@@ -123,17 +116,17 @@ def _match_on_host(target: RowTargetDistribution, draft: Draft, noise: Noise, po
 
 
 def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
-    """Keep guess x with probability min(1, p(x)/q(x)); after a refusal the residual stands in for p, for the next sibling
-    or for the draw that ends the step. Leviathan 2211.17192 on chains; on trees see `reference_rejection`, whose twin this
-    is.
+    """Accept draft token x with probability min(1, p(x)/q(x)). After a rejection the residual replaces p.
 
-    position: int64 [batch], the position of the token after the root. q follows from `draft.probs` and `draft.siblings`;
-    it is all mass on the guess where that was chosen (`Siblings.POINT`). Raises ValueError for drawn guesses without their
-    law.
+    The residual judges the next sibling, or gives the token that ends the step. Chains: Leviathan 2211.17192. Trees: see
+    `reference_rejection`, its reference. position: int64 [batch], the position of the token after the root. q follows
+    from `draft.probs` and `draft.siblings`; a chosen token (`Siblings.POINT`) has q = 1.
+
+    Raises ValueError for drawn tokens without probs, and for probs of another vocabulary.
     """
     here = torch.zeros_like(draft.tokens[:, 0])
-    law = target.probs(here).double()
-    check_laws(draft, "rejection", law)
+    probs = target.probs(here).double()
+    check_probs(draft, "rejection", probs)
     levels, width = _extent(draft)
     offered = _judging_order(draft, width)
     rows = torch.arange(len(here), device=here.device)
@@ -147,38 +140,39 @@ def rejection(target: TargetDistribution, draft: Draft, noise: Noise, position: 
         for slot in range(width):
             child = children[:, slot]
             judged = stays & ~moved & (child >= 0)
-            if nobody(judged):
+            if none_left(judged):
                 break
             child = child.clamp_min(0)
-            q, x = proposal(draft, child, law), draft.tokens[rows, child]
-            # multiply, never divide; strictly less, so that a guess the target gives no mass is never kept
-            keeps = judged & (coin(noise, position + (level - 1), child, draft.nodes) * mass(q, x) < mass(law, x))
+            q, x = proposal(draft, child, probs), draft.tokens[rows, child]
+            # Multiply and do not divide. Strictly less: a token without mass in p is never accepted.
+            keeps = judged & (coin(noise, position + (level - 1), child, draft.nodes) * mass(q, x) < mass(probs, x))
             refused = judged & ~keeps
-            if not nobody(refused):
-                law = torch.where(refused[:, None], normal(residual(torch.ones_like(law[:, :1]), law, q)), law)
+            if not none_left(refused):
+                probs = torch.where(
+                    refused[:, None], normalized(residual(torch.ones_like(probs[:, :1]), probs, q)), probs
+                )
             moved, here = moved | keeps, torch.where(keeps, child, here)
-        if nobody(moved):
+        if none_left(moved):
             break
         accepted = accepted + moved
         path[:, level] = torch.where(moved, here, -1)
-        law = torch.where(moved[:, None], target.probs(here).double(), law)
-    return Verdict(path, accepted, draw(law, noise, Stream.RESIDUAL, position + accepted))
+        probs = torch.where(moved[:, None], target.probs(here).double(), probs)
+    return Verdict(path, accepted, draw(probs, noise, Stream.RESIDUAL, position + accepted))
 
 
 def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
-    """Judge the chain as a whole: at least as many guesses kept as `rejection`, same law. Sun 2403.10444, algorithm 2.
+    """Judge the chain as a whole. Accepts at least as many tokens as `rejection`. Sun 2403.10444, algorithm 2.
 
-    position: int64 [batch], the position of the token after the root. Laws as for `rejection`; raises ValueError for a tree
-    too. The law of every node is asked for: a later coin may say yes after an earlier one said no. Batched twin of
-    `reference_block`.
+    position: int64 [batch], the position of the token after the root. Errors as for `rejection`; a tree raises
+    ValueError too. Every node's distribution is needed: a later coin may accept after an earlier one rejected. Batched
+    twin of `reference_block`.
 
-    The weight p~ is kept in float64, not as a logarithm. Clipping at 1 keeps it from overflowing, and where it
-    underflows (below 1e-308) the path would have to win back as large a ratio on tokens that q drew, which has
-    probability below 1e-308 (Markov).
+    The weight p~ is a float64 and not a logarithm. The clip at 1 prevents overflow. After an underflow (below 1e-308)
+    the path would need an equally large ratio on tokens drawn from q; its probability is below 1e-308 (Markov).
     """
     kept = torch.zeros_like(draft.tokens[:, 0])
     p = target.probs(kept)
-    check_laws(draft, "block", p)
+    check_probs(draft, "block", p)
     length, end = _chain_length(draft), draft.nodes - 1
     weight = torch.ones_like(p[:, 0], dtype=torch.float64)  # p~_n of the paper
     kept_weight, kept_p = weight, p
@@ -191,76 +185,75 @@ def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
         last = length == n
         part, whole = torch.where(last, weight, owed), torch.where(last, 1.0, owed + 1 - weight)
         says_yes = coin(noise, position + (n - 1), node, draft.nodes) * whole < part
-        keeps = inside & (says_yes | (weight == 1))  # weight 1: h = 1, even if 0/0
+        keeps = inside & (says_yes | (weight == 1))  # weight 1 means h = 1, also for 0/0
         kept, kept_weight = torch.where(keeps, n, kept), torch.where(keeps, weight, kept_weight)
         kept_p = torch.where(keeps[:, None], p, kept_p)
-    law = residual(kept_weight[:, None], kept_p, proposal(draft, (kept + 1).clamp_max(end), kept_p))
-    law = torch.where((kept < length)[:, None], law, kept_p.double())
+    probs = residual(kept_weight[:, None], kept_p, proposal(draft, (kept + 1).clamp_max(end), kept_p))
+    probs = torch.where((kept < length)[:, None], probs, kept_p.double())
     index = torch.arange(draft.nodes, device=kept.device)
     path = torch.where(index <= kept[:, None], index, -1)
-    return Verdict(path, kept, draw(law, noise, Stream.RESIDUAL, position + kept))
+    return Verdict(path, kept, draw(probs, noise, Stream.RESIDUAL, position + kept))
 
 
 def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: Tensor) -> Verdict:
-    """From the leaves up: a node is judged after all below it were refused, by the ratio of its whole path. Keeps at least
-    as much of a tree as `rejection`; on a chain it is `block`. Weng 2505.12398, algorithm 2.
+    """Judge a tree from its leaves up, each node by the ratio of its whole path. Weng 2505.12398, algorithm 2.
 
-    position: int64 [batch], the position of the token after the root. Laws and errors as for `rejection`. The law of every
-    node that is entered is asked for. Batched twin of `reference_traversal`.
+    A node is judged after all nodes below it were rejected. Accepts at least as many tokens as `rejection`; on a chain it
+    equals `block`. position: int64 [batch], the position of the token after the root. Errors as for `rejection`. Batched
+    twin of `reference_traversal`.
     """
     here = torch.zeros_like(draft.tokens[:, 0])
     p = target.probs(here).double()
-    check_laws(draft, "traversal", p)
+    check_probs(draft, "traversal", p)
     levels, _ = _extent(draft)
     rows, level = torch.arange(len(here), device=here.device), depth(draft.parents)
-    weight = torch.ones(
-        len(here), levels + 1, dtype=torch.float64, device=here.device
-    )  # of the open node of each level
-    law = p[:, None].repeat(1, levels + 1, 1)  # what is left of p there
+    # float64 [batch, level]: the weight of the open node of each level
+    weight = torch.ones(len(here), levels + 1, dtype=torch.float64, device=here.device)
+    probs = p[:, None].repeat(1, levels + 1, 1)  # what remains of p at that node
     walks = torch.ones_like(here, dtype=torch.bool)
     for event in _tour(draft).unbind(1):
         node = event.abs()
         enters, leaves = walks & (event > 0), walks & (event < 0)
         below = level[rows, node]
         above = (below - 1).clamp_min(0)
-        p, w, x = law[rows, above], weight[rows, above], draft.tokens[rows, node]
+        p, w, x = probs[rows, above], weight[rows, above], draft.tokens[rows, node]
         q = proposal(draft, node, p)
         refused = leaves
-        if not nobody(leaves):
+        if not none_left(leaves):
             keeps = leaves & (coin(noise, position + above, node, draft.nodes) < weight[rows, below])
             refused = leaves & ~keeps
             here, walks = torch.where(keeps, node, here), walks & ~keeps
-        if not nobody(enters):
+        if not none_left(enters):
             ratio = clipped_ratio(w * mass(p, x), mass(q, x))
             weight[rows, below] = torch.where(enters, ratio, weight[rows, below])
             entered = target.probs(torch.where(enters, node, 0)).double()
-            law[rows, below] = torch.where(enters[:, None], entered, law[rows, below])
-        if not nobody(refused):
+            probs[rows, below] = torch.where(enters[:, None], entered, probs[rows, below])
+        if not none_left(refused):
             rest = leftover(w[:, None], p, q)
             owed = rest.sum(1)
             left = torch.where(w == 1, 1.0, owed / (owed + 1 - w))
             weight[rows, above] = torch.where(refused, left, weight[rows, above])
-            law[rows, above] = torch.where((refused & (owed > 0))[:, None], normal(rest), law[rows, above])
-        if nobody(walks):
+            probs[rows, above] = torch.where((refused & (owed > 0))[:, None], normalized(rest), probs[rows, above])
+        if none_left(walks):
             break
     accepted = level[rows, here]
-    token = draw(law[rows, accepted], noise, Stream.RESIDUAL, position + accepted)
+    token = draw(probs[rows, accepted], noise, Stream.RESIDUAL, position + accepted)
     path = torch.full((len(here), levels + 1), -1, dtype=torch.long, device=here.device)
-    for _ in range(levels + 1):  # up to the root, where the walk stays
+    for _ in range(levels + 1):  # ends at the root
         path[rows, level[rows, here]] = here
         here = draft.parents[rows, here].clamp_min(0)
     return Verdict(path, accepted, token)
 
 
 def _extent(draft: Draft) -> tuple[int, int]:
-    """(levels below the root, most children of a node). One host read."""
+    """(levels below the root, maximum children of a node). One host read."""
     rows = lists(draft.parents)
     children = [count for row in rows for count in Counter(parent for parent in row if parent >= 0).values()]
     return max((max(levels(row)) for row in rows), default=0), max(children, default=0)
 
 
 def _judging_order(draft: Draft, width: int) -> Tensor:
-    """int64 [batch, node, width]: children in the order they are judged, then -1. The one drawn comes before those chosen."""
+    """int64 [batch, node, width]: children in judging order, then -1. A drawn child comes before chosen children."""
     table = child_table(draft.parents, width)
     if draft.siblings is not Siblings.TOP_THEN_SAMPLED or width < 2:
         return table
@@ -271,7 +264,7 @@ def _judging_order(draft: Draft, width: int) -> Tensor:
 
 
 def _tour(draft: Draft) -> Tensor:
-    """int64 [batch, event]: +n on entering node n, -n on leaving it with all below it refused; 0 when the tour is over."""
+    """int64 [batch, event]: +n enters node n; -n leaves it after all nodes below it were rejected; 0 is the end."""
     tours: list[list[int]] = []
     for parents in lists(draft.parents):
         children: list[list[int]] = [[] for _ in parents]
@@ -293,12 +286,103 @@ def _tour(draft: Draft) -> Tensor:
 
 
 def _chain_length(draft: Draft) -> Tensor:
-    """int64 [batch]: guesses in each row. Raises ValueError for a tree. One host read."""
+    """int64 [batch]: draft tokens in each row. Raises ValueError for a tree. One host read."""
     parents = draft.parents
     index = torch.arange(draft.nodes, device=parents.device)
     if bool(((parents >= 0) & (parents != index - 1)).any()):
         raise ValueError(
-            "the draft is a tree (some node has two children), and verify='block' judges chains only.\n"
-            "Use verify='traversal', the same rule on trees, or verify='match', or give the drafter Budget(width=1)."
+            "the draft is a tree (a node has two children), and verifier='block' accepts chains only.\n"
+            "Use verifier='traversal', the same rule for trees, or verifier='match', or give the drafter Budget(width=1)."
         )
     return draft.num_draft_tokens
+
+
+def draw(probs: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
+    """int64 [batch]: argmax(log probs + Gumbel noise), the lowest index among equals.
+
+    probs: float [batch, vocab], of any total. -1 where probs has NaN or is all zero.
+    """
+    best = (probs.log() + noise.gumbel(stream, position, probs.shape[-1])).max(-1)
+    return torch.where(best.values > float("-inf"), best.indices, -1)  # false for NaN too
+
+
+def coin(noise: Noise, position: Tensor, node: Tensor, nodes: int) -> Tensor:
+    """float64 [batch] in (0, 1): the coin of `node` (int64 [batch]), at index `node` of its position's noise."""
+    return noise.uniform(Stream.ACCEPT, position, nodes).gather(1, node[:, None])[:, 0].double()
+
+
+def mass(probs: Tensor, token: Tensor) -> Tensor:
+    """float64 [batch]: the probability of one token per row."""
+    return probs.gather(1, token[:, None])[:, 0].double()
+
+
+def clipped_ratio(part: Tensor, whole: Tensor) -> Tensor:
+    """min(part / whole, 1). A draft token without mass in q breaks the contract: 1 if p gives it some, else 0."""
+    return torch.where(part < whole, part / whole, (part > 0).double())
+
+
+def leftover(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """float64 [batch, vocab]: max(weight * p - q, 0), not normalized. weight: float64 [batch, 1]."""
+    return (weight * p - q).clamp_min(0)
+
+
+def residual(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """float64 [batch, vocab]: `leftover`, or p where rounding made it empty. A draw needs no normalization."""
+    rest = leftover(weight, p, q)
+    return torch.where(rest.sum(1, keepdim=True) > 0, rest, p.double())
+
+
+def normalized(probs: Tensor) -> Tensor:
+    """probs with sum 1; NaN where they are all zero."""
+    return probs / probs.sum(1, keepdim=True)
+
+
+def proposal(draft: Draft, node: Tensor, p: Tensor) -> Tensor:
+    """float [batch, vocab]: q, the distribution of `node` given the siblings that were judged before it.
+
+    node: int64 [batch], not the root. A chosen token has q = 1. p gives the vocabulary size. Twin of `offers` in the
+    reference.
+    """
+    rows = torch.arange(len(p), device=p.device)
+    kind, parents = draft.siblings, draft.parents
+    parent = parents[rows, node].clamp_min(0)
+    if kind is Siblings.POINT or draft.probs is None:
+        return torch.zeros_like(p).scatter_(1, draft.tokens[rows, node][:, None], 1.0)
+    q = draft.probs[rows, parent]
+    if kind is Siblings.IID:
+        return q
+    index = torch.arange(draft.nodes, device=p.device)
+    beside = (parents == parent[:, None]) & (index != node[:, None])
+    before = beside & (index < node[:, None])
+    spare = p.shape[1]  # an extra column, for nodes that are no siblings
+    gone = torch.zeros(len(p), spare + 1, dtype=torch.bool, device=p.device)
+    gone = gone.scatter_(1, torch.where(before, draft.tokens, spare), True)[:, :-1]
+    rest = q.double().masked_fill(gone, 0)
+    total = rest.sum(1, keepdim=True)
+    q = torch.where(before.any(1, keepdim=True) & (total > 0), rest / total, rest)
+    if kind is Siblings.WITHOUT_REPLACEMENT:
+        return q
+    chosen = (beside & ~before).any(1, keepdim=True)  # TOP_THEN_SAMPLED: only the last sibling was drawn
+    return torch.where(chosen, torch.zeros_like(q).scatter_(1, draft.tokens[rows, node][:, None], 1.0), q)
+
+
+def check_probs(draft: Draft, name: str, p: Tensor) -> None:
+    """Raise ValueError where drawn tokens have no probs, or probs have another vocabulary than p."""
+    if draft.siblings is Siblings.POINT:
+        return
+    if draft.probs is None:
+        raise ValueError(
+            f"the draft says that its tokens were drawn (Siblings.{draft.siblings.name}), but gives no probs, and "
+            f"verifier={name!r} needs the distribution they were drawn from.\n"
+            "Return Draft(probs=...) from the drafter, or use verifier='match', which needs none."
+        )
+    if draft.probs.shape[-1] != p.shape[-1]:
+        raise ValueError(
+            f"the drafter's probs have {draft.probs.shape[-1]} tokens, the target's vocabulary has {p.shape[-1]}.\n"
+            "Scatter the drafter's probs onto the target's vocabulary, or use verifier='match', which needs none."
+        )
+
+
+def none_left(walks: Tensor) -> bool:
+    """Whether the loop may end early. Always False on a GPU: there the question costs more than it saves."""
+    return walks.device.type == "cpu" and not bool(walks.any())

@@ -1,14 +1,17 @@
 """The definitions: each verifier on one sequence, in plain Python.
 
     tokens, parents   the draft, a tree with its root: parents[0] == -1, parents[n] < n
-    target(n)         p, the target's law of the token after node n
-    drafter(n)        q, the law the children of node n were drawn from; all mass on the guess if it was chosen
-    siblings          how the children of a node were made; a chain of drawn guesses is IID
-    choose            makes every random choice, and is given the probabilities
+    target(n)         p, the target's distribution of the token after node n
+    drafter(n)        q, the distribution that the children of node n were drawn from; 1 on a chosen token
+    choose            makes each random choice from given probabilities
+    siblings          how the children of a node were made; a chain of drawn tokens is IID
 
-They return (path, token): the accepted nodes from the root down, and the token drawn at the last of them. Numbers may
-be floats or fractions: with noise behind `choose` these are the twins of the batched forms, and with fractions and
-a `choose` that takes every branch they are proved to keep the target's law (outrider/testing/oracle.py).
+All have the same parameters; `match` does not read q, and `match` and `block` do not read `siblings`. They return
+(path, token): the accepted nodes from the root down, and the token drawn at the last of them.
+
+Numbers are floats or fractions. With noise behind `choose`, these are the twins of the batched forms. With fractions
+and a `choose` that takes every branch, a test proves that they keep the target's distribution
+(outrider/testing/oracle.py).
 """
 
 from __future__ import annotations
@@ -20,28 +23,33 @@ from typing import Protocol
 from outrider.core.types import Siblings
 
 Number = float | Fraction
-Law = Sequence[Number]
+Probs = Sequence[Number]
 Outcome = tuple[list[int], int]
 
 
 class Choices(Protocol):
-    """Where randomness comes from. `depth` counts levels below the root: 1 is the first token after it."""
+    """The source of randomness. `depth` counts levels below the root: 1 is the first token after it."""
 
     def coin(self, part: Number, whole: Number, *, depth: int, node: int) -> bool:
-        """True with probability min(part / whole, 1), one coin for each judged node: u * whole < part, never divide."""
+        """True with probability min(part / whole, 1). One coin per judged node. Compute u * whole < part: no division."""
         ...
 
-    def token(self, law: Law, *, depth: int) -> int:
-        """A draw from a law that need not be normalised: the token that is to stand `depth` levels below the root."""
+    def token(self, probs: Probs, *, depth: int) -> int:
+        """The token `depth` levels below the root, drawn from probs of any total."""
         ...
 
 
 def reference_match(
-    tokens: Sequence[int], parents: Sequence[int], target: Callable[[int], Law], choose: Choices
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    target: Callable[[int], Probs],
+    drafter: Callable[[int], Probs],
+    choose: Choices,
+    siblings: Siblings = Siblings.IID,
 ) -> Outcome:
-    """The target draws its own token at each node; the walk goes on while a child carries it. Any tree, no q.
+    """The target draws its own token at each node; the walk continues while a child has that token. Any tree.
 
-    What comes out is the target's sample at every level, whatever the guesses were: exact by inspection.
+    Each token is the target's own sample, whatever the draft is. This is exact by inspection.
     """
     path = [0]
     while True:
@@ -55,16 +63,16 @@ def reference_match(
 def reference_rejection(
     tokens: Sequence[int],
     parents: Sequence[int],
-    target: Callable[[int], Law],
-    drafter: Callable[[int], Law],
+    target: Callable[[int], Probs],
+    drafter: Callable[[int], Probs],
     choose: Choices,
     siblings: Siblings = Siblings.IID,
 ) -> Outcome:
-    """Keep guess x with probability min(1, p(x)/q(x)); after a refusal the residual stands in for p. Chains and trees.
+    """Accept draft token x with probability min(1, p(x)/q(x)); after a rejection the residual replaces p. Any tree.
 
-    A chain: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2. Several children, each judged
-    by what the ones before it have left of p: SpecInfer (2305.09781) with replacement, Sequoia (2402.12374) without, Hu et
-    al. (2502.18779) where the last alone was drawn.
+    Chains: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2. Several children, each judged by
+    the residual of the ones before it: SpecInfer (2305.09781) with replacement, Sequoia (2402.12374) without, Hu et al.
+    (2502.18779) where only the last was drawn.
     """
     path = [0]
     while True:
@@ -74,23 +82,24 @@ def reference_rejection(
             if choose.coin(p[x], q[x], depth=len(path), node=child):
                 path.append(child)
                 break
-            p = normal(residual(1, p, q))
+            p = normalized(residual(1, p, q))
         else:
-            return path, choose.token(p, depth=len(path))  # the bonus, where nothing was refused
+            return path, choose.token(p, depth=len(path))  # the bonus token, if nothing was rejected
 
 
 def reference_block(
     tokens: Sequence[int],
     parents: Sequence[int],
-    target: Callable[[int], Law],
-    drafter: Callable[[int], Law],
+    target: Callable[[int], Probs],
+    drafter: Callable[[int], Probs],
     choose: Choices,
+    siblings: Siblings = Siblings.IID,
 ) -> Outcome:
-    """Keep the longest prefix whose own coin says so, judged by the ratio of the whole prefix. Chains.
+    """Accept the longest prefix whose own coin accepts, judged by the ratio of the whole prefix. Chains only.
 
     Sun et al. 2403.10444, algorithm 2. `weight` is their p~_i, `mass` the residual's at the next node, and h_i the
-    probability of the coin. Every coin is looked at: stopping at the first refusal is wrong, and so is drawing from the
-    residual of `reference_rejection`, which has no weight in it.
+    probability of the coin. Two mistakes are easy: to stop at the first rejection, and to draw from the residual of
+    `reference_rejection`, which has no weight.
     """
     last = len(tokens) - 1
     kept, kept_weight, weight = 0, 1, 1
@@ -103,25 +112,25 @@ def reference_block(
             mass = sum(leftover(weight, target(n), drafter(n)))
             part, whole = mass, mass + 1 - weight  # h_n = mass / (mass + 1 - p~_n)
         accepted = choose.coin(part, whole, depth=n, node=n)
-        if accepted or weight == 1:  # h_n = 1, also where mass = 0 makes it 0/0
+        if accepted or weight == 1:  # h_n = 1, also for 0/0
             kept, kept_weight = n, weight
-    law = target(last) if kept == last else residual(kept_weight, target(kept), drafter(kept))
-    return list(range(kept + 1)), choose.token(law, depth=kept + 1)
+    probs = target(last) if kept == last else residual(kept_weight, target(kept), drafter(kept))
+    return list(range(kept + 1)), choose.token(probs, depth=kept + 1)
 
 
 def reference_traversal(
     tokens: Sequence[int],
     parents: Sequence[int],
-    target: Callable[[int], Law],
-    drafter: Callable[[int], Law],
+    target: Callable[[int], Probs],
+    drafter: Callable[[int], Probs],
     choose: Choices,
     siblings: Siblings = Siblings.IID,
 ) -> Outcome:
-    """From the leaves up: a node is judged after all below it were refused, by the ratio of its whole path. Trees.
+    """Judge a tree from its leaves up, each node by the ratio of its whole path. Any tree.
 
-    Weng et al. 2505.12398, algorithm 2; on a chain it is `reference_block`, decision for decision. Something at or below a
-    node is kept with probability `weight`, whatever hangs there, and so its siblings learn nothing from its refusal but
-    that; which takes for granted that what is drawn below one is independent of what is drawn below another.
+    Weng et al. 2505.12398, algorithm 2. A node is judged after all nodes below it were rejected. On a chain each decision
+    is that of `reference_block`. A node or one below it is accepted with probability `weight`, whatever the subtree is.
+    This needs tokens below one node that are independent of tokens below another.
     """
 
     def visit(node: int, depth: int, weight: Number) -> Outcome | None:
@@ -133,7 +142,7 @@ def reference_traversal(
                 return [node, *found[0]], found[1]
             rest = leftover(weight, p, q)
             mass = sum(rest)
-            p = normal(rest) if mass else p
+            p = normalized(rest) if mass else p
             weight = 1 if weight == 1 else mass / (mass + 1 - weight)
         if node == 0 or choose.coin(weight, 1, depth=depth, node=node):
             return [node], choose.token(p, depth=depth + 1)
@@ -148,13 +157,13 @@ def offers(
     node: int,
     tokens: Sequence[int],
     parents: Sequence[int],
-    drafter: Callable[[int], Law],
+    drafter: Callable[[int], Probs],
     siblings: Siblings,
     vocab: int,
-) -> Iterator[tuple[int, Law]]:
-    """The children of a node in the order they are judged, each with the law it was drawn from, given its siblings.
+) -> Iterator[tuple[int, Probs]]:
+    """The children of a node in judging order, each with its distribution given the siblings before it.
 
-    TOP_THEN_SAMPLED: the one that was drawn comes first, so that the others' mass stays whole for it to be judged by.
+    TOP_THEN_SAMPLED: the drawn child comes first and is judged by all of p.
     """
     children = [n for n, up in enumerate(parents) if up == node]
     if siblings is Siblings.TOP_THEN_SAMPLED:
@@ -167,26 +176,26 @@ def offers(
         else:
             gone = {tokens[c] for c in (children[:at] if siblings is Siblings.WITHOUT_REPLACEMENT else children[1:])}
             q = drafter(node)
-            yield child, normal([0 if x in gone else mass for x, mass in enumerate(q)]) if gone else q
+            yield child, normalized([0 if x in gone else mass for x, mass in enumerate(q)]) if gone else q
 
 
 def clipped_ratio(part: Number, whole: Number) -> Number:
-    """min(part / whole, 1). A guess without mass in q breaks the contract: 1 if p gives it some, else 0."""
+    """min(part / whole, 1). A draft token without mass in q breaks the contract: 1 if p gives it some, else 0."""
     return part / whole if part < whole else int(part > 0)
 
 
-def leftover(weight: Number, p: Law, q: Law) -> list[Number]:
-    """max(weight * p - q, 0), not normalised: what the target still owes after what the drafter has offered."""
+def leftover(weight: Number, p: Probs, q: Probs) -> list[Number]:
+    """max(weight * p - q, 0), not normalized: what remains of the target after the drafter's offer."""
     return [max(weight * a - b, 0) for a, b in zip(p, q, strict=True)]
 
 
-def residual(weight: Number, p: Law, q: Law) -> Law:
-    """`leftover`, or p itself where it is empty: exact arithmetic never draws from an empty one, rounding can."""
+def residual(weight: Number, p: Probs, q: Probs) -> Probs:
+    """`leftover`, or p where it is empty. Exact arithmetic never draws from an empty one; rounding can."""
     rest = leftover(weight, p, q)
     return rest if sum(rest) > 0 else p
 
 
-def normal(law: Law) -> Law:
-    """The law with sum 1; as it is where it is empty."""
-    total = sum(law)
-    return [mass / total for mass in law] if total else law
+def normalized(probs: Probs) -> Probs:
+    """probs with sum 1; unchanged where they are all zero."""
+    total = sum(probs)
+    return [mass / total for mass in probs] if total else probs

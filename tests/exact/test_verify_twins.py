@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import depth, tree
 from outrider.core.types import Draft, Siblings
-from outrider.verify import (
-    VERIFIERS,
-    FixedDistribution,
-    reference_block,
-    reference_match,
-    reference_rejection,
-    reference_traversal,
-)
+from outrider.verify import VERIFIERS, FixedDistribution
 
-REFERENCES = {"rejection": reference_rejection, "block": reference_block, "traversal": reference_traversal}
 TREES = [name for name, rule in VERIFIERS.items() if rule.trees]
 
 MASK = 0xFFFFFFFF
@@ -61,17 +53,15 @@ def expected(name, draft, laws, noise, position):
         tokens, parents = draft.tokens[b, :nodes].tolist(), draft.parents[b, :nodes].tolist()
         p = laws[b].tolist()
         choose = NoiseChoices(Noise(noise.seed[b : b + 1], noise.step[b : b + 1]), position[b : b + 1], name == "match")
-        if name == "match":
-            outcomes.append(reference_match(tokens, parents, p.__getitem__, choose))
-            continue
         if draft.siblings is Siblings.POINT:
             hot = [[float(v == t) for v in range(len(p[0]))] for t in tokens]
             children = [[n for n, up in enumerate(parents) if up == node] for node in range(nodes)]
             q = [hot[c[0]] if c else hot[0] for c in children]  # of chains; with siblings it is not looked at
         else:
             q = draft.probs[b].tolist()
-        kind = () if name == "block" else (draft.siblings,)
-        outcomes.append(REFERENCES[name](tokens, parents, p.__getitem__, q.__getitem__, choose, *kind))
+        outcomes.append(
+            VERIFIERS[name].reference(tokens, parents, p.__getitem__, q.__getitem__, choose, draft.siblings)
+        )
     return outcomes
 
 
