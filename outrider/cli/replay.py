@@ -13,7 +13,7 @@ from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, pai
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from outrider.trace import Node, Replay, Text, Trace
+    from outrider.trace import ExplainedNode, Replay, Trace, TracedText
 
 _STYLES = {"✓": "green", "✗": "red", "·": "dim"}
 
@@ -103,7 +103,7 @@ def _summary(trace: Trace, request: int | None) -> None:
         print(paint(f"Next: outrider replay {trace.path}{which} --step {telling}", DIM))
 
 
-def _row(text: Text) -> list[str]:
+def _row(text: TracedText) -> list[str]:
     m, end = text.metrics, text.end
     length = f"{m.mean_acceptance_length:.2f}" if m.num_spec_steps else "-"
     seconds = "-" if end is None or end.seconds is None else f"{end.seconds:.2f}"
@@ -112,7 +112,7 @@ def _row(text: Text) -> list[str]:
     return [*map(str, counts), guesses, length, seconds, text.finish or "not seen"]
 
 
-def _steps(text: Text) -> None:
+def _steps(text: TracedText) -> None:
     """A letter a token, a bar a step."""
     print("its tokens, | between steps (a accepted guess, c correction, b bonus, p plain):")
     print("|".join(step.origins for step in text.steps))
@@ -177,21 +177,21 @@ def _tree(result: Replay, show: Any) -> Tree:
     return root
 
 
-def _label(node: Node, result: Replay, show: Any) -> Any:
+def _label(node: ExplainedNode, result: Replay, show: Any) -> Any:
     """The token, its fate and the reason; below the accepted ones, what the target thought likely next."""
     from rich.text import Text as Styled
 
     late = node.depth > len(result.written)
-    mark = "·" if late or not node.judged else "✓" if node.kept else "✗"
-    label = Styled(show(node.token), style="bold" if node.kept else "")
+    mark = "·" if late or not node.judged else "✓" if node.accepted else "✗"
+    label = Styled(show(node.token), style="bold" if node.accepted else "")
     if node.node:
-        why = "of no account: the text had ended" if late else node.why(show)
+        why = "not used: the text had ended" if late else node.why(show)
         label = Styled(f"{mark} ", style=_STYLES[mark]) + label + Styled(f"  {why}", style=_STYLES[mark])
     if node.drawn is not None and not late:
-        likely = ", ".join(f"{show(t)} {p:.2f}" for t, p in node.law[:3])
+        likely = ", ".join(f"{show(t)} {p:.2f}" for t, p in node.likely[:3])
         label.append(f"\nlikeliest next: {likely}", style="dim")
         if node.node == result.path[-1]:
-            rest = node.verifier != "match" and result.step.refused
+            rest = node.explains_by and result.step.refused
             drew = "what the guesses left of the law gave" if rest else "the target drew"
             label.append(f"\n{drew} {show(node.drawn)}" if node.drawn >= 0 else "\nno token has a chance here")
     return label

@@ -1,31 +1,32 @@
-"""Traces: what a run did, step by step, in a file that can be read, summed up and computed again.
+"""Traces: a file with each step of a run. It can be read, summed up and computed again.
 
-Recorder  writes one (`LLM(..., trace=...)`, `--trace FILE`); Detail says how much
-read      a file -> Trace: its header, its texts, their steps, and what they add up to
-replay    computes a recorded step again, and says why each guess was kept or refused
+Recorder  writes a trace (`LLM(..., trace=...)`, `--trace FILE`); `Detail` says how much
+read      file -> Trace: how the run was configured, its texts, their steps, and sums over them
+replay    computes a recorded step again and says why each draft token was accepted or rejected
 
-Above the loop, below whoever runs it. The loop knows nothing of it: a trace is a reader of steps.
+The loop does not know this package: a recorder is a reader of steps.
 """
 
 from __future__ import annotations
 
-from outrider.trace.reader import Depth, Text, Trace, read
+from outrider.trace.explain import ExplainedNode
+from outrider.trace.reader import DepthAcceptance, Trace, TracedText, read
 from outrider.trace.recorder import Recorder, describe
-from outrider.trace.records import Detail, End, Header, Request, Step
-from outrider.trace.replay import Node, Replay, replay
+from outrider.trace.records import Detail, EndRecord, RequestRecord, RunRecord, StepRecord
+from outrider.trace.replay import Replay, replay
 
 __all__ = [
-    "Depth",
+    "DepthAcceptance",
     "Detail",
-    "End",
-    "Header",
-    "Node",
+    "EndRecord",
+    "ExplainedNode",
     "Recorder",
     "Replay",
-    "Request",
-    "Step",
-    "Text",
+    "RequestRecord",
+    "RunRecord",
+    "StepRecord",
     "Trace",
+    "TracedText",
     "describe",
     "read",
     "replay",

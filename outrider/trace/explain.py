@@ -1,6 +1,7 @@
-"""Why a verifier kept or refused each guess, from the laws and the noise it read. For people: slow and complete.
+"""Why a verifier accepted or rejected each draft token, from the distributions and the noise it read.
 
-The ratio verifiers are explained by their definitions (`outrider.verify.reference`), run once more with the same noise.
+This is for people: slow and complete. A verifier with coins is explained by its reference, run again with the same
+noise. A verifier without coins compares draft tokens with the target's own sample, and that sample is computed again.
 """
 
 from __future__ import annotations
@@ -12,88 +13,95 @@ import torch
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsDistribution
-from outrider.core.types import Draft, Siblings, Verdict
-from outrider.trace.records import Law
-from outrider.verify import reference_block, reference_rejection, reference_traversal
+from outrider.core.types import Draft, Siblings, Verdict, ints
+from outrider.trace.records import TopProbs
+from outrider.verify import Verifier
 from outrider.verify.reference import Number
-
-_RATIO = {
-    "rejection": "p/q",  # the target's chance of it over the draft's
-    "block": "the chance of its chain",
-    "traversal": "the chance of its path",
-}
 
 
 @dataclass(frozen=True)
 class Coin:
-    """A guess is kept if value < chance. value: uniform noise in (0, 1)."""
+    """It accepts if value < chance. value: uniform noise in (0, 1)."""
 
     value: float
     chance: float
 
     @property
-    def kept(self) -> bool:
+    def accepts(self) -> bool:
         return self.value < self.chance
 
 
 @dataclass(frozen=True)
-class Node:
-    """A node of the draft and what became of it.
+class Evidence:
+    """What a verifier looked at when it judged a node.
 
-    p, noise: of its token in the target's law after its parent, and in the noise the target drew with (`match` at a
-    temperature above 0). rival: the token that the target drew there, with its p and noise, where that is another one.
-    coin: what the other verifiers decided by, where they looked. law: the likeliest tokens after this node. drawn: the
-    token that the target drew after it, where it did.
+    Without coins: noise is the Gumbel noise of the node's token, None for greedy decoding. rival is (token, p, noise) of
+    the token that the target drew instead, or None. With coins: coin, or None where the verifier needed no coin.
+    """
+
+    noise: float | None = None
+    rival: tuple[int, float, float | None] | None = None
+    coin: Coin | None = None
+
+
+@dataclass(frozen=True)
+class ExplainedNode:
+    """A node of the draft, and what the verifier did with it.
+
+    node, parent, depth, token: its place in the draft. p: the target's probability of its token. likely: the most likely
+    tokens after this node. drawn: the token that the target drew after it, None where it drew none. evidence: None if
+    the verifier did not judge the node. explains_by: see `Verifier`.
     """
 
     node: int
     parent: int
     depth: int
     token: int
-    kept: bool
-    verifier: str
-    judged: bool
+    accepted: bool
+    parent_accepted: bool
     p: float
-    law: Law
-    noise: float | None = None
-    rival: tuple[int, float, float | None] | None = None
-    coin: Coin | None = None
-    drawn: int | None = None
-    parent_kept: bool = True
+    likely: TopProbs
+    drawn: int | None
+    evidence: Evidence | None
+    explains_by: str | None
+
+    @property
+    def judged(self) -> bool:
+        return self.evidence is not None
 
     def why(self, show: Callable[[int], str] = str) -> str:
         """The reason in words. show: how to write a token."""
         if self.node == 0:
             return "the last token of the text, where the draft begins"
-        if not self.judged:
-            return f"never judged: {'a guess beside it was kept' if self.parent_kept else 'the guess above it was refused'}"
-        if self.verifier == "match":
-            return self._match(show)
-        ratio = _RATIO[self.verifier]
-        if self.coin is None or (self.kept and not self.coin.kept):
-            return "kept: a guess below it was kept"
-        coin, limit = f"its coin {self.coin.value:.3f}", f"{ratio}, {self.coin.chance:.3f}"
-        return f"kept: {coin} is below {limit}" if self.kept else f"refused: {coin} is not below {limit}"
+        if self.evidence is None:
+            sibling = self.parent_accepted
+            return f"never judged: {'a sibling was accepted' if sibling else 'the token above it was rejected'}"
+        if self.explains_by is None:
+            return self._why_sample(self.evidence, show)
+        return self._why_coin(self.evidence.coin, self.explains_by)
 
-    def _match(self, show: Callable[[int], str]) -> str:
-        if self.kept:
-            how = "it is the target's likeliest token" if self.noise is None else "the target drew it too"
-            return f"kept: {how} ({_odds(self.p, self.noise)})"
-        if self.rival is None:
-            return "refused: the same token stands beside it, and that one was followed"
-        if self.p == 0 and self.noise is not None:
-            how = "the sampling parameters leave it no chance"
-            return f"refused: {how}; the target drew {self._rival(show)}"
-        if self.noise is None:
-            return f"refused: the target's likeliest token is {self._rival(show)}"
-        return f"refused: the target drew {self._rival(show)}; this one had {_odds(self.p, self.noise)}"
+    def _why_coin(self, coin: Coin | None, limit: str) -> str:
+        if coin is None or (self.accepted and not coin.accepts):
+            return "accepted: a token below it was accepted"
+        value, chance = f"its coin {coin.value:.3f}", f"{limit}, {coin.chance:.3f}"
+        return f"accepted: {value} is below {chance}" if self.accepted else f"rejected: {value} is not below {chance}"
 
-    def _rival(self, show: Callable[[int], str]) -> str:
-        assert self.rival is not None
-        token, p, noise = self.rival
-        if token < 0:
-            return "nothing: its law was empty"
-        return show(token) if noise is None else f"{show(token)} ({_odds(p, noise)})"
+    def _why_sample(self, seen: Evidence, show: Callable[[int], str]) -> str:
+        own = _odds(self.p, seen.noise)
+        if self.accepted:
+            how = "it is the target's most likely token" if seen.noise is None else "the target drew it too"
+            return f"accepted: {how} ({own})"
+        if seen.rival is None:
+            return "rejected: a sibling has the same token, and the walk went there"
+        token, p, noise = seen.rival
+        rival = "nothing: no token is allowed" if token < 0 else show(token)
+        if token >= 0 and noise is not None:
+            rival += f" ({_odds(p, noise)})"
+        if seen.noise is None:
+            return f"rejected: the target's most likely token is {rival}"
+        if self.p == 0:
+            return f"rejected: the sampling parameters forbid it; the target drew {rival}"
+        return f"rejected: the target drew {rival}; this one had {own}"
 
 
 def _odds(p: float, noise: float | None) -> str:
@@ -101,70 +109,99 @@ def _odds(p: float, noise: float | None) -> str:
 
 
 def explain(
-    verifier: str,
-    laws: LogitsDistribution,
+    verifier: Verifier,
+    target: LogitsDistribution,
     draft: Draft,
     noise: Noise,
     position: torch.Tensor,
     verdict: Verdict,
-    likely: Sequence[Law],
-) -> list[Node]:
-    """The nodes of a one-row draft. likely: the likeliest tokens after each of them."""
-    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
-    path = [n for n in verdict.path[0].tolist() if n >= 0]
-    drawn = dict(zip(path, [*(tokens[n] for n in path[1:]), int(verdict.token[0])], strict=True))
-    level = [0] * len(tokens)
-    coins = {} if verifier == "match" else _coins(verifier, laws, draft, noise, position)
-    greedy = laws.warp.all_greedy
-    cache = dict[int, list[float]]()
-    out = list[Node]()
+    likely: Sequence[TopProbs],
+) -> list[ExplainedNode]:
+    """Explain the nodes of a one-row draft.
 
-    def law(node: int) -> list[float]:
-        if node not in cache:
-            cache[node] = laws.probs(torch.tensor([node], device=draft.tokens.device))[0].tolist()
-        return cache[node]
-
-    def gumbel(at: int, token: int) -> float | None:
-        if verifier != "match" or greedy:
-            return None
-        return float(noise.gumbel(Stream.TOKEN, position + at, token + 1)[0, token])
-
-    for n, (token, up) in enumerate(zip(tokens, parents, strict=True)):
-        level[n] = level[up] + 1 if n else 0
-        judged = n > 0 and (up in path if verifier == "match" else n in coins or n in path)
-        own, own_noise, rival = 1.0, None, None
-        if n:
-            own = law(up)[token]
-        if judged and verifier == "match":
-            own_noise = gumbel(level[up], token)
-            other = drawn[up]
-            if other != token:
-                mass = law(up)[other] if other >= 0 else 0.0
-                rival = (other, mass, gumbel(level[up], other) if other >= 0 else None)
-        out.append(
-            Node(
-                node=n,
-                parent=up,
-                depth=level[n],
-                token=token,
-                kept=n in path,
-                verifier=verifier,
-                judged=judged,
-                p=own,
-                law=likely[n],
-                noise=own_noise,
-                rival=rival,
-                coin=coins.get(n),
-                drawn=drawn.get(n),
-                parent_kept=up in path or n == 0,
-            )
+    target, draft, noise, position: what the verifier was given. likely: the most likely tokens after each node.
+    """
+    known = _Known(target, draft, noise, position)
+    path = [n for n in ints(verdict.path[0]) if n >= 0]
+    drawn = dict(zip(path, [*(known.tokens[n] for n in path[1:]), int(verdict.token[0])], strict=True))
+    by_node = _by_coin(verifier, known, path) if verifier.explains_by else _by_sample(known, drawn)
+    return [
+        ExplainedNode(
+            node=n,
+            parent=parent,
+            depth=known.depth[n],
+            token=token,
+            accepted=n in drawn,
+            parent_accepted=n == 0 or parent in drawn,
+            p=known.p(parent)[token] if n else 1.0,
+            likely=likely[n],
+            drawn=drawn.get(n),
+            evidence=by_node.get(n),
+            explains_by=verifier.explains_by,
         )
-    return out
+        for n, (token, parent) in enumerate(zip(known.tokens, known.parents, strict=True))
+    ]
+
+
+class _Known:
+    """The draft of one row as lists, and the distributions at its nodes."""
+
+    def __init__(self, target: LogitsDistribution, draft: Draft, noise: Noise, position: torch.Tensor) -> None:
+        self.target, self.draft, self.noise, self.position = target, draft, noise, position
+        self.tokens, self.parents = ints(draft.tokens[0]), ints(draft.parents[0])
+        self.depth = [0] * len(self.tokens)
+        for n, parent in enumerate(self.parents[1:], 1):
+            self.depth[n] = self.depth[parent] + 1
+        self._probs: dict[int, list[float]] = {}
+
+    def p(self, node: int) -> list[float]:
+        """The target's distribution after a node."""
+        if node not in self._probs:
+            at = torch.tensor([node], device=self.draft.tokens.device)
+            self._probs[node] = self.target.probs(at)[0].double().tolist()
+        return self._probs[node]
+
+    def q(self, node: int) -> list[float]:
+        """The distribution that the children of a node were drawn from. A chosen child has probability 1."""
+        if self.draft.probs is not None:
+            return self.draft.probs[0, node].double().tolist()
+        child = next((n for n, up in enumerate(self.parents) if up == node), 0)
+        return [float(token == self.tokens[child]) for token in range(len(self.p(0)))]
+
+
+def _by_sample(known: _Known, drawn: dict[int, int]) -> dict[int, Evidence]:
+    """For a verifier that compares with the target's own sample: every child of an accepted node was judged."""
+    greedy = known.target.warp.all_greedy
+
+    def gumbel(node: int, token: int) -> float | None:
+        at = known.position + known.depth[node] - 1
+        return None if greedy else float(known.noise.gumbel(Stream.TOKEN, at, token + 1)[0, token])
+
+    evidence = dict[int, Evidence]()
+    for n, parent in enumerate(known.parents):
+        if parent not in drawn:
+            continue
+        token, rival = drawn[parent], None
+        if token < 0:
+            rival = (token, 0.0, None)
+        elif token != known.tokens[n]:
+            rival = (token, known.p(parent)[token], gumbel(n, token))
+        evidence[n] = Evidence(gumbel(n, known.tokens[n]), rival)
+    return evidence
+
+
+def _by_coin(verifier: Verifier, known: _Known, path: list[int]) -> dict[int, Evidence]:
+    """For a verifier with coins: the coins that its reference reads from the same noise."""
+    choices = _NoiseChoices(known.noise, known.position)
+    siblings = known.draft.siblings if known.draft.probs is not None else Siblings.POINT
+    verifier.reference(known.tokens, known.parents, known.p, known.q, choices, siblings)
+    judged = {*choices.coins, *path[1:]}
+    return {n: Evidence(coin=choices.coins.get(n)) for n in judged}
 
 
 @dataclass
-class _Told:
-    """Choices of a reference, from one row's noise, read where the batched forms read it; remembers the coins."""
+class _NoiseChoices:
+    """Choices for a reference, from the noise that the batched forms read. It remembers the coins."""
 
     noise: Noise
     position: torch.Tensor
@@ -172,39 +209,10 @@ class _Told:
 
     def coin(self, part: Number, whole: Number, *, depth: int, node: int) -> bool:
         u = float(self.noise.uniform(Stream.ACCEPT, self.position + depth - 1, node + 1)[0, node])
-        chance = 1.0 if whole <= part else float(part / whole)
-        self.coins[node] = Coin(u, chance)
+        self.coins[node] = Coin(u, 1.0 if whole <= part else float(part / whole))
         return u * whole < part
 
-    def token(self, law: Sequence[Number], *, depth: int) -> int:
-        weights = torch.tensor([float(x) for x in law], dtype=torch.float64)
-        gumbel = self.noise.gumbel(Stream.RESIDUAL, self.position + depth - 1, len(law))[0].cpu()
+    def token(self, probs: Sequence[Number], *, depth: int) -> int:
+        weights = torch.tensor([float(x) for x in probs], dtype=torch.float64)
+        gumbel = self.noise.gumbel(Stream.RESIDUAL, self.position + depth - 1, len(probs))[0].cpu()
         return int((weights.log() + gumbel).argmax())
-
-
-def _coins(
-    verifier: str, laws: LogitsDistribution, draft: Draft, noise: Noise, position: torch.Tensor
-) -> dict[int, Coin]:
-    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
-    cache = dict[int, list[float]]()
-
-    def p(node: int) -> list[float]:
-        if node not in cache:
-            cache[node] = laws.probs(torch.tensor([node], device=draft.tokens.device))[0].double().tolist()
-        return cache[node]
-
-    def q(node: int) -> list[float]:
-        if draft.probs is not None:
-            return draft.probs[0, node].double().tolist()
-        child = next((n for n, up in enumerate(parents) if up == node), 0)
-        return [float(token == tokens[child]) for token in range(len(p(0)))]  # chosen: all mass on the guess
-
-    told = _Told(noise, position)
-    siblings = draft.siblings if draft.probs is not None else Siblings.POINT
-    if verifier == "block":
-        reference_block(tokens, parents, p, q, told)
-    elif verifier == "rejection":
-        reference_rejection(tokens, parents, p, q, told, siblings)
-    else:
-        reference_traversal(tokens, parents, p, q, told, siblings)
-    return told.coins

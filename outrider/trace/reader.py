@@ -1,4 +1,4 @@
-"""Reads a trace: typed lines, and what they add up to."""
+"""Reads a trace file, and sums up what it holds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from outrider.outputs import SpeculativeMetrics
-from outrider.trace.records import FORMAT, NO_TOKENS, PHASES, AnyLine, End, Header, Request, Step
+from outrider.trace.records import FORMAT, NO_TOKENS, PHASES, AnyLine, EndRecord, RequestRecord, RunRecord, StepRecord
 
 _LINES: TypeAdapter[AnyLine] = TypeAdapter(AnyLine)
 _HOW = "write one with: outrider generate PROMPT --trace FILE"
 
 
 @dataclass(frozen=True)
-class Depth:
-    """One level of the drafts. drafted: steps whose draft reached it; accepted: those in which a guess of it was kept."""
+class DepthAcceptance:
+    """One level of the drafts. drafted: steps with a draft token there. accepted: steps that accepted one there."""
 
     depth: int
     drafted: int
@@ -25,16 +25,17 @@ class Depth:
 
     @property
     def rate(self) -> float:
+        """The share of steps that accepted a token at this depth."""
         return self.accepted / self.drafted
 
 
 @dataclass(eq=False)
-class Text:
-    """One request of a trace and the text that was written for it. end: None where the trace or the run stopped before."""
+class TracedText:
+    """One request of a trace and its text. end: None if the run or the trace stopped earlier."""
 
-    request: Request
-    steps: list[Step] = field(default_factory=list)
-    end: End | None = None
+    request: RequestRecord
+    steps: list[StepRecord] = field(default_factory=list)
+    end: EndRecord | None = None
 
     @property
     def id(self) -> int:
@@ -50,21 +51,21 @@ class Text:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that were written. Raises ValueError where only counts were kept."""
+        """The generated tokens. Raises ValueError for a trace with counts only."""
         return [token for step in self.steps for token in step.written]
 
     @property
     def origins(self) -> str:
-        """A letter per written token: where it came from, see `Step.origins`."""
+        """One letter per generated token; see `StepRecord.origins`."""
         return "".join(step.origins for step in self.steps)
 
     @property
     def metrics(self) -> SpeculativeMetrics:
-        """The numbers that `RequestOutput.metrics.speculative_decoding` holds; num_spec_tokens is the deepest draft."""
+        """The numbers of `RequestOutput.metrics.speculative_decoding`. num_spec_tokens is the depth of the deepest draft."""
         return metrics(self.steps)
 
-    def step(self, number: int) -> Step:
-        """One of its steps. Raises ValueError for one that is not there."""
+    def step(self, number: int) -> StepRecord:
+        """Step `number`. Raises ValueError if there is no such step."""
         if not 0 <= number < len(self.steps):
             there = f"steps 0 to {len(self.steps) - 1}" if self.steps else "no steps"
             raise ValueError(f"request {self.id} has {there}, not step {number}")
@@ -72,7 +73,7 @@ class Text:
 
     @property
     def prompt(self) -> list[int]:
-        """Raises ValueError where only counts were kept."""
+        """The prompt's tokens. Raises ValueError for a trace with counts only."""
         if self.request.prompt is None:
             raise ValueError(NO_TOKENS)
         return self.request.prompt
@@ -80,42 +81,45 @@ class Text:
 
 @dataclass(eq=False)
 class Trace:
-    """A run as it was written down. texts: by request id, in the order they joined. problem: file, line and reason where
-    reading ended before the file did; what stands before that is whole."""
+    """A recorded run.
+
+    texts: by request id, in the order of their start. problem: file, line and reason if the file is damaged; then the
+    trace holds all lines before that line.
+    """
 
     path: Path
-    header: Header
-    texts: dict[int, Text] = field(default_factory=dict)
+    header: RunRecord
+    texts: dict[int, TracedText] = field(default_factory=dict)
     problem: str | None = None
 
     @property
-    def steps(self) -> list[Step]:
-        """All steps of all requests, in the order they were made."""
+    def steps(self) -> list[StepRecord]:
+        """All steps of all requests, in time order."""
         return sorted((s for text in self.texts.values() for s in text.steps), key=lambda s: s.round)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds in draft, target, verify and commit; a round counts once, however many rows it had."""
+        """Seconds in draft, target, verify and commit. Each round counts once."""
         rounds = {s.round: s.seconds for text in self.texts.values() for s in text.steps}
         return dict(zip(PHASES, (sum(part) for part in zip(*rounds.values(), strict=True)), strict=False))
 
     @property
-    def acceptance(self) -> list[Depth]:
-        """Level by level, from 1 to the deepest that was drafted."""
+    def acceptance(self) -> list[DepthAcceptance]:
+        """One entry per depth, from 1 to the deepest draft."""
         steps = self.steps
         deepest = max((s.depth for s in steps), default=0)
         return [
-            Depth(d, sum(s.depth >= d for s in steps), sum(s.accepted >= d for s in steps))
+            DepthAcceptance(d, sum(s.depth >= d for s in steps), sum(s.accepted >= d for s in steps))
             for d in range(1, deepest + 1)
         ]
 
     @property
     def metrics(self) -> SpeculativeMetrics:
-        """Over all requests."""
+        """The numbers over all requests."""
         return metrics(self.steps)
 
-    def text(self, request: int | None = None) -> Text:
-        """One request; the only one, if none is named. Raises ValueError if that is not clear."""
+    def text(self, request: int | None = None) -> TracedText:
+        """One request. None: the only one. Raises ValueError for an unknown id, and for None with several requests."""
         known = ", ".join(map(str, list(self.texts)[:20])) + (", ..." if len(self.texts) > 20 else "")
         if request is None and len(self.texts) == 1:
             return next(iter(self.texts.values()))
@@ -126,19 +130,18 @@ class Trace:
         return self.texts[request]
 
 
-def metrics(steps: list[Step]) -> SpeculativeMetrics:
-    """vLLM's numbers for some steps."""
+def metrics(steps: list[StepRecord]) -> SpeculativeMetrics:
+    """vLLM's speculative decoding numbers for some steps."""
     return SpeculativeMetrics.of(
         [s.drafted for s in steps], [s.accepted for s in steps], max((s.depth for s in steps), default=0)
     )
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """A trace file. One that was cut off, or is broken further down, is read as far as it is whole, and `Trace.problem` says
-    where that ends.
+    """Read a trace file. A damaged file is read up to the damage, and `Trace.problem` says where that is.
 
-    Raises OSError for a file that cannot be opened, and ValueError, with file, line and reason, where not even the header
-    can be read: an empty file, another kind of file, another format.
+    Raises OSError if the file cannot be opened. Raises ValueError with file, line and reason if the first line is not a
+    header of this format.
     """
     where = Path(path)
     with where.open("rb") as file:
@@ -152,9 +155,9 @@ def read(path: str | os.PathLike[str]) -> Trace:
     return trace
 
 
-def _header(where: Path, raw: bytes) -> Header:
+def _header(where: Path, raw: bytes) -> RunRecord:
     if not raw:
-        raise ValueError(f"{where} is empty: the run ended before anything was written, or it is no trace; {_HOW}")
+        raise ValueError(f"{where} is empty: the run wrote nothing, or this is no trace; {_HOW}")
     try:
         line = _parse(raw)
     except ValueError as error:
@@ -165,8 +168,10 @@ def _header(where: Path, raw: bytes) -> Header:
                 f"that wrote it, or {_HOW}"
             ) from None
         raise ValueError(f"{where}, line 1: this is no trace of outrider ({error}); {_HOW}") from None
-    if not isinstance(line, Header):
-        raise ValueError(f"{where}, line 1: a trace begins with its header, this line is a {line.line}; {_HOW}")
+    if not isinstance(line, RunRecord):
+        raise ValueError(
+            f"{where}, line 1: the first line of a trace is its header, and this line is a {line.line}; {_HOW}"
+        )
     if line.format != FORMAT:
         raise ValueError(
             f"{where}, line 1: this trace has format {line.format}, this outrider reads format {FORMAT}; use the version "
@@ -176,7 +181,7 @@ def _header(where: Path, raw: bytes) -> Header:
 
 
 def _format(raw: bytes) -> object:
-    """The format that a header of another version names."""
+    """The format number in the header of another version, or None."""
     try:
         found = TypeAdapter(dict).validate_json(raw)
     except ValidationError:
@@ -185,7 +190,7 @@ def _format(raw: bytes) -> object:
 
 
 def _parse(raw: bytes) -> AnyLine:
-    """Raises ValueError with a short reason."""
+    """One line. Raises ValueError with a short reason."""
     if not raw.endswith(b"\n"):
         raise ValueError("it is cut off in the middle")
     try:
@@ -201,17 +206,18 @@ def _parse(raw: bytes) -> AnyLine:
 
 
 def _add(trace: Trace, line: AnyLine) -> None:
-    if isinstance(line, Header):
+    """Add a line. Raises ValueError if it does not follow from the lines before."""
+    if isinstance(line, RunRecord):
         raise ValueError("a second header; one file holds one run")
-    if isinstance(line, Request):
+    if isinstance(line, RequestRecord):
         if line.request in trace.texts:
             raise ValueError(f"request {line.request} joins a second time")
-        trace.texts[line.request] = Text(line)
+        trace.texts[line.request] = TracedText(line)
         return
     text = trace.texts.get(line.request)
     if text is None or text.end is not None:
         raise ValueError(f"a {line.line} of request {line.request}, which {'has ended' if text else 'never joined'}")
-    if isinstance(line, End):
+    if isinstance(line, EndRecord):
         text.end = line
         return
     due, at = len(text.steps), text.request.prompt_tokens + text.output_tokens

@@ -1,7 +1,7 @@
-"""Writes a trace: a reader of steps that copies what its `Detail` names. Without one nothing is copied and nothing costs.
+"""Writes a trace. A recorder reads steps and copies what its `Detail` names. Without a recorder there is no cost.
 
-Every line is whole: lines leave in one write, and what a full disk cut off is taken back. Whatever goes wrong while
-writing ends the trace, with one warning, and never the text.
+The file has whole lines only: a line is one write, and a line that a full disk cut off is removed. An error while
+writing ends the trace with one warning. It never ends a request.
 """
 
 from __future__ import annotations
@@ -28,10 +28,20 @@ from outrider.decode import Decoder, Row
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded
 from outrider.params import SamplingParams
-from outrider.trace import records
-from outrider.trace.records import PHASES, TOP, Detail, Header, Law, Line
+from outrider.trace.records import (
+    PHASES,
+    TOP_TOKENS,
+    Detail,
+    EndRecord,
+    RequestRecord,
+    RunRecord,
+    StepRecord,
+    TopProbs,
+    TraceLine,
+)
 
-_NUMBERS = (  # of the sampling parameters, those that say nothing about a text
+# Sampling parameters that tell nothing about a text.
+_NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "min_tokens", "max_tokens", "ignore_eos", "n",
 )  # fmt: skip
@@ -39,9 +49,9 @@ _DEFAULTS = SamplingParams()
 
 
 class Recorder:
-    """A trace file that is being written. problem: why it ended early, or None.
+    """Writes a trace file. problem: why the trace ended early, or None.
 
-    Give it to `LLM(..., trace=...)`, or to a loop of your own:
+    Give it to `LLM(..., trace=...)`, or call it in your own loop:
 
         with Recorder("run.jsonl", Detail.COUNTS) as trace:
             trace.begin(describe(...))
@@ -51,8 +61,10 @@ class Recorder:
     """
 
     def __init__(self, path: str | os.PathLike[str], detail: Detail | str = Detail.TOKENS) -> None:
-        """path: is overwritten. detail: what is kept, see `Detail`. Raises ValueError for an unknown detail and OSError
-        where the file cannot be opened."""
+        """path: an existing file is overwritten. detail: how much is written; see `Detail`.
+
+        Raises ValueError for an unknown detail, and OSError if the file cannot be opened.
+        """
         try:
             self.detail = Detail(detail)
         except ValueError:
@@ -64,25 +76,29 @@ class Recorder:
         self._due: dict[int, int] = {}  # by request: the position its next step begins at
         self._lock = threading.Lock()
 
-    def begin(self, header: Header) -> None:
-        """The first line; `describe` makes it. The trace's own detail is what counts. Raises ValueError for a second one."""
+    def begin(self, header: RunRecord) -> None:
+        """Write the first line, which `describe` makes; `detail` is the recorder's own. Raises ValueError the second time."""
         if self._whole:
-            raise ValueError(f"{self.path} holds a run already; a second one needs a Recorder of its own")
+            raise ValueError(
+                f"{self.path} already has a run, and a file has one run; give each run a Recorder of its own"
+            )
         self._write([header.model_copy(update={"detail": self.detail})])
 
     def keep(self, step: Step, rows: Sequence[Row]) -> None:
-        """A step and the rows it moved, in its order. Copies what is kept: the step's tensors may be reused after."""
+        """Write a step. rows: its rows, in its order. It copies what it needs: the step's tensors may change later."""
         if self._file is None:
             return
         try:
-            lines = list[Line]()
+            lines = list[TraceLine]()
             read = [t.tolist() for t in (step.draft.tokens, step.draft.parents, step.verdict.path, step.verdict.token)]
             for b, row in enumerate(rows):
                 at, asked = step.positions[b], row.request
                 if asked.id not in self._due and at == len(asked.prompt):
                     self._due[asked.id] = at
                     lines.append(self._request(row))
-                if self._due.get(asked.id) != at:  # it began before the trace did, or was moved without a step
+                if (
+                    self._due.get(asked.id) != at
+                ):  # the request started before the trace, or moved without this recorder
                     if asked.id in self._due:
                         lines.append(self._end(row, "abort"))
                     continue
@@ -91,17 +107,18 @@ class Recorder:
                 if row.end is not None:
                     lines.append(self._end(row, row.end.finish))
             self._round += 1
-        except Exception as error:  # a trace must not cost anybody a text
-            self._fail(f"a step could not be written down: {error!r}")
+        except Exception as error:  # an error in a trace must not end a request
+            self._fail(f"a step could not be written: {error!r}")
         else:
             self._write(lines)
 
     def end(self, row: Row, finish: str) -> None:
-        """A request that ended outside of a step: cancelled, late, failed. Nothing, if its end was written already."""
+        """Write the end of a request that did not end in a step: cancelled, late or failed. The second time does nothing."""
         if row.request.id in self._due:
             self._write([self._end(row, finish)])
 
     def close(self) -> None:
+        """Close the file. The second time does nothing."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -115,9 +132,9 @@ class Recorder:
 
     # -- lines ------------------------------------------------------------------------------------------------------
 
-    def _request(self, row: Row) -> Line:
+    def _request(self, row: Row) -> TraceLine:
         asked, tokens = row.request, self.detail is not Detail.COUNTS
-        return records.Request(
+        return RequestRecord(
             request=asked.id,
             prompt_tokens=len(asked.prompt),
             seed=asked.seed,
@@ -129,8 +146,8 @@ class Recorder:
 
     def _step(
         self, step: Step, b: int, row: Row, tokens: list[int], parents: list[int], path: list[int], token: int
-    ) -> Line:
-        kept, draft, nodes = step.commits[b], step.draft, sum(up >= -1 for up in parents)
+    ) -> TraceLine:
+        commit, draft, nodes = step.commits[b], step.draft, sum(up >= -1 for up in parents)
         parents, path = parents[:nodes], [n for n in path if n >= 0]
         levels = [0] * nodes
         for n, up in enumerate(parents[1:], 1):
@@ -142,15 +159,15 @@ class Recorder:
             "position": step.positions[b],
             "drafted": nodes - 1,
             "depth": max(levels),
-            "accepted": kept.num_accepted,
+            "accepted": commit.num_accepted,
             "refused": parents.count(path[-1]),
-            "committed": len(kept.tokens),
+            "committed": len(commit.tokens),
             "rows": len(step.slots),
             "seconds": tuple(step.seconds[phase] for phase in PHASES),
         }
         if self.detail is Detail.COUNTS:
-            return records.Step(**counts)
-        told: dict[str, Any] = {
+            return StepRecord(**counts)
+        more: dict[str, Any] = {
             "tokens": tokens[:nodes],
             "parents": parents,
             "siblings": draft.siblings.name,
@@ -160,27 +177,27 @@ class Recorder:
             "note": (draft.notes[b] if draft.notes else None) or None,
         }
         if self.detail is Detail.PROBS:
-            told |= self._laws(step, b, row, nodes)
-        return records.Step(**counts, **told)
+            more |= self._probs(step, b, row, nodes)
+        return StepRecord(**counts, **more)
 
-    def _laws(self, step: Step, b: int, row: Row, nodes: int) -> dict[str, Any]:
+    def _probs(self, step: Step, b: int, row: Row, nodes: int) -> dict[str, Any]:
         draft, out = step.draft, dict[str, Any]()
         if draft.confidence is not None:
             out["chances"] = draft.confidence[b, :nodes].tolist()
         if draft.probs is not None:
-            out["draft_law"] = [top(law) for law in draft.probs[b, :nodes]]
+            out["draft_law"] = [top(probs) for probs in draft.probs[b, :nodes]]
         if step.logits is not None:
             old, at = row.history, step.positions[b]  # as it stood before the step
             before = SequenceState(old.params, old.end_ids, old.bad_words, old.tokens[:at], old.prompt_length, old.mask)
             own = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes])
-            out["target_law"] = target_laws(
+            out["target_law"] = target_probs(
                 LogitsDistribution(step.logits[b : b + 1], own, LogitsWarper([before], step.logits.device)), nodes
             )
         return out
 
-    def _end(self, row: Row, finish: str) -> Line:
+    def _end(self, row: Row, finish: str) -> TraceLine:
         self._due.pop(row.request.id, None)
-        return records.End(
+        return EndRecord(
             request=row.request.id,
             finish=finish,
             output_tokens=len(row.output),
@@ -191,7 +208,7 @@ class Recorder:
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
-    def _write(self, lines: Sequence[Line]) -> None:
+    def _write(self, lines: Sequence[TraceLine]) -> None:
         data = b"".join(line.json_line() for line in lines)
         with self._lock:
             if self._file is None:
@@ -202,7 +219,7 @@ class Recorder:
                     rest = rest[os.write(self._file, rest) :]
                 self._whole += len(data)
             except OSError as error:
-                with suppress(OSError):  # what is no file on a disk cannot be cut
+                with suppress(OSError):  # a pipe cannot be cut
                     os.ftruncate(self._file, self._whole)
                 os.close(self._file)
                 self._file = None
@@ -219,11 +236,11 @@ class Recorder:
         )
 
 
-def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail: Detail = Detail.TOKENS) -> Header:
-    """The header for a model, a configuration and the loop that runs them."""
-    texts = {"prediction", "corpus"}  # may be somebody's, and no replay needs them
+def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail: Detail = Detail.TOKENS) -> RunRecord:
+    """The first line of a trace: the model, the configuration and the loop that runs them."""
+    texts = {"prediction", "corpus"}  # may be private, and a replay does not need them
     chosen = config.model_dump(mode="json", exclude_defaults=True, exclude=texts, fallback=lambda x: type(x).__name__)
-    return Header(
+    return RunRecord(
         outrider=__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         detail=detail,
@@ -250,21 +267,23 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail
     )
 
 
-def target_laws(laws: LogitsDistribution, nodes: int) -> list[Law]:
-    """The likeliest tokens after each of the nodes of a one-row draft, all sampling parameters applied."""
-    return [top(laws.probs(torch.tensor([n], device=laws.logits.device))[0]) for n in range(nodes)]
+def target_probs(target: LogitsDistribution, nodes: int) -> list[TopProbs]:
+    """The most likely tokens after each node of a one-row draft, after all sampling parameters."""
+    return [top(target.probs(torch.tensor([n], device=target.logits.device))[0]) for n in range(nodes)]
 
 
-def top(law: torch.Tensor) -> Law:
-    """The likeliest tokens of a law [vocab], without those that have no mass."""
-    best = law.topk(min(TOP, len(law)))
+def top(probs: torch.Tensor) -> TopProbs:
+    """The most likely tokens of a distribution [vocab], without tokens of probability 0."""
+    best = probs.topk(min(TOP_TOKENS, len(probs)))
     return [(t, p) for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if not p <= 0]
 
 
 def _params(params: SamplingParams, tokens: bool) -> dict[str, Any]:
-    """What differs from the defaults; numbers only where tokens are not to be told. What was drawn with it is the seed's."""
-    told = {f.name for f in fields(params) if f.init} - {"seed", "prediction", "bad_words"} if tokens else set(_NUMBERS)
-    found = {name: getattr(params, name) for name in sorted(told)}
+    """Parameters other than the defaults; numbers only if `tokens` is False."""
+    names = (
+        {f.name for f in fields(params) if f.init} - {"seed", "prediction", "bad_words"} if tokens else set(_NUMBERS)
+    )
+    found = {name: getattr(params, name) for name in sorted(names)}
     if found.get("logit_bias"):
         found["logit_bias"] = {int(t): float(bias) for t, bias in found["logit_bias"].items()}
     for name in ("stop_token_ids", "allowed_token_ids"):

@@ -1,4 +1,4 @@
-"""What a trace file holds, line by line, as values that check themselves. One JSON object a line, told apart by `line`."""
+"""The lines of a trace file as checked records. Each line is one JSON object; its field `line` names the record."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from outrider.core.origins import letters
 from outrider.params import SamplingParams
 
-FORMAT = 1  # raised when a field changes its meaning
-TOP = 5  # tokens of a law that `Detail.PROBS` keeps
+FORMAT = 1  # increased when a field changes its meaning
+TOP_TOKENS = 5  # tokens of a distribution that `Detail.PROBS` writes
 
 PHASES = ("draft", "target", "verify", "commit")
 
 Id = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-Law = list[tuple[Id, float]]  # the likeliest tokens and their probabilities, downwards
+TopProbs = list[tuple[Id, float]]  # the most likely tokens and their probabilities, most likely first
 
 
 class Detail(Enum):
-    """How much of a run is written down. Token ids are the text: who reads a trace with tokens reads the prompts."""
+    """How much of a run a trace holds. Token ids are text: a trace with tokens shows the prompts."""
 
-    COUNTS = "counts"  # how many guesses, how many kept, how long it took; no token, no text
-    TOKENS = "tokens"  # also prompts, drafts and decisions, as token ids: enough to compute every step again
-    PROBS = "probs"  # also the likeliest tokens of the target's and the draft's law at every node
+    COUNTS = "counts"  # numbers of draft and accepted tokens, and times; no tokens and no text
+    TOKENS = "tokens"  # also prompts, drafts and decisions as token ids, enough to compute each step again
+    PROBS = "probs"  # also the most likely tokens of the target's and the draft's distribution at each node
 
 
-class Line(BaseModel):
-    """Unknown fields are an error, so that nothing is read as what it is not."""
+class TraceLine(BaseModel):
+    """One line. Unknown fields are an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
     def json_line(self) -> bytes:
+        """The line as it stands in the file, with its line break."""
         return self.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
-class Header(Line):
-    """The first line: who wrote this, and what it was run with."""
+class RunRecord(TraceLine):
+    """The first line: the version that wrote the trace, and how the run was configured."""
 
     line: Literal["header"] = "header"
     kind: Literal["outrider-trace"] = "outrider-trace"
@@ -52,30 +53,30 @@ class Header(Line):
     device: str
     vocab_size: Count
     max_length: Count  # tokens of prompt and output
-    batch_invariant: bool  # do a row's logits not depend on its neighbours? Then a replay is equal bit for bit
+    batch_invariant: bool  # True: a replay has the same bits, because logits do not depend on the other rows
     end_ids: list[Id]
-    drafter: str  # its class
+    drafter: str  # the name of its class
     verifier: str
     guarantee: str
-    speculative_config: dict[str, Any] = {}  # what differs from the defaults
+    speculative_config: dict[str, Any] = {}  # values other than the defaults
     machine: dict[str, str]  # processor, cores, versions
 
 
-class Request(Line):
-    """A request as it joins. prompt: its token ids, not under `Detail.COUNTS`; then `params` holds numbers only, too."""
+class RequestRecord(TraceLine):
+    """A request at its start. With `Detail.COUNTS` there is no prompt, and `params` has numbers only."""
 
     line: Literal["request"] = "request"
     request: Id
     prompt_tokens: Count
     seed: int
-    params: dict[str, Any]  # of `SamplingParams`, what differs from the defaults
+    params: dict[str, Any]  # `SamplingParams` other than the defaults
     prompt: list[Id] | None = None
     bad_words: list[list[Id]] | None = None
-    grammar: bool = False  # held to one, which is not written down
+    grammar: bool = False  # whether a grammar constrained the request; the trace does not hold it
 
     @property
     def sampling(self) -> SamplingParams:
-        """Raises ValueError for parameters that make no sense."""
+        """The sampling parameters. Raises ValueError for values that they cannot have."""
         given = dict(self.params)
         try:
             if given.get("logit_bias"):
@@ -87,43 +88,43 @@ class Request(Line):
         return params
 
     @model_validator(mode="after")
-    def _consistent(self) -> Request:
+    def _consistent(self) -> RequestRecord:
         if self.prompt is not None and len(self.prompt) != self.prompt_tokens:
             raise ValueError(f"the prompt has {len(self.prompt)} tokens, not {self.prompt_tokens}")
         _ = self.sampling
         return self
 
 
-class Step(Line):
-    """One row in one draft-verify round. Rows of one round share `round`, and `seconds` is the whole round's."""
+class StepRecord(TraceLine):
+    """One request in one draft-verify round. Requests of the same round share `round` and `seconds`."""
 
     line: Literal["step"] = "step"
     request: Id
     round: Count  # of the run
     step: Count  # of the request; the noise is keyed by it
     position: Count  # committed tokens before
-    drafted: Count  # guesses
+    drafted: Count  # draft tokens
     depth: Count  # levels of the draft
-    accepted: Count  # guesses that the text has
-    refused: Count  # guesses that were offered after the last accepted one, none of which was it
-    committed: Count  # tokens written
-    rows: Count  # in the round
+    accepted: Count  # draft tokens that became text
+    refused: Count  # children of the last accepted node; the verifier rejected all of them
+    committed: Count  # new tokens of the text
+    rows: Count  # requests in the round
     seconds: tuple[float, float, float, float]  # in draft, target, verify, commit
-    # from Detail.TOKENS on
+    # with Detail.TOKENS and Detail.PROBS
     tokens: list[Id] | None = None  # of the draft; node 0 is the last committed token
     parents: list[int] | None = None
     siblings: str | None = None
-    path: list[Id] | None = None  # accepted nodes from the root down, before the text's end cut it
-    token: int | None = None  # drawn at the last of them; -1 where there was no law
+    path: list[Id] | None = None  # accepted nodes from the root down, also those after the end of the text
+    token: int | None = None  # drawn at the last accepted node; -1 where no token was possible
     budget: tuple[Count, Count, Count | None] | None = None  # depth, width, nodes
-    note: str | None = None  # of the drafter: who guessed and why
+    note: str | None = None  # the drafter's explanation of its draft
     # with Detail.PROBS
-    target_law: list[Law] | None = None  # of the token after each node
-    draft_law: list[Law] | None = None  # that the children of each node were drawn from, where they were drawn
-    chances: list[float] | None = None  # the drafter's own estimate that a node is accepted
+    target_law: list[TopProbs] | None = None  # the target's distribution after each node
+    draft_law: list[TopProbs] | None = None  # the distribution that the children of each node were drawn from
+    chances: list[float] | None = None  # the drafter's confidence that a node is accepted
 
     @model_validator(mode="after")
-    def _consistent(self) -> Step:
+    def _consistent(self) -> StepRecord:
         if not self.accepted <= self.depth <= self.drafted or not self.accepted <= self.committed <= self.accepted + 1:
             raise ValueError("accepted <= depth <= drafted and accepted <= committed <= accepted + 1 must hold")
         if self.tokens is None:
@@ -134,28 +135,31 @@ class Step(Line):
         if any(not 0 <= up < n for n, up in enumerate(parents[1:], 1)):
             raise ValueError(f"a parent comes before its children, got parents {parents}")
         if path[:1] != [0] or any(n >= len(tokens) or parents[n] != up for up, n in pairwise(path)):
-            raise ValueError(f"the path is no walk down the tree: {path} with parents {parents}")
+            raise ValueError(f"the path does not follow the tree: path {path}, parents {parents}")
         if self.token is None or self.siblings is None or self.budget is None:
             raise ValueError("token, siblings and budget are missing")
-        if any(law is not None and len(law) != len(tokens) for law in (self.target_law, self.draft_law, self.chances)):
-            raise ValueError("there is not one law for each node")
+        if any(
+            per_node is not None and len(per_node) != len(tokens)
+            for per_node in (self.target_law, self.draft_law, self.chances)
+        ):
+            raise ValueError("target_law, draft_law and chances need one entry for each node")
         return self
 
     @property
     def written(self) -> list[int]:
-        """The tokens that this step added to the text. Raises ValueError where only counts were kept."""
+        """The tokens that this step added to the text. Raises ValueError for a trace with counts only."""
         if self.tokens is None or self.path is None or self.token is None:
             raise ValueError(NO_TOKENS)
         return [*(self.tokens[n] for n in self.path[1:]), self.token][: self.committed]
 
     @property
     def origins(self) -> str:
-        """A letter per written token, see `outrider.core.origins`."""
+        """One letter per new token; see `outrider.core.origins`."""
         return letters(self.drafted, self.accepted, self.refused > 0, self.committed)
 
 
-class End(Line):
-    """The end of a request. Times in seconds since it got its row."""
+class EndRecord(TraceLine):
+    """The end of a request. Times in seconds since it got its cache slot."""
 
     line: Literal["end"] = "end"
     request: Id
@@ -167,7 +171,7 @@ class End(Line):
 
 
 NO_TOKENS = (
-    "this trace holds counts only; tokens are kept by --trace-detail tokens, or Recorder(path, Detail.TOKENS), and they "
-    "are the prompts' text"
+    "this trace has counts only; --trace-detail tokens or Recorder(path, Detail.TOKENS) also writes tokens, "
+    "which show the text of the prompts"
 )
-AnyLine = Annotated[Header | Request | Step | End, Field(discriminator="line")]
+AnyLine = Annotated[RunRecord | RequestRecord | StepRecord | EndRecord, Field(discriminator="line")]

@@ -21,10 +21,10 @@ from outrider.decode import Decoder, Row, _signed
 from outrider.decode import Request as Asked
 from outrider.drafters.base import DraftContext
 from outrider.models.nodes import Nodes
-from outrider.trace.explain import Node, explain
-from outrider.trace.reader import Text, Trace
-from outrider.trace.recorder import target_laws, top
-from outrider.trace.records import NO_TOKENS, Step
+from outrider.trace.explain import ExplainedNode, explain
+from outrider.trace.reader import Trace, TracedText
+from outrider.trace.recorder import target_probs, top
+from outrider.trace.records import NO_TOKENS, StepRecord
 from outrider.verify import VERIFIERS
 
 
@@ -35,9 +35,9 @@ class Replay:
     nodes: the draft's, with law, noise and reason. before: prompt and text that the step continues.
     """
 
-    text: Text
-    step: Step
-    nodes: tuple[Node, ...]
+    text: TracedText
+    step: StepRecord
+    nodes: tuple[ExplainedNode, ...]
     path: tuple[int, ...]
     token: int
     written: tuple[int, ...]
@@ -78,7 +78,7 @@ def replay(
         decoder.release(row.slot)
 
 
-def _check(trace: Trace, text: Text, decoder: Decoder, mask: TokenMask | None) -> None:
+def _check(trace: Trace, text: TracedText, decoder: Decoder, mask: TokenMask | None) -> None:
     """Raise ValueError for what cannot be computed."""
     header = trace.header
     if text.request.prompt is None:
@@ -96,14 +96,14 @@ def _check(trace: Trace, text: Text, decoder: Decoder, mask: TokenMask | None) -
         )
 
 
-def _asked(text: Text, mask: TokenMask | None) -> Asked:
+def _asked(text: TracedText, mask: TokenMask | None) -> Asked:
     """The request, as the loop takes it."""
     bad = tuple(tuple(word) for word in text.request.bad_words or ())
     params = text.request.sampling.with_(prompt_logprobs=None, logprobs=None)
     return Asked(text.id, text.prompt, params, text.request.seed, bad, (), mask)
 
 
-def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) -> Replay:
+def _computed(trace: Trace, text: TracedText, step: StepRecord, decoder: Decoder, row: Row) -> Replay:
     assert step.tokens is not None
     assert step.parents is not None
     assert step.budget is not None
@@ -117,7 +117,7 @@ def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) 
         raise ValueError(
             f"the draft of step {step.step} begins at token {step.tokens[0]}, the text ends in {before[-1]}"
         )
-    if verifier.needs_probs and step.siblings != Siblings.POINT.name:
+    if verifier.needs_probs and step.drafted and step.siblings != Siblings.POINT.name:
         batch = DraftContext(
             slots=[row.slot],
             tokens=[row.tokens],
@@ -137,8 +137,8 @@ def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) 
     laws = LogitsDistribution(out.logits, draft, warp)
     verdict = verifier(laws, draft, noise, position)
     path = [n for n in verdict.path[0].tolist() if n >= 0]
-    likely = target_laws(laws, draft.nodes)
-    nodes = explain(verifier.name, laws, draft, noise, position, verdict, likely)
+    likely = target_probs(laws, draft.nodes)
+    nodes = explain(verifier, laws, draft, noise, position, verdict, likely)
     written = _written(row, [*(step.tokens[n] for n in path[1:]), int(verdict.token[0])])
     differs = _differences(step, draft, verdict, path, written, likely)
     return Replay(
@@ -146,7 +146,7 @@ def _computed(trace: Trace, text: Text, step: Step, decoder: Decoder, row: Row) 
     )
 
 
-def _proposed(decoder: Decoder, batch: DraftContext, recorded: Draft, step: Step) -> Draft:
+def _proposed(decoder: Decoder, batch: DraftContext, recorded: Draft, step: StepRecord) -> Draft:
     """The draft with the laws it was drawn from, which only the drafter knows. Raises ValueError if it is another now."""
     kinds = {kind.name: kind for kind in Siblings}
     draft = decoder.drafter.propose(batch)
@@ -172,7 +172,7 @@ def _written(row: Row, new: Sequence[int]) -> list[int]:
 
 
 def _differences(
-    step: Step,
+    step: StepRecord,
     draft: Draft,
     verdict: Verdict,
     path: list[int],

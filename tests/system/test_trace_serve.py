@@ -206,7 +206,7 @@ def test_replay_explains_a_step(written: Path) -> None:
     said = CliRunner().invoke(cli.app, ["replay", str(written), "--step", str(step)])
     assert said.exit_code == 0, said.output
     assert "✓" in said.output
-    assert "kept: the target drew it too (p " in said.output
+    assert "accepted: the target drew it too (p " in said.output
     assert "likeliest next: " in said.output
     assert "computed again: the same draft, verdict and tokens as recorded" in said.output
     other = CliRunner().invoke(cli.app, ["replay", str(written), "--step", str(step), "-m", "builtin:code-draft"])

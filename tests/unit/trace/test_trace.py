@@ -176,13 +176,13 @@ def test_every_step_is_computed_again_in_company(tmp_path: Path, drafter, verifi
         assert again.differs == ()
         assert again.path == tuple(again.step.path or ())
         assert [n.node for n in again.nodes] == list(range(again.step.drafted + 1))
-        assert [n.node for n in again.nodes if n.kept] == list(again.path)
+        assert [n.node for n in again.nodes if n.accepted] == list(again.path)
         words = [n.why() for n in again.nodes]
-        assert all(word.startswith(("kept", "refused", "never judged", "the last token")) for word in words)
+        assert all(word.startswith(("accepted", "rejected", "never judged", "the last token")) for word in words)
         for node, word in zip(again.nodes[1:], words[1:], strict=True):
-            assert word.startswith("kept") == node.kept
-            if node.coin is not None and verifier == "rejection":
-                assert node.coin.kept == node.kept
+            assert word.startswith("accepted") == node.accepted
+            if node.evidence and node.evidence.coin and verifier == "rejection":
+                assert node.evidence.coin.accepts == node.accepted
         written.setdefault(again.text.id, []).extend(again.written)
     assert list(written.values()) == [row.output for row in rows]
     assert not fresh.rows
@@ -197,9 +197,9 @@ def test_a_replay_says_what_the_noise_chose(tmp_path: Path) -> None:
     refused = 0
     for again in replays(read(tmp_path / "t"), loop("none")):
         for node in again.nodes[1:]:
-            if node.judged and node.rival is not None and node.p > 0:
-                _, p, noise = node.rival
-                assert math.log(p) + noise >= math.log(node.p) + node.noise - 1e-5  # type: ignore[operator]
+            if node.evidence and node.evidence.rival is not None and node.p > 0:
+                _, p, noise = node.evidence.rival
+                assert math.log(p) + noise >= math.log(node.p) + node.evidence.noise - 1e-5  # type: ignore[operator]
                 refused += 1
     assert refused > 10
 

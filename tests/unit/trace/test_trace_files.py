@@ -37,7 +37,7 @@ def whole(tmp_path_factory) -> bytes:
         (b"[1, 2]\n", "line 1: this is no trace"),
         (b"hello\nworld\n", "line 1: this is no trace"),
         (b'{"line": "header", "kind": "outrider-trace", "format": 99, "new": true}\n', "format 99, this outrider reads format 1"),
-        (b'{"line": "end", "request": 0, "finish": "stop", "output_tokens": 0, "steps": 0}\n', "begins with its header"),
+        (b'{"line": "end", "request": 0, "finish": "stop", "output_tokens": 0, "steps": 0}\n', "first line of a trace is its"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_traces(tmp_path: Path, content: bytes, message: str) -> None:
@@ -84,11 +84,11 @@ def test_a_line_that_is_wrong_ends_what_is_read(tmp_path: Path, whole: bytes) ->
     assert "drafted" in broken({"drafted": "many"})
     assert "accepted <= depth" in broken({"accepted": 99})
     assert "parent" in broken({"parents": [-1, 5, 0, 0, 0, 0, 0, 0, 0]})
-    assert "walk down the tree" in broken({"path": [0, 1, 1]})
+    assert "does not follow the tree" in broken({"path": [0, 1, 1]})
     assert "never joined" in broken({"request": 424242})
     assert "is due" in broken({"step": 7})
     assert "Extra inputs" in broken({"surprise": 1})
-    assert "one law for each node" in broken({"chances": [0.5]})
+    assert "need one entry for each node" in broken({"chances": [0.5]})
     assert "temperature" in broken({"params": {"temperature": -1}}, "request")
     assert "cannot be read" in broken({"params": {"warmth": 1}}, "request")
     assert "prompt has" in broken({"prompt": [1]}, "request")
@@ -171,7 +171,7 @@ def test_what_a_full_disk_cut_off_is_taken_back(tmp_path: Path, whole: bytes) ->
 def test_a_step_that_cannot_be_written_down_ends_the_trace_alone(tmp_path: Path) -> None:
     run, asked = loop(), request([1, 2, 3], GREEDY)
     broken = lambda rows: [SimpleNamespace(request=asked)] * len(rows)  # noqa: E731
-    with pytest.warns(RuntimeWarning, match="a step could not be written down"):
+    with pytest.warns(RuntimeWarning, match="a step could not be written"):
         problem = traced(tmp_path / "t", run, [asked], broken)
     assert "AttributeError" in str(problem)
     assert read(tmp_path / "t").steps == []
