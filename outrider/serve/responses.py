@@ -175,9 +175,17 @@ class Writer:
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        top = [None if x is None else {self._decode([t]): max(v, _LEAST) for t, v in x.items()} for _, x in pairs]
+        top = [None if x is None else self._by_text(x) for _, x in pairs]
         own = [None if x is None else max(x[t], _LEAST) for t, x in pairs]
         return {"tokens": texts, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+
+    def _by_text(self, logprobs: dict[int, float]) -> dict[str, float]:
+        """Alternatives by their text; of two tokens with one text, as parts of characters may have, the likelier."""
+        found = dict[str, float]()
+        for token, value in logprobs.items():
+            text = self._decode([token])
+            found[text] = max(value, found.get(text, _LEAST))
+        return found
 
     def _token(self, token: int, logprob: float, alternatives: dict[int, float] | None = None) -> dict[str, Any]:
         text = self._decode([token])
