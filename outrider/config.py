@@ -19,7 +19,7 @@ _VLLM_RULES = {"standard": "rejection", "block": "block"}
 class SpeculativeConfig(BaseModel):
     """How to speculate. Give it as a dict to `LLM(speculative_config=...)`, or as JSON on the command line.
 
-    `SpeculativeConfig.model_fields` describes each key. docs/drafters.md and docs/trees.md say when a method helps.
+    `SpeculativeConfig.model_fields` describes each key. docs/guides/choose.md and docs/trees.md say when a method helps.
     Raises ValueError for an unknown key, method or verifier, with the nearest known name, and for keys that contradict each
     other. Whether a method can draft for a model shows only when the model is loaded.
     """

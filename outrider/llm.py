@@ -44,7 +44,7 @@ class LLM:
     drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method. If it
     fails, there is a warning and the text goes on without it.
     controller: an object of your own that satisfies `outrider.control.Controller`, instead of the configured one.
-    trace: a file that every step is written to (docs/tuning.md), with the token ids of prompts and texts; a `Recorder` says
+    trace: a file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts; a `Recorder` says
     how much.
 
     Raises ValueError, with what would work, for arguments that are wrong or contradict each other, also those of

@@ -1,25 +1,142 @@
-"""Every Python snippet of README and docs runs; those of one page share their names, in order."""
+"""The pages: every Python snippet runs, every link leads somewhere, and the prose is Simplified Technical English."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md", *sorted(DOCS.rglob("*.md"))]
+# The log keeps its old entries as they were written. The reference pages quote docstrings.
+PROSE = [page for page in PAGES if page.name != "log.md" and page.parent.name != "reference"]
+
+FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+LONGEST_SENTENCE, MEAN_SENTENCE = 25, 16  # words
+# One word for one concept: what the field calls it stands beside each word that these pages do not use.
+BANNED = {
+    r"guess(es|ed|ing)?": "draft token, predict",
+    r"laws?": "distribution",
+    r"dear(er|est)?": "expensive",
+    r"who(ever|m)?": "which, or the name of the part; software is `it`",
+    r"(no|some|any|every)body": "the name of the part",
+    r"nought": "zero",
+    r"forete(ll|lls|lling)|foretold": "predict",
+    r"rows? equal": "batch invariant",
+}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(markdown: str) -> list[str]:
+    """The paragraphs and list items of a page, without code, tables, headings and link targets. Inline code is one word."""
+    text = FENCE.sub("\n", re.sub(r"<!-- table:.*?<!-- /table -->", "", markdown, flags=re.S))
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    text = "\n".join(line for line in text.splitlines() if not re.match(r"\s*(\||#|    )", line))
+    text = re.sub(r"`[^`]*`", "CODE", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    blocks = re.split(r"\n\s*\n|\n\s*(?:[*-]|\d+\.)\s+", "\n" + text)
+    return [" ".join(block.split()) for block in blocks if block.strip()]
+
+
+def sentences(markdown: str) -> Iterator[tuple[int, str]]:
+    """(words, sentence) of a page. A sentence ends at `.`, `!` or `?` before a space, or at the end of its paragraph."""
+    for block in prose(markdown):
+        for sentence in re.split(r"(?<=[.!?])[\"')*_]*\s+", block.replace("et al.", "et al")):
+            words = re.findall(r"\S*\w\S*", sentence)
+            if words:
+                yield len(words), sentence
+
+
+def slug(heading: str) -> str:
+    """The anchor that a code host gives a heading."""
+    words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip()).lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snippets of one page share their names, in order."""
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {"__name__": page.stem}
     for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)):
         exec(compile(code, f"{page.name}[{number}]", "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", FENCE.sub("", page.read_text())):
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), f"{name(page)} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", FENCE.sub("", found.read_text()), re.M)
+            assert anchor in map(slug, headings), f"{name(page)} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PROSE, ids=name)
+def test_sentences_are_short(page: Path) -> None:
+    found = list(sentences(page.read_text()))
+    long = [sentence for words, sentence in found if words > LONGEST_SENTENCE]
+    assert not long, f"{name(page)}: more than {LONGEST_SENTENCE} words:\n" + "\n".join(long)
+    mean = sum(words for words, _ in found) / max(len(found), 1)
+    assert mean <= MEAN_SENTENCE, f"{name(page)}: {mean:.1f} words a sentence on average"
+
+
+@pytest.mark.parametrize("page", PROSE, ids=name)
+def test_words_are_those_of_the_field(page: Path) -> None:
+    text = "\n".join(prose(page.read_text()))
+    wrong = {found[0]: use for word, use in BANNED.items() for found in re.finditer(rf"\b{word}\b", text, re.I)}
+    assert not wrong, f"{name(page)}: write instead: {wrong}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = {(DOCS / target).resolve() for target in re.findall(r"\]\(([^)#]+)\)", (DOCS / "index.md").read_text())}
+    missing = [name(p) for p in PAGES if p.parent != DOCS / "reference" and p not in {*linked, ROOT / "README.md"}]
+    assert set(missing) == {"docs/index.md"}, f"docs/index.md does not link to {missing}"
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    for folder in ("outrider", "tests", "benchmarks", "recipes"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text()):
+                assert (ROOT / page).exists(), f"{name(file)} names {page}"
+
+
+def decisions(replayed: str) -> list[tuple[str, str]]:
+    """(accepted or rejected, token) of each node of a replayed step."""
+    return re.findall(r"── ([✓✗·]) ('[^']*'|\"[^\"]*\")", replayed)
+
+
+def test_the_replayed_step_is_the_one_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the page print its tree. README.md draws the same step."""
+    page = (DOCS / "guides" / "trace.md").read_text()
+    generate, shown = re.findall(r"^```\n(.*?)^```", page, re.M | re.S)[:2]
+    config = re.findall(r"'(\{.*\})'", generate)[0]
+    trace = str(tmp_path / "run.jsonl")
+    options = ["--temperature", "0.8", "--seed", "3", "-n", "24", "--trace", trace, "--speculative-config", config]
+    assert all(option in generate for option in options[:6])
+    monkeypatch.setenv("COLUMNS", "130")
+    written = CliRunner().invoke(app, ["generate", "for i in range(", *options])
+    assert written.exit_code == 0, written.output
+    replayed = CliRunner().invoke(app, ["replay", trace, "--step", "2"])
+    assert replayed.exit_code == 0, replayed.output
+    assert decisions(replayed.output) == decisions(shown)
+    drawn = re.findall(r'" ?[^"]*"', FENCE.findall((ROOT / "README.md").read_text())[1])
+    assert {token.strip("'") for _, token in decisions(shown)} <= {token.strip('"') for token in drawn}
+
+
+def test_the_figures_to_choose_by_are_measured() -> None:
+    """Each speedup of the table by task stands in the generated table of docs/performance.md."""
+    measured = (DOCS / "performance.md").read_text().split("## Every drafter")[1].split("**0.5B float32**")[0]
+    table = (DOCS / "guides" / "choose.md").read_text().split("## By task")[1].split("## By what you have")[0]
+    cited = re.findall(r"\b\d\.\d\d\b", table)
+    assert len(cited) > 20
+    assert not [figure for figure in cited if f"| {figure} (" not in measured]

@@ -61,7 +61,7 @@ def test_a_machine_that_changes_its_pace_is_no_reason_to_be_misled(alpha):
 @pytest.mark.parametrize("case", [case for case in HOSTILE if case != "a draft as large as the target"])
 def test_nor_to_be_slower(case):
     """On average, for what is compared was sometimes measured in different phases. But for guesses that are always right and gain
-    nothing: there it is all a matter of what is compared (docs/tuning.md)."""
+    nothing: there it is all a matter of what is compared (docs/guides/tune.md)."""
     runs = [after(machine, Adaptive(Budget(8)), 256, 768) for machine in machines(12, **HOSTILE[case], swing=2.0)]
     assert sum(runs) / len(runs) > 0.975
     assert min(runs) > 0.9

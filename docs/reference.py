@@ -1,0 +1,177 @@
+"""Write docs/reference: the public docstrings of the package as pages. Static: no module is imported.
+
+    python docs/reference.py [--check]
+
+--check changes nothing and fails when a page is out of date.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "docs" / "reference"
+# page -> (what it is about, its modules in reading order)
+PAGES: dict[str, tuple[str, list[str]]] = {
+    "api": ("load a model, sample, read outputs", ["llm", "params", "config", "outputs", "integrations.transformers"]),
+    "loop": ("the loop, controllers and calibration", ["decode", "control.controllers", "calibrate"]),
+    "core": ("records, trees, noise, sampling", ["core.types", "core.tree", "core.noise", "core.sampling"]),
+    "verify": ("verifiers", ["verify", "verify.batched", "verify.reference"]),
+    "drafters": (
+        "the drafter seam and the built-in drafters",
+        [
+            "drafters.base",
+            "drafters.registry",
+            "drafters.model.draft_model",
+            "drafters.model.self_speculation",
+            "drafters.model.cross_tokenizer",
+            "drafters.lookup.ngram",
+            "drafters.lookup.suffix",
+            "drafters.lookup.prediction",
+            "drafters.lookup.token_recycling",
+        ],
+    ),
+    "models": (
+        "models, caches, attention, loading",
+        ["models.base", "models.cache", "models.attention", "models.load"],
+    ),
+    "engine": ("many requests at once", ["engine.engine"]),
+    "trace": ("record, read, replay", ["trace.recorder", "trace.records", "trace.reader", "trace.replay"]),
+    "testing": ("contract test, toy model, oracle", ["testing.contract", "testing.toy", "testing.oracle"]),
+}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def path_of(module: str) -> Path:
+    """The source file of `outrider.<module>`."""
+    base = ROOT / "outrider" / Path(*module.split("."))
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+def prose(docstring: str | None) -> str:
+    """A docstring as markdown. A line `name: meaning` becomes a list item; indented lines become code."""
+    lines: list[str] = []
+    item = False
+    for line in inspect.cleandoc(docstring or "").splitlines():
+        if line.startswith("    ") and not item:
+            lines.append(line)
+            continue
+        line = "".join(t if n % 2 else t.replace("<", "&lt;") for n, t in enumerate(re.split(r"(`[^`]*`)", line)))
+        found = re.match(r"([a-z_][a-z0-9_]*(?:, [a-z_][a-z0-9_]*)*): +(?=\S)", line)
+        if found:
+            if not item and lines and lines[-1]:
+                lines.append("")
+            names = ", ".join(f"`{n}`" for n in found[1].split(", "))
+            line = f"- {names}: {line[found.end() :]}"
+        elif item and line:
+            line = f"  {line.strip()}"
+        item = bool(found) or (item and bool(line))
+        lines.append(line)
+    return "\n".join(lines).strip()
+
+
+def signature(node: Function, name: str) -> str:
+    """The head of a function, without `self`, on as many lines as it needs."""
+    arguments = ast.parse(ast.unparse(node)).body[0].args  # type: ignore[attr-defined]
+    for group in (arguments.posonlyargs, arguments.args):
+        if group and group[0].arg in ("self", "cls"):
+            group.pop(0)
+    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    one = f"{name}({ast.unparse(arguments)}){result}"
+    if len(one) <= 110:
+        return one
+    parts = re.split(r", (?=(?:\*|\w+:|\w+=|\*\*))", ast.unparse(arguments))
+    return f"{name}(\n    " + ",\n    ".join(parts) + f",\n){result}"
+
+
+def documented(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.ClassDef, Function)) and not node.name.startswith("_")
+
+
+def is_property(node: Function) -> bool:
+    return any(
+        ast.unparse(d) in ("property", "cached_property", "functools.cached_property") for d in node.decorator_list
+    )
+
+
+def fields(node: ast.ClassDef) -> list[str]:
+    """The annotated attributes of a record, as they are written."""
+    found = []
+    for s in node.body:
+        if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name) and not s.target.id.startswith("_"):
+            value = f" = {ast.unparse(s.value)}" if s.value and len(ast.unparse(s.value)) < 60 else ""
+            found.append(f"{s.target.id}: {ast.unparse(s.annotation)}{value}")
+        elif isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name) and s.targets[0].id.isupper():
+            found.append(ast.unparse(s))
+    return found
+
+
+def render_class(node: ast.ClassDef) -> list[str]:
+    bases = ", ".join(ast.unparse(b) for b in node.bases)
+    made = next((m for m in node.body if isinstance(m, Function) and m.name == "__init__"), None)
+    head = f"class {node.name}({bases})" if bases else f"class {node.name}"
+    code = [head, *(f"    {f}" for f in fields(node))]
+    parts = [f"### {node.name}", "```text\n" + "\n".join(code) + "\n```", prose(ast.get_docstring(node))]
+    if made:
+        parts += [f"```text\n{signature(made, node.name)}\n```", prose(ast.get_docstring(made))]
+    for method in node.body:
+        if not isinstance(method, Function) or method.name.startswith("_") or not ast.get_docstring(method):
+            continue
+        name = method.name if is_property(method) else signature(method, method.name)
+        if is_property(method) and method.returns:
+            name += f": {ast.unparse(method.returns)}"
+        parts += [f"```text\n{name}\n```", prose(ast.get_docstring(method))]
+    return [p for p in parts if p]
+
+
+def render(page: str) -> str:
+    about, modules = PAGES[page]
+    parts = [f"# Reference: {page}", f"{about[0].upper()}{about[1:]}. [All pages](index.md)."]
+    for module in modules:
+        tree = ast.parse(path_of(module).read_text(encoding="utf-8"))
+        parts += [f"## outrider.{module}", prose(ast.get_docstring(tree))]
+        for node in tree.body:
+            if not documented(node) or not ast.get_docstring(node):  # type: ignore[arg-type]
+                continue
+            if isinstance(node, ast.ClassDef):
+                parts += render_class(node)
+            elif isinstance(node, Function):
+                parts += [
+                    f"### {node.name}",
+                    f"```text\n{signature(node, node.name)}\n```",
+                    prose(ast.get_docstring(node)),
+                ]
+    return "\n\n".join(p for p in parts if p) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Every page of the reference and its text."""
+    lines = ["# API reference", "The public docstrings. `python docs/reference.py` writes these pages from the source."]
+    rows = ["| page | about | modules |", "|---|---|---|"]
+    for page, (about, modules) in PAGES.items():
+        rows.append(f"| [{page}]({page}.md) | {about} | {', '.join(f'`outrider.{m}`' for m in modules)} |")
+    found = {OUT / "index.md": "\n\n".join([*lines, "\n".join(rows)]) + "\n"}
+    return found | {OUT / f"{page}.md": render(page) for page in PAGES}
+
+
+def main() -> None:
+    found = pages()
+    old = {file: file.read_text(encoding="utf-8") if file.exists() else "" for file in found}
+    if "--check" in sys.argv[1:]:
+        if late := [file.name for file, text in found.items() if old[file] != text]:
+            sys.exit(f"docs/reference is out of date ({', '.join(late)}); run python docs/reference.py")
+        return
+    OUT.mkdir(exist_ok=True)
+    for file in OUT.glob("*.md"):
+        if file not in found:
+            file.unlink()
+    for file, text in found.items():
+        file.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
