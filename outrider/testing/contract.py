@@ -1,22 +1,28 @@
-"""The drafter contract, as checks that any drafter can be put through, ours or yours.
+"""Checks that any drafter can be put through: everything the loop may ask of it, and what it must answer.
 
-from outrider.testing.contract import check_drafter
-def test_mine(): check_drafter(lambda: MyDrafter(...), vocab_size=100)
+from outrider.testing import check_drafter
+
+def test_mine():
+    check_drafter(lambda: MyDrafter(...), vocab_size=100)
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import depth, validate
-from outrider.core.types import Budget, Commit, Draft
+from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters.base import DraftContext, Drafter
 from outrider.params import SamplingParams
+
+GREEDY, HOT = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
 
 
 def context(
@@ -28,7 +34,10 @@ def context(
     step: int = 0,
     needs_probs: bool = False,
 ) -> DraftContext:
-    """A batch as the loop would hand it over; prompts are the first token."""
+    """A context as the loop makes it. The first token of each sequence is its prompt.
+
+    rows: cache slots. needs_probs: as under a verifier that divides by the draft's distribution.
+    """
     count = len(rows)
     return DraftContext(
         slots=rows,
@@ -43,7 +52,7 @@ def context(
 
 
 def guesses(draft: Draft, b: int) -> list[tuple[int, int]]:
-    """(token, parent) of the real nodes of one row."""
+    """(token, parent) of each node of row b, without padding."""
     pairs = zip(draft.tokens[b].tolist(), draft.parents[b].tolist(), strict=True)
     return [p for p in pairs if p[1] != -2]
 
@@ -51,66 +60,148 @@ def guesses(draft: Draft, b: int) -> list[tuple[int, int]]:
 def check_drafter(
     make: Callable[[], Drafter], vocab_size: int, seed: int = 0, *, draws: bool = True, shares: bool = False
 ) -> None:
-    """Runs a drafter through everything the loop may ask of it. draws=False: it never declares a law. shares=True: it
-    says that it learns from other requests, so its guesses may depend on them."""
+    """Raise AssertionError or ValueError where a drafter breaks the contract.
+
+    Checked: the draft is a tree with the right root; it keeps depth, width and nodes of each budget; committed tokens
+    are not changed; a draft depends on the text alone, not on earlier steps or on other rows; tokens that the drafter
+    declares as drawn are drawn from the distribution that it declares.
+
+    make: a new drafter, without state. draws: False if it never returns probs. shares: True if it learns from other
+    requests, so that a draft may depend on them.
+    """
     random_ = random.Random(seed)
-    greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
-
-    def text(n: int) -> list[int]:
-        return [random_.randrange(vocab_size) for _ in range(n)]
-
     drafter = make()
     assert isinstance(drafter, Drafter), "a drafter has taps, propose, update and release"
-    texts = {row: text(random_.randrange(1, 12)) for row in range(4)}
+    texts = {row: _text(random_, vocab_size) for row in range(4)}
     for step in range(25):
         rows = random_.sample(sorted(texts), random_.randrange(1, 5))
-        budgets = [Budget(random_.randrange(6), random_.randrange(1, 3)) for _ in rows]
-        seen = context(
-            rows,
-            [texts[r] for r in rows],
-            budgets,
-            random_.choice([greedy, hot]),
-            step=step,
-            needs_probs=draws and step % 2 > 0,
-        )
-        before = [list(t) for t in seen.tokens]
-        draft = drafter.propose(seen)
-        assert [list(t) for t in seen.tokens] == before, "the committed tokens are read-only"
-        validate(draft, vocab_size)
-        levels = depth(draft.parents)
-        kept = []
-        for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-            nodes = guesses(draft, b)
-            assert nodes[0] == (texts[row][-1], -1), "node 0 is the last committed token"
-            assert len(nodes) - 1 <= budget.max_nodes, "more nodes than the budget"
-            assert int(levels[b].max()) <= budget.depth, "deeper than the budget"
-            path = [0]  # a random path is accepted, then a token of the target's own
-            while random_.random() < 0.7 and (children := [i for i, (_, p) in enumerate(nodes) if p == path[-1]]):
-                path.append(random_.choice(children))
-            new = [nodes[i][0] for i in path[1:]] + text(1)
-            kept.append(Commit(new, path, len(path) - 1))
-            texts[row] = texts[row] + new
-        drafter.update(seen, kept, None)
+        budgets = [Budget(random_.randrange(6), random_.randrange(1, 4), random_.choice((None, 3))) for _ in rows]
+        params, needs_probs = random_.choice([GREEDY, HOT]), draws and step % 2 > 0
+        ask = context(rows, [texts[r] for r in rows], budgets, params, step=step, needs_probs=needs_probs)
+        draft = _proposed(drafter, ask, vocab_size)
+        commits = [_accepted(random_, guesses(draft, b), vocab_size) for b in range(len(rows))]
+        _commit(drafter, ask, commits)
         if step % 7 == 6:
-            gone = rows[0]
-            drafter.release(gone)
-            texts[gone] = text(random_.randrange(1, 12))
+            drafter.release(rows[0])
+            texts[rows[0]] = _text(random_, vocab_size)
+    if draws:
+        _check_distribution(make, vocab_size, random_)
     if not shares:
-        _check_amnesia(make, vocab_size, drafter, texts, hot)
-        _check_company(make, texts, hot)
+        _check_state(make, drafter, texts)
+        _check_rows(make, texts)
 
 
-def _check_amnesia(
-    make: Callable[[], Drafter], vocab_size: int, old: Drafter, texts: dict[int, list[int]], params: SamplingParams
-) -> None:
-    """A state reached step by step proposes what a fresh one proposes from the whole text."""
+def _text(random_: random.Random, vocab_size: int) -> list[int]:
+    return [random_.randrange(vocab_size) for _ in range(random_.randrange(1, 12))]
+
+
+def _proposed(drafter: Drafter, ask: DraftContext, vocab_size: int) -> Draft:
+    """Its draft, after a check of the tree and the budget."""
+    before = [list(t) for t in ask.tokens]
+    draft = drafter.propose(ask)
+    assert [list(t) for t in ask.tokens] == before, "a drafter must not change the committed tokens"
+    validate(draft, vocab_size)
+    levels = depth(draft.parents)
+    for b, (tokens, budget) in enumerate(zip(ask.tokens, ask.budgets, strict=True)):
+        nodes = guesses(draft, b)
+        children = Counter(parent for _, parent in nodes[1:])
+        assert nodes[0] == (tokens[-1], -1), "node 0 is the last committed token"
+        assert len(nodes) - 1 <= budget.max_nodes, f"{len(nodes) - 1} nodes, {budget} allows {budget.max_nodes}"
+        assert int(levels[b].max()) <= budget.depth, f"depth {int(levels[b].max())}, {budget} allows {budget.depth}"
+        most = max(children.values(), default=0)
+        assert most <= budget.width, f"a node has {most} children, {budget} allows {budget.width}"
+    return draft
+
+
+def _accepted(random_: random.Random, nodes: Sequence[tuple[int, int]], vocab_size: int) -> Commit:
+    """A random path is accepted; then comes a token of the target's own."""
+    path = [0]
+    while random_.random() < 0.7 and (children := [i for i, (_, up) in enumerate(nodes) if up == path[-1]]):
+        path.append(random_.choice(children))
+    new = [nodes[i][0] for i in path[1:]] + [random_.randrange(vocab_size)]
+    return Commit(new, path, len(path) - 1)
+
+
+def _commit(drafter: Drafter, ask: DraftContext, commits: Sequence[Commit]) -> None:
+    """As the loop does: the texts grow, then the drafter hears of it."""
+    for tokens, commit in zip(ask.tokens, commits, strict=True):
+        assert isinstance(tokens, list)
+        tokens.extend(commit.tokens)
+    drafter.update(ask, commits, None)
+
+
+def _check_distribution(make: Callable[[], Drafter], vocab_size: int, random_: random.Random) -> None:
+    """Tokens that were drawn have the distribution that is declared for them.
+
+    A token x that was drawn from q lies between two values of q's distribution function. A uniform number between them
+    is uniform in (0, 1), whatever q is, so all draws of all nodes make one sample. The Dvoretzky-Kiefer-Wolfowitz
+    inequality (Massart 1990) bounds its distance from uniform: a correct drafter exceeds the bound with probability
+    1e-6. The order of the tokens is free; two orders see a shifted and a sharpened distribution.
+    """
+    drafter = make()
+    texts = {row: _text(random_, vocab_size) for row in range(3)}
+    by_id, by_rank = list[float](), list[float]()
+    for step in range(60):
+        rows = sorted(texts)
+        budgets = [Budget(3, 1 + step % 3)] * len(rows)
+        ask = context(rows, [texts[r] for r in rows], budgets, HOT, step=step, needs_probs=True)
+        draft = _proposed(drafter, ask, vocab_size)
+        for token, q in _draws(draft):
+            below = q[:token].sum(), (q * (q > q[token])).sum()
+            share = random_.random()
+            by_id.append(float(below[0] + share * q[token]))
+            equal = float(q[q == q[token]].sum())  # equal tokens have no order: take them as one
+            by_rank.append(float(below[1]) + share * equal)
+        _commit(drafter, ask, [Commit([random_.randrange(vocab_size)], [0], 0) for _ in rows])
+        for row, tokens in texts.items():
+            if len(tokens) > 20:
+                drafter.release(row)
+                texts[row] = _text(random_, vocab_size)
+    for name, sample in (("shifted", by_id), ("sharper or flatter", by_rank)):
+        bound = math.sqrt(math.log(2 / 1e-6) / (2 * max(len(sample), 1)))
+        distance = _distance_from_uniform(sample)
+        assert distance <= bound, (
+            f"{len(sample)} tokens were not drawn from the distribution that the draft declares: it is {name}, the "
+            f"distance is {distance:.3f} and chance allows {bound:.3f}. Return in Draft.probs what was drawn from"
+        )
+
+
+def _draws(draft: Draft) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each drawn token, with q float64 [vocab]: the distribution declared for it, given the siblings before it."""
+    if draft.siblings is Siblings.POINT:
+        return
+    assert draft.probs is not None, (
+        f"Siblings.{draft.siblings.name} says that tokens were drawn; return Draft(probs=...)"
+    )
+    for b in range(len(draft.tokens)):
+        nodes = guesses(draft, b)
+        for n, (token, parent) in enumerate(nodes[1:], 1):
+            siblings = [i for i, (_, up) in enumerate(nodes) if up == parent]
+            if draft.siblings is Siblings.TOP_THEN_SAMPLED and n != siblings[-1]:
+                continue  # chosen, not drawn
+            q = draft.probs[b, parent].double()
+            if draft.siblings is not Siblings.IID:
+                q = q.clone()
+                q[[nodes[i][0] for i in siblings if i < n]] = 0
+            yield token, q / q.sum()
+
+
+def _distance_from_uniform(sample: Sequence[float]) -> float:
+    """The largest difference between the sample's distribution function and that of the uniform one on (0, 1)."""
+    count = len(sample)
+    return max((max((i + 1) / count - u, u - i / count) for i, u in enumerate(sorted(sample))), default=0.0)
+
+
+def _check_state(make: Callable[[], Drafter], old: Drafter, texts: dict[int, list[int]]) -> None:
+    """A drafter that saw each step proposes what a new one proposes from the whole text."""
     for row, tokens in texts.items():
-        ask = context([row], [tokens], [Budget(4)], params)
+        ask = context([row], [tokens], [Budget(4)], HOT)
         assert guesses(old.propose(ask), 0) == guesses(make().propose(ask), 0), "state depends on more than the text"
 
 
-def _check_company(make: Callable[[], Drafter], texts: dict[int, list[int]], params: SamplingParams) -> None:
-    """A row's guesses do not depend on its neighbours."""
-    together = make().propose(context(list(texts), list(texts.values()), [Budget(3)] * len(texts), params))
+def _check_rows(make: Callable[[], Drafter], texts: dict[int, list[int]]) -> None:
+    """The draft of a row does not depend on the other rows."""
+    together = make().propose(context(list(texts), list(texts.values()), [Budget(3)] * len(texts), HOT))
     for b, (row, tokens) in enumerate(texts.items()):
-        assert guesses(together, b) == guesses(make().propose(context([row], [tokens], [Budget(3)], params)), 0)
+        alone = make().propose(context([row], [tokens], [Budget(3)], HOT))
+        assert guesses(together, b) == guesses(alone, 0), "a row's draft depends on the other rows"

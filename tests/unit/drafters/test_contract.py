@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import VOCAB, decoder, plain_texts, request, toy_drafters
 
+from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.ngram import NgramDrafter
@@ -45,11 +48,64 @@ class _Forgetful(NgramDrafter):
     def release(self, row: int) -> None: ...
 
 
-@pytest.mark.parametrize("broken", [_Greedy, _Rootless, _Forgetful])
-def test_the_contract_catches_those_who_break_it(broken: type) -> None:
-    with pytest.raises((AssertionError, ValueError)):
+class _Wide(BaseDrafter):
+    """Two children of the root, whatever the budget's width is."""
+
+    def propose(self, context: DraftContext) -> Draft:
+        rows = [[1, 2][: b.max_nodes if b.depth else 0] for b in context.budgets]
+        return Draft(
+            *tree([[(t[-1], -1), *((x, 0) for x in row)] for t, row in zip(context.tokens, rows, strict=True)])
+        )
+
+
+class _Sharp(ModelDrafter):
+    """Declares another distribution than the one it drew from: `declared` changes the probs of a draft that is right."""
+
+    declared = staticmethod(lambda q: q)
+
+    def __init__(self) -> None:
+        super().__init__(ToyModel(VOCAB, seed=3), 4, 200)
+
+    def propose(self, context: DraftContext) -> Draft:
+        draft = super().propose(context)
+        if draft.probs is None:
+            return draft
+        changed = self.declared(draft.probs)
+        return replace(draft, probs=changed / changed.sum(-1, keepdim=True).clamp_min(1e-9))
+
+
+class _Sharper(_Sharp):
+    declared = staticmethod(lambda q: q**1.3)  # a forgotten temperature
+
+
+class _Shifted(_Sharp):
+    declared = staticmethod(lambda q: q * torch.linspace(0.6, 1.4, VOCAB))
+
+
+class _Truncated(_Sharp):
+    declared = staticmethod(lambda q: q * (q >= q.topk(4).values[..., -1:]))  # a top-k that the draw did not apply
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (_Greedy, "allows"),
+        (_Rootless, "last committed token"),
+        (_Forgetful, "state depends"),
+        (_Wide, "a node has 2 children"),
+        (_Sharper, "not drawn from the distribution"),
+        (_Shifted, "not drawn from the distribution"),
+        (_Truncated, "no mass in probs"),
+    ],
+)
+def test_the_contract_catches_a_drafter_that_breaks_it(broken: type, message: str) -> None:
+    with pytest.raises((AssertionError, ValueError), match=message):
         for seed in range(10):
             check_drafter(broken, VOCAB, seed)
+
+
+def test_the_drafters_that_declare_another_distribution_break_nothing_else() -> None:
+    check_drafter(_Sharp, VOCAB)
 
 
 @pytest.mark.parametrize("error", [0.0, 0.5])
