@@ -1,4 +1,4 @@
-"""A client for the terminal: what is written, and how many of the guesses behind it were kept, as it happens."""
+"""`outrider chat`: a conversation in the terminal. The window title counts the accepted draft tokens as they come."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from urllib.parse import urlsplit
 
 import typer
 
+from outrider.bench.sse import events
 from outrider.cli.options import ApiKey, Debug, option
 from outrider.cli.terminal import DIM, paint, printable, readable
 
 
 class Talk:
-    """A conversation with a server. Raises ConnectionError where there is none, ValueError for what it refuses."""
+    """A conversation with a server. Raises ConnectionError if none answers, ValueError for what the server refuses."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, **options: Any) -> None:
         parts = urlsplit(url if "//" in url else "http://" + url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no address of a server; an example: http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not the address of a server; an example: http://127.0.0.1:8000")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._open = lambda: kind(parts.hostname or "", parts.port, timeout=600)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
@@ -33,10 +34,10 @@ class Talk:
         self._options = options
         self.messages: list[dict[str, str]] = []
         self.model = model or self._ask("GET", "/v1/models")["data"][0]["id"]
-        self._template = True  # has the model one for chats?
+        self._template = True  # until the server says that the model has no chat template
 
     def run(self, system: str | None, seed: int, lines: TextIO, prompt: bool) -> None:
-        """Read messages and answer them until there are no more."""
+        """Read messages, one a line, and show the answers, until there are no more lines."""
         if system:
             self.messages.append({"role": "system", "content": system})
         print(paint(f"{self.model}, seed {seed}; ctrl-D ends", DIM))
@@ -50,7 +51,7 @@ class Talk:
                 self.say(line.rstrip("\n"))
 
     def say(self, text: str) -> None:
-        """Send a message and show the answer, then how it came about."""
+        """Send a message. Show the answer as it comes, then a line of facts about it."""
         self.messages.append({"role": "user", "content": text})
         answer, finish, facts = "", "nothing", ""
         for event in self._events():
@@ -59,10 +60,9 @@ class Talk:
                 answer += piece
                 sys.stdout.write(printable(piece))
                 finish = choice.get("finish_reason") or finish
-            if (now := event.get("so_far")) and sys.stdout.isatty():  # in the title of the window, live
-                sys.stdout.write(
-                    f"\x1b]0;{now['tokens']} tokens, {now['accepted']} of {now['drafted']} guesses kept\x07"
-                )
+            if (now := event.get("so_far")) and sys.stdout.isatty():
+                title = f"{now['tokens']} tokens, {now['accepted']} of {now['drafted']} draft tokens accepted"
+                sys.stdout.write(f"\x1b]0;{title}\x07")
             if event.get("usage"):
                 facts = _facts(event, finish)
             sys.stdout.flush()
@@ -70,7 +70,7 @@ class Talk:
         self.messages.append({"role": "assistant", "content": answer})
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """The answer's events: of a chat, or of the bare text where the model has no chat template."""
+        """The events of an answer: of a chat, or of a plain text completion if the model has no chat template."""
         stream = {"include_usage": True, "continuous_usage_stats": True}
         body = {"model": self.model, "stream": True, "stream_options": stream, **self._options}
         if self._template:
@@ -81,19 +81,17 @@ class Talk:
                 if "no chat template" not in str(error):
                     raise
                 self._template = False
-                print(paint("this model has no chat template: it goes on with the text so far", DIM))
+                print(paint("this model has no chat template, so it continues the text of the conversation", DIM))
         text = "\n".join(m["content"] for m in self.messages)
         yield from self._stream("/v1/completions", {**body, "prompt": text})
 
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         connection, response = self._send("POST", path, body)
         try:
-            for line in response:
-                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise ValueError(event["error"]["message"])
-                    yield event
+            for event in events(iter(lambda: response.read1(1 << 16), b"")):
+                if "error" in event:
+                    raise ValueError(event["error"]["message"])
+                yield event
         finally:
             connection.close()
 
@@ -122,15 +120,16 @@ class Talk:
 
 
 def _facts(event: dict[str, Any], finish: str) -> str:
-    """One line about an answer, from its last event."""
-    tokens, metrics = event["usage"]["completion_tokens"], event["metrics"]
-    parts = [f"{tokens} tokens"]
-    if (seconds := metrics["e2e_latency"] - metrics["time_in_queue"]) > 0:
-        parts.append(f"{tokens / seconds:.1f} tokens/s")
-    if spec := metrics["speculative_decoding"]:
-        kept, guessed = spec["num_accepted_draft_tokens"], spec["num_draft_tokens"]
-        parts += [f"acceptance length {spec['mean_acceptance_length'] or 1:.2f}", f"{kept} of {guessed} guesses kept"]
-    return ", ".join([*parts, finish, event["guarantee"]])
+    """One line about an answer, from its last event. `metrics` and `guarantee` may be absent: other servers lack them."""
+    metrics = event.get("metrics") or {}
+    parts = [f"{event['usage']['completion_tokens']} tokens"]
+    if speed := metrics.get("tokens_per_second"):
+        parts.append(f"{speed:.1f} tokens/s")
+    if spec := metrics.get("speculative_decoding"):
+        accepted, drafted = spec["num_accepted_draft_tokens"], spec["num_draft_tokens"]
+        parts.append(f"acceptance length {spec['mean_acceptance_length']:.2f}")
+        parts.append(f"{accepted} of {drafted} draft tokens accepted")
+    return ", ".join([*parts, finish, *([event["guarantee"]] if "guarantee" in event else [])])
 
 
 def chat(

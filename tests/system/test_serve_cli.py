@@ -70,7 +70,7 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
         (["serve", "builtin:code", "--speculative-config", '{"method": "sufix"}'], "did you mean 'suffix'"),
         (["serve", "builtin:code", "--kv-cache-memory-bytes", "1000000"], "would fit"),
         (["serve", "builtin:code", "--tool-call-parser", "pythonic"], "is one of auto, none, hermes"),
-        (["chat", "ftp://x"], "no address of a server"),
+        (["chat", "ftp://x"], "not the address of a server"),
         (["chat", "http://127.0.0.1:9"], "start one: outrider serve"),
     ],
 )
@@ -85,7 +85,7 @@ def llm() -> LLM:
     return builtin(2)
 
 
-def test_chat_talks_and_tells_how_the_guesses_fared(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_answers_and_reports_acceptance(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(llm) as live:
         talk = Talk(live.url + "/v1", None, None, temperature=0.8, max_tokens=20)
         talk.run("Be brief.", 5, io.StringIO("sort a list\n\nreverse it\n"), False)
@@ -97,7 +97,7 @@ def test_chat_talks_and_tells_how_the_guesses_fared(llm: LLM, capsys: pytest.Cap
         assert talk.messages[2]["content"] == expected.text
         assert expected.text in shown
         assert re.search(
-            r"\d+ tokens, [\d.]+ tokens/s, acceptance length [\d.]+, \d+ of \d+ guesses kept, length, exact-tokens",
+            r"\d+ tokens, [\d.]+ tokens/s, acceptance length [\d.]+, \d+ of \d+ draft tokens accepted, length, exact-tokens",
             shown,
         )
 
