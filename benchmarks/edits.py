@@ -30,7 +30,7 @@ from outrider.bench.tune.replay_target import insist
 from outrider.control import Fixed
 from outrider.decode import Decoder, Request
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, SuffixDrafter, TokenRecyclingDrafter
-from outrider.models.base import LanguageModel, Output
+from outrider.models.base import BaseModel, LanguageModel, Output
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
 
@@ -131,7 +131,7 @@ def edit_workload(
     return out
 
 
-class ForcedTarget:
+class ForcedTarget(BaseModel):
     """A model that pays for its forward and then writes `text` (prompt and answer), whatever it would have said.
 
     The logit of the known next token is raised above all others at each node, by the node's place in the text; where a

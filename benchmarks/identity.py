@@ -56,7 +56,7 @@ class Bench:
             "wrong": lambda: Wrong(5),
             "noisy": lambda: Noisy(ModelDrafter(draft_model, TEXTS, LENGTH), 0.7, vocab),
         }
-        depth = int(getattr(self.target.model, "layers", 2))
+        depth = self.target.model.num_layers
         configs: dict[str, dict[str, Any]] = {
             "ngram": {"method": "ngram", "prompt_lookup_min": 1},
             "suffix": {"method": "suffix"},

@@ -19,7 +19,7 @@ from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.drafters.registry import plugins
-from outrider.models.checkpoint import stamp
+from outrider.models.checkpoint import fingerprint
 from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
@@ -288,8 +288,8 @@ def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
     free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
     draft = config.model_dump_json(exclude=free, fallback=str)
     return {
-        "target": f"{target.source} {target.weights} {stamp(target.source)}",
-        "draft": f"{draft} {stamp(config.model)} {stamp(config.layers)}",
+        "target": f"{target.source} {target.weights} {fingerprint(target.source)}",
+        "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)}",
     }
 
 

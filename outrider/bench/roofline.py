@@ -26,7 +26,7 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
     plain = stats.good(run, first.name)
     steps = [seconds for s in plain for seconds, tokens in s.gaps if tokens == 1]
     target = llms[first.name].loaded.model
-    run.limits = Limits(plain_step=median(steps) if steps else None, weight_bytes=getattr(target, "bytes", None))
+    run.limits = Limits(plain_step=median(steps) if steps else None, weight_bytes=target.weight_bytes or None)
     if run.limits.weight_bytes:
         run.limits.read_bytes_per_second = read_speed()
     if run.concurrency > 1 or not steps or median(steps) > SLOW:

@@ -174,8 +174,8 @@ def level_cost(method: DraftMethod, drafter: Drafter, target: LanguageModel) -> 
     if method.cost == "lookup" or (method.cost is None and model is None):
         return 0.0
     if method.cost == "self":
-        return len(drafter.layers) / int(target.layers)  # pyright: ignore[reportAttributeAccessIssue]
-    own, whole = getattr(model, "bytes", 0), getattr(target, "bytes", 0)
+        return len(drafter.layers) / target.num_layers  # pyright: ignore[reportAttributeAccessIssue]
+    own, whole = getattr(model, "weight_bytes", 0), target.weight_bytes
     return own / whole if own and whole else 0.25
 
 
@@ -272,7 +272,7 @@ def _layer_skip(setup: DrafterSetup) -> Drafter:
     if config.layers is not None:
         return LayerSkipDrafter(target.model, config.layers)
     if config.assistant_early_exit is not None:
-        count = int(getattr(target.model, "layers", config.assistant_early_exit))
+        count = target.model.num_layers
         if config.assistant_early_exit > count:
             raise ValueError(
                 f"assistant_early_exit is {config.assistant_early_exit}, and {target.name} has {count} layers; "

@@ -1,7 +1,8 @@
-"""What the loop asks of a model: a forward over the nodes of a tree, and a cache that can keep a path."""
+"""What the loop asks of a language model: logits and hidden states at the nodes of draft trees, over a slot cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -12,27 +13,57 @@ from outrider.models.nodes import Nodes
 
 Want = Literal["all", "last", "none"]
 
+# Taps name hidden states of the model. Tap 0 and up: the output of that layer, before the final norm.
+# The output of the last layer is tap `num_layers - 1`. In transformers' numbering, tap i is `hidden_states[i + 1]`.
+FINAL_NORM = -1  # the output of the final norm: what the output head reads
+EMBEDDING = -2  # the input of layer 0: `hidden_states[0]` of transformers
+
 
 class Output(NamedTuple):
     """What a forward gives.
 
     logits: float32 [batch, node, vocab]. Of all new nodes ("all"), of the last one of each tree ("last": node = 1), or
     of no node ("none": node = 0).
-    features: [batch, node, feature], the tapped hidden states side by side, or None without taps.
+    features: [batch, node, len(taps) * hidden], the tapped hidden states side by side, or None without taps.
     """
 
     logits: Tensor
     features: Tensor | None
 
 
+class Chain(NamedTuple):
+    """One chain for `LanguageModel.draft_chains` to draft.
+
+    slot: cache slot; each chain has its own. tokens: tokens to read first, at least one. depth: tokens to draft.
+    temperature: 0 drafts the most likely token. noise: (seed, stream, step, position) of the first drafted token, as
+    `Noise.keys` gives them.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    depth: int
+    temperature: float = 0.0
+    noise: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+
 class LanguageModel(Protocol):
-    """A causal language model over a slot cache. The logits of node n are those of the token after it."""
+    """A causal language model over a slot cache. The logits of node n are those of the token after it.
+
+    Inherit `BaseModel` for the optional parts.
+    """
 
     vocab_size: int
+    # Tokens of the longest sequence that the model can read.
     max_length: int
     device: torch.device
     # True if the logits of a tree are, bit for bit, those of decoding it alone. Then `match` gives plain decoding's tokens.
     batch_invariant: bool
+    # 0 if the model is not made of layers.
+    num_layers: int
+    # Bytes of weights that a forward of one token reads. 0 if unknown.
+    weight_bytes: int
+    # True if `draft_chains` can be called.
+    has_draft_chains: bool
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...
 
@@ -42,9 +73,60 @@ class LanguageModel(Protocol):
         Writes the keys and values of the nodes to the scratch of each slot, cell `length + node`. Never changes
         `cache.length`: `SlotCache.commit` does that.
 
-        taps: see `Output.features`. want: the nodes whose logits are needed; "last" is the last node of each tree that is
-        not padding.
+        taps: layer numbers, FINAL_NORM or EMBEDDING. want: the nodes whose logits are needed. "last" is the last node of
+        each tree that is not padding. Raises ValueError for a tap that the model does not have.
 
-        On the CPU torch has one thread during a step (`native.one_torch_thread`). A forward that does its own work in
-        torch, and wants more threads, sets them for the duration of the forward."""
+        On the CPU torch has one thread during a step (`kernels.cpu.one_torch_thread`). A forward that does its own work
+        in torch, and wants more threads, sets them for the duration of the forward."""
         ...
+
+    def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
+        """The same model with these layers only, over the same weights. It reads and writes those layers of the whole
+        model's caches. Raises ValueError for layers that the model does not have or cannot leave out."""
+        ...
+
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
+        """Draft a chain of tokens in each of several slots, in one call. Call it only if `has_draft_chains`.
+
+        Each chain first reads its `tokens` after the committed tokens of its slot. Then it draws `depth` tokens one
+        after another, each from the logits after the one before: argmax(logits / temperature + noise at position,
+        position + 1, ...), or argmax(logits) at temperature 0. A chain ends early if its logits hold NaN.
+
+        Writes all but the last token of a chain to the scratch of its slot. Commits nothing.
+        """
+        ...
+
+
+class BaseModel:
+    """Defaults for the optional parts of `LanguageModel`."""
+
+    num_layers: int = 0
+    weight_bytes: int = 0
+    has_draft_chains: bool = False
+
+    def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
+        raise ValueError(
+            f"{type(self).__name__} has no layers to leave out; layer_skip works for models loaded by outrider.models.load"
+        )
+
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
+        raise NotImplementedError(f"{type(self).__name__} drafts no chains in one call; check has_draft_chains first")
+
+
+def check_taps(taps: Sequence[int], num_layers: int) -> None:
+    """Raise ValueError for a tap that a model with this many layers does not have."""
+    if not all(EMBEDDING <= t < num_layers for t in taps):
+        raise ValueError(
+            f"taps are layers 0 to {num_layers - 1}, FINAL_NORM ({FINAL_NORM}) or EMBEDDING ({EMBEDDING}); got {tuple(taps)}"
+        )
+
+
+def check_layers(layers: Sequence[int], num_layers: int) -> list[int]:
+    """The layers as a list. Raises ValueError unless they are increasing layer numbers, at least one."""
+    chosen = list(layers)
+    if not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < num_layers:
+        raise ValueError(
+            f"the layers to draft with are increasing numbers from 0 to {num_layers - 1}, at least one, got {chosen}; for "
+            f"example {list(range(0, num_layers, 2))}"
+        )
+    return chosen

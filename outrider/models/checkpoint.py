@@ -1,4 +1,4 @@
-"""What can be known of a checkpoint before its weights are read: that its files are whole, and whether they fit here."""
+"""Checks of a checkpoint before its weights are read: are its files complete, and do they fit into memory?"""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.625}
-_CODES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_SPARE = 1.1  # caches, activations and what is being converted, over the weights
+from outrider.models.dtypes import DTYPES, QUANTIZATIONS, WEIGHT_FORMATS
+
+# Bytes of an element, by its code in a safetensors header.
+_CODE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_CODE_NAMES = {f.safetensors: name for name, f in WEIGHT_FORMATS.items() if f.safetensors}
+# Memory that a model needs, relative to its weights: caches, activations and what is being converted.
+_SPARE = 1.1
 
 
 class Sizes(NamedTuple):
-    """stored: the precision most weights have. matrices: weights that can be kept at another one. rest: bytes of the
-    others (embeddings, norms), which stay as they are."""
+    """stored: the precision that most weights have. matrices: number of weights that can be kept at another precision.
+    rest: bytes of the others (embeddings, norms), which stay as they are."""
 
     stored: str
     matrices: int
     rest: int
 
     def bytes(self, weights: str) -> float:
-        return self.matrices * _BYTES[weights] + self.rest
+        return self.matrices * WEIGHT_FORMATS[weights].bytes + self.rest
 
 
 def sizes(name: str, folder: Path) -> Sizes | None:
-    """Read the headers of a folder's safetensors files; None where it holds older weights only (*.bin).
+    """Read the headers of a folder's safetensors files. None if it holds only older weights (*.bin).
 
-    Raises FileNotFoundError for weights that are not there and ValueError for a file that is not whole.
+    Raises FileNotFoundError for missing weights and ValueError for an incomplete file.
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -62,33 +65,36 @@ def sizes(name: str, folder: Path) -> Sizes | None:
             if len(entry["shape"]) > 1 and "embed" not in tensor and "wte" not in tensor:
                 matrices += n
             else:
-                rest += n * _CODES.get(code, 4)
+                rest += n * _CODE_BYTES.get(code, 4)
     if not counts:
         return None
-    return Sizes(_NAMES.get(max(counts, key=lambda c: counts[c]), "float32"), matrices, rest)
+    return Sizes(_CODE_NAMES.get(max(counts, key=lambda c: counts[c]), "float32"), matrices, rest)
 
 
 def fits(name: str, need: Sizes, weights: str | None, where: torch.device) -> None:
-    """Raise MemoryError when the weights, kept as `weights` (None: as stored), are more than what is free."""
+    """Raise MemoryError if the weights, kept as `weights` (None: as stored), need more memory than is free."""
     weights = weights or need.stored
     wanted, free = need.bytes(weights), free_memory(where)
     if not free or wanted * _SPARE <= free:
         return
-    smaller = [w for w in _BYTES if _BYTES[w] < _BYTES[weights] and need.bytes(w) * _SPARE <= free]
-    if where.type != "cpu":
-        smaller = [w for w in smaller if w in _NAMES.values()]  # the others are the CPU's
+    kept = WEIGHT_FORMATS[weights].bytes
+    smaller = [w for w, f in WEIGHT_FORMATS.items() if f.bytes < kept and need.bytes(w) * _SPARE <= free]
+    if where.type != "cpu":  # only the CPU has int8 and int4 weights
+        smaller = [w for w in smaller if w in DTYPES]
     hint = "no precision of this model fits here"
     if smaller:
-        how = f"quantization={smaller[0]!r}" if smaller[0] in ("int8", "int4") else f"dtype={smaller[0]!r}"
+        how = f"quantization={smaller[0]!r}" if smaller[0] in QUANTIZATIONS else f"dtype={smaller[0]!r}"
         hint = f"{smaller[0]} weights would fit ({need.bytes(smaller[0]) / 2**30:.1f} GiB): {how}"
     raise MemoryError(
         f"{name} needs {wanted / 2**30:.1f} GiB as {weights}, and {free / 2**30:.1f} GiB are free on {where}; {hint}"
     )
 
 
-def stamp(source: Any) -> str:
-    """What changes when a model's folder, or another file, is written anew: a digest of names, sizes and times of its
-    config.json and weights. "" for what is no path here: built-in names, hub names, loaded models."""
+def fingerprint(source: Any) -> str:
+    """A digest that changes when a model's folder, or another file, is written again.
+
+    It covers names, sizes and times of config.json and the weights. "" for what is not a path here: built-in names, hub
+    names and loaded models."""
     path = Path(source).expanduser() if isinstance(source, (str, Path)) else None
     if path is None or not path.exists():
         return ""
@@ -99,7 +105,7 @@ def stamp(source: Any) -> str:
 
 
 def free_memory(where: torch.device) -> int:
-    """Bytes that can still be had; 0 where that cannot be known."""
+    """Bytes of free memory. 0 if unknown."""
     if where.type == "cuda":
         return int(torch.cuda.mem_get_info(where)[0])
     try:
@@ -107,7 +113,8 @@ def free_memory(where: torch.device) -> int:
     except OSError:
         return 0
     free = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")), 0)
-    try:  # a container's own limit; the page cache counted in it can be given back
+    # A container has a limit of its own. The page cache counts against it, but can be given back.
+    try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{f}").read_text().strip() for f in ("max", "current"))
         stat = dict(x.split() for x in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         if limit != "max":
@@ -118,7 +125,7 @@ def free_memory(where: torch.device) -> int:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The table of a safetensors file, which must be as long as the table says."""
+    """The header of a safetensors file. Raises ValueError if the file is not as long as its header says."""
     size = file.stat().st_size
     broken = f"{file} is not whole: "
     with file.open("rb") as f:

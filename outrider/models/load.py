@@ -28,6 +28,7 @@ from outrider.models import checkpoint
 from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.scale_up import SIZES, scaled_up
+from outrider.models.dtypes import DTYPES, QUANTIZATIONS, dtype_name, parse_dtype
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
 
@@ -37,10 +38,8 @@ BUILTIN = {
     "builtin:code-draft": "its draft model, distilled from it",
 }
 SYNTHETIC = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))  # costs that fit a laptop
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-_QUANTIZATIONS = ("int8", "int4")
-_PATIENCE = 5.0  # seconds for the hub to answer; transformers would try for half a minute, per file
+# Seconds that the hub has to answer. transformers would try for half a minute, per file.
+_HUB_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ def load(
 
     dtype: "auto" keeps the checkpoint's own precision. quantization: "int8" or "int4" weights, on the CPU.
     """
-    kind = _dtype(dtype)
-    if quantization not in (None, *_QUANTIZATIONS):
+    kind = parse_dtype(dtype)
+    if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(
-            f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), _QUANTIZATIONS)}"
+            f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), QUANTIZATIONS)}"
         )
     where = _device(device, model)
     if quantization and (where.type != "cpu" or not native.available()):
@@ -88,7 +87,7 @@ def load(
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(_path(str(tokenizer)))
     refuse(raw)
-    stored = str(raw.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    stored = dtype_name(raw.get_input_embeddings().weight.dtype)  # pyright: ignore[reportArgumentType]
     weights = quantization or (stored if kind == "auto" else kind)
     ends = _end_ids(raw, tokenizer)
     return Loaded(_prepare(raw, own, where, weights), name, tokenizer, ends, weights, model)
@@ -99,7 +98,7 @@ def _prepare(raw: PreTrainedModel, own: bool, where: torch.device, weights: str)
         raw = shared_copy(raw)
     raw.eval()
     if where.type != "cpu":
-        return HFModel(raw.to(where, _DTYPES[weights]), own=True)  # pyright: ignore[reportArgumentType]
+        return HFModel(raw.to(where, DTYPES[weights]), own=True)  # pyright: ignore[reportArgumentType]
     raw.to(where)  # pyright: ignore[reportArgumentType]
     if not native.available():
         _say_once(f"outrider's native kernels are not in use ({native.why()}); running in float32 on oneDNN")
@@ -117,7 +116,7 @@ def _from_pretrained(
         checkpoint.fits(name, sizes, quantization or (None if dtype == "auto" else dtype), where)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype if dtype == "auto" else _DTYPES[dtype], output_loading_info=True
+            path, config=config, dtype=dtype if dtype == "auto" else DTYPES[dtype], output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ValueError(f"{name} cannot be loaded: {error}") from error
@@ -138,7 +137,7 @@ def _synthetic(name: str, dtype: str) -> PreTrainedModel:
     source = LlamaForCausalLM.from_pretrained(DATA / "code", dtype=torch.float32)
     matrices = size.parameters(source.config.vocab_size)
     checkpoint.fits(name, checkpoint.Sizes(kind, matrices, 0), kind, torch.device("cpu"))
-    return scaled_up(source, size, _DTYPES[kind])
+    return scaled_up(source, size, DTYPES[kind])
 
 
 def _unmap_(raw: PreTrainedModel) -> None:
@@ -209,7 +208,7 @@ def _hub(name: str) -> str:
     """The name, if the hub has it; the folder of the cached copy, if the hub cannot be asked."""
     otherwise = f"Give a folder that save_pretrained wrote, or one of {_names()}"
     try:
-        HfApi().model_info(name, timeout=_PATIENCE)
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
     except errors.HFValidationError as error:
         raise ValueError(f"{name!r} is no folder here and cannot be a name on the hub. {otherwise}") from error
     except errors.RepositoryNotFoundError as error:
@@ -248,16 +247,6 @@ def _end_ids(raw: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
     )
     end = next((e for e in said if e is not None), None)
     return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
-
-
-def _dtype(given: str | torch.dtype) -> str:
-    kind = str(given).removeprefix("torch.")
-    if kind in ("auto", *_DTYPES):
-        return kind
-    if kind in _QUANTIZATIONS:
-        raise ValueError(f"{kind} is no dtype to compute in; for weights of {kind} give quantization={kind!r}")
-    hint = f"; did you mean {_ALIASES[kind]!r}?" if kind in _ALIASES else did_you_mean(kind, _DTYPES)
-    raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}; got {kind!r}{hint}")
 
 
 def _device(given: str, model: Any) -> torch.device:

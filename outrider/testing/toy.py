@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from outrider.models.base import Output, Want
+from outrider.models.base import BaseModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
 
-class ToyModel:
+class ToyModel(BaseModel):
     """logits(context) = table[hash of the last `order` tokens]. `error` blends in another table: a draft for this model."""
 
     def __init__(

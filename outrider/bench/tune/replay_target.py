@@ -19,13 +19,13 @@ from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.guard import trusted
 from outrider.drafters.model.self_speculation import QuantizedSelfDrafter
-from outrider.models.base import LanguageModel, Output, Want
+from outrider.models.base import BaseModel, LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 
 
-class Told:
+class Told(BaseModel):
     """Says `text`, prompt and answer, by a logit far above all others at each node, by the node's place. Computes nothing;
     where a guess has left the text, what it says is of no account. One row."""
 

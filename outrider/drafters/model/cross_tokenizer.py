@@ -25,7 +25,7 @@ from outrider.drafters.base import DraftContext, Drafter, chains
 from outrider.drafters.combine.merge import NodeList, draft_nodes, walked
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
-from outrider.models.base import LanguageModel, Output, Want
+from outrider.models.base import BaseModel, LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
@@ -39,12 +39,13 @@ _AGAIN = 32  # one proposal in so many is made the other way, in case the text h
 _MEMORY = 0.98  # of the running means
 
 
-class SharedModel:
+class SharedModel(BaseModel):
     """A draft model that reads its own tokens and speaks of the target's: -inf for those that it does not have."""
 
     def __init__(self, draft: LanguageModel, pairing: Pairing) -> None:
         self.draft, self.vocab_size, self.max_length = draft, pairing.target.size, draft.max_length
-        self.device, self.batch_invariant, self.bytes = draft.device, draft.batch_invariant, getattr(draft, "bytes", 0)
+        self.device, self.batch_invariant = draft.device, draft.batch_invariant
+        self.num_layers, self.weight_bytes = draft.num_layers, draft.weight_bytes
         shared = torch.tensor(sorted(pairing.shared.items()), dtype=torch.long, device=self.device).reshape(-1, 2)
         self._target, self._draft = shared.unbind(1)
 

@@ -16,8 +16,7 @@ from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.combine.merge import NodeList, walked
 from outrider.drafters.model.children import child_scores, children
 from outrider.drafters.model.growth import Growth
-from outrider.models.base import LanguageModel
-from outrider.models.native_llama import Chain, LlamaModel
+from outrider.models.base import Chain, LanguageModel
 from outrider.models.nodes import Nodes
 
 _CHUNK = 256  # prompt tokens read per forward
@@ -205,7 +204,7 @@ class ModelDrafter(BaseDrafter):
         return (
             simple
             and self.noise_aware
-            and isinstance(self.model, LlamaModel)
+            and self.model.has_draft_chains
             and context.warp.simple(b)
             and context.stream is Stream.TOKEN
         )
@@ -213,7 +212,6 @@ class ModelDrafter(BaseDrafter):
     def _chains(self, context: DraftContext, some: list[int]) -> list[list[int]]:
         """Chains without a law, in one call of a model that offers it: a small model's token costs less than the way through
         Python."""
-        assert isinstance(self.model, LlamaModel)
         noise = context.noise.keys(context.stream, context.positions)
         chains = [
             Chain(
@@ -227,9 +225,9 @@ class ModelDrafter(BaseDrafter):
         ]
         drawn = self.model.draft_chains(self.cache, chains)
         for c, tokens in zip(chains, drawn, strict=True):
-            self.cache.commit([c.row], [range(len(c.tokens) - 1)])
+            self.cache.commit([c.slot], [range(len(c.tokens) - 1)])
             # the last one drawn was not forwarded
-            self._scratch[c.row] = [(c.tokens[-1], -1), *((token, n) for n, token in enumerate(tokens[:-1]))]
+            self._scratch[c.slot] = [(c.tokens[-1], -1), *((token, n) for n, token in enumerate(tokens[:-1]))]
         return drawn
 
     def _context(self, row: int, tokens: list[int]) -> list[int]:

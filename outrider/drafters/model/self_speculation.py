@@ -21,7 +21,6 @@ from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.base import LanguageModel
-from outrider.models.hf.layer_subset import layer_subset
 from outrider.models.nodes import Nodes
 
 SAMPLE = '''def read_lines(path):
@@ -68,7 +67,7 @@ class LayerSkipDrafter(QuantizedSelfDrafter):
 
     def __init__(self, target: LanguageModel, layers: Sequence[int], *, min_probability: float = 0.0) -> None:
         """Raises ValueError for layers that the target does not have."""
-        super().__init__(layer_subset(target, layers), min_probability=min_probability)
+        super().__init__(target.layer_subset(layers), min_probability=min_probability)
         self.layers = tuple(layers)
 
 
@@ -115,12 +114,12 @@ def search_layers(
     texts = [list(t)[:256] for t in texts if len(t) > 1]
     if not texts:
         raise ValueError("the search needs a text of at least two tokens; give some of your prompts")
-    count = int(target.layers)  # pyright: ignore[reportAttributeAccessIssue]
+    count = target.num_layers
     clock = clock or _seconds
     choices = [_choices(target, t) for t in texts]
 
     def agreement(layers: list[int]) -> float:
-        model = layer_subset(target, layers)
+        model = target.layer_subset(layers)
         same = torch.cat([_choices(model, t) == c for t, c in zip(texts, choices, strict=True)])
         return float(same.float().mean())
 
@@ -135,7 +134,7 @@ def search_layers(
         left = [n for n in left if n != out]
         a, cost = (
             agreement(left),
-            clock(layer_subset(target, left), 1) / clock(target, 1),
+            clock(target.layer_subset(left), 1) / clock(target, 1),
         )  # side by side: machines drift
         gains = [(speedup(geometric(a, k), k * cost, widths[k] / widths[0]), k) for k in range(1, max_depth + 1)]
         gain, depth = max(gains)

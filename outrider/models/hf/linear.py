@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from outrider.models.dtypes import DTYPES, dtype_name
 
 
 class PackedLinear(nn.Module):
@@ -27,7 +26,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = weight.detach()
         self.out_features, self.in_features = weight.shape
-        self.kind = str(weight.dtype).removeprefix("torch.") if weights == "auto" else weights
+        self.kind = dtype_name(weight.dtype) if weights == "auto" else weights
         if native.available():
             packed = native.Packed([weight], self.kind, [None if bias is None else bias.detach()])
             self._run: Callable[[Tensor], Tensor] = packed.linear
@@ -52,11 +51,11 @@ class PackedLinear(nn.Module):
 
 
 def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor], Tensor]:
-    if kind not in _DTYPES:
+    if kind not in DTYPES:
         raise ValueError(f"{kind} weights need the native kernels: {native.why()}")
     # The prepacked weight of a 16-bit model is the float32 copy: exact, and twice the memory.
     b = None if bias is None else bias.detach().float()
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(_DTYPES[kind]).float().contiguous(), 8)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(DTYPES[kind]).float().contiguous(), 8)
 
     def run(x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")

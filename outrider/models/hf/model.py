@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
-from outrider.models.base import Output, Want
+from outrider.models.base import FINAL_NORM, BaseModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import pack_experts_
 from outrider.models.hf.hooks import NAME, SURVEY, CacheView, Call, UnsupportedModel, Way, method
+from outrider.models.hf.layer_subset import HFLayerSubset
 from outrider.models.hf.linear import PackedLinear, pack_linears_
+from outrider.models.hf.taps import LayerStack, recorded
 from outrider.models.nodes import Nodes
 
 
-class HFModel:
+class HFModel(BaseModel):
     """A `LanguageModel` around a transformers causal language model.
 
     weights: the precision the linears' weights are kept in on the CPU ("auto": as they are, also "int8" and "int4");
@@ -55,7 +57,8 @@ class HFModel:
             _activations_float32_(self.model)
         text = self.model.config.get_text_config()
         self.max_length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
-        self.layers: int = text.num_hidden_layers
+        self.num_layers: int = text.num_hidden_layers
+        self.stack = LayerStack(self.model, self.num_layers)
         self._keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._call = Call()
         self._attention_modules = [m for m in self.model.modules() if hasattr(m, "layer_idx") or hasattr(m, "_attn")]
@@ -78,10 +81,10 @@ class HFModel:
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
-        """See `LanguageModel.forward`. Taps: layer i gives transformers' hidden_states[i + 1], -1 the final one."""
+        """See `LanguageModel.forward`."""
         nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
-        arguments: dict[str, Any] = {"output_hidden_states": True} if taps else {}
+        arguments: dict[str, Any] = {"output_hidden_states": True} if FINAL_NORM in taps else {}
         kept = sorted(set(nodes.last)) if want == "last" else [0]
         if want != "all" and self._keeps:
             arguments["logits_to_keep"] = torch.tensor(kept, device=self.device)
@@ -90,7 +93,11 @@ class HFModel:
         if self._way is not Way.INTERFACE:
             arguments |= {"attention_mask": self._mask(nodes), "past_key_values": self._view()}
         try:
-            with self._stable if self._careful else nullcontext(), native.one_torch_thread(self.device):
+            with (
+                self._stable if self._careful else nullcontext(),
+                native.one_torch_thread(self.device),
+                recorded(self.stack, taps) as hidden,
+            ):
                 out = self.model(
                     input_ids=nodes.tokens,
                     position_ids=nodes.positions,
@@ -105,8 +112,13 @@ class HFModel:
         elif want == "last":
             at = [kept.index(n) for n in nodes.last] if self._keeps else nodes.last
             logits = logits[torch.arange(len(nodes.slots)), at][:, None] if len(kept) > 1 or not self._keeps else logits
-        features = torch.cat([out.hidden_states[t if t < 0 else t + 1] for t in taps], dim=-1) if taps else None
+        features = None
+        if taps:
+            features = torch.cat([out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps], dim=-1)
         return Output(logits, features)
+
+    def layer_subset(self, layers: Sequence[int]) -> HFLayerSubset:
+        return HFLayerSubset(self, layers)
 
     def _view(self) -> CacheView:
         return CacheView(self._call, gathered=self._way is Way.MASK)
@@ -169,7 +181,7 @@ class HFModel:
             except Exception as error:  # whatever a model's code says to arguments it does not know
                 trouble = trouble or error
                 continue
-            if len(self._call.attended) == self.layers:
+            if len(self._call.attended) == self.num_layers:
                 break
         else:
             raise UnsupportedModel(

@@ -14,7 +14,6 @@ from outrider import LLM
 from outrider.core.types import Budget
 from outrider.drafters.model.self_speculation import LayerSearch, LayerSkipDrafter, search_layers
 from outrider.models.base import LanguageModel
-from outrider.models.hf.layer_subset import layer_subset
 from outrider.models.hf.model import HFModel
 from outrider.models.native_llama import LlamaModel, supports
 from outrider.models.nodes import Nodes
@@ -71,7 +70,7 @@ def test_a_part_is_the_model_without_the_others() -> None:
     if supports(raw) is None:
         models.append(LlamaModel(raw))
     for model in models:
-        skipped = layer_subset(model, [0, 3])
+        skipped = model.layer_subset([0, 3])
         got = skipped.forward(Nodes(ids, skipped.new_cache(1, 8), [0])).logits
         with torch.no_grad():
             torch.testing.assert_close(got[0], short(ids).logits[0], atol=1e-4, rtol=1e-4)
@@ -115,7 +114,7 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path: Path) -> No
     texts = [[1, 2, 3, 4, 5, 6, 7, 8] * 3]
 
     def clock(m: LanguageModel, n: int) -> float:  # forwards over more tokens cost a little, layers cost all
-        return (len(m.layers) if isinstance(m.layers, list) else m.layers) * (1 + 0.05 * n)  # pyright: ignore
+        return m.num_layers * (1 + 0.05 * n)
 
     found = search_layers(model, texts, clock=clock)
     assert found.layers == [0, 3]

@@ -17,9 +17,10 @@ from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.kernels import cpu as native
 from outrider.models.attention import attend_masked
-from outrider.models.base import LanguageModel
+from outrider.models.base import EMBEDDING, FINAL_NORM, LanguageModel
 from outrider.models.hf import hooks
 from outrider.models.hf.model import HFModel, UnsupportedModel
+from outrider.models.hf.taps import LayerStack
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
@@ -234,17 +235,25 @@ def test_quantised_weights(name: str, weights: str) -> None:
     assert torch.cosine_similarity(ours, expected).mean() > (0.99 if weights == "int8" else 0.75)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_taps_are_hidden_states(name: str) -> None:
-    raw = tiny(name)
-    model = HFModel(raw)
-    ids = torch.tensor(prompts(9))
+def test_taps_are_hidden_states(subject: Subject) -> None:
+    """Layer i is `hidden_states[i + 1]` of transformers, but the last layer is taken before the final norm."""
+    model, raw, ids = subject.model, subject.raw, torch.tensor(prompts(9))
+    n = model.num_layers
+    seen: list[torch.Tensor] = []
+    last = LayerStack(raw, n).layers()[-1]
+    hook = last.register_forward_hook(lambda _, __, out: seen.append(out[0] if isinstance(out, tuple) else out))
     with torch.inference_mode():
         hidden = raw(ids, output_hidden_states=True).hidden_states
-    out = model.forward(Nodes(ids, model.new_cache(1, 64), [0]), taps=(0, -1))
+    hook.remove()
+    taps = (n - 1, EMBEDDING, 0, FINAL_NORM)
+    out = model.forward(Nodes(ids, model.new_cache(1, 64), [0]), taps=taps)
     assert out.features is not None
-    torch.testing.assert_close(out.features, torch.cat([hidden[1], hidden[-1]], -1), atol=1e-4, rtol=1e-4)
+    for got, expected in zip(out.features.chunk(4, -1), (seen[0], hidden[0], hidden[1], hidden[-1]), strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-3)
     assert model.forward(Nodes(ids, model.new_cache(1, 64), [0])).features is None
+    for wrong in (n, -3):
+        with pytest.raises(ValueError, match="taps are layers"):
+            model.forward(Nodes(ids, model.new_cache(1, 64), [0]), taps=(wrong,))
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neo"])

@@ -26,7 +26,9 @@ from transformers import (
 )
 
 from outrider.kernels import cpu as native
-from outrider.models.native_llama import Chain, LlamaModel, supports
+from outrider.models.base import EMBEDDING, FINAL_NORM, Chain
+from outrider.models.hf.model import HFModel
+from outrider.models.native_llama import LlamaModel, supports
 from outrider.models.nodes import Nodes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
@@ -103,13 +105,25 @@ def test_close_to_transformers(name: str) -> None:
     assert supports(theirs) is None
     ours = LlamaModel(theirs)
     with torch.no_grad():
-        expected = theirs(TEXT, output_hidden_states=True)
-    out = ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0]), taps=(0, 1, -1))
-    assert out.features is not None
-    assert (out.logits - expected.logits).abs().max() < 1e-4
-    for i, state in enumerate((1, 2, -1)):
-        tapped = out.features[..., i * ours.hidden : (i + 1) * ours.hidden]
-        assert (tapped - expected.hidden_states[state]).abs().max() < 2e-4
+        expected = theirs(TEXT).logits
+    assert (ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_taps_are_those_of_transformers_modelling_code(name: str) -> None:
+    """The last layer too, whose output transformers itself replaces by that of the final norm."""
+    theirs, taps = build(name), (EMBEDDING, 0, 2, FINAL_NORM)
+    ours, reference = LlamaModel(theirs), HFModel(theirs)
+    assert ours.num_layers == reference.num_layers == 3
+    tokens, parents = TEXT[:, :6], torch.tensor([[-1, 0, 0, 1, 3, -2]])
+    for tree in (None, parents):
+        got, expected = (m.forward(Nodes(tokens, m.new_cache(1, 512), [0], tree), taps=taps) for m in (ours, reference))
+        assert got.features is not None
+        assert expected.features is not None
+        real = slice(None) if tree is None else tree >= -1
+        torch.testing.assert_close(got.features[real], expected.features[real], atol=2e-4, rtol=1e-4)
+        last, norm = got.features.chunk(4, -1)[2:]
+        assert not torch.allclose(last, norm, atol=0.1)
 
 
 @pytest.mark.parametrize("weights", list(native.FORMATS))
@@ -298,13 +312,13 @@ def test_draft_chains_are_the_loop_in_one_call() -> None:
     for c, got in zip(chains, drawn, strict=True):
         if not c.depth:
             continue
-        start, end = starts[c.row], starts[c.row] + len(c.tokens) + c.depth - 1
-        scratch = [t[c.row, :, start:end].clone() for pair in cache.layers for t in pair]
+        start, end = starts[c.slot], starts[c.slot] + len(c.tokens) + c.depth - 1
+        scratch = [t[c.slot, :, start:end].clone() for pair in cache.layers for t in pair]
         feed, expected = [*c.tokens], list[int]()
         seed, stream, step, position = c.noise
         for i in range(c.depth):
-            logits = model.forward(Nodes(torch.tensor([feed]), cache, [c.row]), want="last").logits[0, 0]
-            cache.commit([c.row], [range(len(feed))])
+            logits = model.forward(Nodes(torch.tensor([feed]), cache, [c.slot]), want="last").logits[0, 0]
+            cache.commit([c.slot], [range(len(feed))])
             if c.temperature:
                 noise = (seed, stream, step, position + i)
                 expected.append(native.argmax_gumbel(logits, *noise, temperature=c.temperature))
@@ -312,7 +326,7 @@ def test_draft_chains_are_the_loop_in_one_call() -> None:
                 expected.append(native.argmax(logits))
             feed = [expected[-1]]
         assert got == expected
-        alone = [t[c.row, :, start:end] for pair in cache.layers for t in pair]
+        alone = [t[c.slot, :, start:end] for pair in cache.layers for t in pair]
         assert all(torch.equal(a, b) for a, b in zip(scratch, alone, strict=True))
 
 

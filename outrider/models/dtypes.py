@@ -1,0 +1,46 @@
+"""The precisions of weights: their names, their torch dtypes, and the bytes of one weight."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from outrider.core.suggest import did_you_mean
+
+
+class WeightFormat(NamedTuple):
+    """dtype: None for formats that only the kernels know. bytes: of one weight, scales included. safetensors: its code."""
+
+    dtype: torch.dtype | None
+    bytes: float
+    safetensors: str | None = None
+
+
+WEIGHT_FORMATS = {
+    "float32": WeightFormat(torch.float32, 4.0, "F32"),
+    "bfloat16": WeightFormat(torch.bfloat16, 2.0, "BF16"),
+    "float16": WeightFormat(torch.float16, 2.0, "F16"),
+    "int8": WeightFormat(None, 1.0),
+    "int4": WeightFormat(None, 0.625),
+}
+DTYPES: dict[str, torch.dtype] = {name: f.dtype for name, f in WEIGHT_FORMATS.items() if f.dtype is not None}
+QUANTIZATIONS = tuple(name for name, f in WEIGHT_FORMATS.items() if f.dtype is None)
+_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(given: str | torch.dtype) -> str:
+    """ "auto", or the name of a dtype to compute in. Raises ValueError with a hint for anything else."""
+    name = given if isinstance(given, str) else dtype_name(given)
+    name = name.removeprefix("torch.")
+    if name in ("auto", *DTYPES):
+        return name
+    if name in QUANTIZATIONS:
+        raise ValueError(f"{name} is no dtype to compute in; for weights of {name} give quantization={name!r}")
+    hint = f"; did you mean {_ALIASES[name]!r}?" if name in _ALIASES else did_you_mean(name, DTYPES)
+    raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}{hint}")
