@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from outrider.core.suggest import did_you_mean
 from outrider.core.types import Budget
-from outrider.drafters.registry import AUTO, METHODS, NONE, find, owner, plugins
+from outrider.drafters.registry import AUTO, METHODS, NONE, find, model_method, owner, plugins
 from outrider.verify import VERIFIERS
 
 _VLLM_RULES = {"standard": "rejection", "block": "block"}
@@ -91,7 +91,7 @@ class SpeculativeConfig(BaseModel):
                 )
                 data = {**data, "controller": "calibrated"}
             if "method" not in data and data.get("model") is not None:
-                data = {**data, "method": next(name for name, method in METHODS.items() if method.needs_model)}
+                data = {**data, "method": model_method()}
         return data
 
     @model_validator(mode="after")

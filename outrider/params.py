@@ -1,4 +1,4 @@
-"""SamplingParams: what a request asks for. Names and meanings are vLLM's; every one is honoured under speculation."""
+"""`SamplingParams`: what a request asks for. Names and meanings are vLLM's, and speculation honours every one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when a text ends. Raises ValueError with the line that would work.
+    """How tokens are chosen and when a text ends.
 
-    temperature: 0 is greedy. top_k 0 or -1, top_p 1.0 and min_p 0.0 switch those filters off.
-    repetition_penalty: counts prompt and output; presence_penalty and frequency_penalty count the output only.
-    logit_bias: token id -> number added to its logit. bad_words: strings or token id lists that must not be written.
-    stop: strings that end the text and are cut from it; stop_token_ids end it too; ignore_eos switches the end token off.
-    min_tokens: no end before that many tokens. max_tokens: None means as many as the model's length allows.
-    seed: 64 bits; None draws one, and the output says which.
-    prediction: a text, or token ids, that most of the answer will repeat (OpenAI's predicted outputs). The method
-    "prediction" guesses from it; the answer is the same with and without.
-    n: outputs per prompt. logprobs, prompt_logprobs: how many alternatives to report, of the model's own law.
+    temperature: 0 is greedy.
+    top_k, top_p, min_p: filters. top_k 0 or -1, top_p 1.0 and min_p 0.0 are off.
+    repetition_penalty: counts the tokens of prompt and output; 1.0 is off.
+    presence_penalty, frequency_penalty: count the tokens of the output; 0.0 is off.
+    logit_bias: token id -> number to add to its logit.
+    bad_words: strings, or lists of token ids, that must not appear.
+    allowed_token_ids: the only tokens that may appear; None allows all.
+    min_tokens: the text does not end before it has this many tokens.
+    max_tokens: the text ends after this many; None means as many as the model's length allows.
+    stop: strings that end the text. They are cut from it unless include_stop_str_in_output is set.
+    stop_token_ids: tokens that end the text. ignore_eos: the model's end token does not end it.
+    skip_special_tokens: leave special tokens out of the text.
+    seed: at most 64 bits. None draws a seed, and the output reports it.
+    prediction: a text, or token ids, that the answer will mostly repeat (OpenAI's predicted outputs). It is drafted from and
+    never changes the answer.
+    n: outputs per prompt.
+    logprobs, prompt_logprobs: how many alternatives to report, from the model's own distribution.
+    stops: `stop` as a tuple; derived.
+
+    Raises ValueError for a value out of range. The message says what is allowed.
     """
 
     temperature: float = 1.0
@@ -77,11 +88,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Temperature 0: the likeliest token, the lowest id among equals."""
+        """Whether each token is the likeliest one. Among equals it is the one with the lowest id."""
         return self.temperature == 0
 
     def with_(self, **changes: object) -> SamplingParams:
-        """The same parameters with some changed."""
+        """Return the same parameters with some changed. Raises ValueError as the constructor does."""
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def check_vocab(self, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What the commands share: errors as one line, spinners, colours where the stream shows them. Imports nothing heavy."""
+"""What the commands share on the terminal: errors in one line, spinners, colours. Imports nothing large."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ DIM, RED, GREEN, YELLOW = "2", "31", "32", "33"
 
 
 def environment() -> None:
-    """Settings that count only before torch and transformers are imported."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin stall when another program wants the core
+    """Set variables that torch and transformers read when they are imported. Values of the user stay."""
+    # Waiting threads that spin slow every other program on the same core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -27,7 +28,10 @@ def environment() -> None:
 
 @contextmanager
 def readable(debug: bool) -> Iterator[None]:
-    """Errors as one red line and exit code 2; ctrl-C as exit code 130."""
+    """Show an error as one red line and exit with code 2. Ctrl-C exits with 130, a closed pipe with 141.
+
+    debug: show the traceback instead, and all warnings.
+    """
 
     def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if debug or issubclass(category, RuntimeWarning):
@@ -40,9 +44,11 @@ def readable(debug: bool) -> Iterator[None]:
         except KeyboardInterrupt:
             print(paint("interrupted", RED, sys.stderr), file=sys.stderr)
             raise typer.Exit(130) from None
-        except typer.Exit:  # a RuntimeError
+        # typer.Exit is a RuntimeError.
+        except typer.Exit:
             raise
-        except BrokenPipeError:  # the reader has gone, as in `outrider generate ... | head -1`
+        # The reader of the pipe has ended, as in `outrider generate ... | head -1`.
+        except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(141) from None
         except Exception as error:
@@ -57,7 +63,7 @@ def readable(debug: bool) -> Iterator[None]:
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """A spinner on a terminal; transformers' own bars and logs stay silent."""
+    """Show a spinner on a terminal. The progress bars and logs of transformers stay silent."""
     with working(f"loading {what}"):
         from transformers.utils import logging
 
@@ -67,30 +73,31 @@ def loading(what: str) -> Iterator[None]:
 
 
 def working(what: str) -> AbstractContextManager[Any]:
-    """A spinner on a terminal."""
+    """Show a spinner on a terminal, nothing elsewhere."""
     from rich.console import Console
 
     return nullcontext() if plain(sys.stderr) else Console(stderr=True).status(f"{what} ...")
 
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:
-    """The text with a colour, where the stream shows colours."""
+    """Return the text in a colour, if the stream shows colours. code: an ANSI code, such as `GREEN`."""
     return text if not text or plain(stream or sys.stdout) else f"\x1b[{code}m{text}\x1b[0m"
 
 
 def plain(stream: TextIO) -> bool:
-    """No escape codes: not a terminal, a dumb one, or NO_COLOR (https://no-color.org)."""
+    """Whether to write no escape codes: no terminal, a dumb one, or NO_COLOR (https://no-color.org)."""
     return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def printable(text: str) -> str:
-    """On a terminal, control characters a model writes are shown and not obeyed."""
+    """Return text that is safe on a terminal: control characters are shown as codes and have no effect."""
     if not sys.stdout.isatty():
         return text
     return "".join(c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else f"\\x{ord(c):02x}" for c in text)
 
 
 def console() -> Console:
+    """A rich console on standard output, with colours if it shows them."""
     from rich.console import Console
 
     return Console(color_system=None if plain(sys.stdout) else "auto")

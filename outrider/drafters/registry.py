@@ -167,6 +167,11 @@ def owner(key: str) -> DraftMethod | None:
     return next((method for method in METHODS.values() if key in method.keys), None)
 
 
+def model_method() -> str:
+    """The method that drafts with the model of the key `model`. A configuration with that key alone means this method."""
+    return next(name for name, method in METHODS.items() if method.needs_model)
+
+
 def level_cost(method: DraftMethod, drafter: Drafter, target: LanguageModel) -> float:
     """Cost of one draft level, in forward passes of the target. It follows from the number of weights and is never timed:
     the same request must use the same drafters every time."""
