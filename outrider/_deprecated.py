@@ -69,6 +69,7 @@ NAMES = {
     "outrider.drafters.model.self_speculation": {"SelfDrafter": "QuantizedSelfDrafter"},
     "outrider.drafters.registry": {"Setting": "DrafterSetup"},
     "outrider.models.hf": {"HFModel": "outrider.models.hf.model:HFModel"},
+    "outrider.verify": {"Table": "FixedDistribution", "Target": "TargetDistribution"},
 }
 """New module -> {old name: new name, or "module:name" if it is in another module}."""
 

@@ -1,4 +1,4 @@
-"""`outrider replay`: a trace in the terminal, summed up, or one of its steps computed again. Imports nothing heavy before."""
+"""`outrider replay`: sums up a trace, or computes one of its steps again. Imports nothing large until it runs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _STYLES = {"✓": "green", "✗": "red", "·": "dim"}
 def replay(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file that --trace has written.")],
     step: Annotated[
-        int | None, option("Trace", "Compute this step of the request again, and explain it.", "--step", "-s", min=0)
+        int | None, option("Trace", "Compute this step of the request again and explain it.", "--step", "-s", min=0)
     ] = None,
-    request: Annotated[int | None, option("Trace", "Which request; needed where there are several.", min=0)] = None,
+    request: Annotated[
+        int | None, option("Trace", "The number of the request; needed if there are several.", min=0)
+    ] = None,
     model: Annotated[
-        str | None, option("Model", "Where the model is now; where the trace had it, if not given.", "--model", "-m")
+        str | None, option("Model", "Where the model is now; without it, where the trace says.", "--model", "-m")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Sum up a trace, or compute one of its steps again: what was guessed, and why each guess was kept or refused.
+    """Sum up a trace, or explain one of its steps: the draft tokens, and why each was accepted or rejected.
 
-    A step is computed with the model that the trace names, and compared with what was recorded. Exit code 1: it differs.
+    The step is computed again with the model that the trace names, and compared with the record. Exit code 1: it differs.
     """
     with readable(debug):
         with loading("the trace"):
@@ -39,12 +41,13 @@ def replay(
 
             found = read(trace)
         if found.problem is not None:
-            print(paint(f"note: {found.problem}; what stands before it is shown", YELLOW))
+            print(paint(f"note: {found.problem}; everything before it is shown", YELLOW))
         if step is None:
             _summary(found, request)
             return
         text = found.text(request)
-        _ = text.step(step), text.prompt  # what is not there is said before a model is loaded
+        # Errors about the step or the prompt come before the model is loaded.
+        _ = text.step(step), text.prompt
         with loading(found.header.model):
             llm = _model(found, model)
             from outrider.trace import replay as again
@@ -55,7 +58,7 @@ def replay(
 
 
 def _model(trace: Trace, name: str | None) -> Any:
-    """The model of the trace, with its drafter where that is needed."""
+    """Load the model of the trace, with its drafter if the verifier reads the drafter's probabilities."""
     from outrider.llm import LLM
     from outrider.verify import VERIFIERS
 
@@ -68,7 +71,7 @@ def _model(trace: Trace, name: str | None) -> Any:
     return LLM(name or header.model, speculative_config=config, max_num_seqs=1, **kind)
 
 
-# -- the whole ----------------------------------------------------------------------------------------------------------
+# -- the summary ----------------------------------------------------------------------------------------------------------
 
 
 def _summary(trace: Trace, request: int | None) -> None:
@@ -81,7 +84,7 @@ def _summary(trace: Trace, request: int | None) -> None:
     print(f"{header.model}, {header.dtype} on {header.device}; {config}")
     print(f"verifier {header.verifier}, {header.guarantee}; outrider {header.outrider}, {header.date}")
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in ("request", "prompt", "tokens", "steps", "accepted of guesses", "tokens a step", "seconds", "ended by"):
+    for head in ("request", "prompt", "tokens", "steps", "accepted of drafted", "tokens/step", "seconds", "ended by"):
         table.add_column(head, justify="left" if head == "ended by" else "right")
     for text in texts[:40]:
         table.add_row(*_row(text))
@@ -92,7 +95,7 @@ def _summary(trace: Trace, request: int | None) -> None:
         _steps(texts[0])
     elif trace.acceptance:
         rates = "  ".join(f"{d.depth}: {d.rate:.0%} of {d.drafted}" for d in trace.acceptance)
-        print(f"kept by depth of the guess   {rates}")
+        print(f"accepted by depth of the draft token   {rates}")
     if trace.seconds:
         whole = sum(trace.seconds.values())
         shares = "  ".join(f"{phase} {part:.2f} s ({part / whole:.0%})" for phase, part in trace.seconds.items())
@@ -113,8 +116,8 @@ def _row(text: TracedText) -> list[str]:
 
 
 def _steps(text: TracedText) -> None:
-    """A letter a token, a bar a step."""
-    print("its tokens, | between steps (a accepted guess, c correction, b bonus, p plain):")
+    """Print one letter for each token, with a bar between steps."""
+    print("tokens, | between steps (a accepted, c correction, b bonus, p plain):")
     print("|".join(step.origins for step in text.steps))
 
 
@@ -143,24 +146,20 @@ def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
     own = (
         "the bonus"
         if step.drafted and not step.refused
-        else "in place of the guess"
+        else "in place of the draft token"
         if step.drafted
         else "plain decoding"
     )
-    last = f"{show(result.token)} is the target's own, {own}" if len(result.written) > kept else "then the text ended"
+    last = f"{show(result.token)} is the target's, {own}" if len(result.written) > kept else "then the text ended"
     print(
-        "\nwritten: "
+        "\nresult: "
         + " ".join(show(t) for t in result.written)
-        + f"   ({kept} of {step.drafted} guesses kept; {last})"
+        + f"   ({kept} of {step.drafted} draft tokens accepted; {last})"
     )
     if result.same:
         print(paint("computed again: the same draft, verdict and tokens as recorded", GREEN))
         return
-    why = (
-        ""
-        if trace.header.batch_invariant
-        else "; this model's logits depend on the rows beside, so near-ties may fall otherwise"
-    )
+    why = "" if trace.header.batch_invariant else "; this model's logits depend on the batch, so near-ties can differ"
     for line in result.differs:
         print(paint(f"differs: {line}", RED))
     print(paint(f"Recorded by outrider {trace.header.outrider} on {trace.header.machine}{why}", DIM))
@@ -169,16 +168,15 @@ def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
 def _tree(result: Replay, show: Any) -> Tree:
     from rich.tree import Tree
 
-    places = dict[int, Tree]()
     root = Tree(_label(result.nodes[0], result, show))
-    places[0] = root
+    branches = {0: root}
     for node in result.nodes[1:]:
-        places[node.node] = places[node.parent].add(_label(node, result, show))
+        branches[node.node] = branches[node.parent].add(_label(node, result, show))
     return root
 
 
 def _label(node: ExplainedNode, result: Replay, show: Any) -> Any:
-    """The token, its fate and the reason; below the accepted ones, what the target thought likely next."""
+    """The token, whether it was accepted, and why. Below an accepted token: the likeliest next tokens of the target."""
     from rich.text import Text as Styled
 
     late = node.depth > len(result.written)
@@ -192,6 +190,8 @@ def _label(node: ExplainedNode, result: Replay, show: Any) -> Any:
         label.append(f"\nlikeliest next: {likely}", style="dim")
         if node.node == result.path[-1]:
             rest = node.explains_by and result.step.refused
-            drew = "what the guesses left of the law gave" if rest else "the target drew"
-            label.append(f"\n{drew} {show(node.drawn)}" if node.drawn >= 0 else "\nno token has a chance here")
+            drew = "the residual distribution gave" if rest else "the target drew"
+            label.append(
+                f"\n{drew} {show(node.drawn)}" if node.drawn >= 0 else "\nno token has a probability above 0 here"
+            )
     return label

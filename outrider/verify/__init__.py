@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from outrider._deprecated import renamed
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Draft, Guarantee, Siblings, Verdict
 from outrider.verify.batched import FixedDistribution, TargetDistribution, block, match, rejection, traversal
@@ -151,3 +152,6 @@ VERIFIERS: dict[str, Verifier] = {
         ),
     )
 }
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__)

@@ -192,7 +192,7 @@ def test_replay_sums_up(written: Path) -> None:
     said = CliRunner().invoke(cli.app, ["replay", str(written)])
     assert said.exit_code == 0, said.output
     assert "builtin:code, float32 on cpu" in said.output
-    assert "kept by depth of the guess" in said.output
+    assert "accepted by depth of the draft token" in said.output
     assert "time in steps   draft" in said.output
     assert f"Next: outrider replay {written} --step" in said.output
     one = CliRunner().invoke(cli.app, ["replay", str(written), "--request", "0"])
