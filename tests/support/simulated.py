@@ -40,6 +40,10 @@ class Machine:
     time: float = 0.0
     plain_time: float = 0.0  # what the same tokens would have taken without drafting
     tokens: int = 0
+    # Several drafters: machines whose alpha, level, read, each and came count for the rows in `method`.
+    drafters: dict[str, Machine] = field(default_factory=dict)
+    method: dict[int, str] = field(default_factory=dict)
+    draft_seconds: dict[str, float] = field(default_factory=dict)  # of the last step, by drafter
     depths: list[int] = field(default_factory=list)
     budgets: list[Budget] = field(default_factory=list)  # of the last step
 
@@ -65,14 +69,16 @@ class Machine:
             controller.observe(self.step(rows, budgets))
 
     def step(self, rows: list[int], budgets: list[Budget]) -> Step:
-        rng, kept, behind, nodes, parents = self.rng, [], 0, 0, [[-1] for _ in rows]
+        rng, kept, nodes, parents = self.rng, [], 0, [[-1] for _ in rows]
+        behind = dict.fromkeys(("", *self.drafters), 0)
         plain = self.plain(len(rows))
         for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-            path = [0]
+            path, name = [0], self.method.get(row, "")
             if budget.depth:
-                behind += self.position[row] - self.level_of[row]
-                if rng.random() < self.came:
-                    alpha = self.alpha(self.position[row] - self.prompt)
+                drafter = self.drafters.get(name, self)
+                behind[name] += self.position[row] - self.level_of[row]
+                if rng.random() < drafter.came:
+                    alpha = drafter.alpha(self.position[row] - self.prompt)
                     parents[b], path = self.guesses(budget, alpha)
                     nodes = max(nodes, budget.max_nodes)
             kept.append(Commit([1] * len(path), path, len(path) - 1))
@@ -86,12 +92,16 @@ class Machine:
         if self.swing != 1:
             self.slowed ^= rng.random() < 1 / 25
             slow *= self.swing if self.slowed else 1
-        width = self.wide if max(b.width for b in budgets) > 1 else 1.0
-        draft = (
-            self.level * depth * width * (sum(b.depth > 0 for b in budgets) if self.each else 1) + self.read * behind
-        )
+        self.draft_seconds = {}
+        for name, missed in behind.items():
+            own = [b for row, b in zip(rows, budgets, strict=True) if self.method.get(row, "") == name and b.depth]
+            drafter = self.drafters.get(name, self)
+            if own:
+                width = drafter.wide if max(b.width for b in own) > 1 else 1.0
+                level = drafter.level * max(b.depth for b in own) * width * (len(own) if drafter.each else 1)
+                self.draft_seconds[name] = (level + drafter.read * missed) * slow
         seconds = {
-            "draft": draft * slow,
+            "draft": sum(self.draft_seconds.values()),
             "target": plain * (1 + self.node * nodes) * slow,
             "verify": 0.0,
             "commit": 0.0,
