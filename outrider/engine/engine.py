@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
+from outrider.control import Adaptive, PerDrafter
 from outrider.core.stopping import FinishReason
 from outrider.core.types import Step
 from outrider.decode import Decoder, Row
@@ -94,7 +95,10 @@ class Engine:
         if method != "none":  # of several at once, each can be chosen alone
             drafters |= {**getattr(llm.drafter, "drafters", {}), method: llm.drafter}
         self.llm, self.roster = llm, PerRequestDrafter(drafters, method, base.target.vocab_size)
-        self._lengths = PerRow(base.controller)
+        controller = base.controller
+        if isinstance(controller, Adaptive):
+            controller = PerDrafter(controller, method, self._method_of, lambda: self.roster.draft_seconds)
+        self._lengths = PerRow(controller)
         rows, length = base.cache.num_slots, base.max_length
         self.kv_limit = rows * length if kv_tokens is None else kv_tokens
         self.prefixes = None if not prefix_bytes or self.roster.taps else PrefixCache(prefix_bytes)
@@ -160,6 +164,10 @@ class Engine:
             raise ValueError(
                 f"there is no drafter {job.method!r} here; there are none, {', '.join(self.roster.drafters)}"
             )
+
+    def _method_of(self, slot: int) -> str:
+        """The drafter of a slot, "none" where it has failed."""
+        return "none" if slot in self.roster.lost else self.roster.method(slot)
 
     def method(self, job: Job) -> str:
         """Whose guesses a job gets: a request with a prediction of its own, and no other wish, gets that."""

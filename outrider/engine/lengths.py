@@ -17,25 +17,28 @@ class PerRow:
         self.depth: dict[int, int] = {}  # by row
         self.reading: Reading | None = None
 
-    def budgets(self, rows: list[int]) -> list[Budget]:
-        budgets = self.inner.budgets(rows)
+    def budgets(self, slots: list[int]) -> list[Budget]:
+        budgets = self.inner.budgets(slots)
         if self.depth:
             budgets = [
                 b if (depth := self.depth.get(row)) is None else Budget(depth, b.width) if depth else Budget(0)
-                for row, b in zip(rows, budgets, strict=True)
+                for row, b in zip(slots, budgets, strict=True)
             ]
-        return budgets if self.reading is None else self.reading.gated(rows, budgets)
+        return budgets if self.reading is None else self.reading.gated(slots, budgets)
 
     def observe(self, step: Step) -> None:
         """Seconds of reading between steps count in the step that first drafts for the row, as if it had read there."""
         if self.reading is not None and self.reading.spent:
             drafted = [row for row, budget in zip(step.slots, step.budgets, strict=True) if budget.depth]
-            if spent := sum(self.reading.spent.pop(row, 0.0) for row in drafted):
-                step = replace(step, seconds={**step.seconds, "draft": step.seconds["draft"] + spent})
+            total, by_drafter = step.seconds["draft"], self.reading.roster.draft_seconds
+            for row in drafted:
+                spent, name = self.reading.spent.pop(row, 0.0), self.reading.roster.method(row)
+                total, by_drafter[name] = total + spent, by_drafter.get(name, 0.0) + spent
+            step = replace(step, seconds={**step.seconds, "draft": total})
         self.inner.observe(step)
 
-    def release(self, row: int) -> None:
-        self.depth.pop(row, None)
+    def release(self, slot: int) -> None:
+        self.depth.pop(slot, None)
         if self.reading is not None:
-            self.reading.release(row)
-        self.inner.release(row)
+            self.reading.release(slot)
+        self.inner.release(slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class PerRequestDrafter(BaseDrafter):
         self.lost: dict[int, str] = {}  # rows that their drafter failed, and how
         self.failures = 0
         self._method: dict[int, str] = {}
+        self.draft_seconds: dict[str, float] = {}  # of the last proposal, by drafter
         self._asked: list[tuple[str, list[int]]] = []  # whom the last proposal came from, with entries of the batch
         if any(hasattr(d, "watch") for d in drafters.values()):
             self.watch = self._watch
@@ -61,6 +63,7 @@ class PerRequestDrafter(BaseDrafter):
         return self._method.get(row, self.default)
 
     def propose(self, context: DraftContext) -> Draft:
+        self.draft_seconds = {}
         groups: dict[str, list[int]] = {}
         for b, row in enumerate(context.slots):
             if self.method(row) != "none" and row not in self.lost:
@@ -94,9 +97,10 @@ class PerRequestDrafter(BaseDrafter):
     def _ask(self, name: str, context: DraftContext, some: list[int]) -> list[tuple[str, list[int], Draft]]:
         """A drafter's proposal for some entries of the batch. If it fails them together, each is asked for alone, and only
         those that fail alone are lost."""
-        own, drafter = select(context, some), self.drafters[name]
+        own, drafter, started = select(context, some), self.drafters[name], perf_counter()
         try:
             draft = lend(drafter, "propose", own)
+            self.draft_seconds[name] = self.draft_seconds.get(name, 0.0) + perf_counter() - started
             check(draft, own, self.vocab_size)
             return [(name, some, draft)]
         except Exception as error:
