@@ -247,7 +247,7 @@ def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: 
 
 def _extent(draft: Draft) -> tuple[int, int]:
     """(levels below the root, maximum children of a node). One host read."""
-    rows = lists(draft.parents)
+    rows = set(map(tuple, lists(draft.parents)))  # equal rows are read once
     children = [count for row in rows for count in Counter(parent for parent in row if parent >= 0).values()]
     return max((max(levels(row)) for row in rows), default=0), max(children, default=0)
 
@@ -265,8 +265,9 @@ def _judging_order(draft: Draft, width: int) -> Tensor:
 
 def _tour(draft: Draft) -> Tensor:
     """int64 [batch, event]: +n enters node n; -n leaves it after all nodes below it were rejected; 0 is the end."""
-    tours: list[list[int]] = []
-    for parents in lists(draft.parents):
+    rows = [tuple(row) for row in lists(draft.parents)]
+    known: dict[tuple[int, ...], list[int]] = {}
+    for parents in set(rows):  # equal rows have equal tours
         children: list[list[int]] = [[] for _ in parents]
         for n, parent in enumerate(parents):
             if parent >= 0:
@@ -279,10 +280,11 @@ def _tour(draft: Draft) -> Tensor:
             tour.append(stack.pop())
             if tour[-1] > 0:
                 stack += [-tour[-1], *children[tour[-1]][::-1]]
-        tours.append(tour)
-    events = max(map(len, tours), default=0)
-    padded = [tour + [0] * (events - len(tour)) for tour in tours]
-    return torch.tensor(padded, dtype=torch.long, device=draft.tokens.device).reshape(len(tours), events)
+        known[parents] = tour
+    events = max(map(len, known.values()), default=0)
+    padded = {parents: tour + [0] * (events - len(tour)) for parents, tour in known.items()}
+    tours = [padded[parents] for parents in rows]
+    return torch.tensor(tours, dtype=torch.long, device=draft.tokens.device).reshape(len(rows), events)
 
 
 def _chain_length(draft: Draft) -> Tensor:

@@ -200,8 +200,8 @@ def test_a_slower_speculation_is_called_slower() -> None:
 
 def test_terminal_colours_and_ctrl_c() -> None:
     """Accepted draft tokens are green; ctrl-C keeps the text, prints the numbers and exits with 130."""
-    # a model large enough that the text does not end before the key is pressed
-    words = ("generate", PROMPT, "-m", "builtin:code-160M", "-n", "1900", "--ignore-eos")
+    # a full terminal holds the writer back, so that the text does not end before the key is pressed
+    words = ("generate", PROMPT, "-m", "builtin:code", "-n", "1900", "--ignore-eos")
     code, shown = in_terminal(*words, until="tokens of the model itself")
     assert code == 130
     assert "accepted draft tokens" in shown
