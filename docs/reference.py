@@ -81,11 +81,10 @@ def signature(node: Function, name: str) -> str:
         if group and group[0].arg in ("self", "cls"):
             group.pop(0)
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    one = f"{name}({ast.unparse(arguments)}){result}"
-    if len(one) <= 110:
-        return one
-    parts = re.split(r", (?=(?:\*|\w+:|\w+=|\*\*))", ast.unparse(arguments))
-    return f"{name}(\n    " + ",\n    ".join(parts) + f",\n){result}"
+    parts = [p for p in re.split(r", (?=\*|\w+:|\w+=|\w+$)", ast.unparse(arguments)) if p]
+    parts = [re.sub(r"^(\w+: [^=]+)=", r"\1 = ", part) for part in parts]
+    one = f"{name}({', '.join(parts)}){result}"
+    return one if len(one) <= 110 else f"{name}(\n    " + ",\n    ".join(parts) + f",\n){result}"
 
 
 def documented(node: ast.stmt) -> bool:
@@ -98,13 +97,34 @@ def is_property(node: Function) -> bool:
     )
 
 
+def default(value: ast.expr | None) -> str:
+    """A field's default as it is written: of `Field(default, ...)` the first argument, and nothing that is long."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "Field" and value.args:
+        value = value.args[0]
+    text = ast.unparse(value) if value else ""
+    return text if len(text) < 60 else ""
+
+
+def described(node: ast.ClassDef) -> str:
+    """A table of the fields that say what they are: `Field(..., description="...")`."""
+    rows = []
+    for s in node.body:
+        if isinstance(s, ast.AnnAssign) and isinstance(s.value, ast.Call):
+            text = next((k.value for k in s.value.keywords if k.arg == "description"), None)
+            while isinstance(text, ast.BinOp):  # a text, and names that are added to it
+                text = text.left
+            if isinstance(text, ast.Constant):
+                rows.append(f"| `{ast.unparse(s.target)}` | {str(text.value).rstrip(': ')} |")
+    return "\n".join(["| field | meaning |", "|---|---|", *rows]) if rows else ""
+
+
 def fields(node: ast.ClassDef) -> list[str]:
     """The annotated attributes of a record, as they are written."""
     found = []
     for s in node.body:
         if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name) and not s.target.id.startswith("_"):
-            value = f" = {ast.unparse(s.value)}" if s.value and len(ast.unparse(s.value)) < 60 else ""
-            found.append(f"{s.target.id}: {ast.unparse(s.annotation)}{value}")
+            value = default(s.value)
+            found.append(f"{s.target.id}: {ast.unparse(s.annotation)}{f' = {value}' if value else ''}")
         elif isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name) and s.targets[0].id.isupper():
             found.append(ast.unparse(s))
     return found
@@ -115,7 +135,12 @@ def render_class(node: ast.ClassDef) -> list[str]:
     made = next((m for m in node.body if isinstance(m, Function) and m.name == "__init__"), None)
     head = f"class {node.name}({bases})" if bases else f"class {node.name}"
     code = [head, *(f"    {f}" for f in fields(node))]
-    parts = [f"### {node.name}", "```text\n" + "\n".join(code) + "\n```", prose(ast.get_docstring(node))]
+    parts = [
+        f"### {node.name}",
+        "```text\n" + "\n".join(code) + "\n```",
+        prose(ast.get_docstring(node)),
+        described(node),
+    ]
     if made:
         parts += [f"```text\n{signature(made, node.name)}\n```", prose(ast.get_docstring(made))]
     for method in node.body:
