@@ -367,7 +367,7 @@ _ROWS = (
     ),
     DraftMethod(
         AUTO,
-        "every method that this model can use here, chosen at each step; start with this one",
+        "the methods that fit this model, chosen at each step; start with this one",
         _auto,
         default_depth=16,
         candidates=lambda i: {},
