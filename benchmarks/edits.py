@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks import headline
-from outrider.bench.tune.replay_target import insist
+from outrider.bench.tune.replay_target import force_text
 from outrider.control import Fixed
 from outrider.decode import Decoder, Request
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, SuffixDrafter, TokenRecyclingDrafter
@@ -151,7 +151,7 @@ class ForcedTarget(BaseModel):
         if options.get("want", "all") != "all" or nodes.parents is None:
             return out
         logits = out.logits.clone()
-        insist(logits, nodes.parents, nodes.lengths, self.text)
+        force_text(logits, nodes.parents, nodes.lengths, self.text)
         return out._replace(logits=logits)
 
 

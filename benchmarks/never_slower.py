@@ -3,7 +3,7 @@
     python -m benchmarks.never_slower                                       builtin:code-160M, some minutes
     python -m benchmarks.never_slower --cases wrong noisy --texts 2 --tokens 512
 
-In each case plain decoding and the controller write the same texts, in turns of a few tokens (outrider.bench.turns).
+In each case plain decoding and the controller write the same texts, in turns of a few tokens (outrider.bench.interleave).
 What counts comes after the first 256 tokens of a text, which are where probing is paid for. Asked: 0.98 of plain. `whole`
 counts those too.
 """
@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
+from outrider.bench.interleave import TimedRun, interleave
 from outrider.bench.stats import interval
-from outrider.bench.turns import Way, in_turns
 from outrider.calibrate import calibrated
 from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller
@@ -59,10 +59,11 @@ def measure(
     plain = Decoder(target.model, NoDraft(), rows=1, max_length=LENGTH)
     fast = Decoder(target.model, drafter, controller=controller, rows=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    in_turns({"plain": Way(plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})
+    interleave({"plain": TimedRun(plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})
     groups, whole = list[Any](), np.zeros(2)
     for seed in range(texts):
-        done = in_turns({"plain": Way(plain, r := Request(seed, prompt, params, seed)), "fast": Way(fast, r)}, STRETCH)
+        request = Request(seed, prompt, params, seed)
+        done = interleave({"plain": TimedRun(plain, request), "fast": TimedRun(fast, request)}, STRETCH)
         if done["plain"].row.output != done["fast"].row.output:
             raise AssertionError("a text is not plain decoding's")
         seconds = np.array([done["plain"].seconds, done["fast"].seconds]).T

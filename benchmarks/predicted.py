@@ -4,9 +4,9 @@
     python -m benchmarks.predicted --sizes 160M --temperatures 0 --prompts 3
 
 For each drafter one run with the longest chain and one with the largest tree are watched
-(outrider.bench.tune.replay_target), costs are calibrated in the same process, and every setting of the sweep is predicted.
+(outrider.bench.tune.simulate), costs are calibrated in the same process, and every setting of the sweep is predicted.
 Then all of them, plain decoding and a chain of
-eight guesses that are always wrong write the texts in turns of a few tokens (outrider.bench.turns), several times; of each
+eight guesses that are always wrong write the texts in turns of a few tokens (outrider.bench.interleave), several times; of each
 stretch of a text the median time counts, so that a pause of the machine does not. Three figures for each setting, predicted
 over measured tokens/s:
 
@@ -31,11 +31,10 @@ from typing import Any
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
-from outrider.bench.local import forget
-from outrider.bench.prompts import Ask, read
-from outrider.bench.tune.replay_target import play, watched
-from outrider.bench.tune.simulate import steps_seconds
-from outrider.bench.turns import Way, in_turns
+from outrider.bench.interleave import TimedRun, interleave
+from outrider.bench.local import reset_drafter
+from outrider.bench.prompts import Prompt, read
+from outrider.bench.tune.simulate import observe_drafts, simulate_trees, steps_seconds
 from outrider.calibrate import calibrate
 from outrider.control import CostModel, Fixed
 from outrider.core.types import Budget
@@ -59,7 +58,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[Budget, ...]]] = {
 
 
 def sweep(
-    target: Loaded, drafter: str, temperature: float, asks: list[Ask], tokens: int, repeats: int
+    target: Loaded, drafter: str, temperature: float, prompts: list[Prompt], tokens: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """A record for every setting of a drafter."""
     config, budgets = DRAFTERS[drafter]
@@ -69,10 +68,10 @@ def sweep(
     limit = Budget(deepest, TREE.width, TREE.nodes) if any(b.width > 1 for b in budgets) else Budget(deepest)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
     cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit, sampling=params)
-    requests = [llm.requests(ask.prompt, params)[0] for ask in asks]
+    requests = [llm.requests(prompt.content, params)[0] for prompt in prompts]
     answers = [row.output for row in LLM(target, max_num_seqs=1).decoder.generate(requests)]
-    seen = watched(target, llm.drafter, requests, answers, Budget(deepest), *([TREE] if limit.width > 1 else []))
-    play(seen, target, llm.drafter, requests, answers, *[b for b in budgets if b.width > 1])
+    seen = observe_drafts(target, llm.drafter, requests, answers, Budget(deepest), *([TREE] if limit.width > 1 else []))
+    simulate_trees(seen, target, llm.drafter, requests, answers, *[b for b in budgets if b.width > 1])
     length = max(len(r.prompt) for r in requests) + tokens
     made: dict[Budget | None, Drafter] = {b: llm.drafter_for(1) for b in budgets}
     made |= {PLAIN: NoDraft(), WRONG: Wrong()}
@@ -104,12 +103,12 @@ def measured(
 ) -> dict[Budget | None, float]:
     """Seconds in which each writes these texts, the median of the repeats stretch by stretch."""
     names = {str(budget): decoder for budget, decoder in decoders.items()}
-    in_turns({n: Way(d, replace(requests[-1], id=-1)) for n, d in names.items()})  # a warm-up
+    interleave({n: TimedRun(d, replace(requests[-1], id=-1)) for n, d in names.items()})  # a warm-up
     taken: dict[str, list[list[float]]] = defaultdict(list)
     for _ in range(repeats):
         for decoder in decoders.values():
-            forget(decoder.drafter)
-        written = [in_turns({n: Way(d, request) for n, d in names.items()}, STRETCH) for request in requests]
+            reset_drafter(decoder.drafter)
+        written = [interleave({n: TimedRun(d, request) for n, d in names.items()}, STRETCH) for request in requests]
         for name in names:
             taken[name].append([seconds for text in written for seconds in text[name].seconds])
     return {b: sum(map(median, zip(*taken[str(b)], strict=True))) for b in decoders}
@@ -141,7 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     today, records = datetime.now(UTC).date().isoformat(), list[dict[str, Any]]()
-    out, asks = args.out or RESULTS / f"{today}-predicted.json", read("code", args.prompts)[0]
+    out, prompts = args.out or RESULTS / f"{today}-predicted.json", read("code", args.prompts)[0]
     if out.exists():  # sizes may be measured one by one
         old = json.loads(out.read_text(encoding="utf-8"))["settings"]
         records = [r for r in old if r["size"] not in args.sizes]
@@ -149,7 +148,7 @@ def main() -> None:
         target = load(f"builtin:code-{size}", device="cpu")
         for drafter in args.drafters:
             for temperature in args.temperatures:
-                for record in sweep(target, drafter, temperature, asks, args.tokens, args.repeats):
+                for record in sweep(target, drafter, temperature, prompts, args.tokens, args.repeats):
                     records.append({"size": size, **record})
                     print(records[-1], flush=True)
                 found = {

@@ -25,8 +25,9 @@ from benchmarks.edits import edit_workload
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.bench import stats
-from outrider.bench.prompts import Ask
-from outrider.bench.tune.search import Arm, Search
+from outrider.bench.prompts import Prompt
+from outrider.bench.tune.race import Candidate, Racer, plain_candidate
+from outrider.bench.tune.search import Search
 from outrider.cli.tune import candidates
 from outrider.core.types import Budget
 from outrider.models.load import Loaded, load
@@ -43,8 +44,8 @@ PROSE = (
 WORKLOADS = ("code", "prose", "edit", "nonsense")
 
 
-def asks_of(workload: str, tokenizer: Any, count: int) -> tuple[list[Ask], float]:
-    """Prompts, and the temperature that they are asked at."""
+def prompts_of(workload: str, tokenizer: Any, count: int) -> tuple[list[Prompt], float]:
+    """Prompts, and their temperature."""
     if workload == "code":
         texts: Sequence[str] = humaneval(count)
     elif workload == "edit":
@@ -54,41 +55,36 @@ def asks_of(workload: str, tokenizer: Any, count: int) -> tuple[list[Ask], float
     else:
         draw = random.Random(0)
         texts = [tokenizer.decode([draw.randrange(300, tokenizer.vocab_size) for _ in range(24)]) for _ in range(count)]
-    asks = [Ask(str(n), workload, text) for n, text in enumerate(texts)]
-    return asks, 1.5 if workload == "nonsense" else 0.0
+    return [Prompt(str(n), workload, text) for n, text in enumerate(texts)], 1.5 if workload == "nonsense" else 0.0
 
 
-def exhaustive(search: Search, repeats: int) -> tuple[list[Arm], float]:
+def exhaustive(search: Search, repeats: int) -> tuple[list[Candidate], float]:
     """Every chain of every drafter and some trees, measured on all prompts; and the seconds it took."""
-    start, arms = perf_counter(), list[Arm]()
+    start, found = perf_counter(), list[Candidate]()
     for method in search.methods:
-        if method.seen is None:
+        if method.statistics is None:
             continue
-        limit = method.seen.limit
+        limit = method.statistics.limit
         trees = [b for b in TREES if limit.width > 1 and b.depth <= limit.depth]
         budgets = [*(Budget(d) for d in range(1, limit.depth + 1)), *trees]
-        arms += [search.expect(method, budget) for budget in budgets]
-    plain = Arm("plain", search.plain.config, Budget(0))
+        found += [search.predictor.predict(method, budget) for budget in budgets]
+    plain = plain_candidate()
     for repeat in range(repeats):
-        for arm in (plain, *arms):
-            search.forget([arm])
-            for ask in search.asks:
-                search.race([arm], ask, repeat)
-    return [plain, *arms], perf_counter() - start
+        for candidate in (plain, *found):
+            search.racer.reset([candidate])
+            for prompt in search.prompts:
+                search.racer.race([candidate], prompt, repeat)
+    return [plain, *found], perf_counter() - start
 
 
-def speed(arm: Arm) -> float:
-    return sum(s.output_tokens for s in arm.samples) / sum(s.seconds for s in arm.samples)
-
-
-def against(search: Search, chosen: Arm, best: Arm, repeats: int) -> tuple[float, float, float]:
+def against(search: Search, chosen: Candidate, best: Candidate, repeats: int) -> tuple[float, float, float]:
     """The choice's speed over the sweep's best, measured again in turns, and the ends of its interval."""
-    ours, theirs = Arm(chosen.name, chosen.config, chosen.budget), Arm(best.name, best.config, best.budget)
+    ours, theirs = (Candidate(c.name, c.config, c.budget, c.method) for c in (chosen, best))
     ours.controller = chosen.controller
     for repeat in range(repeats):
-        search.forget([ours, theirs])
-        for ask in search.asks:
-            search.race([ours, theirs], ask, repeat)
+        search.racer.reset([ours, theirs])
+        for prompt in search.prompts:
+            search.racer.race([ours, theirs], prompt, repeat)
     found = stats.ratio(ours.samples, theirs.samples)
     assert found is not None
     return found.value, found.low, found.high
@@ -96,23 +92,23 @@ def against(search: Search, chosen: Arm, best: Arm, repeats: int) -> tuple[float
 
 def compare(target: Loaded, workload: str, prompts: int, tokens: int, repeats: int, seconds: float) -> dict[str, Any]:
     """One workload: tune, then the sweep, then both winners in turns."""
-    asks, temperature = asks_of(workload, target.tokenizer, prompts)
+    read, temperature = prompts_of(workload, target.tokenizer, prompts)
     sampling = {"temperature": temperature, "max_tokens": tokens, "seed": 0, "ignore_eos": True}
     start = perf_counter()
-    search = Search(target, asks, candidates(target, None, None, None, False), sampling, seconds=seconds)
+    search = Search(Racer(target, sampling), read, candidates(target, None, None, None, False), seconds=seconds)
     for _ in search.run():
         pass
     tuning = perf_counter() - start
-    chosen = search.chosen
-    arms, sweeping = exhaustive(search, repeats)
-    best = max(arms, key=speed)
+    chosen = search.answer
+    found, sweeping = exhaustive(search, repeats)
+    best = max(found, key=lambda c: c.speed)
     over = (1.0, 1.0, 1.0) if chosen.name == best.name else against(search, chosen, best, repeats + 1)
     return {
-        "workload": workload, "prompts": prompts, "repeats": repeats, "settings": len(arms),
+        "workload": workload, "prompts": prompts, "repeats": repeats, "settings": len(found),
         "chosen": chosen.name, "best": best.name,
         "over_best": round(over[0], 3), "low": round(over[1], 3), "high": round(min(over[2], 99.0), 3),
         "tune_seconds": round(tuning, 1), "sweep_seconds": round(sweeping, 1),
-        "time": round(tuning / sweeping, 3), "over_plain": round(speed(best) / speed(arms[0]), 3),
+        "time": round(tuning / sweeping, 3), "over_plain": round(best.speed / found[0].speed, 3),
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@
 
 The targets are the built-in model inflated (benchmarks.inflate), the draft model is the built-in draft as trained. Workloads:
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
-paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.bench.turns), after a text that
+paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.bench.interleave), after a text that
 warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
 measures costs for some seconds, as it does when an LLM is first made, and keeps what its controller learns. efficiency: time of
 the two models' forwards over the whole time. Only edits come with a prediction. layer_skip drafts with the layers that a search
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -33,8 +33,8 @@ from benchmarks.edits import ForcedTarget, edit_workload
 from benchmarks.pairs import PRECISIONS, pair, source_folder
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
+from outrider.bench.interleave import TimedRun, interleave
 from outrider.bench.stats import interval
-from outrider.bench.turns import Way, Written, in_turns
 from outrider.calibrate import calibrate
 from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
@@ -129,13 +129,15 @@ class Runner:
             self._made[method, forced] = Decoder(model, drafter, controller=controller, rows=1, max_length=LENGTH)
         return self._made[method, forced]
 
-    def run(self, methods: Sequence[str], text: Text, tokens: int, temperature: float, seed: int) -> dict[str, Written]:
+    def run(
+        self, methods: Sequence[str], text: Text, tokens: int, temperature: float, seed: int
+    ) -> Mapping[str, TimedRun]:
         forced = text.answer is not None
         if text.answer is not None:
             self.forced.text, tokens = text.prompt + text.answer, min(LONGER * tokens, len(text.answer))
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         request = Request(0, text.prompt, params, seed, prediction=text.prediction)
-        return in_turns({m: Way(self.decoder(m, forced), request) for m in methods})
+        return interleave({m: TimedRun(self.decoder(m, forced), request) for m in methods})
 
 
 def measure(

@@ -1,10 +1,12 @@
-"""Does it help here? Plain against speculative decoding on the user's own prompts. Imports everything below the command line.
+"""Measure whether speculative decoding helps on the user's own prompts. Imports everything below the command line.
 
-run       what a measurement is: settings, prompts, samples, and the JSON file that holds them
-prompts   what is asked; session, local, remote ask it, in turns, here or of servers
-stats     what the samples say, and how sure that is; summary, show and figures put it into a file, a terminal, a page
-limits    what the machine allows, and what the cost model expects
-verdict   what to do about it, in words; moved: what changed between two runs
-page      the report: pictures and charts draw, report.html and report.css lay it out
-tune      the setting that is fastest here, by predict from one run; export: what other engines call it
+run        the measurement as data: settings, prompts, samples, and the JSON file that holds them
+prompts    read prompts from a file, or a set that is installed
+schedule   the order of the measurements, and how an interrupted one continues
+local      backend: models in this process; remote: servers
+interleave several decoders write the same text, a few tokens each in turn
+stats      tokens per second, acceptance, intervals; summary: the same in the field names of `vllm bench serve`
+roofline   what the machine allows, and what the cost model predicts
+report     recommendation, comparison of two runs, terminal tables, HTML page
+tune       find the fastest setting: predict all, measure the best
 """

@@ -1,13 +1,13 @@
-"""Settings measured in this process: one target, loaded once, with a drafter and a controller for each setting."""
+"""Backend in this process: one target, loaded once, with a drafter and a controller for each setting."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from outrider.bench.prompts import Ask
+from outrider.bench.prompts import Prompt
 from outrider.bench.run import Sample, Setting
 from outrider.core.origins import letters
 from outrider.core.types import Step
@@ -18,100 +18,112 @@ from outrider.params import SamplingParams
 
 
 class Local:
-    """Models of this process. `llms` by name of the setting; all share the weights of the first."""
+    """Models of this process. llms: by the name of the setting. sampling: fields of `SamplingParams`."""
 
-    def __init__(
-        self, settings: Sequence[Setting], model: str, sampling: dict[str, Any], rows: int, **options: Any
-    ) -> None:
-        """sampling: fields of `SamplingParams`. rows: prompts that are answered together. options: for `LLM`; settles each
-        setting's `guarantee`. Raises what LLM raises."""
-        self.sampling = sampling
-        self.llms: dict[str, LLM] = {}
-        source: Any = model
+    def __init__(self, llms: Mapping[str, LLM], sampling: Mapping[str, Any]) -> None:
+        self.llms, self.sampling = dict(llms), dict(sampling)
+
+    @classmethod
+    def load(
+        cls, settings: Sequence[Setting], model: str, sampling: Mapping[str, Any], slots: int, **options: Any
+    ) -> Local:
+        """An LLM for each setting; all share the weights of the first. Fills in each setting's `guarantee`.
+
+        slots: prompts that are answered at the same time. options: for `LLM`. Raises what LLM raises.
+        """
+        llms, source = dict[str, LLM](), model
         for setting in settings:
-            llm = LLM(source, speculative_config=setting.speculative_config, max_num_seqs=rows, **options)
-            self.llms[setting.name], source = llm, llm.loaded
+            llm = LLM(source, speculative_config=setting.speculative_config, max_num_seqs=slots, **options)
+            llms[setting.name], source = llm, llm.loaded
             setting.guarantee = llm.decoder.guarantee.value
+        return cls(llms, sampling)
 
-    def tokens(self, ask: Ask) -> int:
-        """The length of a prompt. Raises ValueError for one that cannot be answered."""
+    def num_tokens(self, prompt: Prompt) -> int:
+        """The length of a prompt. Raises ValueError for a prompt that does not fit."""
         llm = next(iter(self.llms.values()))
         try:
-            return len(llm.requests(ask.prompt, self._params(ask, 0))[0].prompt)
+            return len(llm.requests(prompt.content, self._params(prompt, 0))[0].prompt)
         except ValueError as error:
-            raise ValueError(f"prompt {ask.id}: {error}") from None
+            raise ValueError(f"prompt {prompt.id}: {error}") from None
 
-    def warm(self, setting: Setting, asks: Sequence[Ask]) -> None:
-        for sample in self.answer(setting, asks, 0, 0):
+    def warm(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+        for sample in self.answer(setting, prompts, 0, 0):
             if sample.error:
                 raise RuntimeError(f"{setting.name} gives no answer: {sample.error}")
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         for llm in self.llms.values():
-            forget(llm.drafter)
+            reset_drafter(llm.drafter)
 
-    def answer(self, setting: Setting, asks: Sequence[Ask], repeat: int, turn: int) -> list[Sample]:
+    def answer(self, setting: Setting, prompts: Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
         llm = self.llms[setting.name]
-        requests = [llm.requests(ask.prompt, self._params(ask, repeat))[0] for ask in asks]
-        records = {
-            id(r): Record(Sample(prompt=a.id, setting=setting.name, repeat=repeat, turn=turn, seconds=0, seed=r.seed))
-            for a, r in zip(asks, requests, strict=True)
+        requests = [llm.requests(p.content, self._params(p, repeat))[0] for p in prompts]
+        recorders = {
+            id(r): SampleRecorder(
+                Sample(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seconds=0, seed=r.seed)
+            )
+            for p, r in zip(prompts, requests, strict=True)
         }
         start = perf_counter()
         try:
-            for step, moved in llm.decoder.steps(requests):
+            for step, rows in llm.decoder.steps(requests):
                 now = perf_counter() - start
-                for b, row in enumerate(moved):
+                for b, row in enumerate(rows):
                     assert step is not None
-                    records[id(row.request)].add(step, b, row, now)
+                    recorders[id(row.request)].add(step, b, row, now)
         except Exception as error:
-            for record in records.values():
-                record.sample.error = f"{type(error).__name__}: {error}"
-        return [records[id(r)].sample for r in requests]
+            for recorder in recorders.values():
+                recorder.sample.error = f"{type(error).__name__}: {error}"
+        return [recorders[id(r)].sample for r in requests]
 
-    def _params(self, ask: Ask, repeat: int) -> SamplingParams:
-        own = {"seed": self.sampling["seed"] + repeat, "prediction": ask.prediction}
-        if ask.max_tokens is not None:
-            own["max_tokens"] = ask.max_tokens
-        return SamplingParams(**{**self.sampling, **own})
+    def _params(self, prompt: Prompt, repeat: int) -> SamplingParams:
+        return sampling_params(self.sampling, prompt, repeat)
 
 
-def forget(drafter: Drafter) -> None:
-    """Let a drafter, and those it asks, forget the answers they have seen; what they cannot forget they are not asked to."""
-    for part in getattr(drafter, "drafters", {}).values():
-        forget(part)
+def sampling_params(sampling: Mapping[str, Any], prompt: Prompt, repeat: int) -> SamplingParams:
+    """Parameters of a request: the measurement's, with the prompt's own. Repeat r adds r to the seed."""
+    own: dict[str, Any] = {"seed": sampling["seed"] + repeat, "prediction": prompt.prediction}
+    if prompt.max_tokens is not None:
+        own["max_tokens"] = prompt.max_tokens
+    return SamplingParams(**{**sampling, **own})
+
+
+def reset_drafter(drafter: Drafter) -> None:
+    """Make a drafter, and the drafters inside it, forget the answers they have seen."""
+    for inner in getattr(drafter, "drafters", {}).values():
+        reset_drafter(inner)
     if hasattr(drafter, "forget"):
         drafter.forget()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Record:
-    """A sample as it grows, step by step."""
+class SampleRecorder:
+    """Fills a sample, step by step."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
         sample.origins, sample.drafted, sample.accepted = "", [], []
 
     def add(self, step: Step, b: int, row: Row, now: float) -> None:
-        """b: the row's place in the step. now: seconds since it was asked for."""
-        sample, kept = self.sample, step.commits[b]
+        """b: index of the sequence in the step. now: seconds since the request."""
+        sample, commit = self.sample, step.commits[b]
         assert sample.origins is not None
         assert sample.drafted is not None
         assert sample.accepted is not None
         if sample.ttft is None:
             sample.ttft = now
         else:
-            sample.gaps.append((now - sample.seconds, len(kept.tokens)))
+            sample.gaps.append((now - sample.seconds, len(commit.tokens)))
         sample.seconds = now
         drafted = len_drafted(step, b)
         sample.drafted.append(drafted)
-        sample.accepted.append(kept.num_accepted)
+        sample.accepted.append(commit.num_accepted)
         sample.origins += origins(step, b, drafted)
         for name, seconds in step.seconds.items():
             sample.phases[name] = sample.phases.get(name, 0.0) + seconds
         if row.end is not None:
-            self._end(row)
+            self._finish(row)
 
-    def _end(self, row: Row) -> None:
+    def _finish(self, row: Row) -> None:
         sample, end, text = self.sample, row.end, row.ending.text
         assert end is not None
         sample.prompt_tokens, sample.output_tokens = len(row.request.prompt), len(row.output)
@@ -126,9 +138,13 @@ class Record:
 
 
 def origins(step: Step, b: int, drafted: int) -> str:
-    """A letter for every token that a row kept in a step, see `outrider.core.origins`. drafted: how many guesses it had."""
-    kept = step.commits[b]
-    if not kept.tokens:
-        return ""  # a row without a law
-    refused = bool((step.draft.parents[b] == kept.nodes[-1]).any())  # the last node kept had children
-    return letters(drafted, kept.num_accepted, refused, len(kept.tokens))
+    """A letter for each token that a sequence committed in a step, see `outrider.core.origins`.
+
+    drafted: number of its draft tokens. Empty for a sequence that committed nothing.
+    """
+    commit = step.commits[b]
+    if not commit.tokens:
+        return ""
+    # A child of the last accepted node was rejected.
+    rejected = bool((step.draft.parents[b] == commit.nodes[-1]).any())
+    return letters(drafted, commit.num_accepted, rejected, len(commit.tokens))

@@ -1,4 +1,4 @@
-"""A measurement as a value: what was asked, of whom, on what machine, and every single answer. One JSON file holds it."""
+"""A measurement as data: settings, prompts, the machine, and every answer. One JSON file holds it."""
 
 from __future__ import annotations
 
@@ -7,98 +7,122 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-FORMAT = 1  # raised when a field changes its meaning
+# Increase this when a field changes its meaning.
+FORMAT = 1
 
 
-class Part(BaseModel):
-    """Fields are what the file holds; others are an error, so that a misspelt one is not lost."""
+class RunPart(BaseModel):
+    """Base of all parts of the file. An unknown field is an error, so that a misspelt name is not lost."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Setting(Part):
-    """A way to decode. The first setting of a run is the one the others are compared with."""
+class Setting(RunPart):
+    """A way to decode. The first setting of a run is the baseline: the others are compared with it.
 
-    name: str  # short, unique in its run; what tables and pages show
-    speculative_config: dict[str, Any] | None = None  # None: plain decoding
-    base_url: str | None = None  # of the server that was asked, None for a model in this process
-    guarantee: str | None = None  # what was promised: exact-tokens, exact-distribution, approximate; None: unknown
+    name: short and unique in the run; tables and pages show it. speculative_config: None is plain decoding.
+    base_url: the server that was asked, None for a model in this process.
+    guarantee: exact-tokens, exact-distribution or approximate; None if unknown.
+    """
+
+    name: str
+    speculative_config: dict[str, Any] | None = None
+    base_url: str | None = None
+    guarantee: str | None = None
 
 
-class Prompt(Part):
-    """What was asked."""
+class PromptRecord(RunPart):
+    """A prompt as the file keeps it. id: unique in the run. text: the prompt, or the last message of a chat.
+    tokens: its length, if known."""
 
-    id: str  # unique in its run
+    id: str
     category: str = "all"
-    text: str  # as the model read it, or the last message of a chat
+    text: str
     tokens: int | None = None
 
 
-class Sample(Part):
-    """One answer. Times in seconds."""
+class Sample(RunPart):
+    """One answer. Times are in seconds, from the request on.
 
-    prompt: str  # its id
-    setting: str  # its name
+    prompt, setting: the id and the name. turn: index of this measurement in the run; use it to detect drift.
+    seconds: to the last token. ttft: to the first token.
+    gaps: for each later arrival, seconds since the one before, and how many tokens arrived together.
+    pieces: the text of each token. origins: a letter for each token, see `outrider.core.origins`.
+    drafted, accepted: draft tokens of each step, and how many were accepted.
+    phases: seconds in draft, target, verify and commit; `rest` is the time outside of steps.
+    error: why there is no answer.
+    """
+
+    prompt: str
+    setting: str
     repeat: int
-    turn: int  # the how-manieth measurement of the run this was: what drifts, drifts along it
-    seconds: float  # from asking to the last token
-    ttft: float | None = None  # to the first token
-    gaps: list[
-        tuple[float, int]
-    ] = []  # after the first tokens: seconds until the next ones came, and how many came at once
+    turn: int
+    seconds: float
+    ttft: float | None = None
+    gaps: list[tuple[float, int]] = []
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str | None = None
     seed: int | None = None
     text: str = ""
     token_ids: list[int] | None = None
-    pieces: list[str] | None = None  # the text of each token
-    origins: str | None = None  # a letter per token, see `outrider.core.origins`
-    drafted: list[int] | None = None  # guesses of each step
-    accepted: list[int] | None = None  # and how many of them were kept
-    phases: dict[str, float] = {}  # seconds in draft, target, verify, commit; `rest` is what no step accounts for
-    error: str | None = None  # why there is no answer
+    pieces: list[str] | None = None
+    origins: str | None = None
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    phases: dict[str, float] = {}
+    error: str | None = None
 
 
-class Limits(Part):
-    """What the machine allows, as far as it was measured. Seconds."""
+class Limits(RunPart):
+    """What the machine allows, as far as it was measured. Times are in seconds.
 
-    plain_step: float | None = None  # one token, one row
-    target: dict[str, float] = {}  # forward of the target by number of tokens ("1", "2", ...)
-    draft_token: float | None = None  # one token of the draft model
+    plain_step: a plain step of one sequence. target: forward of the target by number of tokens ("1", "2", ...).
+    draft_token: one token of the draft model.
+    """
+
+    plain_step: float | None = None
+    target: dict[str, float] = {}
+    draft_token: float | None = None
     weight_bytes: int | None = None
     read_bytes_per_second: float | None = None
 
 
-class Run(Part):
-    """A whole measurement. complete=False: it was interrupted; what is there is whole and can be gone on with."""
+class Run(RunPart):
+    """A whole measurement.
+
+    date: ISO 8601, UTC. machine: processor, cores, versions. sampling: parameters of every request; repeat r adds r to the
+    seed. concurrency: requests that are sent together. predicted: by setting, tokens per second from the cost model.
+    summary: by setting, in the field names of `vllm bench serve`; computed from the samples.
+    complete: False after an interrupt. The samples are still valid and the run can be resumed.
+    """
 
     format: int = FORMAT
     kind: Literal["outrider-bench"] = "outrider-bench"
-    date: str  # ISO 8601, UTC
+    date: str
     command: str
     model: str
-    machine: dict[str, str]  # processor, cores, versions
-    sampling: dict[str, Any]  # parameters every request was sent with; in repeat r with seed + r
+    machine: dict[str, str]
+    sampling: dict[str, Any]
     repeats: int = 1
-    concurrency: int = 1  # requests that are sent together
+    concurrency: int = 1
     settings: list[Setting] = Field(min_length=1)
-    prompts: list[Prompt] = Field(min_length=1)
+    prompts: list[PromptRecord] = Field(min_length=1)
     samples: list[Sample] = []
     limits: Limits = Limits()
-    predicted: dict[str, float] = {}  # by setting: tokens/s that the cost model expected
-    summary: dict[str, Any] = {}  # by setting, in the field names of `vllm bench serve`; made from the samples
+    predicted: dict[str, float] = {}
+    summary: dict[str, Any] = {}
     complete: bool = False
 
     def save(self, path: Path) -> None:
-        """Write to `path`; a reader never sees half a file."""
+        """Write the file. It is replaced as a whole, so a reader never sees half of it."""
         part = path.with_name(path.name + ".part")
         part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         part.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a file that `save` wrote. Raises ValueError for anything else, and for a newer format."""
+        """Read a file that `save` wrote. Raises ValueError for any other file, and for another format number."""
         text = path.read_text(encoding="utf-8")
         try:
             run = cls.model_validate_json(text)
@@ -106,9 +130,9 @@ class Run(Part):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             raise ValueError(
-                f"{path} is no measurement of this version of outrider ({where}: {first['msg']}); "
-                "write one with: outrider bench --json RUN.json"
+                f"{path} is not a measurement of this outrider version ({where}: {first['msg']}). "
+                "Create one with: outrider bench --json RUN.json"
             ) from None
         if run.format != FORMAT:
-            raise ValueError(f"{path} has format {run.format}, this outrider reads format {FORMAT}; measure again")
+            raise ValueError(f"{path} has format {run.format}. This version reads format {FORMAT}. Measure again.")
         return run

@@ -1,4 +1,4 @@
-"""The order in which a measurement asks, and what becomes of one that is interrupted."""
+"""The order of the measurements, and how an interrupted one continues."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.bench.prompts import Ask
+from outrider.bench.prompts import Prompt
 from outrider.bench.run import Run, Sample, Setting
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One measurement: a setting is asked for these prompts, all at once. number: its place in the plan."""
+    """One measurement: one setting answers a group of prompts at the same time. number: its index in the plan."""
 
     number: int
     repeat: int
@@ -20,30 +20,33 @@ class Turn:
     setting: int
 
 
-class Side(Protocol):
-    """Whoever is measured: models of this process, or servers."""
+class Backend(Protocol):
+    """What answers the prompts: models in this process, or servers."""
 
-    def warm(self, setting: Setting, asks: Sequence[Ask]) -> None:
-        """Answer once, unmeasured. Raises where nothing can be had from this setting."""
+    def warm(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+        """Answer once without measuring. Raises if this setting gives no answer."""
         ...
 
-    def forget(self) -> None:
-        """A repeat begins: its own answers of the last one must not be found again."""
+    def reset(self) -> None:
+        """A repeat begins: forget the answers of the last one, so that they cannot be found again."""
         ...
 
-    def answer(self, setting: Setting, asks: Sequence[Ask], repeat: int, turn: int) -> list[Sample]:
-        """The answers to these prompts, asked at once, in their order. What fails becomes the sample's error."""
+    def answer(self, setting: Setting, prompts: Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
+        """Answers to these prompts, sent at the same time, in their order. A failure becomes the sample's error."""
         ...
 
 
-def groups(asks: Sequence[Ask], concurrency: int) -> list[Sequence[Ask]]:
-    """Prompts that are asked together."""
-    return [asks[i : i + concurrency] for i in range(0, len(asks), concurrency)]
+def groups(prompts: Sequence[Prompt], concurrency: int) -> list[Sequence[Prompt]]:
+    """Prompts that are sent together."""
+    return [prompts[i : i + concurrency] for i in range(0, len(prompts), concurrency)]
 
 
 def plan(groups: int, settings: int, repeats: int) -> list[Turn]:
-    """Every group with every setting in every repeat. The settings take turns, and from group to group and repeat to repeat
-    the other way round (A B, B A): what drifts in a line falls on all alike, and none is always the first to read a prompt."""
+    """Every group with every setting in every repeat.
+
+    The settings alternate, and their order is reversed from group to group and from repeat to repeat (A B, B A). A linear
+    drift of the machine then affects all settings alike, and no setting is always the first to read a prompt.
+    """
     turns = list[Turn]()
     for repeat in range(repeats):
         for group in range(groups):
@@ -52,46 +55,48 @@ def plan(groups: int, settings: int, repeats: int) -> list[Turn]:
     return turns
 
 
-def measure(run: Run, side: Side, asks: Sequence[Ask]) -> Iterator[list[Sample]]:
-    """Measure what is missing in `run`, and put it there turn by turn; yields the samples of each. Turns with a failed answer
-    are missing in a run that is gone on with. Whoever stops reading, or ctrl-C, leaves a run of whole turns."""
+def measure(run: Run, backend: Backend, prompts: Sequence[Prompt]) -> Iterator[list[Sample]]:
+    """Measure the turns that `run` does not have, and add them to it. Yields the samples of each turn.
+
+    A resumed run repeats the turns that have a failed answer. An interrupt leaves a run of whole turns.
+    """
     failed = {s.turn for s in run.samples if s.error is not None}
     run.samples = [s for s in run.samples if s.turn not in failed]
-    done, together = {s.turn for s in run.samples}, groups(asks, run.concurrency)
+    done, together = {s.turn for s in run.samples}, groups(prompts, run.concurrency)
     turns = plan(len(together), len(run.settings), run.repeats)
     missing = [turn for turn in turns if turn.number not in done]
     if missing:
         for setting in run.settings:
-            side.warm(setting, together[0])
+            backend.warm(setting, together[0])
     repeat = None
     for turn in missing:
         if turn.repeat != repeat:
-            side.forget()
+            backend.reset()
             repeat = turn.repeat
-        samples = side.answer(run.settings[turn.setting], together[turn.group], turn.repeat, turn.number)
+        samples = backend.answer(run.settings[turn.setting], together[turn.group], turn.repeat, turn.number)
         run.samples += samples
         yield samples
     run.complete = True
 
 
-def resumable(old: Run, new: Run) -> None:
-    """Raise ValueError unless `new` asks for the very measurement that `old` is part of."""
-    told = {"format": "format", "model": "model", "machine": "machine and versions", "settings": "settings"}
-    told |= {"prompts": "prompts", "sampling": "sampling", "repeats": "--repeats", "concurrency": "--concurrency"}
+def check_resumable(old: Run, new: Run) -> None:
+    """Raise ValueError unless `old` is an interrupted part of the measurement `new`."""
+    fields = {"format": "format", "model": "model", "machine": "machine and versions", "settings": "settings"}
+    fields |= {"prompts": "prompts", "sampling": "sampling", "repeats": "--repeats", "concurrency": "--concurrency"}
     ours, theirs = old.model_dump(), new.model_dump()
     for setting in (*ours["settings"], *theirs["settings"]):
-        del setting["guarantee"]  # learned while measuring
-    for name, what in told.items():
+        del setting["guarantee"]  # found out while measuring
+    for name, what in fields.items():
         if ours[name] != theirs[name]:
             was, now = _first_difference(ours[name], theirs[name])
             raise ValueError(
-                f"the file holds another measurement ({what}: {was} there, {now} now); give the options of then, "
-                f"{old.command}, or another file"
+                f"the file holds another measurement ({what}: {was} there, {now} now). "
+                f"Use its options, {old.command}, or another file"
             )
 
 
 def _first_difference(a: object, b: object) -> tuple[object, object]:
-    """The first parts in which two values differ, as short as they can be shown."""
+    """The first parts in which two values differ, shortened for a message."""
     if isinstance(a, dict) and isinstance(b, dict):
         key = next((k for k in (*a, *b) if a.get(k) != b.get(k)), None)
         x, y = _first_difference(a.get(key), b.get(key))

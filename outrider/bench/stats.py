@@ -1,7 +1,7 @@
-"""What the samples of a measurement say, and how sure that is. Pure functions of a `Run`; numpy only.
+"""Statistics of the samples of a measurement, with confidence intervals. Pure functions of a `Run`; numpy only.
 
-Everything is counted in *groups*: the prompts that were asked for together, one prompt alone if the concurrency is 1. Groups
-were drawn from the user's texts and are what varies, so intervals resample groups, never single answers.
+The unit of statistics is the *group*: the prompts that were sent together, or one prompt if the concurrency is 1. Groups are
+a sample of the user's texts. The intervals therefore resample groups, never single answers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import numpy as np
 
 from outrider.bench.run import Run, Sample
 
-Group = tuple[str, ...]  # ids of prompts
+# Ids of prompts.
+Group = tuple[str, ...]
 DRAWS, CONFIDENCE = 4000, 0.95
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and its interval of 95 %. groups: how many prompts (or groups of them) it rests on."""
+    """A value with its 95 % interval. groups: number of prompts (or groups of prompts) behind it."""
 
     value: float
     low: float
@@ -30,20 +31,20 @@ class Interval:
     groups: int
 
     @property
-    def sure(self) -> bool:
-        """Of a ratio: more than noise, 1 is not in the interval."""
+    def significant(self) -> bool:
+        """For a ratio: 1 is outside of the interval, so the difference is more than noise."""
         return self.low > 1 or self.high < 1
 
     @property
-    def verdict(self) -> str:
-        """faster, slower or unclear, if the ratio is one of speeds."""
-        return ("faster" if self.value > 1 else "slower") if self.sure else "unclear"
+    def direction(self) -> str:
+        """For a ratio of speeds: faster, slower or unclear."""
+        return ("faster" if self.value > 1 else "slower") if self.significant else "unclear"
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """length: tokens a step commits, the model's own included (1 + accepted / steps). rate: accepted / drafted guesses.
-    by_depth: of all steps, the part in which so many guesses or more were accepted, from one on."""
+class AcceptanceStats:
+    """length: tokens per step, the target's own token included (1 + accepted / steps). rate: accepted / drafted tokens.
+    by_depth: share of all steps that accepted at least 1, 2, ... draft tokens."""
 
     steps: int
     drafted: int
@@ -59,8 +60,8 @@ class Acceptance:
         return self.accepted / self.drafted if self.drafted else None
 
 
-def good(run: Run, setting: str, category: str | None = None) -> list[Sample]:
-    """The answers of a setting, without those that failed."""
+def answered(run: Run, setting: str, category: str | None = None) -> list[Sample]:
+    """The answers of a setting, without failed requests."""
     wanted = None if category is None else {p.id for p in run.prompts if p.category == category}
     samples = [s for s in run.samples if s.setting == setting and s.error is None]
     return samples if wanted is None else [s for s in samples if s.prompt in wanted]
@@ -72,7 +73,7 @@ def categories(run: Run) -> list[str]:
 
 
 def wall(samples: Iterable[Sample]) -> float:
-    """Seconds in which the samples came about. Those of one turn ran side by side, the longest of them is the turn's time."""
+    """Seconds for all samples. The samples of one turn ran at the same time, so the longest of them counts."""
     turns: dict[int, float] = {}
     for s in samples:
         turns[s.turn] = max(turns.get(s.turn, 0.0), s.seconds)
@@ -80,41 +81,44 @@ def wall(samples: Iterable[Sample]) -> float:
 
 
 def rate(samples: Sequence[Sample]) -> Interval | None:
-    """Output tokens per second, the time in which prompts are read included. None without samples."""
-    groups = _grouped(_costs(samples, _speed))
+    """Output tokens per second, prefill included. None if there are no tokens or no time passed."""
+    groups = _grouped(_costs(samples, _speed)) if _timed(samples) else {}
     return interval(np.array([*groups.values()]), _first) if groups else None
 
 
 def ratio(ours: Sequence[Sample], base: Sequence[Sample]) -> Interval | None:
-    """Tokens per second of some samples against those of others, over the pairs of same prompts and repeat. None without a
-    pair."""
-    groups = _grouped(_costs(ours, _speed), _costs(base, _speed))
-    return interval(np.array([*groups.values()]), _relative) if groups else None
+    """Tokens per second of `ours` over those of `base`, for the prompts and repeats that both have.
+
+    None without a common prompt, and where the ratio is not a positive number.
+    """
+    groups = _grouped(_costs(ours, _speed), _costs(base, _speed)) if _timed(ours) and _timed(base) else {}
+    found = interval(np.array([*groups.values()]), _relative) if groups else None
+    return found if found is not None and 0 < found.value < math.inf else None
 
 
-def acceptance(samples: Iterable[Sample]) -> Acceptance | None:
-    """None where nothing is known of steps, or nothing was ever guessed."""
+def acceptance(samples: Iterable[Sample]) -> AcceptanceStats | None:
+    """None if the steps are unknown, or if there were no draft tokens."""
     known = [(s.drafted, s.accepted) for s in samples if s.drafted and s.accepted]
     drafted = [n for d, _ in known for n in d]
     accepted = [n for _, a in known for n in a]
     if not sum(drafted):
         return None
     deepest = range(1, max(accepted) + 1)
-    return Acceptance(
+    return AcceptanceStats(
         len(drafted), sum(drafted), sum(accepted), [sum(n >= j for n in accepted) / len(accepted) for j in deepest]
     )
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Straight lines between the values. Raises ValueError without any."""
+    """With linear interpolation. Raises ValueError for no values."""
     if not values:
-        raise ValueError("there is no percentile of nothing")
+        raise ValueError("there is no percentile of no values")
     return float(np.percentile(values, percent))
 
 
 def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
-    """Seconds. ttft: to the first token. tpot: per token after it. itl: between what came at once, one step or one event
-    of a stream, and the next. e2el: to the last token."""
+    """Seconds. ttft: to the first token. tpot: per later token. itl: between two arrivals; an arrival is one step, or one
+    event of a stream. e2el: to the last token."""
     samples = list(samples)
     return {
         "ttft": [s.ttft for s in samples if s.ttft is not None],
@@ -125,15 +129,17 @@ def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
 
 
 def differing(ours: Iterable[Sample], base: Iterable[Sample]) -> tuple[list[tuple[str, int]], int]:
-    """The texts that are not what `base` wrote with the same seed, as (prompt, repeat), and how many were compared. Token
-    by token where the tokens are known."""
+    """The texts that differ from those of `base`, as (prompt, repeat), and the number of texts compared.
+
+    Compares token ids if both sides have them, otherwise texts.
+    """
     theirs = {(s.prompt, s.repeat): s for s in base}
     both = [(s, theirs[s.prompt, s.repeat]) for s in ours if (s.prompt, s.repeat) in theirs]
     return [(a.prompt, a.repeat) for a, b in both if not _same(a, b)], len(both)
 
 
-def promised(run: Run, setting: str) -> bool:
-    """Whether a setting's texts must be those of the first: it says so, and the two are the same model's."""
+def identity_promised(run: Run, setting: str) -> bool:
+    """True if the texts of a setting must equal those of the baseline: it guarantees exact tokens, of the same model."""
     first = run.settings[0]
     [own] = [s for s in run.settings if s.name == setting]
     return own is not first and own.guarantee == "exact-tokens" and own.base_url == first.base_url
@@ -141,28 +147,32 @@ def promised(run: Run, setting: str) -> bool:
 
 @dataclass(frozen=True)
 class Change:
-    """What moved between two runs. before, after: the measure in either. ratio: after against before. better: whether more
-    of it is better; what is better and sure is an improvement."""
+    """One measure of one setting in two runs. ratio: after / before. more_is_better: of the measure."""
 
     setting: str
     measure: str
     before: float
     after: float
     ratio: Interval
-    better: bool
+    more_is_better: bool
 
     @property
-    def verdict(self) -> str:
+    def effect(self) -> str:
         """better, worse, or noise."""
-        return ("better" if (self.ratio.value > 1) == self.better else "worse") if self.ratio.sure else "noise"
+        if not self.ratio.significant:
+            return "noise"
+        return "better" if (self.ratio.value > 1) == self.more_is_better else "worse"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs beside each other. changes: of settings that are in both, each also against its own run's first setting:
-    that does not move when the machine does. paired: the prompts of both are the same. differing: by setting, how many of
-    the texts that both wrote with one seed are not the same, and how many there are. only_before, only_after: settings of
-    one run. differences: what was not alike about the two, in words."""
+    """Two runs.
+
+    changes: of the settings that both runs have. The speedup over the run's own baseline is one of the measures; it does not
+    change with the speed of the machine. paired: both runs have the same prompts. differing: by setting, the number of
+    different texts, and of texts compared. only_before, only_after: settings of one run.
+    differences: what else differs: model, machine, sampling, prompts.
+    """
 
     changes: list[Change]
     paired: bool
@@ -173,22 +183,22 @@ class Comparison:
 
 
 def compare(before: Run, after: Run) -> Comparison:
-    """What moved from one run to the other, and whether it is more than noise. Settings are matched by name."""
+    """What changed between two runs, and whether it is more than noise. Settings are matched by name."""
     names, bases = [s.name for s in before.settings], (before.settings[0].name, after.settings[0].name)
     both = [s.name for s in after.settings if s.name in names]
     paired = {p.id for p in before.prompts} == {p.id for p in after.prompts}
     changes, differ = list[Change](), dict[str, tuple[int, int]]()
     for name in both:
-        answers = [good(run, name) for run in (before, after)]
-        for measure, (cost, value, better) in _MEASURES.items():
-            sides = [_grouped(_costs(samples, cost)) for samples in answers]
-            changes += _change(name, measure, sides, paired, value, better)
+        answers = [answered(run, name) for run in (before, after)]
+        for measure, (cost, value, more_is_better) in _MEASURES.items():
+            costs = [_grouped(_costs(samples, cost)) for samples in answers]
+            changes += _change(name, measure, costs, paired, value, more_is_better)
         if name not in bases:
-            theirs = [good(run, base) for run, base in zip((before, after), bases, strict=True)]
-            sides = [_grouped(_costs(a, _speed), _costs(b, _speed)) for a, b in zip(answers, theirs, strict=True)]
-            changes += _change(name, SPEEDUP, sides, paired, _relative, True)
-        parted, compared = differing(answers[1], answers[0])
-        differ[name] = len(parted), compared
+            theirs = [answered(run, base) for run, base in zip((before, after), bases, strict=True)]
+            costs = [_grouped(_costs(a, _speed), _costs(b, _speed)) for a, b in zip(answers, theirs, strict=True)]
+            changes += _change(name, SPEEDUP, costs, paired, _relative, True)
+        different, compared = differing(answers[1], answers[0])
+        differ[name] = len(different), compared
     what = {
         "model": (before.model, after.model),
         "machine": (before.machine, after.machine),
@@ -203,20 +213,20 @@ def compare(before: Run, after: Run) -> Comparison:
 def interval(table: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
     """A ratio of sums over groups, with a bootstrap interval.
 
-    table: float [group, column], what is summed. ratio: sums [..., column] -> [...]. The standard error of the logarithm is
-    that of `DRAWS` resamples of the groups; it is widened for their small number as Student's law and the divisor n - 1 ask,
-    because the plain percentiles of a bootstrap cover the truth too seldom with a dozen groups (tests/unit/bench/test_stats.py).
+    table: float [group, column], the values to sum. ratio: sums [..., column] -> [...]. The standard error of the logarithm
+    comes from `DRAWS` resamples of the groups. It is widened for a small number of groups by Student's t and the divisor
+    n - 1: plain bootstrap percentiles of a dozen groups contain the truth too seldom (tests/unit/bench/test_stats.py).
     """
     n = len(table)
     value = float(ratio(table.sum(0)))
     if n < 2 or not 0 < value < math.inf:
         return Interval(value, 0.0, math.inf, n)
     picks = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), DRAWS)
-    return _spread(value, _logs(ratio(picks @ table)) * math.sqrt(n / (n - 1)), n)
+    return _widened(value, _logs(ratio(picks @ table)) * math.sqrt(n / (n - 1)), n)
 
 
-def interval_apart(a: np.ndarray, b: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
-    """`interval` for ratio(b) / ratio(a) where the groups of the two are not the same ones."""
+def interval_unpaired(a: np.ndarray, b: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
+    """`interval` for ratio(b) / ratio(a) where the two have different groups."""
     n = min(len(a), len(b))
     value = float(ratio(b.sum(0)) / ratio(a.sum(0)))
     if n < 2 or not 0 < value < math.inf:
@@ -227,11 +237,11 @@ def interval_apart(a: np.ndarray, b: np.ndarray, ratio: Value, *, seed: int = 0)
         * math.sqrt(len(t) / (len(t) - 1))
         for t in (a, b)
     ]
-    return _spread(value, logs[1] - logs[0], n)
+    return _widened(value, logs[1] - logs[0], n)
 
 
-def student(df: int) -> float:
-    """The quantile of Student's law that leaves half of what `CONFIDENCE` does above it (to 3 digits: Fisher and Cornish)."""
+def student_quantile(df: int) -> float:
+    """Quantile (1 + CONFIDENCE) / 2 of Student's t distribution, to 3 digits (Cornish-Fisher expansion)."""
     p = (1 + CONFIDENCE) / 2
     if df == 1:
         return math.tan(math.pi * (p - 0.5))
@@ -247,10 +257,10 @@ def student(df: int) -> float:
     return z + sum(term / df**power for power, term in enumerate(terms, 1))
 
 
-def _spread(value: float, logs: np.ndarray, n: int) -> Interval:
-    """Open to the side where a number ends: clocks may say anything."""
+def _widened(value: float, logs: np.ndarray, n: int) -> Interval:
+    """The interval around `value`. logs: logarithms of its resamples; those that are not finite are left out."""
     known = logs[np.isfinite(logs)]
-    half = student(n - 1) * float(np.std(known)) if len(known) else math.inf
+    half = student_quantile(n - 1) * float(np.std(known)) if len(known) else math.inf
     with np.errstate(over="ignore"):
         return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), n)
 
@@ -260,13 +270,15 @@ def _logs(values: np.ndarray) -> np.ndarray:
         return np.log(values)
 
 
-Value = Callable[[np.ndarray], np.ndarray]  # sums [..., column] -> [...]
+# Sums [..., column] -> [...].
+Value = Callable[[np.ndarray], np.ndarray]
 Cost = Callable[[list[Sample]], Sequence[float] | None]
-Costs = dict[tuple[Group, int], tuple[float, ...]]  # by group and repeat
+# By group and repeat.
+Costs = dict[tuple[Group, int], tuple[float, ...]]
 
 
 def _costs(samples: Iterable[Sample], cost: Cost) -> Costs:
-    """What every turn comes to. Those without a cost are left out."""
+    """The cost of every turn. Turns without one are left out."""
     turns: dict[int, list[Sample]] = {}
     for s in samples:
         turns.setdefault(s.turn, []).append(s)
@@ -275,7 +287,7 @@ def _costs(samples: Iterable[Sample], cost: Cost) -> Costs:
 
 
 def _grouped(*sides: Costs) -> dict[Group, np.ndarray]:
-    """The costs of several sides beside each other, by group: sums over the repeats that all of them have."""
+    """Costs of several settings side by side, by group: sums over the repeats that all of them have."""
     groups: dict[Group, np.ndarray] = {}
     for key in sides[0]:
         if all(key in side for side in sides):
@@ -285,10 +297,15 @@ def _grouped(*sides: Costs) -> dict[Group, np.ndarray]:
 
 
 def _change(
-    setting: str, measure: str, sides: Sequence[dict[Group, np.ndarray]], paired: bool, value: Value, better: bool
+    setting: str,
+    measure: str,
+    costs: Sequence[dict[Group, np.ndarray]],
+    paired: bool,
+    value: Value,
+    more_is_better: bool,
 ) -> list[Change]:
-    """One change, none where a run does not tell."""
-    a, b = sides
+    """One change; none if a run does not have this measure."""
+    a, b = costs
     common = [g for g in a if g in b]
     if paired and common:
         table = np.array([np.concatenate([a[g], b[g]]) for g in common])
@@ -297,11 +314,15 @@ def _change(
         one, two = value(table[:, :half].sum(0)), value(table[:, half:].sum(0))
     elif a and b:
         tables = np.array([*a.values()]), np.array([*b.values()])
-        ratio = interval_apart(*tables, value)
+        ratio = interval_unpaired(*tables, value)
         one, two = (value(t.sum(0)) for t in tables)
     else:
         return []
-    return [Change(setting, measure, float(one), float(two), ratio, better)]
+    return [Change(setting, measure, float(one), float(two), ratio, more_is_better)]
+
+
+def _timed(samples: Iterable[Sample]) -> bool:
+    return any(s.output_tokens and s.seconds > 0 for s in samples)
 
 
 def _speed(samples: list[Sample]) -> tuple[float, float]:
@@ -309,7 +330,7 @@ def _speed(samples: list[Sample]) -> tuple[float, float]:
 
 
 def _relative(t: np.ndarray) -> np.ndarray:
-    """Tokens per second of one side against another's, of their (tokens, seconds)."""
+    """Ratio of two rates, from columns (tokens, seconds, tokens, seconds)."""
     return t[..., 0] / t[..., 1] * t[..., 3] / t[..., 2]
 
 

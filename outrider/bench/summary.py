@@ -1,4 +1,4 @@
-"""A run's figures by setting, in the field names of `vllm bench serve`."""
+"""The results of a run by setting, in the field names of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from outrider.bench.run import Run, Sample
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """By setting. Times in milliseconds, `spec_decode_acceptance_rate` in percent as vLLM has it, and `speedup` against the
-    first setting with its interval of 95 %, which has bounds of null where there are too few prompts to tell."""
+    """By setting. Times are in milliseconds, `spec_decode_acceptance_rate` is in percent, as in vLLM.
+
+    `speedup` is over the first setting, with its 95 % interval. The bounds are null if there are too few prompts.
+    """
     out: dict[str, Any] = {}
     for setting in run.settings:
-        samples = [s for s in run.samples if s.setting == setting.name]
-        fields = _fields(stats.good(run, setting.name), len(samples))
+        num_requests = sum(s.setting == setting.name for s in run.samples)
+        fields = throughput_fields(stats.answered(run, setting.name), num_requests)
         if setting is not run.settings[0]:
-            fields |= _against(run, setting.name)
+            fields |= _against_baseline(run, setting.name)
         names = stats.categories(run)
         if len(names) > 1:
             fields["by_category"] = {name: _category(run, setting.name, name) for name in names}
@@ -26,13 +28,15 @@ def summary(run: Run) -> dict[str, Any]:
     return out
 
 
-def _fields(samples: list[Sample], asked: int) -> dict[str, Any]:
-    seconds = stats.wall(samples)
+def throughput_fields(samples: list[Sample], num_requests: int, seconds: float | None = None) -> dict[str, Any]:
+    """Throughput, latency and acceptance of answered samples. num_requests: failed ones included.
+    seconds: duration; None takes the sum over the turns."""
+    seconds = stats.wall(samples) if seconds is None else seconds
     read, written = sum(s.prompt_tokens for s in samples), sum(s.output_tokens for s in samples)
     out: dict[str, Any] = {
         "duration": seconds,
         "completed": len(samples),
-        "failed": asked - len(samples),
+        "failed": num_requests - len(samples),
         "total_input_tokens": read,
         "total_output_tokens": written,
     }
@@ -60,19 +64,19 @@ def _fields(samples: list[Sample], asked: int) -> dict[str, Any]:
     return out
 
 
-def _against(run: Run, setting: str) -> dict[str, Any]:
-    ours, base = stats.good(run, setting), stats.good(run, run.settings[0].name)
-    parted, compared = stats.differing(ours, base)
+def _against_baseline(run: Run, setting: str) -> dict[str, Any]:
+    ours, base = stats.answered(run, setting), stats.answered(run, run.settings[0].name)
+    different, compared = stats.differing(ours, base)
     return {
         "speedup": bounds(stats.ratio(ours, base)),
         "texts_compared": compared,
-        "texts_differing": len(parted),
-        "identity_promised": stats.promised(run, setting),
+        "texts_differing": len(different),
+        "identity_promised": stats.identity_promised(run, setting),
     }
 
 
 def _category(run: Run, setting: str, category: str) -> dict[str, Any]:
-    ours, base = (stats.good(run, name, category) for name in (setting, run.settings[0].name))
+    ours, base = (stats.answered(run, name, category) for name in (setting, run.settings[0].name))
     out: dict[str, Any] = {"output_throughput": None if (rate := stats.rate(ours)) is None else rate.value}
     if setting != run.settings[0].name:
         out["speedup"] = bounds(stats.ratio(ours, base))
@@ -82,7 +86,7 @@ def _category(run: Run, setting: str, category: str) -> dict[str, Any]:
 
 
 def bounds(found: stats.Interval | None) -> dict[str, float | None] | None:
-    """An interval as JSON has it: no infinity."""
+    """An interval for JSON, which has no infinity."""
     if found is None:
         return None
     known = math.isfinite(found.high)

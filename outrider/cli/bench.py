@@ -1,4 +1,4 @@
-"""`outrider bench`. Imports nothing heavy until it runs, and reads the environment for a server's key."""
+"""`outrider bench`. Imports nothing large until it runs. Reads a server's key from the environment."""
 
 from __future__ import annotations
 
@@ -8,179 +8,251 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import WIDE, Debug, option, own_draft, parse_speculative_config
+from outrider.cli.options import WIDE, Debug, LoadOptions, grouped, option, own_draft, parse_speculative_config
 from outrider.cli.terminal import DIM, RED, YELLOW, console, loading, paint, plain, readable, working
 
 if TYPE_CHECKING:
-    from outrider.bench.prompts import Ask
+    from outrider.bench.prompts import Prompt
     from outrider.bench.run import Run, Sample, Setting
-    from outrider.bench.schedule import Side
+    from outrider.bench.schedule import Backend
 
-SAVE_EVERY = 5.0  # seconds
+# Seconds.
+SAVE_EVERY = 5.0
 
 
-def bench(
-    prompts: Annotated[
-        str, typer.Argument(metavar="PROMPTS", help="A .jsonl or .txt file of prompts, or a set: code, chat.")
-    ] = "code",
+Prompts = Annotated[
+    str, typer.Argument(metavar="PROMPTS", help="A .jsonl or .txt file of prompts, or a set: code, chat.")
+]
+
+
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """What is generated for each prompt. The names are those of `SamplingParams`."""
+
+    num_prompts: Annotated[int | None, option("How", "Use only the first so many prompts.", min=1)] = None
+    max_tokens: Annotated[int, option("How", "Tokens of an answer, at most.", "--max-tokens", "-n", min=1)] = 64
+    temperature: Annotated[float, option("How", "0 is greedy.", "--temperature", "-t")] = 0.0
+    seed: Annotated[int, option("How", "Seed of the first repeat. Each repeat adds 1.")] = 0
+    ignore_eos: Annotated[bool, option("How", "Continue after the end token.", "--ignore-eos")] = False
+
+    def sampling(self, **more: Any) -> dict[str, Any]:
+        """Fields of `SamplingParams`. more: further fields; None leaves one out."""
+        more["ignore_eos"] = self.ignore_eos or None
+        given = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed}
+        return given | {name: value for name, value in more.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class SettingOptions:
+    """The settings to compare with plain decoding."""
+
     model: Annotated[
         str | None,
-        option("What", f"A model, {WIDE} if not given; of a server: the name it is asked for.", "--model", "-m"),
-    ] = None,
+        option("What", f"A model; default {WIDE}. For a server: the model's name there.", "--model", "-m"),
+    ] = None
     method: Annotated[
-        list[str] | None, option("What", "A way to guess, measured against plain decoding; may be repeated.")
-    ] = None,
+        list[str] | None, option("What", "A drafting method to compare with plain decoding. May be repeated.")
+    ] = None
     speculative_config: Annotated[
-        list[str] | None, option("What", "The same as JSON or a file with it; may be repeated.", metavar="JSON|FILE")
-    ] = None,
+        list[str] | None, option("What", "The same as JSON or a file. May be repeated.", metavar="JSON|FILE")
+    ] = None
     draft_model: Annotated[
         str | None, option("What", "The small model for the method draft_model.", "--draft-model", "-d")
-    ] = None,
+    ] = None
     num_speculative_tokens: Annotated[
         int | None,
-        option("What", "Guesses per step at most, for every --method.", "--num-speculative-tokens", "-k", min=1),
-    ] = None,
+        option("What", "Draft tokens per step, at most, for every --method.", "--num-speculative-tokens", "-k", min=1),
+    ] = None
+
+    def configs(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
+        """Names and configurations. remote: of a server. Raises ValueError for a draft model without its method."""
+        model, draft, methods = self.model or WIDE, self.draft_model, self.method
+        if methods is None and self.speculative_config is None:
+            methods = [] if remote else ["draft_model"] if draft or own_draft(model) else ["auto"]
+        if draft and "draft_model" not in (methods or ()) and "auto" not in (methods or ()):
+            raise ValueError(f"--draft-model {draft} is for --method draft_model. Add it, or leave out the model")
+        out = list[tuple[str, dict[str, Any]]]()
+        for name in methods or ():
+            config: dict[str, Any] = {"method": name}
+            if name in ("draft_model", "auto") and draft:
+                config["model"] = draft
+            elif name == "draft_model" and not remote and own_draft(model):
+                config["model"] = own_draft(model)
+            if self.num_speculative_tokens:
+                config["num_speculative_tokens"] = self.num_speculative_tokens
+            out.append(_named(config))
+        out += [_config(text) for text in self.speculative_config or ()]
+        names: dict[str, int] = {}
+        for at, (name, config) in enumerate(out):
+            names[name] = names.get(name, 0) + 1
+            if names[name] > 1:
+                out[at] = f"{name} #{names[name]}", config
+        return out
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Running servers to measure."""
+
     base_url: Annotated[
         list[str] | None,
-        option("Server", "A running server in place of a model here; twice: the second against the first."),
-    ] = None,
+        option("Server", "Measure a running server. Give it twice to compare the second server with the first."),
+    ] = None
     off_body: Annotated[
         str | None,
-        option("Server", 'How one server is told not to guess; {"disable_spec_decode": true}.', metavar="JSON"),
-    ] = None,
-    timeout: Annotated[float, option("Server", "Seconds for an answer.")] = 600.0,
-    num_prompts: Annotated[int | None, option("How", "The first so many prompts only.", min=1)] = None,
-    repeats: Annotated[
-        int | None, option("How", "Measurements of each prompt and setting; 3, of servers 1.", "--repeats", "-r", min=1)
-    ] = None,
-    concurrency: Annotated[int, option("How", "Prompts that are asked at once.", "--concurrency", "-c", min=1)] = 1,
-    max_tokens: Annotated[int, option("How", "Tokens of an answer at most.", "--max-tokens", "-n", min=1)] = 64,
-    temperature: Annotated[float, option("How", "0 is greedy.", "--temperature", "-t")] = 0.0,
-    top_p: Annotated[float | None, option("How", "1 is off.")] = None,
-    top_k: Annotated[int | None, option("How", "0 is off.")] = None,
-    seed: Annotated[int, option("How", "Of the first repeat; the others count on.")] = 0,
-    ignore_eos: Annotated[bool, option("How", "Write on after the end token.", "--ignore-eos")] = False,
-    dtype: Annotated[str, option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, option("Model", "auto, cpu or cuda.")] = "auto",
-    quantization: Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")] = None,
+        option("Server", 'Fields that stop speculation; default {"disable_spec_decode": true}.', metavar="JSON"),
+    ] = None
+    timeout: Annotated[float, option("Server", "Seconds for an answer.")] = 600.0
+
+    @property
+    def urls(self) -> list[str]:
+        return self.base_url or []
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """The files of a measurement."""
+
     json_file: Annotated[
-        Path | None, option("Output", "Write everything that was measured.", "--json", metavar="FILE")
-    ] = None,
-    html: Annotated[Path | None, option("Output", "Write a page to look at.", metavar="FILE")] = None,
-    resume: Annotated[bool, option("Output", "Go on with the file of --json.", "--resume")] = False,
-    debug: Debug = False,
-) -> None:
-    """Does speculation help here? Your prompts, plain against speculative, in this process or at a running server.
+        Path | None, option("Output", "Write the measurement to a file.", "--json", metavar="FILE")
+    ] = None
+    html: Annotated[Path | None, option("Output", "Write a report page.", metavar="FILE")] = None
+    resume: Annotated[bool, option("Output", "Continue the interrupted measurement of --json.", "--resume")] = False
 
-    Settings take turns on the same prompts and seeds. Tells the ratio of speeds with its 95 % interval, and if texts are equal.
-
-    About a minute without options. Ctrl-C keeps what was measured. Exit code 1: a text differs that must not, or nobody answered.
-    """
-    with readable(debug):
-        if resume and json_file is None:
-            raise ValueError("--resume goes on with a file; name it: --json RUN.json --resume")
-        for path in (json_file, html):
+    def check(self) -> None:
+        """Raise ValueError or FileNotFoundError for files that cannot be used."""
+        if self.resume and self.json_file is None:
+            raise ValueError("--resume continues the measurement of a file; name it: --json RUN.json --resume")
+        for path in (self.json_file, self.html):
             if path is not None and not path.absolute().parent.is_dir():
                 raise FileNotFoundError(f"there is no folder {path.absolute().parent} to write {path.name} to")
-        configs = _configs(
-            model or WIDE, method, speculative_config, draft_model, num_speculative_tokens, bool(base_url)
-        )
-        sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-        given = {"top_p": top_p, "top_k": top_k, "ignore_eos": ignore_eos or None}
-        sampling |= {name: value for name, value in given.items() if value is not None}
-        from outrider.bench.prompts import read
-        from outrider.bench.schedule import resumable
 
-        asks, notes = read(prompts, num_prompts)
-        old = _old(json_file, resume)
-        with loading(model or WIDE if not base_url else "what asks servers"):
-            from outrider.bench.run import Prompt, Run
+
+@grouped
+def bench(
+    *,
+    prompts: Prompts = "code",
+    what: SettingOptions,
+    server: ServerOptions,
+    workload: WorkloadOptions,
+    top_p: Annotated[float | None, option("How", "1 is off.")] = None,
+    top_k: Annotated[int | None, option("How", "0 is off.")] = None,
+    repeats: Annotated[
+        int | None,
+        option("How", "Measurements of each prompt and setting; 3, for servers 1.", "--repeats", "-r", min=1),
+    ] = None,
+    concurrency: Annotated[int, option("How", "Prompts to send at the same time.", "--concurrency", "-c", min=1)] = 1,
+    loading_options: LoadOptions,
+    files: FileOptions,
+    debug: Debug = False,
+) -> None:
+    """Measure plain against speculative decoding on your prompts, in this process or at a running server.
+
+    The settings take turns on the same prompts and seeds. Reports speedups with 95 % intervals, and if texts are equal.
+
+    Takes about a minute by default. Ctrl-C keeps what was measured.
+    Exits with 1 if an output that must be identical differs, or if no request succeeded.
+    """
+    with readable(debug):
+        files.check()
+        configs = what.configs(bool(server.urls))
+        sampling = workload.sampling(top_p=top_p, top_k=top_k)
+        from outrider.bench.prompts import read
+        from outrider.bench.schedule import check_resumable
+
+        read_prompts, notes = read(prompts, workload.num_prompts)
+        old = _interrupted_run(files)
+        with loading("the client" if server.urls else what.model or WIDE):
+            from outrider.bench.run import PromptRecord, Run
             from outrider.kernels.machine import machine
 
-            if base_url:
-                side, settings, name = _servers(base_url, configs, model, sampling, off_body, timeout)
-                lengths = [None] * len(asks)
+            if server.urls:
+                backend, settings, name = _servers(server, configs, what.model, sampling)
+                lengths = [None] * len(read_prompts)
             else:
-                options = {"dtype": dtype, "device": device, "quantization": quantization}
-                side, settings, name = _local(model or WIDE, configs, sampling, concurrency, options)
-                lengths = [side.tokens(ask) for ask in asks]
+                name = what.model or WIDE
+                backend, settings = _local(name, configs, sampling, concurrency, asdict(loading_options))
+                lengths = [backend.num_tokens(prompt) for prompt in read_prompts]
             run = Run(
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 command=shlex.join(["outrider", *sys.argv[1:]]),
                 model=name,
                 machine={key: str(value) for key, value in machine().items()},
                 sampling=sampling,
-                repeats=repeats or (1 if base_url else 3),
+                repeats=repeats or (1 if server.urls else 3),
                 concurrency=concurrency,
                 settings=settings,
                 prompts=[
-                    Prompt(id=a.id, category=a.category, text=a.text, tokens=n)
-                    for a, n in zip(asks, lengths, strict=True)
+                    PromptRecord(id=p.id, category=p.category, text=p.text, tokens=n)
+                    for p, n in zip(read_prompts, lengths, strict=True)
                 ],
             )
         if old is not None:
-            resumable(old, run)
+            check_resumable(old, run)
             run.samples, run.limits, run.predicted = old.samples, old.limits, old.predicted
-        if base_url and run.repeats > 1 and temperature == 0:
+        if server.urls and run.repeats > 1 and workload.temperature == 0:
             notes.append(
-                "a server that remembers its answers (suffix, auto) has seen each of them from the second repeat on, which "
-                "flatters it; more prompts tell more than --repeats"
+                "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "
+                "too fast; use more prompts instead of --repeats"
             )
-        raise typer.Exit(_measure(run, side, asks, notes, json_file, html))
+        raise typer.Exit(_measure(run, backend, read_prompts, notes, files))
 
 
-def _measure(run: Run, side: Any, asks: list[Ask], notes: list[str], file: Path | None, html: Path | None) -> int:
+def _measure(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], files: FileOptions) -> int:
     """Measure with a progress bar, save, show. Returns the exit code."""
+    file = files.json_file
     from outrider.bench.report.terminal import show
     from outrider.bench.summary import summary
 
     interrupted = False
     try:
-        for _ in _progress(run, side, asks, file):
+        for _ in _progress(run, backend, prompts, file):
             pass
     except KeyboardInterrupt:
         interrupted = True
     run.summary = summary(run)
     if file is not None:
         run.save(file)
-    for note in (*notes, *getattr(side, "notes", ())):
+    for note in (*notes, *getattr(backend, "notes", ())):
         print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
     answered = sum(s.error is None for s in run.samples)
     if answered:
         show(run, console())
-        _keep(run, side, file, html, interrupted)
+        _write_files(run, backend, files, interrupted)
     if interrupted:
-        _interrupted(run, file)
+        _report_interrupt(run, file)
         return 130
     if not answered:
-        why = next((s.error for s in run.samples), "nothing was asked")
-        print(
-            paint(f"error: none of {len(run.samples)} requests was answered: {why}", RED, sys.stderr), file=sys.stderr
-        )
+        why = next((s.error for s in run.samples), "there was no request")
+        said = f"error: none of {len(run.samples)} requests succeeded: {why}"
+        print(paint(said, RED, sys.stderr), file=sys.stderr)
         return 1
     return int(any(f.get("texts_differing") and f["identity_promised"] for f in run.summary.values()))
 
 
-def _keep(run: Run, side: Any, file: Path | None, html: Path | None, interrupted: bool) -> None:
-    """Write the files that were asked for, with what the machine allows beside what was measured."""
+def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) -> None:
+    """Write the requested files, with the limits of the machine."""
     from outrider.bench.local import Local
 
+    file, html = files.json_file, files.html
     if file is None and html is None:
         return
-    if isinstance(side, Local) and not interrupted:
+    if isinstance(backend, Local) and not interrupted:
         from outrider.bench.roofline import measure_limits
 
-        with suppress(KeyboardInterrupt), working("measuring what the machine allows"):
-            measure_limits(run, side.llms)
+        with suppress(KeyboardInterrupt), working("measuring the limits of the machine"):
+            measure_limits(run, backend.llms)
     if file is not None:
         run.save(file)
-        print(paint(f"Everything is in {file}; a page of it: outrider report {file}", DIM))
+        print(paint(f"The measurement is in {file}. Make a page of it: outrider report {file}", DIM))
     if html is not None:
         from outrider.bench.report import page
 
@@ -188,28 +260,28 @@ def _keep(run: Run, side: Any, file: Path | None, html: Path | None, interrupted
         print(paint(f"The page is {html}.", DIM))
 
 
-def _progress(run: Run, side: Side, asks: list[Ask], file: Path | None) -> Any:
-    """Measure, saving now and then; a bar on a terminal."""
+def _progress(run: Run, backend: Backend, prompts: list[Prompt], file: Path | None) -> Iterator[list[Sample]]:
+    """Measure with a bar on a terminal, and save every few seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from outrider.bench.schedule import groups, measure
 
-    total = len(groups(asks, run.concurrency)) * len(run.settings) * run.repeats
+    total = len(groups(prompts, run.concurrency)) * len(run.settings) * run.repeats
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     saved = time.monotonic()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=plain(sys.stderr)) as progress:
         done = len({s.turn for s in run.samples if s.error is None})
         task = progress.add_task("warming up", total=total, completed=done)
-        for samples in measure(run, side, asks):
-            progress.update(task, advance=1, description=_doing(samples))
+        for samples in measure(run, backend, prompts):
+            progress.update(task, advance=1, description=_status(samples))
             if file is not None and time.monotonic() - saved > SAVE_EVERY:
                 run.save(file)
                 saved = time.monotonic()
             yield samples
 
 
-def _doing(samples: list[Sample]) -> str:
+def _status(samples: list[Sample]) -> str:
     from outrider.bench.stats import rate
 
     found = rate([s for s in samples if s.error is None])
@@ -217,70 +289,40 @@ def _doing(samples: list[Sample]) -> str:
     return f"{samples[0].setting:.20} · {samples[0].prompt:.20} · {speed}".ljust(50)
 
 
-def _interrupted(run: Run, file: Path | None) -> None:
-    """Say what was kept, and how to go on."""
+def _report_interrupt(run: Run, file: Path | None) -> None:
+    """Say what was kept, and how to continue."""
     have = len({s.turn for s in run.samples})
     if file is None:
-        said = f"interrupted after {have} measurements; with --json RUN.json they would be kept, to be resumed or looked at"
+        said = f"interrupted after {have} measurements. With --json RUN.json they are kept and can be resumed"
     else:
         command = run.command if " --resume" in run.command else f"{run.command} --resume"
-        said = f"interrupted after {have} measurements, kept in {file}; go on with: {command}"
+        said = f"interrupted after {have} measurements, kept in {file}. Continue with: {command}"
     print(paint(said, RED, sys.stderr), file=sys.stderr)
 
 
-def _old(file: Path | None, resume: bool) -> Run | None:
-    """The run to go on with. Raises ValueError for a file that would be lost."""
+def _interrupted_run(files: FileOptions) -> Run | None:
+    """The run to continue. Raises ValueError if an interrupted measurement would be overwritten."""
+    file = files.json_file
     if file is None or not file.exists():
         return None
     from outrider.bench.run import Run
 
     old = Run.load(file)
-    if resume:
+    if files.resume:
         return old
     if not old.complete:
-        raise ValueError(f"{file} holds an interrupted measurement; go on with it by --resume, or remove the file")
+        raise ValueError(f"{file} holds an interrupted measurement. Continue it with --resume, or delete the file")
     return None
 
 
-def _configs(
-    model: str,
-    methods: list[str] | None,
-    given: list[str] | None,
-    draft: str | None,
-    guesses: int | None,
-    remote: bool,
-) -> list[tuple[str, dict[str, Any]]]:
-    """Names and configurations of what is measured against plain decoding."""
-    out = list[tuple[str, dict[str, Any]]]()
-    if methods is None and given is None:
-        methods = [] if remote else ["draft_model"] if draft or own_draft(model) else ["auto"]
-    if draft and "draft_model" not in (methods or ()) and "auto" not in (methods or ()):
-        raise ValueError(f"--draft-model {draft} is for --method draft_model; add it, or leave out the model")
-    for name in methods or ():
-        config: dict[str, Any] = {"method": name}
-        if name in ("draft_model", "auto") and draft:
-            config["model"] = draft
-        elif name == "draft_model" and not remote and own_draft(model):
-            config["model"] = own_draft(model)
-        out.append(_named({**config, **({"num_speculative_tokens": guesses} if guesses else {})}))
-    for text in given or ():
-        out.append(_config(text))
-    names: dict[str, int] = {}
-    for at, (name, config) in enumerate(out):
-        names[name] = names.get(name, 0) + 1
-        if names[name] > 1:
-            out[at] = f"{name} #{names[name]}", config
-    return out
-
-
 def _config(text: str) -> tuple[str, dict[str, Any]]:
-    """A configuration and its name: that of its file, or what tells it from its neighbours."""
+    """A configuration and its name: that of its file, or a short description."""
     config, path = parse_speculative_config(text), Path(text)
     return (path.stem, config) if not text.lstrip().startswith("{") and path.is_file() else _named(config)
 
 
 def _named(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A short name that tells a configuration from its neighbours."""
+    """A short name from the fields of a configuration."""
     method = config.get("method") or ("draft_model" if config.get("model") else "server")
     words = ["+".join(method) if isinstance(method, list) else str(method)]
     short = {"num_speculative_tokens": "k", "tree_width": "width", "tree_nodes": "nodes"}
@@ -291,31 +333,27 @@ def _named(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _local(
-    model: str, configs: list[tuple[str, dict[str, Any]]], sampling: dict[str, Any], rows: int, options: dict[str, Any]
-) -> tuple[Any, list[Setting], str]:
+    model: str, configs: list[tuple[str, dict[str, Any]]], sampling: dict[str, Any], slots: int, options: dict[str, Any]
+) -> tuple[Any, list[Setting]]:
     from outrider.bench.local import Local
     from outrider.bench.run import Setting
 
     settings = [Setting(name="plain"), *(Setting(name=name, speculative_config=config) for name, config in configs)]
-    return Local(settings, model, sampling, rows, **options), settings, model
+    return Local.load(settings, model, sampling, slots, **options), settings
 
 
 def _servers(
-    urls: list[str],
-    configs: list[tuple[str, dict[str, Any]]],
-    model: str | None,
-    sampling: dict[str, Any],
-    off: str | None,
-    timeout: float,
+    server: ServerOptions, configs: list[tuple[str, dict[str, Any]]], model: str | None, sampling: dict[str, Any]
 ) -> tuple[Any, list[Setting], str]:
+    """The backend, the settings, and the names of the models."""
     from outrider.bench.remote import Remote, address
     from outrider.bench.run import Setting
 
-    if len(urls) > 2:
-        raise ValueError(f"--base-url is given once or twice, got {len(urls)}")
-    urls = [address(url) for url in urls]
+    if len(server.urls) > 2:
+        raise ValueError(f"give --base-url once or twice, got {len(server.urls)}")
+    urls = [address(url) for url in server.urls]
     if len(urls) == 2:
-        if configs or off:
+        if configs or server.off_body:
             raise ValueError(
                 "two servers are compared as they are; leave out --method, --speculative-config and --off-body"
             )
@@ -328,16 +366,16 @@ def _servers(
             settings.append(Setting(name=name, base_url=urls[0], speculative_config=config))
     key = os.environ.get("OUTRIDER_API_KEY") or os.environ.get("OPENAI_API_KEY")
     try:
-        body = json.loads(off) if off else None
-        if body is not None and not isinstance(body, dict):
-            raise ValueError("it is no object")
+        off = json.loads(server.off_body) if server.off_body else None
+        if off is not None and not isinstance(off, dict):
+            raise ValueError("it is not an object")
     except ValueError as error:
         raise ValueError(
-            f'--off-body {off} is not JSON ({error}); an example: {{"disable_spec_decode": true}}'
+            f'--off-body {server.off_body} is not JSON ({error}); an example: {{"disable_spec_decode": true}}'
         ) from None
     if any("model" in config for _, config in configs):
         raise ValueError(
-            "a running server has its models; leave out the draft model, or start one with it: outrider serve"
+            "a running server already has its models. Leave out the draft model, or start a server with it: outrider serve"
         )
-    side = Remote(settings, model, sampling, api_key=key, timeout=timeout, off=body)
-    return side, settings, " and ".join(dict.fromkeys(side.models.values()))
+    backend = Remote(settings, model, sampling, api_key=key, timeout=server.timeout, off=off)
+    return backend, settings, " and ".join(dict.fromkeys(backend.models.values()))

@@ -1,4 +1,4 @@
-"""`outrider report`. Imports nothing heavy until it runs."""
+"""`outrider report`. Imports nothing large until it runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN.json", help="What outrider bench --json wrote.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN.json", help="A file of outrider bench --json.")],
     later: Annotated[
-        Path | None, typer.Argument(metavar="LATER.json", help="A later run: the page is its, and says what moved.")
+        Path | None, typer.Argument(metavar="LATER.json", help="A later run. The page shows it, and what changed.")
     ] = None,
     out: Annotated[
         Path | None,
         option(
             "Output",
-            "Where the page goes; RUN.html or RUN-LATER.html beside the last run if not given.",
+            "The file for the page. Default: RUN.html or RUN-LATER.html, next to the last run.",
             metavar="FILE",
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """One page of HTML about a measurement: what to do and why, and everything behind it. No network is needed to see it.
+    """Make an HTML page of a measurement: what to do, why, and all the numbers. The page needs no network.
 
-    Of two runs it tells first what moved from the one to the other, and whether that is more than noise.
+    With two runs it begins with what changed between them, and if that is more than noise.
     """
     with readable(debug):
         from outrider.bench.report.page import write
@@ -40,12 +40,12 @@ def report(
         runs = [_load(file) for file in files]
         path = out or files[-1].with_name("-".join(file.stem for file in files) + ".html")
         if path in files:
-            raise ValueError(f"the page would overwrite the run {path}; name another file: --out page.html")
+            raise ValueError(f"the page would overwrite the run {path}. Name another file: --out page.html")
         if not path.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.absolute().parent} to write {path.name} to")
-        said = write(runs[-1], path, other=runs[0] if later else None)
-        colour = {"keep": GREEN, "broken": RED}.get(said.kind, YELLOW)
-        print(f"{paint(said.label, colour)}: {printable(said.headline)}")
+        recommendation = write(runs[-1], path, other=runs[0] if later else None)
+        colour = {"keep": GREEN, "broken": RED}.get(recommendation.kind, YELLOW)
+        print(f"{paint(recommendation.label, colour)}: {printable(recommendation.headline)}")
         print(paint(f"The page is {path}.", DIM))
 
 
@@ -56,5 +56,5 @@ def _load(file: Path) -> Run:
         return Run.load(file)
     except UnicodeDecodeError:
         raise ValueError(
-            f"{file} is no measurement, it is not even text; write one with: outrider bench --json RUN.json"
+            f"{file} is not a measurement, and not even text. Create one with: outrider bench --json RUN.json"
         ) from None

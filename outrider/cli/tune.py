@@ -1,76 +1,85 @@
-"""`outrider tune`. Imports nothing heavy until it runs."""
+"""`outrider tune`. Imports nothing large until it runs."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import WIDE, Debug, option, own_draft
+from outrider.cli.bench import Prompts, WorkloadOptions
+from outrider.cli.options import WIDE, Debug, PrecisionOptions, grouped, option, own_draft
 from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, plain, readable
 
 if TYPE_CHECKING:
-    from outrider.bench.tune.search import Arm, Search
+    from outrider.bench.tune.race import Candidate
+    from outrider.bench.tune.search import Search
     from outrider.models.load import Loaded
 
 
-def tune(
-    prompts: Annotated[
-        str, typer.Argument(metavar="PROMPTS", help="A .jsonl or .txt file of prompts, or a set: code, chat.")
-    ] = "code",
-    model: Annotated[str, option("What", "A folder, a hub name or a built-in model.", "--model", "-m")] = WIDE,
+@dataclass(frozen=True)
+class CandidateOptions:
+    """What the search may try."""
+
+    model: Annotated[str, option("What", "A folder, a hub name or a built-in model.", "--model", "-m")] = WIDE
     draft_model: Annotated[
-        str | None, option("What", "A small model that may guess; builtin:code brings its own.", "--draft-model", "-d")
-    ] = None,
+        str | None, option("What", "A small model that drafts; builtin:code has its own.", "--draft-model", "-d")
+    ] = None
     method: Annotated[
-        list[str] | None, option("What", "Who may guess; may be repeated. All that is possible if not given.")
-    ] = None,
+        list[str] | None, option("What", "A drafting method to try. May be repeated. Default: all that are possible.")
+    ] = None
     layers: Annotated[
-        Path | None, option("What", "A file of outrider layers: the model's own layers may guess.", metavar="FILE")
-    ] = None,
+        Path | None,
+        option("What", "A file of outrider layers: the model drafts with some of its own layers.", metavar="FILE"),
+    ] = None
     verifier: Annotated[
         list[str] | None,
-        option("What", "A rule that is allowed; may be repeated. match alone if not given: no text changes."),
-    ] = None,
-    num_prompts: Annotated[int | None, option("How", "The first so many prompts only.", min=1)] = None,
-    max_tokens: Annotated[int, option("How", "Tokens of an answer at most.", "--max-tokens", "-n", min=2)] = 64,
-    temperature: Annotated[float, option("How", "0 is greedy.", "--temperature", "-t")] = 0.0,
-    seed: Annotated[int, option("How", "Of the first repeat; the others count on.")] = 0,
-    ignore_eos: Annotated[bool, option("How", "Write on after the end token.", "--ignore-eos")] = False,
-    seconds: Annotated[float, option("How", "To measure for at most, when all is predicted.", min=1)] = 120.0,
-    dtype: Annotated[str, option("Model", "auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")] = None,
-    out: Annotated[Path, option("Output", "Where the setting is written.", metavar="FILE")] = Path(
+        option("What", "A verifier to allow. May be repeated. Default: match, which keeps every text as it is."),
+    ] = None
+
+
+@grouped
+def tune(
+    *,
+    prompts: Prompts = "code",
+    what: CandidateOptions,
+    workload: WorkloadOptions,
+    seconds: Annotated[float, option("How", "Measure at most so long. Predictions are not included.", min=1)] = 120.0,
+    precision: PrecisionOptions,
+    out: Annotated[Path, option("Output", "The file for the setting.", metavar="FILE")] = Path(
         "speculative_config.json"
     ),
     debug: Debug = False,
 ) -> None:
-    """Find the fastest way to speculate on your prompts, or that there is none.
+    """Find the fastest speculative setting for your prompts, or that plain decoding is the fastest.
 
-    Predicts every drafter, length and tree from a few answers and this machine's costs, measures those that could win, in
-    turns, and stops when one is ahead for sure. Ctrl-C tells what is known so far.
+    Predicts every method, length and tree from a few answers and the costs of this machine. Then measures the best in turns,
+    until one is clearly ahead. Ctrl-C stops and reports what is known so far.
     """
     with readable(debug):
         if not out.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {out.absolute().parent} to write {out.name} to")
-        sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-        if ignore_eos:
-            sampling["ignore_eos"] = True
+        if workload.max_tokens < 2:
+            raise ValueError("one token an answer leaves nothing to draft; use --max-tokens 2 or more")
+        model = what.model
         with loading(model):
             from outrider.bench.prompts import read
+            from outrider.bench.tune.race import Racer
             from outrider.bench.tune.search import Search
             from outrider.models.load import load
 
-            asks, notes = read(prompts, num_prompts)
-            target = load(model, dtype=dtype, quantization=quantization)
+            read_prompts, notes = read(prompts, workload.num_prompts)
+            target = load(model, **asdict(precision))
+            predictions = any(prompt.prediction for prompt in read_prompts)
+            layers = str(what.layers) if what.layers else None
+            methods = candidates(target, what.draft_model, what.method, layers, predictions)
+            racer = Racer(target, workload.sampling())
         for note in notes:
             print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
-        expects = any(ask.prediction for ask in asks)
-        methods = candidates(target, draft_model, method, str(layers) if layers else None, expects)
-        search = Search(target, asks, methods, sampling, verifiers=verifier or ["match"], seconds=seconds)
+        search = Search(racer, read_prompts, methods, verifiers=what.verifier or ["match"], seconds=seconds)
         interrupted = False
         try:
             _run(search)
@@ -80,25 +89,25 @@ def tune(
             raise typer.Exit(130)
         answer = show(search)
         if interrupted:
-            print(paint("interrupted: this is what is known so far", RED, sys.stderr), file=sys.stderr)
+            print(paint("interrupted: this is known so far", RED, sys.stderr), file=sys.stderr)
         out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
         print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}\n")
-        elsewhere(search, {} if interrupted else None)
+        show_exports(search, {} if interrupted else None)
         raise typer.Exit(130 if interrupted else 0)
 
 
 def candidates(
-    target: Loaded, draft: str | None, wanted: list[str] | None, layers: str | None, expects: bool
+    target: Loaded, draft: str | None, wanted: list[str] | None, layers: str | None, predictions: bool
 ) -> list[tuple[str, dict[str, Any]]]:
     """Names and configurations to try. Raises ValueError for a method that is unknown or that lacks an input.
 
     draft: name of a draft model. wanted: methods that the user named, None for all. layers: a file of `outrider layers`.
-    expects: whether a prompt brings a prediction.
+    predictions: whether a prompt has a prediction.
     """
     from outrider.config import SpeculativeConfig
     from outrider.drafters.registry import METHODS, TuneInputs, find
 
-    inputs = TuneInputs(target.weights, draft or own_draft(target.name), layers, expects)
+    inputs = TuneInputs(target.weights, draft or own_draft(target.name), layers, predictions)
     if wanted is None:
         return [pair for method in METHODS.values() for pair in method.tune_candidates(inputs).items()]
     out = list[tuple[str, dict[str, Any]]]()
@@ -112,7 +121,7 @@ def candidates(
 
 
 def _run(search: Search) -> None:
-    """Search, showing what is done: a line that changes on a terminal, lines elsewhere."""
+    """Search with progress: a line that changes on a terminal, lines elsewhere."""
     if plain(sys.stderr):
         for line in search.run():
             print(line, file=sys.stderr, flush=True)
@@ -127,8 +136,8 @@ def _run(search: Search) -> None:
             status.update(line)
 
 
-def show(search: Search) -> Arm:
-    """The table, and the answer in a sentence. Returns the answer."""
+def show(search: Search) -> Candidate:
+    """Print the table, and the answer in a sentence. Returns the answer."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -136,77 +145,71 @@ def show(search: Search) -> Arm:
 
     table = Table(title="Settings on these prompts", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("setting", no_wrap=True)
-    for head in ("expected\ntokens/s", "measured\ntokens/s", "over plain\n(95 %)"):
+    for head in ("predicted\ntokens/s", "measured\ntokens/s", "over plain\n(95 %)"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("")
-    best = {id(m.best) for m in search.methods}
-    shown = [a for a in search.arms if a.samples or id(a) in best]
-    order = sorted(shown, key=lambda a: (-len(a.samples), -(a.predicted or 0.0)))
-    for arm in order:
-        speed = stats.rate(arm.samples) if arm.samples else None
-        over = stats.ratio(arm.samples, search.plain.samples) if arm.samples and arm is not search.plain else None
-        told = "" if over is None else f"{over.value:.2f} x ({over.low:.2f}-{over.high:.2f})"
+    best = [m.best for m in search.methods]
+    shown = [c for c in search.candidates if c.samples or c in best]
+    for candidate in sorted(shown, key=lambda c: (-len(c.samples), -(c.predicted or 0.0))):
+        speed = stats.rate(candidate.samples) if candidate.samples else None
+        gain = search.standings.gain(candidate) if candidate.samples else None
         table.add_row(
-            arm.name,
-            "" if arm.predicted is None else f"{arm.predicted:.0f}",
+            candidate.name,
+            "" if candidate.predicted is None else f"{candidate.predicted:.0f}",
             "" if speed is None else f"{speed.value:.0f}",
-            told,
-            arm.out,
+            "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})",
+            candidate.dropped,
         )
     console().print(table)
     for method in search.methods:
         if method.problem:
             print(paint(f"{method.name}: {method.problem}", DIM))
-    answer = search.chosen
-    gain = search.over_plain(answer)
+    answer = search.answer
+    gain = search.standings.gain(answer)
     if answer is search.plain:
-        print(paint(f"Plain decoding is best here, because {because(search)}.", YELLOW))
+        print(paint(f"Plain decoding is the fastest here: {why_plain(search)}.", YELLOW))
     elif gain is not None:
         said = f"{answer.name}: {gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})."
         if gain.low <= 1:
-            said += " More prompts would make it certain; its controller stops where guesses do not pay."
+            said += " More prompts would make it certain. Its controller stops where draft tokens do not pay."
         print(paint(said, GREEN))
     return answer
 
 
-def because(search: Search) -> str:
-    """Why nothing that was looked at beats plain decoding."""
-    from outrider.bench import stats
-    from outrider.bench.tune.search import HOPELESS
+def why_plain(search: Search) -> str:
+    """Why no candidate is faster than plain decoding."""
+    from outrider.bench.tune.predict import TOO_EXPENSIVE
 
-    tried = [a for a in search.arms if a.samples and a is not search.plain]
-    if tried:
-        found = [(a, stats.ratio(a.samples, search.plain.samples)) for a in tried]
-        best, gain = max(found, key=lambda pair: pair[1].value if pair[1] else 0.0)
+    measured = [c for c in search.candidates if c.samples and c is not search.plain]
+    if measured:
+        gains = [(c, search.standings.gain(c)) for c in measured]
+        best, gain = max(gains, key=lambda pair: pair[1].value if pair[1] else 0.0)
         if gain is not None:
             return (
-                f"the best of {len(tried)} measured settings, {best.name}, is {gain.value:.2f} x as fast (95 %: "
-                f"{gain.low:.2f} to {gain.high:.2f}), which is not more for sure"
+                f"the best of {len(measured)} measured settings, {best.name}, is {gain.value:.2f} x as fast (95 %: "
+                f"{gain.low:.2f} to {gain.high:.2f}), which is not clearly more"
             )
-    looked = [m.best for m in search.methods if m.best is not None]
-    if not looked:
-        hopeless = [m.name for m in search.methods if m.problem == HOPELESS.format("plain decoding")]
-        if hopeless:
-            return f"guesses of {', '.join(hopeless)} would make it slower even if all were right"
-        return "nobody can guess for this model here" if search.complete else "nothing else was looked at yet"
-    best = max(looked, key=lambda a: a.predicted or 0.0)
-    so_far = (
-        "even the most hopeful setting"
-        if search.complete
-        else "nothing else was measured yet; the most hopeful setting"
-    )
-    return f"{so_far}, {best.name}, is expected to write {best.predicted:.0f} tokens/s"
+    predicted = [m.best for m in search.methods if m.best is not None]
+    if not predicted:
+        expensive = [m.name for m in search.methods if m.problem == TOO_EXPENSIVE.format("plain decoding")]
+        if expensive:
+            return f"{', '.join(expensive)} would be slower even if every draft token is accepted"
+        return "no method can draft for this model here" if search.complete else "nothing else was examined yet"
+    best = max(predicted, key=lambda c: c.predicted or 0.0)
+    if search.complete:
+        return f"even the best setting, {best.name}, is predicted to reach only {best.predicted:.0f} tokens/s"
+    return f"nothing else was measured yet. The best prediction is {best.predicted:.0f} tokens/s, {best.name}"
 
 
-def elsewhere(search: Search, lengths: dict[int, int] | None) -> None:
-    """The same for other engines. lengths: by texts side by side, None to find them now."""
+def show_exports(search: Search, depths: dict[int, int] | None) -> None:
+    """Print the same setting for other engines. depths: best chain by batch size, None to predict it now."""
     from outrider.integrations.engines import exports
 
-    if lengths is None:
-        with loading("what other engines are told"):
-            lengths = search.lengths()
-    print("The same elsewhere")
-    for export in exports(search.chosen.config, lengths):
+    if depths is None:
+        with loading("the settings of other engines"):
+            depths = search.best_depths()
+    print("The same setting in other engines")
+    for export in exports(search.answer.config, depths):
         print(f"  {export.engine}: {export.command or '-'}")
         for note in export.notes:
-            print(paint(f"    not there, or other: {note}", DIM))
+            print(paint(f"    different or missing there: {note}", DIM))

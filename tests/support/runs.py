@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.run import Limits, Prompt, Run, Sample, Setting
+from outrider.bench.run import Limits, PromptRecord, Run, Sample, Setting
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 
 WORDS = [
@@ -32,8 +32,8 @@ HOSTILE = [
 
 
 @dataclass(frozen=True)
-class Way:
-    """A setting to simulate. alpha: the chance that a guess is kept. factor: its time over what the simulated costs give."""
+class Simulated:
+    """A setting to simulate. alpha: chance that a draft token is accepted. factor: multiplies the simulated times."""
 
     name: str
     depth: int = 0
@@ -46,17 +46,13 @@ class Way:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-PLAIN_WAY = Way("plain", guarantee=None)
-FORWARD, MORE, DRAFT, FIXED = (
-    0.030,
-    0.0015,
-    0.003,
-    0.001,
-)  # seconds: a forward, one node more, a draft token, a step beside
+PLAIN_SETTING = Simulated("plain", guarantee=None)
+# Seconds: a forward, one more node, a draft token, the rest of a step.
+FORWARD, MORE, DRAFT, FIXED = 0.030, 0.0015, 0.003, 0.001
 
 
 def simulate(
-    *ways: Way,
+    *settings: Simulated,
     prompts: int = 24,
     categories: tuple[str, ...] = ("code", "prose", "edit"),
     repeats: int = 2,
@@ -69,21 +65,26 @@ def simulate(
     complete: bool = True,
     drift: float = 0.0,
 ) -> Run:
-    """A run of these ways over one set of prompts. details=False: what a server from elsewhere tells, no token ids, steps or
-    phases. noise: of every answer's time, relative. drift: how much slower the machine is at the end, relative."""
-    ways = ways or (PLAIN_WAY, Way("draft 4", 4))
+    """A run of these settings over one set of prompts.
+
+    details=False: what another server reports: no token ids, steps or phases. noise: of each answer's time, relative.
+    drift: slowdown of the machine at the end, relative.
+    """
+    settings = settings or (PLAIN_SETTING, Simulated("draft 4", 4))
     draw = random.Random(seed)
     asked = [
-        Prompt(id=f"p{i}", category=categories[i % len(categories)], text="".join(draw.choices(words, k=12)), tokens=40)
+        PromptRecord(
+            id=f"p{i}", category=categories[i % len(categories)], text="".join(draw.choices(words, k=12)), tokens=40
+        )
         for i in range(prompts)
     ]
-    samples, turns = [], prompts * repeats * len(ways)
+    samples, turns = [], prompts * repeats * len(settings)
     for repeat in range(repeats):
         for prompt in asked:
-            for way in ways if repeat % 2 == 0 else ways[::-1]:
+            for setting in settings if repeat % 2 == 0 else settings[::-1]:
                 turn = len(samples)
-                slow = way.factor * (1 + drift * turn / turns) * max(draw.gauss(1, noise), 0.2)
-                samples.append(_answer(way, prompt, repeat, turn, tokens, words, slow, details, draw))
+                slow = setting.factor * (1 + drift * turn / turns) * max(draw.gauss(1, noise), 0.2)
+                samples.append(_answer(setting, prompt, repeat, turn, tokens, words, slow, details, draw))
     if not complete:
         samples = samples[: len(samples) * 2 // 3]
     return Run(
@@ -95,14 +96,14 @@ def simulate(
         repeats=repeats,
         settings=[
             Setting(
-                name=way.name,
-                speculative_config={"method": "draft_model", "num_speculative_tokens": way.depth, **way.config}
-                if way.depth
+                name=setting.name,
+                speculative_config={"method": "draft_model", "num_speculative_tokens": setting.depth, **setting.config}
+                if setting.depth
                 else None,
                 base_url=None if details else f"http://127.0.0.1:8000/{i}",
-                guarantee=way.guarantee,
+                guarantee=setting.guarantee,
             )
-            for i, way in enumerate(ways)
+            for i, setting in enumerate(settings)
         ],
         prompts=asked,
         samples=samples,
@@ -115,31 +116,31 @@ def simulate(
         )
         if details
         else Limits(),
-        predicted={way.name: 31.0 if way.depth == 0 else 56.0 for way in ways} if details else {},
+        predicted={setting.name: 31.0 if setting.depth == 0 else 56.0 for setting in settings} if details else {},
         complete=complete,
     )
 
 
 def _answer(
-    way: Way, prompt: Prompt, repeat: int, turn: int, tokens: int, words: list[str], slow: float, details: bool,
+    setting: Simulated, prompt: PromptRecord, repeat: int, turn: int, tokens: int, words: list[str], slow: float, details: bool,
     draw: random.Random,
 ) -> Sample:  # fmt: skip
-    """One answer: its tokens from the prompt alone, its steps and times from the way."""
-    known = {"prompt": prompt.id, "setting": way.name, "repeat": repeat, "turn": turn, "seed": repeat}
-    if draw.random() < way.failing:
+    """One answer: its tokens from the prompt alone, its steps and times from the setting."""
+    known = {"prompt": prompt.id, "setting": setting.name, "repeat": repeat, "turn": turn, "seed": repeat}
+    if draw.random() < setting.failing:
         return Sample(**known, seconds=0.1, error="connection refused <by the server>")
     text = random.Random(f"{prompt.id} {repeat}")
     ids = [text.randrange(len(words)) for _ in range(tokens)]
-    if draw.random() < way.differing:
+    if draw.random() < setting.differing:
         ids[tokens // 2 :] = [(i + 1) % len(words) for i in ids[tokens // 2 :]]
-    alpha = way.categories.get(prompt.category, way.alpha)
+    alpha = setting.categories.get(prompt.category, setting.alpha)
     alpha = min(max(alpha + (int(prompt.id[1:]) % 7 - 3) * 0.03, 0.0), 1.0)
     origins, drafted, accepted, gaps = "", [], [], []
     target = draft = 0.0
     while len(origins) < tokens:
-        depth = min(way.depth, tokens - len(origins) - 1)
+        depth = min(setting.depth, tokens - len(origins) - 1)
         kept = next((j for j in range(depth) if draw.random() >= alpha), depth)
-        last = PLAIN if way.depth == 0 else BONUS if kept == depth else CORRECTED
+        last = PLAIN if setting.depth == 0 else BONUS if kept == depth else CORRECTED
         origins += ACCEPTED * kept + last
         drafted.append(depth)
         accepted.append(kept)
@@ -150,7 +151,7 @@ def _answer(
     phases = {"target": target, "draft": draft, "verify": fixed / 2, "commit": fixed / 2, "rest": first}
     more = {
         "token_ids": ids, "pieces": [words[i] for i in ids], "origins": origins, "phases": phases,
-        "drafted": drafted if way.depth else None, "accepted": accepted if way.depth else None,
+        "drafted": drafted if setting.depth else None, "accepted": accepted if setting.depth else None,
     }  # fmt: skip
     return Sample(
         **known,

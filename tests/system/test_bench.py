@@ -15,24 +15,24 @@ from typer.testing import CliRunner
 
 from outrider.bench import roofline as limits
 from outrider.bench import stats
-from outrider.bench.local import Local, forget
-from outrider.bench.prompts import Ask
-from outrider.bench.roofline import expect
+from outrider.bench.local import Local, reset_drafter
+from outrider.bench.prompts import Prompt
+from outrider.bench.roofline import predict
 from outrider.bench.run import Run, Sample, Setting
 from outrider.bench.schedule import measure, plan
 from outrider.bench.summary import summary
 from outrider.cli import main as cli
-from outrider.cli.bench import _configs
+from outrider.cli.bench import SettingOptions
 from outrider.config import SpeculativeConfig
 from outrider.control import CostModel
 from outrider.core.types import Budget
 
 SMALL = "builtin:code-draft"
 PAIR = {"method": "draft_model", "model": SMALL, "num_speculative_tokens": 3, "controller": "fixed"}
-ASKS = [
-    Ask("loop", "x", "for i in range(10):\n    print(i)\nfor j in range(10):"),
-    Ask("class", "y", "class Stack:\n    def __init__(self):\n        self"),
-    Ask("one", "y", "def one(", max_tokens=1),
+PROMPTS = [
+    Prompt("loop", "x", "for i in range(10):\n    print(i)\nfor j in range(10):"),
+    Prompt("class", "y", "class Stack:\n    def __init__(self):\n        self"),
+    Prompt("one", "y", "def one(", max_tokens=1),
 ]
 SAMPLING = {"temperature": 0.0, "max_tokens": 20, "seed": 0, "ignore_eos": True}
 
@@ -41,9 +41,9 @@ def local(*configs: dict | None, model: str = "builtin:code", rows: int = 1, **s
     settings = [Setting(name=str(n), speculative_config=c) for n, c in enumerate(configs)]
     run = Run(
         date="", command="", model=model, machine={}, sampling={**SAMPLING, **sampling}, settings=settings,
-        repeats=2, concurrency=rows, prompts=[{"id": a.id, "category": a.category, "text": a.text} for a in ASKS],  # type: ignore[list-item]
+        repeats=2, concurrency=rows, prompts=[{"id": a.id, "category": a.category, "text": a.text} for a in PROMPTS],  # type: ignore[list-item]
     )  # fmt: skip
-    return Local(settings, model, run.sampling, rows), run
+    return Local.load(settings, model, run.sampling, rows), run
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def bench(*words: str):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_every_token_is_accounted_for(rows: int, temperature: float) -> None:
     side, run = local(None, PAIR, rows=rows, temperature=temperature)
-    list(measure(run, side, ASKS))
+    list(measure(run, side, PROMPTS))
     assert run.complete
     assert {s.error for s in run.samples} == {None}
     assert len({s.turn for s in run.samples}) == len(run.samples) / (1 if rows == 1 else 1.5)
@@ -92,8 +92,8 @@ def test_every_token_is_accounted_for(rows: int, temperature: float) -> None:
             full = sum(d == a > 0 for d, a in zip(s.drafted, s.accepted, strict=True))
             assert full - 1 <= s.origins.count("b") <= full  # the last one may be cut off
     assert {s.output_tokens for s in run.samples if s.prompt == "one"} == {1}
-    assert stats.promised(run, "1")
-    assert stats.differing(stats.good(run, "1"), stats.good(run, "0")) == ([], 6)
+    assert stats.identity_promised(run, "1")
+    assert stats.differing(stats.answered(run, "1"), stats.answered(run, "0")) == ([], 6)
     assert Counter(s.seed for s in run.samples) == {0: 6, 1: 6}
 
 
@@ -109,23 +109,23 @@ def test_settings_take_turns() -> None:
 
 def test_a_repeat_does_not_find_the_answers_of_the_last() -> None:
     side, run = local(None, {"method": ["suffix", "token_recycling"], "controller": "fixed"}, model=SMALL)
-    list(measure(run, side, ASKS))
-    first, second = ([sum(s.accepted or []) for s in stats.good(run, "1") if s.repeat == r] for r in (0, 1))
+    list(measure(run, side, PROMPTS))
+    first, second = ([sum(s.accepted or []) for s in stats.answered(run, "1") if s.repeat == r] for r in (0, 1))
     assert first == second
-    again = side.answer(run.settings[1], ASKS[:1], 1, 0)  # it would, were it not told to forget
+    again = side.answer(run.settings[1], PROMPTS[:1], 1, 0)  # it would, were it not told to forget
     assert sum(again[0].accepted or []) > first[0]
-    forget(object())  # type: ignore[arg-type]
+    reset_drafter(object())  # type: ignore[arg-type]
 
 
 def test_a_prompt_that_does_not_fit_is_named() -> None:
     side, _ = local(None, model=SMALL, max_tokens=5000)
     with pytest.raises(ValueError, match=r"prompt loop: .*use max_tokens="):
-        side.tokens(ASKS[0])
+        side.num_tokens(PROMPTS[0])
 
 
 def test_fields_are_those_of_vllm(tmp_path: Path) -> None:
     side, run = local(None, PAIR)
-    list(measure(run, side, ASKS))
+    list(measure(run, side, PROMPTS))
     run.samples.append(Sample(prompt="loop", setting="1", repeat=2, turn=99, seconds=1, error="lost"))
     found = summary(run)
     fast = found["1"]
@@ -168,15 +168,15 @@ def test_other_draws_of_the_same_law_are_told_and_no_error() -> None:
     done = bench("--speculative-config", config, "-r", "1", "-t", "1.5", "-n", "12")
     assert done.exit_code == 0, done.output
     told = " ".join(done.stdout.split())
-    assert "of 2 texts differ from plain's" in told
-    assert "exact-distribution promises the same law" in told
+    assert "of 2 texts of" in told
+    assert "exact-distribution promises the same distribution" in told
 
 
 def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     true = Local.answer
 
-    def spoiled(self, setting, asks, repeat, turn):
-        samples = true(self, setting, asks, repeat, turn)
+    def spoiled(self, setting, prompts, repeat, turn):
+        samples = true(self, setting, prompts, repeat, turn)
         if turn == 3:
             samples[0].token_ids[-1] += 1
         return samples
@@ -184,17 +184,17 @@ def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Local, "answer", spoiled)
     done = bench("--method", "suffix", "-r", "2")
     assert done.exit_code == 1
-    assert "1 of 4 texts differ" in " ".join(done.stdout.split())
-    assert "breaks the promise of exact-tokens" in " ".join(done.stdout.split())
+    assert "1 of 4 texts of suffix differ" in " ".join(done.stdout.split())
+    assert "although the guarantee is exact-tokens" in " ".join(done.stdout.split())
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     true = Local.answer
 
-    def answer(self, setting, asks, repeat, turn):
+    def answer(self, setting, prompts, repeat, turn):
         if turn >= turns:
             raise KeyboardInterrupt
-        return true(self, setting, asks, repeat, turn)
+        return true(self, setting, prompts, repeat, turn)
 
     monkeypatch.setattr(Local, "answer", answer)
 
@@ -207,15 +207,15 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> No
         done = bench(*words)
     assert done.exit_code == 130
     assert "interrupted after 3 measurements, kept in" in done.stderr
-    assert "go on with: outrider" in done.stderr
+    assert "Continue with: outrider" in done.stderr
     assert "--resume" in done.stderr
-    assert "times the tokens per second" in " ".join(done.stdout.split())  # what there is, is shown
+    assert "as fast as plain" in " ".join(done.stdout.split())  # what there is, is shown
     half = Run.load(file)
     assert (half.complete, len(half.samples)) == (False, 3)
 
     lost = bench(*words)
     assert lost.exit_code == 2
-    assert "interrupted measurement; go on with it by --resume" in lost.stderr
+    assert "interrupted measurement. Continue it with --resume" in lost.stderr
     other = bench("--method", "ngram", "-r", "2", "--json", str(file), "--resume")
     assert other.exit_code == 2
     assert "another measurement (settings: name=suffix there, name=ngram now)" in other.stderr
@@ -234,7 +234,7 @@ def test_interrupted_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) ->
     impatient(monkeypatch, turns=0)
     done = bench("--method", "suffix")
     assert done.exit_code == 130
-    assert "interrupted after 0 measurements; with --json RUN.json" in done.stderr
+    assert "interrupted after 0 measurements. With --json RUN.json" in done.stderr
     assert done.stdout == ""
 
 
@@ -248,12 +248,12 @@ def test_interrupted_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) ->
         (["--method", "ngram", "-d", "x"], "--draft-model x is for --method draft_model"),
         (["--speculative-config", "nowhere.json"], "and names no file"),
         (["--speculative-config", "{method"], "is not JSON"),
-        (["--speculative-config", "[]"], "is a JSON object, got"),
+        (["--speculative-config", "[]"], "must be a JSON object, got"),
         (["--base-url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
         (["--base-url", "a", "--base-url", "b", "--method", "suffix"], "two servers are compared as they are"),
         (["--base-url", "a", "--base-url", "b", "--base-url", "c"], "once or twice"),
         (["--base-url", "a", "--off-body", "no"], "--off-body no is not JSON"),
-        (["--base-url", "a", "--speculative-config", '{"model": "x"}'], "a running server has its models"),
+        (["--base-url", "a", "--speculative-config", '{"model": "x"}'], "a running server already has its models"),
         (["-n", "5000"], "prompt binary-search: "),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_file_that_is_no_run_is_not_overwritten(tmp_path: Path) -> None:
     file.write_text("{}")
     done = bench("--json", str(file))
     assert done.exit_code == 2
-    assert "is no measurement" in done.stderr
+    assert "is not a measurement" in done.stderr
     assert file.read_text() == "{}"
 
 
@@ -284,18 +284,18 @@ def test_configurations_and_their_names(tmp_path: Path) -> None:
         '{"model": "x", "verifier": "block"}',
         str(file),
     ]
-    assert _configs("m", None, given, None, None, False) == [
+    assert SettingOptions("m", speculative_config=given).configs(False) == [
         ("mine", {"method": "suffix"}),
         ("suffix+ngram width=2", {"method": ["suffix", "ngram"], "tree_width": 2}),
         ("draft_model block", {"model": "x", "verifier": "block"}),
         ("mine #2", {"method": "suffix"}),
     ]
-    assert _configs("builtin:code", None, None, None, None, False)[0][1]["model"] == SMALL
-    assert _configs("m", None, None, "d", 3, False)[0] == (
+    assert SettingOptions("builtin:code").configs(False)[0][1]["model"] == SMALL
+    assert SettingOptions("m", draft_model="d", num_speculative_tokens=3).configs(False)[0] == (
         "draft_model k=3", {"method": "draft_model", "model": "d", "num_speculative_tokens": 3},
     )  # fmt: skip
-    assert _configs("m", None, None, None, None, False) == [("auto", {"method": "auto"})]
-    assert _configs("m", None, None, None, None, True) == []
+    assert SettingOptions("m").configs(False) == [("auto", {"method": "auto"})]
+    assert SettingOptions("m").configs(True) == []
 
 
 def test_nobody_answers() -> None:
@@ -317,7 +317,7 @@ def test_nobody_answers() -> None:
     done = CliRunner().invoke(cli.app, ["bench", "--base-url", f"127.0.0.1:{server.server_port}", "--num-prompts", "2"])
     server.shutdown()
     assert done.exit_code == 1
-    assert "error: none of 4 requests was answered: HTTP 503:" in done.stderr
+    assert "error: none of 4 requests succeeded: HTTP 503:" in done.stderr
 
 
 def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,10 +337,10 @@ def test_what_is_expected_follows_from_costs_and_guesses() -> None:
     fast = Sample(
         prompt="a", setting="f", seconds=0, output_tokens=10, drafted=[4, 4, 0, 1], accepted=[4, 2, 0, 0], **timed
     )
-    expected = expect([fast], [plain], cost)
+    expected = predict([fast], [plain], cost)
     assert expected == pytest.approx(10 / (3 + 2 * ((1 + 4 * 0.3) + 1 + (1 + 0.3))))
-    assert expect([], [plain], cost) is None
-    assert expect([fast], [], cost) is None
+    assert predict([], [plain], cost) is None
+    assert predict([fast], [], cost) is None
 
 
 def test_memory_is_read_by_all_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_limits_are_measured_for_files(tmp_path: Path, asked: list[int]) -> None
         str(page),
     )
     assert done.exit_code == 0, done.output
-    assert f"Everything is in {file}" in done.stdout
+    assert f"The measurement is in {file}" in done.stdout
     run = Run.load(file)
     assert asked == [SpeculativeConfig.of({"method": "suffix"}).budget.depth, 3]  # trees are not priced
     assert run.limits.draft_token == pytest.approx(0.002)

@@ -1,231 +1,184 @@
-"""Small pictures as inline SVG. Places along the width are percentages, so a picture is as wide as its page, its text keeps
-its size on a phone, and nothing moves after loading. Colours are classes of the page's style sheet."""
+"""The charts of a page: what they show, the same in words, and the meaning of each mark."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-NOTHING = Markup("")
-ROW, AXIS, RADIUS = 34, 22, 3.5  # pixels
-MOST_DOTS = 300  # of one row; more would cover each other
+from outrider.bench import stats
+from outrider.bench.report import svg
+from outrider.bench.report.analysis import PHASES, SettingResult
+from outrider.bench.report.format import amount, bounds, duration, factor, interval
+from outrider.bench.report.svg import key
+from outrider.bench.run import Run
+from outrider.bench.stats import Interval
 
-
-@dataclass(frozen=True)
-class Scale:
-    """Numbers to percentages of the width. log: equal ratios are equally far apart; needs low > 0."""
-
-    low: float
-    high: float
-    log: bool = False
-
-    def at(self, x: float) -> float:
-        low, high, x = (math.log(max(v, 1e-12)) for v in (self.low, self.high, x)) if self.log else (*self.ends, x)
-        return min(max(100 * (x - low) / (high - low or 1.0), 0.0), 100.0)
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        return self.low, self.high
-
-    def ticks(self) -> list[float]:
-        """Round numbers within, about five."""
-        if self.log:
-            steps = (1, 2, 5) if self.high / self.low > 4 else (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7)
-            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            found = [s * 10.0**d for d in decades for s in steps]
-        else:
-            rough = (self.high - self.low or 1.0) / 4
-            size = 10.0 ** math.floor(math.log10(rough))
-            step = size * next(s for s in (1, 2, 2.5, 5, 10) if s * size >= rough * 0.999)
-            first = math.ceil(self.low / step - 1e-9)
-            found = [i * step for i in range(first, first + 8)]
-        within = [t for t in found if self.low * 0.999 <= t <= self.high * 1.001]
-        return within[:: math.ceil(len(within) / 7)] if within else [self.low]
-
-
-def around(values: Iterable[float], *, zero: bool = False, log: bool = False) -> Scale:
-    """The scale that shows all of them, with some air at the ends. zero: it begins at nought."""
-    known = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
-    low, high = (min(known), max(known)) if known else (1.0, 1.0)
-    if log:
-        return Scale(low / 1.08, high * 1.08, True)
-    low, high = (0.0, max(high, 0.0)) if zero else (low, high)
-    air = (high - low or abs(high) or 1.0) * 0.05
-    return Scale(low if zero else low - air, high + air)
+MOST_ROWS, MOST_DEPTH = 24, 16
+LATENCIES = {
+    "e2el": ("The whole answer", "Seconds from the request to the last token."),
+    "ttft": ("The first token", "Seconds from the request to the first token."),
+    "itl": ("Between arrivals", "Seconds from one arrival, a step, to the next."),
+    "tpot": ("Per token", "Seconds after the first token, divided by the number of later tokens."),
+}
+FLOORS = {
+    "forwards": "the same forwards, measured alone",
+    "memory": "reading the target's weights once a step",
+}
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of a chart: who, the picture, the number to read."""
+class ChartRow:
+    """A line of a chart: its name, the drawing, the number as text. group: a heading above the line."""
 
     label: str
-    picture: Markup
+    drawing: Markup
     value: str = ""
-    group: str = ""  # a heading above the row
+    group: str = ""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """title: what is shown. note: how to read it. legend: symbols, see `key`, and what they mean."""
+    """note: how to read it. legend: symbols, see `svg.key`, and their meaning."""
 
     title: str
-    rows: Sequence[Row]
-    axis: Markup = NOTHING
+    rows: Sequence[ChartRow]
+    axis: Markup = svg.EMPTY
     note: str = ""
     legend: Sequence[tuple[Markup, str]] = ()
 
 
-def axis(scale: Scale, text: Mapping[float, str]) -> Markup:
-    """The numbers below a chart."""
-    marks = []
-    for tick, shown in text.items():
-        x = scale.at(tick)
-        side = "start" if x < 3 else "end" if x > 97 else "middle"
-        marks.append(_tag("text", shown, x=_percent(x), y=15, text_anchor=side))
-    return _svg(marks, AXIS, "tick")
+def speeds(results: Sequence[SettingResult], predicted: Mapping[str, float]) -> Chart | None:
+    """Tokens per second of each setting."""
+    shown = [(r, r.rate) for r in results if r.rate is not None]
+    if not shown:
+        return None
+    expected = {r.name: predicted[r.name] for r, _ in shown if predicted.get(r.name)}
+    scale = svg.around([*(_ends(rate)[1] for _, rate in shown), *expected.values()], zero=True)
+    rows = []
+    for r, rate in shown:
+        said = f"{r.name}: {amount(rate.value)} tokens per second, interval {bounds(rate)}"
+        said += f", predicted {amount(expected[r.name])}" if r.name in expected else ""
+        drawing = svg.bar(scale, rate.value, *_ends(rate), said, expected.get(r.name))
+        rows.append(ChartRow(r.name, drawing, amount(rate.value)))
+    legend = [(key("bar"), "measured"), (key("whisker"), "95 % interval")]
+    legend += [(key("expected"), "predicted by the cost model")] if expected else []
+    return Chart(
+        "Tokens per second", rows, _axis(scale), "All tokens divided by all seconds, prefill included.", legend
+    )
 
 
-def bar(scale: Scale, value: float, low: float, high: float, what: str, expected: float | None = None) -> Markup:
-    """A bar from nought to a value, the line of its interval, and a diamond where it was expected."""
-    marks = [*_grid(scale), _span(scale, scale.low, value, "bar", 9, ROW - 18), *_whisker(scale, low, high, ROW / 2)]
-    if expected is not None:
-        marks.append(_diamond(scale.at(expected), ROW / 2))
-    return _svg(marks, ROW, "", what)
+def speedups(results: Sequence[SettingResult]) -> Chart | None:
+    """The ratio to the baseline for each prompt."""
+    shown = [(r, r.ratio) for r in results if r.ratio is not None and r.prompts]
+    if not shown:
+        return None
+    ends = (v for r, ratio in shown for v in (*r.prompts.values(), *_ends(ratio)))
+    scale = svg.around([1.0, *ends], log=True)
+    rows = []
+    for r, ratio in shown:
+        values = list(r.prompts.values())
+        said = f"{r.name}: {factor(ratio.value)} times as fast, {interval(ratio)}; {len(values)} prompts from "
+        said += f"{factor(min(values))} to {factor(max(values))}, {sum(v < 1 for v in values)} of them slower"
+        drawing = svg.dots(scale, values, ratio.value, *_ends(ratio), said, line=1)
+        rows.append(ChartRow(r.name, drawing, f"{factor(ratio.value)} ×"))
+    legend = [(key("dot"), "a prompt"), (key("whole"), "all together"), (key("whisker"), "95 % interval")]
+    legend += [(key("reference"), f"as fast as {results[0].name}")]
+    note = f"Speed of each prompt over that of {results[0].name}. Equal ratios have equal distances."
+    return Chart("Speedup of each prompt", rows, _axis(scale, "×"), note, legend)
 
 
-def dots(
-    scale: Scale,
-    values: Sequence[float],
-    value: float | None,
-    low: float,
-    high: float,
-    what: str,
-    line: float | None = None,
-) -> Markup:
-    """A dot per value, the whole and its interval above them, and a line to compare with."""
-    marks = _grid(scale)
-    if line is not None:
-        marks.append(_upright(scale.at(line), "reference", 0, ROW + 14))
-    stacked: dict[int, int] = {}
-    for x in _thin(sorted(values)):
-        place = round(scale.at(x) / 0.9)
-        level = stacked[place] = stacked.get(place, -1) + 1
-        offset = (level + 1) // 2 * (3.2 if level % 2 else -3.2)
-        y = ROW - 1 + max(min(offset, 11), -9)
-        marks.append(_tag("circle", cx=_percent(scale.at(x)), cy=_short(y), r=RADIUS, class_="dot"))
-    if value is not None:
-        marks += [*_whisker(scale, low, high, 10), _diamond(scale.at(value), 10, "whole")]
-    return _svg(marks, ROW + 14, "", what)
+def latencies(results: Sequence[SettingResult]) -> list[Chart]:
+    """Distributions of the times that a user waits."""
+    times = {r.name: stats.times(r.answers) for r in results}
+    drawn = []
+    for what, (title, note) in LATENCIES.items():
+        known = {name: [v for v in t[what] if v > 0] for name, t in times.items()}
+        known = {name: values for name, values in known.items() if values}
+        if not known:
+            continue
+        scale, rows = svg.around((v for values in known.values() for v in values), log=True), []
+        for name, values in known.items():
+            marks = {f"p{p}": stats.percentile(values, p) for p in stats.PERCENTILES}
+            said = ", ".join(f"{p} {duration(v)}" for p, v in marks.items())
+            p50, p90, p99 = (duration(v) for v in marks.values())
+            value = f"{p50}\np90 {p90}, p99 {p99}"
+            rows.append(ChartRow(name, svg.spread(scale, values, marks, f"{name}: {said}"), value))
+        ticks = {t: f"{t:g} s" if t >= 1 else f"{1000 * t:g} ms" for t in _rounded(scale.ticks())}
+        drawn.append(Chart(title, rows, svg.axis(scale, ticks), note))
+    return drawn
 
 
-def spread(scale: Scale, values: Sequence[float], marks: Mapping[str, float], what: str, bins: int = 56) -> Markup:
-    """How often each value occurred, as columns, and upright lines at the marks, the first of them full."""
-    counts = [0] * bins
-    for x in values:
-        counts[min(int(scale.at(x) / 100 * bins), bins - 1)] += 1
-    top = max(counts)
-    parts = _grid(scale)
-    for i, count in enumerate(counts):
-        if count:
-            height = max(round((ROW - 8) * count / top, 1), 1.5)
-            x, width = _percent(100 * i / bins), _percent(100 / bins)
-            parts.append(_tag("rect", x=x, y=_short(ROW - height), width=width, height=_short(height), class_="count"))
-    for i, x in enumerate(marks.values()):
-        parts.append(_upright(scale.at(x), "middle" if i == 0 else "quantile", 2, ROW))
-    return _svg(parts, ROW, "", what)
+def acceptance(results: Sequence[SettingResult]) -> Chart | None:
+    """Share of all steps that accepted a draft token at each depth."""
+    shown = [(r, r.acceptance) for r in results if r.acceptance and r.acceptance.by_depth]
+    if not shown:
+        return None
+    most = min(max(len(a.by_depth) for _, a in shown), MOST_DEPTH)
+    rows = []
+    for r, a in shown:
+        said = f"{r.name}: " + ", ".join(f"{share:.0%} at depth {j}" for j, share in enumerate(a.by_depth, 1))
+        rows.append(ChartRow(r.name, svg.columns(a.by_depth[:most], most, said), f"{a.length:.2f} a step"))
+    note = "Share of all steps that accepted at least so many draft tokens."
+    return Chart("Acceptance by depth", rows, note=note)
 
 
-def columns(shares: Sequence[float], most: int, what: str, height: int = 72) -> Markup:
-    """An upright column per share of one, numbered from 1; room for `most` of them."""
-    slot = 100 / max(most, 1)
-    parts = [_tag("line", x1="0%", x2="100%", y1=height, y2=height, class_="grid")]
-    for i, share in enumerate(shares):
-        full = round(share * (height - 16), 1)
-        middle = _percent((i + 0.5) * slot)
-        x, width = _percent((i + 0.14) * slot), _percent(0.72 * slot)
-        parts.append(_tag("rect", x=x, y=_short(height - full), width=width, height=_short(full), class_="bar"))
-        parts.append(_tag("text", f"{share:.0%}", x=middle, y=_short(height - full - 4), text_anchor="middle"))
-        parts.append(_tag("text", str(i + 1), x=middle, y=height + 15, text_anchor="middle", class_="tick"))
-    return _svg(parts, height + 20, "dense" if most > 10 else "", what)
+def by_category(run: Run, results: Sequence[SettingResult]) -> Chart | None:
+    """Speedup within each category of prompts."""
+    names, rows = stats.categories(run), []
+    drawn = list[tuple[str, str, Interval, list[float]]]()
+    for name in names if len(names) > 1 else []:
+        wanted = {p.id for p in run.prompts if p.category == name}
+        base = [s for s in results[0].answers if s.prompt in wanted]
+        for r in results[1:]:
+            ratio = stats.ratio([s for s in r.answers if s.prompt in wanted], base)
+            if ratio is not None:
+                drawn.append((name, r.name, ratio, [v for p, v in r.prompts.items() if p in wanted]))
+    drawn = drawn[:MOST_ROWS]
+    if not drawn:
+        return None
+    scale = svg.around([1.0, *(v for *_, values in drawn for v in values)], log=True)
+    for i, (name, setting, ratio, values) in enumerate(drawn):
+        said = f"{name}, {setting}: {factor(ratio.value)} times as fast, {interval(ratio)}, {len(values)} prompts"
+        head = name if i == 0 or drawn[i - 1][0] != name else ""
+        drawing = svg.dots(scale, values, ratio.value, *_ends(ratio), said, line=1)
+        rows.append(ChartRow(setting, drawing, f"{factor(ratio.value)} ×", head))
+    note = f"Speed over that of {results[0].name}. The dots are prompts, as above."
+    return Chart("Speedup by category", rows, _axis(scale, "×"), note)
 
 
-def stack(scale: Scale, parts: Mapping[str, float], marks: Mapping[str, float], what: str) -> Markup:
-    """Parts of a whole one after the other, each with the class `part-NAME`, and upright lines at the marks."""
-    drawn, start = _grid(scale), 0.0
-    for name, size in parts.items():
-        left, right = scale.at(start), scale.at(start + size)
-        start += size
-        if right - left > 0.05:
-            drawn.append(_span(scale, start - size, start, f"part-{name}", 7, ROW - 14))
-        if right - left > 16:
-            drawn.append(_tag("text", name, x=_percent(left), dx=6, y=21, class_=f"in-{name}"))
-    for kind, x in marks.items():
-        drawn.append(_upright(scale.at(x), kind, 1, ROW - 1))
-    return _svg(drawn, ROW, "", what)
+def time_by_phase(results: Sequence[SettingResult]) -> Chart | None:
+    """Milliseconds per token by phase, with the lower bounds of the machine."""
+    shown = [r for r in results if r.phases]
+    if not shown:
+        return None
+    floors = [v for r in shown for v in (r.floor.forwards, r.floor.memory) if v]
+    scale = svg.around([1000 * v for v in (*(r.per_token for r in shown), *floors)], zero=True)
+    rows, drawn = [], set[str]()
+    for r in shown:
+        parts = {n: 1000 * t for n, t in r.phases.items()}
+        marks = {"forwards": r.floor.forwards, "memory": r.floor.memory}
+        known = {name: 1000 * v for name, v in marks.items() if v}
+        said = f"{r.name}: {amount(1000 * r.per_token)} ms per token: "
+        said += ", ".join(f"{n} {amount(1000 * t)}" for n, t in r.phases.items())
+        said += "".join(f"; {n} alone {amount(v)}" for n, v in known.items())
+        rows.append(ChartRow(r.name, svg.stack(scale, parts, known, said), f"{amount(1000 * r.per_token)} ms"))
+        drawn |= known.keys()
+    legend = [(key(f"part-{n}"), n) for n in PHASES if any(n in r.phases for r in shown)]
+    legend += [(key(n), text) for n, text in FLOORS.items() if n in drawn]
+    return Chart("Time per token", rows, _axis(scale, " ms"), "By phase of the step.", legend)
 
 
-def key(kind: str) -> Markup:
-    """A symbol for a legend: a mark as the pictures draw it."""
-    if kind in ("whole", "expected"):
-        return _svg([_diamond(50, 8, kind)], 16, "key")
-    if kind == "dot":
-        return _svg([_tag("circle", cx="50%", cy=8, r=RADIUS, class_="dot")], 16, "key")
-    if kind == "whisker":
-        return _svg(_whisker(Scale(0, 1), 0.05, 0.95, 8), 16, "key")
-    if kind in ("bar", "count") or kind.startswith("part-"):
-        return _svg([_tag("rect", x="10%", y=2, width="80%", height=12, class_=kind)], 16, "key")
-    return _svg([_upright(50, kind, 0, 16)], 16, "key")
+def _ends(found: Interval) -> tuple[float, float]:
+    """Of the interval's line. One prompt has no interval, so its line has no length."""
+    return (found.low, found.high) if isfinite(found.high) else (found.value, found.value)
 
 
-def _grid(scale: Scale) -> list[Markup]:
-    return [_upright(scale.at(t), "grid", 0, "100%") for t in scale.ticks()]
+def _axis(scale: svg.Scale, unit: str = "") -> Markup:
+    return svg.axis(scale, {t: f"{t:g}{unit}" for t in _rounded(scale.ticks())})
 
 
-def _upright(x: float, kind: str, top: float, bottom: float | str) -> Markup:
-    return _tag("line", x1=_percent(x), x2=_percent(x), y1=top, y2=bottom, class_=kind)
-
-
-def _span(scale: Scale, low: float, high: float, kind: str, y: float, height: float) -> Markup:
-    left, right = scale.at(low), scale.at(high)
-    return _tag("rect", x=_percent(left), width=_percent(max(right - left, 0.2)), y=y, height=height, class_=kind)
-
-
-def _whisker(scale: Scale, low: float, high: float, y: float) -> list[Markup]:
-    left, right = _percent(scale.at(low)), _percent(scale.at(high))
-    inside = [x for x in (low, high) if scale.low <= x <= scale.high]  # one that ends outside has no end
-    ends = [_upright(scale.at(x), "whisker", y - 4, y + 4) for x in inside]
-    return [_tag("line", x1=left, x2=right, y1=y, y2=y, class_="whisker"), *ends]
-
-
-def _diamond(x: float, y: float, kind: str = "expected") -> Markup:
-    """A path knows no percentages, so a nested picture carries it there."""
-    return _tag("svg", _tag("path", d="M0-6 6 0 0 6-6 0Z", class_=kind), x=_percent(x), y=_short(y), overflow="visible")
-
-
-def _thin(values: Sequence[float]) -> Sequence[float]:
-    """At most MOST_DOTS of them, evenly by rank."""
-    if len(values) <= MOST_DOTS:
-        return values
-    return [values[round(i * (len(values) - 1) / (MOST_DOTS - 1))] for i in range(MOST_DOTS)]
-
-
-def _svg(parts: Iterable[Markup], height: int, kind: str = "", what: str = "") -> Markup:
-    """what: the picture in words; without them it is decoration that a screen reader passes over."""
-    said = {"role": "img", "aria_label": what} if what else {"aria_hidden": "true"}
-    return _tag("svg", Markup("").join(parts), height=height, **({"class_": kind} if kind else {}), **said)
-
-
-def _tag(name: str, inner: str = "", **attributes: object) -> Markup:
-    words = "".join(f' {k.rstrip("_").replace("_", "-")}="{escape(v)}"' for k, v in attributes.items())
-    return Markup(f"<{name}{words}>{escape(inner)}</{name}>")
-
-
-def _percent(x: float) -> str:
-    return f"{x:.2f}".rstrip("0").rstrip(".") + "%"
-
-
-def _short(x: float) -> str:
-    return f"{x:.1f}".rstrip("0").rstrip(".")
+def _rounded(ticks: Iterable[float]) -> list[float]:
+    return [float(f"{t:.6g}") for t in ticks]

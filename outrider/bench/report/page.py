@@ -1,4 +1,4 @@
-"""A run as one page of HTML: no network, no scripts, nothing but the file. What prompts and models wrote is only ever text."""
+"""A run as one HTML page. It needs no network and no scripts. Texts of prompts and models are always shown as text."""
 
 from __future__ import annotations
 
@@ -13,42 +13,46 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from outrider.bench import stats
-from outrider.bench.report import pictures
-from outrider.bench.report.analysis import Figures, drift, figures, ratio
-from outrider.bench.report.compare import amount, moved, rows
-from outrider.bench.report.recommend import Verdict, count, nothing, percent, times, verdict
-from outrider.bench.run import Prompt, Run, Sample
+from outrider.bench.report import charts
+from outrider.bench.report.analysis import PHASES, SettingResult, analyse, drift
+from outrider.bench.report.compare import compare_runs
+from outrider.bench.report.format import amount, bounds, count, duration, factor, percent, size
+from outrider.bench.report.recommend import Recommendation, no_answers, recommend
+from outrider.bench.run import PromptRecord, Run, Sample
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 
-LONGEST, MOST_TOKENS, EXTREMES = 1200, 400, 2  # characters of a prompt, tokens of an answer, prompts at either end
-DEEPEST = 10  # columns of a table
-KINDS = {PLAIN: "plain", ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus"}
+# Characters of a prompt, tokens of an answer, prompts at either end, columns of a table.
+LONGEST, MOST_TOKENS, EXTREMES, DEEPEST = 1200, 400, 2, 10
+ORIGINS = {PLAIN: "plain", ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus"}
 MEANINGS = {
-    "accepted": "guessed by the drafter and accepted",
-    "corrected": "written by the model where it refused a guess",
-    "bonus": "written by the model after all guesses were accepted",
-    "plain": "written by the model without a guess",
+    "accepted": "drafted and accepted",
+    "corrected": "by the target, in place of a rejected draft token",
+    "bonus": "by the target, after all draft tokens were accepted",
+    "plain": "by the target, in a step without draft tokens",
 }
-# Characters that a browser would obey or drop: control characters, and those that turn the direction of a text around.
+# Characters that a browser interprets or drops: control characters, and those that change the direction of a text.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to show. tokens: [kind, text] of runs of tokens of one origin; kind "" where it is unknown."""
+    """An answer to show. tokens: [origin, text] of consecutive tokens with one origin; "" if unknown. counts: tokens by
+    origin. cut: number of tokens left out."""
 
-    prompt: Prompt
-    asked: str
+    prompt: PromptRecord
+    prompt_text: str
     speed: str
     sample: Sample
     tokens: list[tuple[str, str]]
     counts: dict[str, int]
-    cut: int  # tokens left out
+    cut: int
 
 
-def write(run: Run, path: Path, *, other: Run | None = None) -> Verdict:
-    """Write the page of a run, compared with an earlier `other` if there is one. Returns the verdict at its top. A reader never
-    sees half a page. Raises ValueError for a run without an answer."""
+def write(run: Run, path: Path, *, other: Run | None = None) -> Recommendation:
+    """Write the page of a run, compared with an earlier run `other`. Returns the recommendation at its top.
+
+    The file is replaced as a whole. Raises ValueError for a run without an answer.
+    """
     html, found = render(run, other=other)
     part = path.with_name(path.name + ".part")
     part.write_text(html, encoding="utf-8", errors="replace")
@@ -56,31 +60,31 @@ def write(run: Run, path: Path, *, other: Run | None = None) -> Verdict:
     return found
 
 
-def render(run: Run, *, other: Run | None = None) -> tuple[str, Verdict]:
-    """The page, and the verdict at its top."""
+def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
+    """The page, and the recommendation at its top."""
     if other is not None and not any(s.error is None for s in other.samples):
-        raise ValueError(f"the run to compare with is empty: {nothing(other)}")
-    found = figures(run)
-    said = verdict(run, found)
-    best = next((f for f in found if f.name == said.setting), found[0])
+        raise ValueError(f"the earlier run is empty: {no_answers(other)}")
+    results = analyse(run)
+    recommendation = recommend(run, results)
+    best = next((r for r in results if r.name == recommendation.setting), results[0])
     values: dict[str, Any] = {
         "run": run,
-        "found": found,
-        "base": found[0],
-        "said": said,
+        "results": results,
+        "base": results[0],
+        "recommendation": recommendation,
         "best": best,
-        "moved": moved(other, run, said.setting) if other is not None else None,
+        "comparison": compare_runs(other, run, recommendation.setting) if other is not None else None,
         "other": other,
-        "moved_rows": rows,
-        "speeds": pictures.speeds(found, run.predicted),
-        "speedups": pictures.speedups(found),
-        "waits": pictures.waits(found),
-        "acceptance": pictures.acceptance(found),
-        "deepest": min(max(len(f.judged) for f in found), DEEPEST),
-        "by_category": pictures.by_category(run, found),
-        "categories": list(_categories(run, found)),
-        "spent": pictures.time_spent(found),
-        "extremes": extremes(run, found[0], best),
+        "speeds": charts.speeds(results, run.predicted),
+        "speedups": charts.speedups(results),
+        "latencies": charts.latencies(results),
+        "acceptance": charts.acceptance(results),
+        "deepest": min(max(len(r.by_depth) for r in results), DEEPEST),
+        "by_category": charts.by_category(run, results),
+        "categories": list(_categories(run, results)),
+        "phases": PHASES,
+        "time_by_phase": charts.time_by_phase(results),
+        "extremes": extremes(run, best),
         "origins": MEANINGS,
         "drift": drift(run),
         "percentile": stats.percentile,
@@ -88,22 +92,22 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Verdict]:
     }
     folder = FileSystemLoader(Path(__file__).parent / "template")
     env = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters |= {"amount": amount, "times": times, "percent": percent, "of": count, "seconds": pictures.seconds}
-    env.filters |= {"span": pictures.span, "ratios": lambda found: pictures.span(found, times)}
-    env.filters |= {"bytes": _bytes, "json": json.dumps}
+    env.filters |= {"amount": amount, "factor": factor, "percent": percent, "of": count}
+    env.filters |= {"duration": duration, "bytes": size, "json": json.dumps, "bounds": bounds}
+    env.filters |= {"factors": lambda found: bounds(found, factor)}
     html = env.get_template("report.html").render(values)
-    return visible(html), said
+    return visible(html), recommendation
 
 
 def visible(text: str) -> str:
-    """Characters that are obeyed rather than shown, as what stands for them; line ends and tabs stay."""
+    """Replaces characters that are interpreted instead of shown by visible symbols. Keeps line ends and tabs."""
     return _HIDDEN.sub(lambda m: chr(0x2400 + ord(m[0])) if ord(m[0]) < 32 else f"⟨{ord(m[0]):04X}⟩", text)
 
 
-def extremes(run: Run, base: Figures, best: Figures) -> dict[str, list[Answer]]:
-    """The fastest and the slowest prompts: by how many times as fast as the baseline, or else by tokens per second."""
+def extremes(run: Run, best: SettingResult) -> dict[str, list[Answer]]:
+    """The fastest and the slowest prompts of a setting, by speedup or else by tokens per second."""
     if best.prompts:
-        speeds = {p: f"{times(x)} times as fast" for p, x in best.prompts.items()}
+        speeds = {p: f"{factor(x)} times as fast" for p, x in best.prompts.items()}
         order = sorted(best.prompts, key=best.prompts.__getitem__)
     else:
         known = {s.prompt: s.output_tokens / s.seconds for s in best.answers if s.output_tokens and s.seconds > 0}
@@ -121,29 +125,25 @@ def extremes(run: Run, base: Figures, best: Figures) -> dict[str, list[Answer]]:
     }
 
 
-def _answer(prompt: Prompt, speed: str, sample: Sample) -> Answer:
-    asked = prompt.text if len(prompt.text) <= LONGEST else "… " + prompt.text[-LONGEST:]
+def _answer(prompt: PromptRecord, speed: str, sample: Sample) -> Answer:
+    text = prompt.text if len(prompt.text) <= LONGEST else "… " + prompt.text[-LONGEST:]
     pieces, origins = sample.pieces, sample.origins
     if not pieces or not origins or len(pieces) != len(origins):
         limit = MOST_TOKENS * 5
-        return Answer(prompt, asked, speed, sample, [("", sample.text[:limit])], {}, max(len(sample.text) - limit, 0))
-    tokens = zip((KINDS.get(o, "") for o in origins[:MOST_TOKENS]), pieces, strict=False)
-    runs = [(kind, "".join(p for _, p in some)) for kind, some in groupby(tokens, key=lambda t: t[0])]
-    counts = {name: n for letter, name in KINDS.items() if (n := origins.count(letter))}
-    return Answer(prompt, asked, speed, sample, runs, counts, max(len(pieces) - MOST_TOKENS, 0))
+        return Answer(prompt, text, speed, sample, [("", sample.text[:limit])], {}, max(len(sample.text) - limit, 0))
+    tokens = zip((ORIGINS.get(o, "") for o in origins[:MOST_TOKENS]), pieces, strict=False)
+    runs = [(origin, "".join(p for _, p in some)) for origin, some in groupby(tokens, key=lambda t: t[0])]
+    counts = {name: n for letter, name in ORIGINS.items() if (n := origins.count(letter))}
+    return Answer(prompt, text, speed, sample, runs, counts, max(len(pieces) - MOST_TOKENS, 0))
 
 
-def _categories(run: Run, found: list[Figures]) -> Iterator[tuple[str, int, list[Any]]]:
-    """Per category: its name, its prompts, and per setting the ratio and the acceptance."""
+def _categories(run: Run, results: list[SettingResult]) -> Iterator[tuple[str, int, list[Any]]]:
+    """For each category: its name, number of prompts, and for each setting the ratio and the acceptance."""
     for name in stats.categories(run):
         wanted = {p.id for p in run.prompts if p.category == name}
-        base = [s for s in found[0].answers if s.prompt in wanted]
+        base = [s for s in results[0].answers if s.prompt in wanted]
         parts = []
-        for f in found:
-            ours = [s for s in f.answers if s.prompt in wanted]
-            parts.append((f.name, None if f is found[0] else ratio(ours, base), stats.acceptance(ours)))
+        for r in results:
+            ours = [s for s in r.answers if s.prompt in wanted]
+            parts.append((r.name, None if r is results[0] else stats.ratio(ours, base), stats.acceptance(ours)))
         yield name, len(wanted), parts
-
-
-def _bytes(n: float) -> str:
-    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"

@@ -1,0 +1,1 @@
+"""Find the fastest setting for some prompts: predict all settings, measure those that can win."""

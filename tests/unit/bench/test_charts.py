@@ -7,13 +7,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.bench.report import charts
-from outrider.bench.report.charts import Scale
+from outrider.bench.report import svg
+from outrider.bench.report.svg import Scale
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1), st.booleans(), st.booleans())
 def test_scales_hold_what_they_show(values: list[float], zero: bool, log: bool) -> None:
-    scale = charts.around(values, zero=zero, log=log and not zero)
+    scale = svg.around(values, zero=zero, log=log and not zero)
     assert all(0 <= scale.at(v) <= 100 for v in values)
     assert all(math.isfinite(t) and -0.1 <= scale.at(t) <= 100.1 for t in scale.ticks())
     assert 1 <= len(scale.ticks()) <= 8
@@ -22,5 +22,5 @@ def test_scales_hold_what_they_show(values: list[float], zero: bool, log: bool) 
 
 
 def test_charts_escape() -> None:
-    assert "<b>" not in charts.axis(Scale(0, 1), {0: "<b>"})
-    assert '"x"' not in charts.bar(Scale(0, 1), 1, 0, 1, 'a "x"')
+    assert "<b>" not in svg.axis(Scale(0, 1), {0: "<b>"})
+    assert '"x"' not in svg.bar(Scale(0, 1), 1, 0, 1, 'a "x"')

@@ -10,14 +10,14 @@ import pytest
 from serving import builtin, serving
 
 from outrider.bench import stats
-from outrider.bench.prompts import Ask
+from outrider.bench.prompts import Prompt
 from outrider.bench.remote import Remote, address
 from outrider.bench.run import Run, Setting
 from outrider.bench.schedule import measure
 
 URL = "http://127.0.0.1:1"
 SAMPLING = {"temperature": 0.0, "max_tokens": 8, "seed": 0}
-ASKS = [Ask("a", "x", "def f(x):"), Ask("b", "y", [{"role": "user", "content": "Hi"}])]
+PROMPTS = [Prompt("a", "x", "def f(x):"), Prompt("b", "y", [{"role": "user", "content": "Hi"}])]
 PLAIN, FAST = Setting(name="plain", base_url=URL), Setting(name="server", base_url=URL, speculative_config={})
 
 
@@ -44,7 +44,7 @@ def answered(body: bytes | Iterator[bytes], status: int = 200, timeout: float = 
         return httpx.Response(status, content=body)
 
     side = remote(handler, timeout=timeout)
-    return side, side.answer(FAST, ASKS[:1], 0, 0)[0]
+    return side, side.answer(FAST, PROMPTS[:1], 0, 0)[0]
 
 
 def drip() -> Iterator[bytes]:
@@ -59,17 +59,17 @@ def drip() -> Iterator[bytes]:
         (b'{"error": {"message": "no such model"}}', 404, "HTTP 404: no such model"),
         (b"<html>busy</html>", 503, "HTTP 503: <html>busy</html>"),
         (b"", 500, "HTTP 500: Internal Server Error"),
-        (b"<html>hello</html>", 200, "no stream of events: <html>hello"),
-        (b'{"choices": [{"text": "not streamed"}]}', 200, "no stream of events"),
+        (b"<html>hello</html>", 200, "not an event stream: <html>hello"),
+        (b'{"choices": [{"text": "not streamed"}]}', 200, "not an event stream"),
         (b"data: {nonsense\n\n", 200, "an event is not JSON: {nonsense"),
-        (b"data: [1]\n\n", 200, "an event is no object"),
-        (sse({"choices": [7]}), 200, "nonsense (AttributeError"),
-        (sse(END, {"choices": [], "usage": {"prompt_tokens": 1}}), 200, "nonsense (KeyError"),
-        (sse({"error": {"message": "out of memory"}}), 200, "the server broke off: out of memory"),
-        (sse(chunk("a"), done=False), 200, "the stream ended in the middle"),
-        (sse(), 200, "the stream held no text"),
-        (b"", 200, "the stream held no text"),
-        (b"x" * (1 << 25), 200, "no stream of events: xxx"),
+        (b"data: [1]\n\n", 200, "an event is not an object"),
+        (sse({"choices": [7]}), 200, "is not valid (AttributeError"),
+        (sse(END, {"choices": [], "usage": {"prompt_tokens": 1}}), 200, "is not valid (KeyError"),
+        (sse({"error": {"message": "out of memory"}}), 200, "the server stopped: out of memory"),
+        (sse(chunk("a"), done=False), 200, "the stream ended before the answer did"),
+        (sse(), 200, "the stream had no text"),
+        (b"", 200, "the stream had no text"),
+        (b"x" * (1 << 25), 200, "not an event stream: xxx"),
         (drip(), 200, "longer than --timeout allows"),
     ],
 )
@@ -82,7 +82,7 @@ def test_what_is_no_answer_is_an_error_of_the_sample(body: bytes, status: int, m
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (httpx.ReadTimeout("late"), "nothing came for 600 s; --timeout allows more"),
+        (httpx.ReadTimeout("late"), "no data for 600 s; --timeout allows more"),
         (httpx.ConnectError("refused"), f"no connection to {URL} (refused)"),
         (httpx.RemoteProtocolError("cut"), "the connection broke (RemoteProtocolError: cut)"),
     ],
@@ -91,7 +91,7 @@ def test_what_breaks_the_connection(error: Exception, message: str) -> None:
     def handler(_: httpx.Request) -> httpx.Response:
         raise error
 
-    assert remote(handler).answer(FAST, ASKS[:1], 0, 0)[0].error == message
+    assert remote(handler).answer(FAST, PROMPTS[:1], 0, 0)[0].error == message
 
 
 def test_a_stream_is_measured() -> None:
@@ -111,7 +111,7 @@ def test_a_stream_is_measured() -> None:
 def test_a_server_without_metrics_and_usage_is_measured_with_a_note() -> None:
     side, sample = answered(sse(chunk("a"), chunk("b"), END))
     assert (sample.error, sample.output_tokens, sample.drafted) == (None, 2, None)
-    assert "does not tell how many tokens" in next(iter(side.notes))
+    assert "does not report the number of tokens" in next(iter(side.notes))
 
 
 def test_rejected_guesses_of_a_prediction_are_no_tokens() -> None:
@@ -132,14 +132,14 @@ def test_wishes_are_given_up_where_they_are_refused_and_the_switch_is_watched() 
         return httpx.Response(200, content=sse(chunk("a"), END, {**USAGE, "metrics": {"speculative_decoding": told}}))
 
     side = remote(handler, off={"speculative": False})
-    side.warm(PLAIN, ASKS[:1])
+    side.warm(PLAIN, PROMPTS[:1])
     assert bodies[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert bodies[1]["stream_options"] == {"include_usage": True}
     assert bodies[1]["speculative"] is False
-    assert "guesses on when it is told not to" in next(iter(side.notes))
-    side.answer(FAST, ASKS[1:], 2, 0)
+    assert "still drafts tokens with" in next(iter(side.notes))
+    side.answer(FAST, PROMPTS[1:], 2, 0)
     assert "speculative" not in bodies[2]
-    assert (bodies[2]["seed"], bodies[2]["messages"]) == (2, ASKS[1].prompt)
+    assert (bodies[2]["seed"], bodies[2]["messages"]) == (2, PROMPTS[1].content)
 
 
 def test_a_run_goes_on_when_requests_fail() -> None:
@@ -151,12 +151,12 @@ def test_a_run_goes_on_when_requests_fail() -> None:
     settings = [PLAIN.model_copy(), FAST.model_copy()]
     run = Run(
         date="", command="", model="m", machine={}, sampling=SAMPLING, settings=settings,
-        prompts=[{"id": a.id, "text": a.text} for a in ASKS],  # type: ignore[list-item]
+        prompts=[{"id": a.id, "text": a.text} for a in PROMPTS],  # type: ignore[list-item]
     )  # fmt: skip
-    assert len(list(measure(run, remote(handler), ASKS))) == 4
+    assert len(list(measure(run, remote(handler), PROMPTS))) == 4
     assert run.complete
     assert [s.error for s in run.samples if s.prompt == "b"] == ["HTTP 500: no chat here"] * 2
-    assert len(stats.good(run, "plain")) == 1
+    assert len(stats.answered(run, "plain")) == 1
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_addresses(url: str, whole: str) -> None:
     assert address(url) == whole
 
 
-@pytest.mark.parametrize(("url", "message"), [("ftp://h", "no address"), ("http://me:key@h", "OUTRIDER_API_KEY")])
+@pytest.mark.parametrize(("url", "message"), [("ftp://h", "not the address"), ("http://me:key@h", "OUTRIDER_API_KEY")])
 def test_addresses_that_are_none(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         address(url)
@@ -176,9 +176,9 @@ def test_addresses_that_are_none(url: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (httpx.Response(401), "wants a key: OUTRIDER_API_KEY"),
-        (httpx.Response(200, text="hello"), "does not name its models (hello); say which: -m NAME"),
-        (httpx.Response(200, json={"data": []}), "does not name its models"),
+        (httpx.Response(401), "needs a key: set OUTRIDER_API_KEY"),
+        (httpx.Response(200, text="hello"), "does not list its models (hello); name one: -m NAME"),
+        (httpx.Response(200, json={"data": []}), "does not list its models"),
     ],
 )
 def test_servers_that_do_not_name_their_models(response: httpx.Response, message: str) -> None:
@@ -203,13 +203,13 @@ def test_our_own_server_keeps_its_promise(live: str) -> None:
     side = Remote(settings, None, {**SAMPLING, "temperature": 0.8, "seed": 3})
     run = Run(
         date="", command="", model="m", machine={}, sampling=side.sampling, settings=settings, concurrency=2,
-        prompts=[{"id": a.id, "text": a.text} for a in ASKS],  # type: ignore[list-item]
+        prompts=[{"id": a.id, "text": a.text} for a in PROMPTS],  # type: ignore[list-item]
     )  # fmt: skip
-    list(measure(run, side, ASKS))
+    list(measure(run, side, PROMPTS))
     side.close()
-    plain, fast = stats.good(run, "plain"), stats.good(run, "server")
+    plain, fast = stats.answered(run, "plain"), stats.answered(run, "server")
     assert [s.error for s in run.samples] == [None] * 4
-    assert stats.promised(run, "server")
+    assert stats.identity_promised(run, "server")
     assert stats.differing(fast, plain) == ([], 2)
     assert not side.notes
     assert stats.acceptance(plain) is None

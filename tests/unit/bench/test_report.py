@@ -10,14 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import HOSTILE, PLAIN_WAY, WORDS, Way, simulate
+from runs import HOSTILE, PLAIN_SETTING, WORDS, Simulated, simulate
 from typer.testing import CliRunner
 
 from outrider.bench import stats
-from outrider.bench.report.analysis import Floor, figures, floor, guess_seconds, judged, step_seconds, survival
-from outrider.bench.report.charts import Scale
+from outrider.bench.report.analysis import (
+    Floor,
+    acceptance_by_depth,
+    acceptance_rates,
+    analyse,
+    draft_token_seconds,
+    floor,
+    step_seconds,
+)
 from outrider.bench.report.page import render, visible, write
-from outrider.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, verdict
+from outrider.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
+from outrider.bench.report.svg import Scale
 from outrider.bench.run import Limits, Run, Sample
 from outrider.bench.stats import Interval
 from outrider.cli import main as cli
@@ -85,25 +93,30 @@ def _without(run: Run, **values: object) -> Run:
 
 
 def runs() -> Iterator[tuple[str, Run]]:
-    plain, draft = PLAIN_WAY, Way("draft 4", 4)
+    plain, draft = PLAIN_SETTING, Simulated("draft 4", 4)
     yield "two settings", simulate()
-    yield "many", simulate(plain, draft, Way("draft 8", 8), Way("wrong", 8, 0.0), Way("int8", 3, 0.9, differing=0.2))
+    yield (
+        "many",
+        simulate(
+            plain, draft, Simulated("draft 8", 8), Simulated("wrong", 8, 0.0), Simulated("int8", 3, 0.9, differing=0.2)
+        ),
+    )
     yield "plain only", simulate(plain)
     yield "one prompt", simulate(prompts=1, repeats=1)
     yield "one token", simulate(tokens=1, prompts=4)
     yield "remote", simulate(plain, draft, details=False)
     yield "incomplete", simulate(complete=False)
     yield "first answer only", simulate().model_copy(update={"samples": simulate().samples[:1], "complete": False})
-    yield "no baseline", simulate(Way("plain", failing=1.0), draft)
-    yield "only the baseline", simulate(plain, Way("draft 4", 4, failing=1.0))
-    yield "some failures", simulate(plain, Way("draft 4", 4, failing=0.3))
+    yield "no baseline", simulate(Simulated("plain", failing=1.0), draft)
+    yield "only the baseline", simulate(plain, Simulated("draft 4", 4, failing=1.0))
+    yield "some failures", simulate(plain, Simulated("draft 4", 4, failing=0.3))
     yield "one category", simulate(categories=("all",))
-    yield "hostile", simulate(plain, Way("d", 4, differing=0.5), words=HOSTILE, prompts=6)
+    yield "hostile", simulate(plain, Simulated("d", 4, differing=0.5), words=HOSTILE, prompts=6)
     yield "no phases", _without(simulate(), phases={})
     yield "no gaps", _without(simulate(), gaps=[], ttft=None)
     yield "nothing written", _without(simulate(), output_tokens=0, token_ids=[], pieces=[], origins="", text="")
     yield "no time passed", _without(simulate(), seconds=0.0)
-    yield "trees", simulate(plain, Way("tree", 4, config={"tree_width": 2}))
+    yield "trees", simulate(plain, Simulated("tree", 4, config={"tree_width": 2}))
 
 
 RUNS = dict(runs())
@@ -118,7 +131,9 @@ def test_a_page_of_every_run_is_whole(name: str) -> None:
 
 def test_what_prompts_and_models_write_is_only_text(tmp_path: Path) -> None:
     name = "<b onclick='x'>\"><i>\u202e{{ 1 }}"
-    run = simulate(PLAIN_WAY, Way(name, 4, differing=0.5), words=HOSTILE, prompts=6, categories=(name, "</table>"))
+    run = simulate(
+        PLAIN_SETTING, Simulated(name, 4, differing=0.5), words=HOSTILE, prompts=6, categories=(name, "</table>")
+    )
     run.command = run.model = "<script>"
     run.machine = {"<i>": "<i>"}
     run.sampling = {"stop": ["</pre>"]}
@@ -148,37 +163,39 @@ def test_half_a_character_does_not_stop_the_page(tmp_path: Path) -> None:
 
 
 def test_a_page_is_small() -> None:
-    run = simulate(PLAIN_WAY, Way("draft 4", 4), prompts=200, tokens=60)
+    run = simulate(PLAIN_SETTING, Simulated("draft 4", 4), prompts=200, tokens=60)
     html, _ = render(run)
     assert len(html) < 200_000
     assert len(html) < len(run.model_dump_json()) / 4
 
 
-VERDICTS = {
+RECOMMENDATIONS = {
     "faster": (simulate(), KEEP, "times as fast as plain"),
-    "slower": (simulate(PLAIN_WAY, Way("wrong", 4, 0.0)), DROP, "wrong is slower"),
-    "the same": (simulate(PLAIN_WAY, Way("again", guarantee=None), prompts=60), DROP, "not worth a setting"),
-    "noise": (simulate(PLAIN_WAY, Way("again", guarantee=None), prompts=8, noise=0.3), OPEN, "may be chance"),
+    "slower": (simulate(PLAIN_SETTING, Simulated("wrong", 4, 0.0)), DROP, "wrong is slower"),
+    "the same": (simulate(PLAIN_SETTING, Simulated("again", guarantee=None), prompts=60), DROP, "not worth a setting"),
+    "noise": (simulate(PLAIN_SETTING, Simulated("again", guarantee=None), prompts=8, noise=0.3), OPEN, "can be chance"),
     "one prompt": (simulate(prompts=1), OPEN, "one prompt is too few"),
-    "plain only": (simulate(PLAIN_WAY), OPEN, "nothing to compare"),
-    "a broken promise": (simulate(PLAIN_WAY, Way("draft", 4, differing=0.2)), BROKEN, "Do not trust draft"),
+    "plain only": (simulate(PLAIN_SETTING), OPEN, "nothing to compare"),
+    "a broken promise": (simulate(PLAIN_SETTING, Simulated("draft", 4, differing=0.2)), BROKEN, "Do not trust draft"),
     "one of two broken": (
-        simulate(PLAIN_WAY, Way("good", 4), Way("bad", 6, differing=0.2)), BROKEN, "Do not trust bad",
+        simulate(PLAIN_SETTING, Simulated("good", 4), Simulated("bad", 6, differing=0.2)), BROKEN, "Do not trust bad",
     ),
-    "approximate": (simulate(PLAIN_WAY, Way("d", 4, differing=0.3, guarantee="approximate")), KEEP, "times as fast"),
-    "no baseline": (simulate(Way("plain", failing=1.0), Way("d", 4)), OPEN, "plain gave no answer"),
-    "nobody but the baseline": (simulate(PLAIN_WAY, Way("d", 4, failing=1.0)), OPEN, "d gave no answer"),
-    "too long": (simulate(PLAIN_WAY, Way("draft", 8, 0.4)), CHANGE, "draft is slower"),
+    "approximate": (simulate(PLAIN_SETTING, Simulated("d", 4, differing=0.3, guarantee="approximate")), KEEP, "times as fast"),
+    "no baseline": (simulate(Simulated("plain", failing=1.0), Simulated("d", 4)), OPEN, "plain gave no answer"),
+    "nobody but the baseline": (simulate(PLAIN_SETTING, Simulated("d", 4, failing=1.0)), OPEN, "d gave no answer"),
+    "too long": (simulate(PLAIN_SETTING, Simulated("draft", 8, 0.4)), CHANGE, "draft is slower"),
     "one bad category": (
-        simulate(PLAIN_WAY, Way("draft", 4, categories={"prose": 0.02})), CHANGE, "differs too much from prompt to prompt",
+        simulate(PLAIN_SETTING, Simulated("draft", 4, categories={"prose": 0.02})),
+        CHANGE,
+        "differs too much from prompt to prompt",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VERDICTS)
+@pytest.mark.parametrize("name", RECOMMENDATIONS)
 def test_the_verdict_follows_from_the_numbers(name: str) -> None:
-    run, kind, words = VERDICTS[name]
-    said = verdict(run)
+    run, kind, words = RECOMMENDATIONS[name]
+    said = recommend(run)
     assert (said.kind, words in said.headline) == (kind, True), said
     assert (said.config is not None) == (kind == KEEP)
     page = read(run)
@@ -188,37 +205,37 @@ def test_the_verdict_follows_from_the_numbers(name: str) -> None:
 
 def test_an_interval_without_an_end_is_no_crash() -> None:
     run = simulate(prompts=3)
-    plain, draft = figures(run)
-    said = verdict(run, [plain, replace(draft, ratio=Interval(1e-9, 0.0, 2.0, 3))])
+    plain, draft = analyse(run)
+    said = recommend(run, [plain, replace(draft, ratio=Interval(1e-9, 0.0, 2.0, 3))])
     assert "differs too much from prompt to prompt" in said.headline
 
 
 def everything(run: Run) -> str:
-    said = verdict(run)
+    said = recommend(run)
     return " ".join([said.headline, *said.reasons, *said.advice])
 
 
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (simulate(), "Identical texts: all 48 answers of draft 4 are as written by plain"),
+        (simulate(), "Identical texts: all 48 answers of draft 4 are equal to those of plain"),
         (simulate(complete=False), "64 of 96 answers are here"),
-        (simulate(PLAIN_WAY, Way("d", 4, failing=0.3)), "most often: connection refused"),
-        (simulate(drift=0.5), "became slower while it was measured"),
-        (simulate(PLAIN_WAY, Way("d", 4, differing=0.3, guarantee="approximate")), "Judge the quality"),
-        (simulate(PLAIN_WAY, Way("d", 4, differing=0.3, guarantee="exact-distribution")), "rounding decides"),
+        (simulate(PLAIN_SETTING, Simulated("d", 4, failing=0.3)), "Most often: connection refused"),
+        (simulate(drift=0.5), "became slower during the measurement"),
+        (simulate(PLAIN_SETTING, Simulated("d", 4, differing=0.3, guarantee="approximate")), "judge the quality"),
+        (simulate(PLAIN_SETTING, Simulated("d", 4, differing=0.3, guarantee="exact-distribution")), "rounding decides"),
         (
-            simulate(PLAIN_WAY, Way("d", 4, differing=0.3, guarantee="exact-distribution"), temperature=1.0),
-            "as they may: the same law",
+            simulate(PLAIN_SETTING, Simulated("d", 4, differing=0.3, guarantee="exact-distribution"), temperature=1.0),
+            "the distribution is the same",
         ),
-        (simulate(PLAIN_WAY, Way("d", 4, differing=0.3), details=False), "Nothing was promised"),
-        (simulate(PLAIN_WAY, Way("wrong", 4, 0.0)), "guessing pays at no length"),
-        (simulate(PLAIN_WAY, Way("d", 8, 0.4)), "Set num_speculative_tokens to 1 in place of 8"),
-        (simulate(PLAIN_WAY, Way("d", 4, categories={"prose": 0.02})), "costs for prose"),
-        (simulate(PLAIN_WAY, Way("d", 4), Way("e", 4)), "not told apart from"),
-        (simulate(PLAIN_WAY, Way("d", 4), Way("wrong", 4, 0.0)), "surely behind d"),
-        (simulate(PLAIN_WAY, Way("d", 4, factor=0.6)), "The cost model expected 56.0"),
-        (simulate(tokens=4), "of the time is in no step"),
+        (simulate(PLAIN_SETTING, Simulated("d", 4, differing=0.3), details=False), "There is no guarantee"),
+        (simulate(PLAIN_SETTING, Simulated("wrong", 4, 0.0)), "no draft length is faster than plain"),
+        (simulate(PLAIN_SETTING, Simulated("d", 8, 0.4)), "Set num_speculative_tokens to 1 instead of 8"),
+        (simulate(PLAIN_SETTING, Simulated("d", 4, categories={"prose": 0.02})), "slower for prose"),
+        (simulate(PLAIN_SETTING, Simulated("d", 4), Simulated("e", 4)), "not clearly slower than"),
+        (simulate(PLAIN_SETTING, Simulated("d", 4), Simulated("wrong", 4, 0.0)), "slower than d"),
+        (simulate(PLAIN_SETTING, Simulated("d", 4, factor=0.6)), "The cost model predicted 56.0"),
+        (simulate(tokens=4), "of the time is outside of steps"),
     ],
 )  # fmt: skip
 def test_reasons(run: Run, words: str) -> None:
@@ -226,15 +243,15 @@ def test_reasons(run: Run, words: str) -> None:
 
 
 def test_no_length_is_advised_where_a_controller_chose_it() -> None:
-    run = simulate(PLAIN_WAY, Way("d", 8, 0.4))
+    run = simulate(PLAIN_SETTING, Simulated("d", 8, 0.4))
     for sample in run.samples:
         sample.drafted = sample.drafted and [d if i % 3 == 0 else min(d, 2) for i, d in enumerate(sample.drafted)]
     assert "Set num_speculative_tokens" not in everything(run)
 
 
 def test_nothing_is_said_without_a_reason() -> None:
-    assert len(verdict(simulate()).reasons) == 2
-    assert verdict(simulate()).advice == []
+    assert len(recommend(simulate()).reasons) == 2
+    assert recommend(simulate()).advice == []
 
 
 def test_tokens_are_marked_by_origin_without_colour_too() -> None:
@@ -250,10 +267,10 @@ def test_tokens_are_marked_by_origin_without_colour_too() -> None:
 
 
 def test_texts_that_part_are_shown_where_they_part() -> None:
-    run = simulate(PLAIN_WAY, Way("d", 4, differing=0.2), prompts=10)
-    found = figures(run)[1].texts
+    run = simulate(PLAIN_SETTING, Simulated("d", 4, differing=0.2), prompts=10)
+    found = analyse(run)[1].texts
     assert found is not None
-    assert found.differing == len(stats.differing(stats.good(run, "d"), stats.good(run, "plain"))[0]) > 0
+    assert found.differing == len(stats.differing(stats.answered(run, "d"), stats.answered(run, "plain"))[0]) > 0
     assert {d.at for d in found.examples} == {40}
     assert all(d.base != d.ours for d in found.examples)
     assert "token 41" in read(run).text
@@ -262,10 +279,10 @@ def test_texts_that_part_are_shown_where_they_part() -> None:
 def test_figures_against_arithmetic() -> None:
     steps = {"drafted": [4, 4, 2, 0], "accepted": [4, 1, 2, 0]}
     sample = Sample(prompt="p", setting="s", repeat=0, turn=0, seconds=1.0, output_tokens=11, **steps)
-    assert judged([sample]) == [(3, 3), (3, 2), (1, 1), (1, 1)]
-    assert survival(judged([sample])) == pytest.approx([1, 2 / 3, 2 / 3, 2 / 3])
+    assert acceptance_by_depth([sample]) == [(3, 3), (3, 2), (1, 1), (1, 1)]
+    assert acceptance_rates(acceptance_by_depth([sample])) == pytest.approx([1, 2 / 3, 1, 1])
     limits = Limits(target={"1": 1.0, "3": 2.0, "5": 4.0}, draft_token=0.1, weight_bytes=10, read_bytes_per_second=20.0)
-    assert [step_seconds(limits, d, 0.1) for d in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.6, 2.2, 4.4, 4.9])
+    assert [step_seconds(limits, d, 0.1) for d in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.6, 2.2, 4.4, 9.9])
     assert floor([sample], limits, 0.1) == Floor(pytest.approx((2 * 4.4 + 2.2 + 1.0) / 11), pytest.approx(4 * 0.5 / 11))
     assert floor([sample], Limits(plain_step=1.0), 0.0) == Floor(None, None)  # what is not measured is not made up
     assert floor([sample], limits, None).forwards is None
@@ -274,19 +291,19 @@ def test_figures_against_arithmetic() -> None:
 def test_a_guess_costs_what_its_drafter_does() -> None:
     other, tree = {"model": "other"}, {"tree_width": 2}
     ways = [
-        Way("draft", 4),
-        Way("lookup", 4, config={"method": "suffix"}),
-        Way("other", 4, config=other),
-        Way("tree", 4, config=tree),
+        Simulated("draft", 4),
+        Simulated("lookup", 4, config={"method": "suffix"}),
+        Simulated("other", 4, config=other),
+        Simulated("tree", 4, config=tree),
     ]
-    run = simulate(PLAIN_WAY, *ways, Way("both", 4, config={"method": ["suffix", "draft_model"]}))
-    known = [guess_seconds(run, s) for s in run.settings]
+    run = simulate(PLAIN_SETTING, *ways, Simulated("both", 4, config={"method": ["suffix", "draft_model"]}))
+    known = [draft_token_seconds(run, s) for s in run.settings]
     assert known == [0.0, run.limits.draft_token, 0.0, None, None, None]
 
 
 def test_one_prompt_has_no_interval() -> None:
     html, _ = render(simulate(prompts=1))
-    lines = re.findall(r'<line x1="([^"]*)" x2="([^"]*)" [^>]*class="whisker"', html.split("<h2>Before", 1)[1])
+    lines = re.findall(r'<line x1="([^"]*)" x2="([^"]*)" [^>]*class="whisker"', html.split("<h2>Speed", 1)[1])
     flat = [a == b for a, b in lines]
     assert flat.count(False) == 2  # of the legends
     assert "one prompt" in html
@@ -300,30 +317,34 @@ def test_equal_ratios_are_equally_far_apart() -> None:
 
 @pytest.mark.parametrize(
     ("factor", "kind", "words"),
-    [(0.8, "better", "more than noise"), (1.25, "worse", "more than noise"), (1.0, "noise", "no more than")],
+    [
+        (0.8, "better", "This is more than noise"),
+        (1.25, "worse", "This is more than noise"),
+        (1.0, "noise", "This is not more than noise"),
+    ],
 )
 def test_two_runs_are_compared(factor: float, kind: str, words: str) -> None:
-    before, after = simulate(seed=3), simulate(PLAIN_WAY, Way("draft 4", 4, factor=factor), seed=3)
+    before, after = simulate(seed=3), simulate(PLAIN_SETTING, Simulated("draft 4", 4, factor=factor), seed=3)
     if kind == "noise":
         after = after.model_copy(update={"samples": simulate(seed=3, noise=0.031).samples})
     html, _ = render(after, other=before)
-    assert f'class="verdict {kind}"' in html
+    assert f'class="recommendation {kind}"' in html
     page = read(after, before)
     assert words in page.text
-    assert page.text.index("What moved since") < page.text.index("Before and after")
+    assert page.text.index("What changed since") < page.text.index("Tokens per second")
 
 
 def test_what_else_differed_between_two_runs_is_said() -> None:
-    before, after = simulate(), simulate(Way("plain", factor=1.3), Way("draft 5", 5, factor=1.3), seed=2)
+    before, after = simulate(), simulate(Simulated("plain", factor=1.3), Simulated("draft 5", 5, factor=1.3), seed=2)
     before.model = "another"
     text = read(after, before).text
     assert "draft 5 is compared with draft 4" in text
-    assert "plain itself moved" in text
+    assert "plain itself changed" in text
     assert "The runs differ in model and prompts" in text
 
 
 def test_runs_without_a_common_setting() -> None:
-    other = simulate(Way("a"), Way("b", 4))
+    other = simulate(Simulated("a"), Simulated("b", 4))
     assert "no setting with answers in common" in read(simulate(), other).text
 
 
@@ -340,7 +361,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert said.startswith("Keep it: draft 4 is 1.8")
     Page((tmp_path / "one.html").read_text(encoding="utf-8"))
     assert report(str(one), str(two))[0] == 0
-    assert "What moved" in (tmp_path / "one-two.html").read_text(encoding="utf-8")
+    assert "What changed" in (tmp_path / "one-two.html").read_text(encoding="utf-8")
     assert report(str(one), "--out", str(tmp_path / "page.html"))[0] == 0
     assert (tmp_path / "page.html").exists()
 
@@ -352,12 +373,15 @@ def _empty() -> Run:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{}", "is no measurement"),
-        ("# a page", "is no measurement"),
+        ("{}", "is not a measurement"),
+        ("# a page", "is not a measurement"),
         (b"\xff\xfe\x00", "not even text"),
         (simulate().model_copy(update={"format": 99}).model_dump_json(), "format 99"),
         (_empty().model_dump_json(), "ended before the first"),
-        (simulate(Way("plain", failing=1.0), Way("d", 4, failing=1.0)).model_dump_json(), "connection refused"),
+        (
+            simulate(Simulated("plain", failing=1.0), Simulated("d", 4, failing=1.0)).model_dump_json(),
+            "connection refused",
+        ),
     ],
 )
 def test_errors_teach(tmp_path: Path, content: str | bytes, words: str) -> None:
@@ -376,7 +400,7 @@ def test_the_page_does_not_overwrite_the_run(tmp_path: Path) -> None:
         result = CliRunner().invoke(cli.app, ["report", str(file), "--out", *words])
         assert result.exit_code == 2
         assert said in result.output
-    with pytest.raises(ValueError, match="to compare with is empty"):
+    with pytest.raises(ValueError, match="earlier run is empty"):
         render(simulate(), other=_empty())
 
 

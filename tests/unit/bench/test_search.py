@@ -1,4 +1,4 @@
-"""The search on made-up speeds: what is measured, who drops out, and when it stops."""
+"""The search on made-up speeds: what is measured, what is dropped, and when it stops."""
 
 import json
 import random
@@ -7,140 +7,147 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.prompts import Ask
+from outrider.bench.prompts import Prompt
 from outrider.bench.run import Sample
-from outrider.bench.tune import search as tune
-from outrider.bench.tune.search import HOPELESS, Arm, Method, Search, _ladder
+from outrider.bench.tune import predict
+from outrider.bench.tune.predict import TOO_EXPENSIVE, Predictor, neighbours
+from outrider.bench.tune.race import Candidate, MethodTrial, Racer, plain_candidate
+from outrider.bench.tune.search import Search
 from outrider.bench.tune.simulate import budgets
 from outrider.cli.main import app
-from outrider.cli.tune import because
+from outrider.cli.tune import why_plain
 from outrider.control import CostModel
 from outrider.core.types import Budget
 from outrider.llm import LLM
 from outrider.models.load import load
 
-ASKS = [Ask(str(n), "all", f"prompt {n}") for n in range(12)]
+PROMPTS = [Prompt(str(n), "all", f"prompt {n}") for n in range(12)]
 
 
-class MadeUp(Search):
-    """Settings with known speeds in tokens/s; an answer differs from the next by `noise`."""
+class MadeUpRacer(Racer):
+    """Candidates with known speeds in tokens/s. Each answer has a random error of `noise`."""
 
-    def __init__(self, speeds, predicted=None, noise=0.05, **more):
-        super().__init__(None, ASKS, [], {"temperature": 0.0, "seed": 0}, seconds=1e9, **more)
-        self.speeds, self.noise, self.rng = {"plain": 100.0, **speeds}, noise, random.Random(1)
-        self.length = [self.rng.lognormvariate(0, 0.3) for _ in ASKS]
-        for name, speed in speeds.items():
-            if name.endswith("calibrated"):
-                continue
-            config = {"method": "suffix", "num_speculative_tokens": 4, "controller": "fixed"}
-            self.arms.append(Arm(name, config, Budget(4), (predicted or {}).get(name, speed)))
-        self.methods = [Method("suffix", {"method": "suffix"})]
+    def __init__(self, speeds, noise):
+        self.speeds, self.noise, self.rng, self.turn = {"plain": 100.0, **speeds}, noise, random.Random(1), 0
+        self.length = [self.rng.lognormvariate(0, 0.3) for _ in PROMPTS]
 
-    def _predict(self):
-        for ask in self.pilots:
-            self.race([self.plain], ask, 0)
+    def race(self, candidates, prompt, repeat):
+        for candidate in candidates:
+            speed = self.speeds.get(candidate.name, 1.0)
+            seconds = 64 / speed * self.length[int(prompt.id)] * self.rng.lognormvariate(0, self.noise)
+            self.turn += 1
+            candidate.samples.append(
+                Sample(
+                    prompt=prompt.id, setting=candidate.name, repeat=repeat, turn=self.turn, seconds=seconds,
+                    output_tokens=64,
+                )
+            )  # fmt: skip
+
+
+class MadeUpPredictor(Predictor):
+    """Predicts the given numbers."""
+
+    def run(self):
+        for prompt in self.pilots:
+            self.racer.race([self.plain], prompt, 0)
         yield "predicted"
 
-    def race(self, arms, ask, repeat):
-        for arm in arms:
-            speed = self.speeds.get(arm.name, 1.0)
-            seconds = 64 / speed * self.length[int(ask.id)] * self.rng.lognormvariate(0, self.noise)
-            self.turn += 1
-            arm.samples.append(
-                Sample(
-                    prompt=ask.id, setting=arm.name, repeat=repeat, turn=self.turn, seconds=seconds, output_tokens=64
-                )
-            )
+
+def made_up(speeds, predicted=None, noise=0.05):
+    """A search among these settings."""
+    racer = MadeUpRacer(speeds, noise)
+    search = Search(racer, PROMPTS, [("suffix", {"method": "suffix"})], seconds=1e9)
+    search.predictor = MadeUpPredictor(racer, search.plain, PROMPTS[:6], search.methods)
+    config = {"method": "suffix", "num_speculative_tokens": 4, "controller": "fixed"}
+    for name, speed in speeds.items():
+        if not name.endswith("calibrated"):
+            prediction = (predicted or {}).get(name, speed)
+            search.predictor.candidates.append(Candidate(name, config, Budget(4), search.methods[0], prediction))
+    return search
 
 
 def test_the_fastest_is_found():
-    search = MadeUp({"suffix k=4": 130.0, "suffix k=8": 180.0, "suffix k=2": 170.0, "suffix calibrated": 100.0})
+    search = made_up({"suffix k=4": 130.0, "suffix k=8": 180.0, "suffix k=2": 170.0, "suffix calibrated": 100.0})
     assert len([*search.run()]) > 3
     assert search.complete
-    assert search.chosen.name == "suffix k=8"
-    assert search.over_plain(search.chosen).low > 1.5
-    slow = next(a for a in search.arms if a.name == "suffix k=4")
-    assert "expected to be slower" in slow.out
+    assert search.answer.name == "suffix k=8"
+    assert search.standings.gain(search.answer).low > 1.5
+    slow = next(a for a in search.candidates if a.name == "suffix k=4")
+    assert "predicted to be slower" in slow.dropped
     assert not slow.samples
 
 
 def test_plain_decoding_is_an_answer():
-    search = MadeUp({"suffix k=4": 90.0, "suffix k=8": 80.0}, predicted={"suffix k=4": 110.0, "suffix k=8": 112.0})
+    search = made_up({"suffix k=4": 90.0, "suffix k=8": 80.0}, predicted={"suffix k=4": 110.0, "suffix k=8": 112.0})
     for _ in search.run():
         pass
-    assert search.chosen is search.plain
-    assert search.over_plain(search.plain) is None
+    assert search.answer is search.plain
+    assert search.standings.gain(search.plain) is None
 
 
 def test_where_a_gain_is_likely_but_not_sure_the_controller_decides():
     """Two prompts are too few to be sure of anything; what stops where guesses do not pay has nothing to lose."""
-    search = MadeUp({"suffix k=4": 200.0, "suffix calibrated": 190.0}, noise=0.3)
-    search.asks = search.asks[:2]
+    search = made_up({"suffix k=4": 200.0, "suffix calibrated": 190.0}, noise=0.3)
+    search.prompts = search.prompts[:2]
     for line, _ in zip(search.run(), range(4), strict=False):
         assert line
-    assert search.over_plain(search.leader).low < 1
-    assert search.chosen.name == "suffix calibrated"
+    assert search.standings.gain(search.standings.leader).low < 1
+    assert search.answer.name == "suffix calibrated"
 
 
 def test_nothing_is_measured_where_nothing_could_win():
-    search = MadeUp({"suffix k=4": 50.0, "suffix k=8": 40.0})
+    search = made_up({"suffix k=4": 50.0, "suffix k=8": 40.0})
     for _ in search.run():
         pass
-    assert not [a for a in search.arms if a.samples and a is not search.plain]
-    assert search.chosen is search.plain
+    assert not [a for a in search.candidates if a.samples and a is not search.plain]
+    assert search.answer is search.plain
 
 
 def test_an_adaptive_one_wins_a_near_draw():
-    search = MadeUp({"suffix k=4": 150.0, "suffix calibrated": 149.0}, noise=0.01)
+    search = made_up({"suffix k=4": 150.0, "suffix calibrated": 149.0}, noise=0.01)
     for _ in search.run():
         pass
-    assert search.chosen.name == "suffix calibrated"
+    assert search.answer.name == "suffix calibrated"
 
 
 def test_what_is_known_when_somebody_stops():
-    search = MadeUp({"suffix k=4": 200.0, "suffix k=8": 195.0, "suffix calibrated": 150.0})
+    search = made_up({"suffix k=4": 200.0, "suffix k=8": 195.0, "suffix calibrated": 150.0})
     lines = search.run()
     assert next(lines) == "predicted"
-    assert search.chosen is search.plain
+    assert search.answer is search.plain
     for _ in range(4):
         next(lines)
     assert not search.complete
-    assert search.chosen.name.startswith("suffix k=")
+    assert search.answer.name.startswith("suffix k=")
 
 
 def test_why_plain_decoding_is_best():
-    search = MadeUp({"suffix k=4": 96.0, "suffix calibrated": 90.0})
+    search = made_up({"suffix k=4": 96.0, "suffix calibrated": 90.0})
     lines = search.run()
-    assert because(search) == "nothing else was looked at yet"
-    search.methods[0].best = search.arms[1]
-    assert because(search).startswith(
-        "nothing else was measured yet; the most hopeful setting, suffix k=4, is expected"
-    )
+    assert why_plain(search) == "nothing else was examined yet"
+    search.methods[0].best = search.predictor.candidates[0]
+    assert why_plain(search) == "nothing else was measured yet. The best prediction is 96 tokens/s, suffix k=4"
     for _ in lines:
         pass
-    assert because(search).startswith("the best of 2 measured settings, suffix k=4, is 0.9")
-    search.arms, search.methods[0].best, search.methods[0].problem = (
-        search.arms[:1],
-        None,
-        HOPELESS.format("plain decoding"),
-    )
-    assert because(search) == "guesses of suffix would make it slower even if all were right"
+    assert why_plain(search).startswith("the best of 2 measured settings, suffix k=4, is 0.9")
+    del search.candidates[1:]
+    search.methods[0].best, search.methods[0].problem = None, TOO_EXPENSIVE.format("plain decoding")
+    assert why_plain(search) == "suffix would be slower even if every draft token is accepted"
 
 
-def test_the_tree_that_looks_best_is_played_before_it_is_believed(monkeypatch):
-    """Where nodes and drafts cost nothing some tree is best, and what is said of it must be of its own steps."""
+def test_the_best_tree_is_simulated_before_it_is_believed(monkeypatch):
+    """If nodes and drafts cost nothing, a tree is the best, and its prediction must come from its own steps."""
     free = CostModel(
         {}, [[1, n, 0, 1.0] for n in (1, 17)], [[1, w, d, 0, 0.0] for w in (1, 4) for d in (1, 8)], 0.0, 0.0
     )
-    monkeypatch.setattr(tune, "calibrated", lambda *given, **more: free)
+    monkeypatch.setattr(predict, "calibrated", lambda *given, **more: free)
     sampling = {"temperature": 0.0, "seed": 0, "max_tokens": 24, "ignore_eos": True}
-    asks = [Ask(str(n), "all", text) for n, text in enumerate(("def area(r):\n", "class Stack:\n"))]
+    prompts = [Prompt(str(n), "all", text) for n, text in enumerate(("def area(r):\n", "class Stack:\n"))]
     method = {"method": "draft_model", "model": "builtin:code-draft"}
-    search = Search(load("builtin:code", device="cpu"), asks, [("draft_model", method)], sampling)
-    list(search._predict())
-    [found] = search.methods
-    assert found.best.budget.width > 1
-    assert found.best.budget in found.seen.played
+    racer, trial = Racer(load("builtin:code", device="cpu"), sampling), MethodTrial("draft_model", method)
+    list(Predictor(racer, plain_candidate(), prompts, [trial]).run())
+    assert trial.best.budget.width > 1
+    assert trial.best.budget in trial.statistics.tree_steps
 
 
 def test_the_settings_of_a_drafter():
@@ -149,10 +156,11 @@ def test_the_settings_of_a_drafter():
     assert all(b.depth < b.max_nodes <= 4 * b.depth and b.depth <= 6 for b in trees)
     trees = [b for b in budgets(Budget(16, 4, 4), None) if b.width > 1]  # from texts, levels are free
     assert trees == [Budget(1, 4, 2), Budget(2, 4, 3), Budget(3, 4, 4)]
-    arms = [Arm(str(n), {}, Budget(n)) for n in (4, 5, 3, 6, 7, 8, 2, 1)] + [Arm("tree", {}, Budget(3, 2, 4))]
-    assert [a.name for a in _ladder(arms)] == ["4", "6", "2", "tree"]
-    assert [a.name for a in _ladder(arms[::-1])] == ["tree", "1", "5"]
-    assert [a.name for a in _ladder(arms[-2:-1])] == ["1"]
+    order = [Candidate(str(n), {}, Budget(n)) for n in (4, 5, 3, 6, 7, 8, 2, 1)]
+    order.append(Candidate("tree", {}, Budget(3, 2, 4)))
+    assert [c.name for c in neighbours(order)] == ["4", "6", "2", "tree"]
+    assert [c.name for c in neighbours(order[::-1])] == ["tree", "1", "5"]
+    assert [c.name for c in neighbours(order[-2:-1])] == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -188,33 +196,30 @@ def test_the_command(tmp_path, monkeypatch, method):
     assert CliRunner().invoke(app, words).exit_code == 0
 
 
-def test_arms_remember_what_they_have_seen_themselves():
-    """Two lengths of one drafter that learns from answers: neither finds the other's answer in its memory, nor after
-    `forget` its own; a model's weights are there once."""
+def test_candidates_remember_only_their_own_answers():
+    """Two lengths of one drafter that learns from answers. Neither finds the other's answer in its memory, nor its own after
+    `reset`. The weights of a draft model are loaded once."""
     target = load("builtin:code-draft")
-    methods = [
-        ("suffix", {"method": "suffix"}),
-        ("draft_model", {"method": "draft_model", "model": "builtin:code-draft"}),
-    ]
-    asks = [Ask("0", "all", "def area(r):\n    return")]
-    search = Search(target, asks, methods, {"temperature": 0.0, "seed": 0, "max_tokens": 24, "ignore_eos": True})
-    search._reader = LLM(target, max_num_seqs=1)
-    for method in search.methods:
-        method.llm = LLM(target, speculative_config={**method.config, "controller": "fixed"}, max_num_seqs=4)
-    arms = [Arm(f"{name} k={k}", config, Budget(k)) for name, config in methods for k in (2, 5)]
+    config = {"method": "draft_model", "model": "builtin:code-draft"}
+    trials = [MethodTrial("suffix", {"method": "suffix"}), MethodTrial("draft_model", config)]
+    prompt = Prompt("0", "all", "def area(r):\n    return")
+    racer = Racer(target, {"temperature": 0.0, "seed": 0, "max_tokens": 24, "ignore_eos": True})
+    for trial in trials:
+        trial.llm = LLM(target, speculative_config={**trial.config, "controller": "fixed"}, max_num_seqs=4)
+    some = [Candidate(f"{trial.name} k={k}", trial.config, Budget(k), trial) for trial in trials for k in (2, 5)]
 
-    def accepted(arm):
-        return sum(arm.samples[-1].accepted)
+    def accepted(candidate):
+        return sum(candidate.samples[-1].accepted)
 
-    search.race(arms, asks[0], 0)
-    texts = [arm.samples[-1].token_ids for arm in arms]
-    first = accepted(arms[1])
-    search.race(arms[:1], asks[0], 0)
-    search.race(arms[1:2], asks[0], 0)
-    assert accepted(arms[1]) > first  # its own answer, found again
-    search.forget(arms)
-    search.race(arms, asks[0], 0)
-    assert accepted(arms[1]) == first
-    assert texts == [arm.samples[-1].token_ids for arm in arms] == [texts[0]] * 4
-    assert arms[0].decoder is not arms[1].decoder
-    assert arms[2].decoder is arms[3].decoder
+    racer.race(some, prompt, 0)
+    texts = [c.samples[-1].token_ids for c in some]
+    first = accepted(some[1])
+    racer.race(some[:1], prompt, 0)
+    racer.race(some[1:2], prompt, 0)
+    assert accepted(some[1]) > first  # its own answer, found again
+    racer.reset(some)
+    racer.race(some, prompt, 0)
+    assert accepted(some[1]) == first
+    assert texts == [c.samples[-1].token_ids for c in some] == [texts[0]] * 4
+    assert some[0].decoder is not some[1].decoder
+    assert some[2].decoder is some[3].decoder

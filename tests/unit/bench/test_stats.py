@@ -9,7 +9,7 @@ import pytest
 from scipy import stats as reference
 
 from outrider.bench import stats
-from outrider.bench.run import Prompt, Run, Sample, Setting
+from outrider.bench.run import PromptRecord, Run, Sample, Setting
 
 TRIALS = 300
 
@@ -92,7 +92,7 @@ def run_of(draw: np.random.Generator, offset: float, gains: np.ndarray, lengths:
     return Run(
         date="", command="", model="toy", machine={}, sampling={}, samples=[*plain, *fast],
         settings=[Setting(name="plain"), Setting(name="fast", speculative_config={"method": "suffix"})],
-        prompts=[Prompt(id=str(p), text=f"text {p}") for p in range(prompts)],
+        prompts=[PromptRecord(id=str(p), text=f"text {p}") for p in range(prompts)],
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_two_runs_of_the_same_setting_are_rarely_called_different() -> None:
     for _ in range(trials):
         gains, lengths = draw.normal(0.3, 0.1, 12), draw.lognormal(0, 0.3, 12)
         before, after = (run_of(draw, offset, gains, lengths) for offset in (0.0, 0.2))
-        wrong += by_measure(stats.compare(before, after), "fast")[stats.SPEEDUP].ratio.sure
+        wrong += by_measure(stats.compare(before, after), "fast")[stats.SPEEDUP].ratio.significant
     assert wrong / trials <= 0.05 + 0.05
 
 
@@ -117,9 +117,9 @@ def test_comparing_sees_what_moved() -> None:
     after.settings.append(Setting(name="third"))
     found = stats.compare(before, after)
     fast, plain = by_measure(found, "fast"), by_measure(found, "plain")
-    assert fast[stats.SPEEDUP].verdict == "better"
+    assert fast[stats.SPEEDUP].effect == "better"
     assert fast[stats.SPEEDUP].ratio.value == pytest.approx(math.exp(0.2), rel=0.05)
-    assert plain["tokens/s"].verdict == plain["seconds per answer"].verdict == "worse"  # the machine was slower
+    assert plain["tokens/s"].effect == plain["seconds per answer"].effect == "worse"  # the machine was slower
     assert plain["tokens/s"].ratio.value == pytest.approx(plain["tokens/s"].after / plain["tokens/s"].before)
     assert found.paired
     assert (found.only_before, found.only_after, found.differences) == ([], ["third"], [])
@@ -130,12 +130,12 @@ def test_comparing_sees_what_moved() -> None:
         s.prompt = "new " + s.prompt
     apart = stats.compare(before, after)
     assert (apart.paired, apart.differences) == (False, ["prompts"])
-    assert by_measure(apart, "fast")[stats.SPEEDUP].verdict == "better"
+    assert by_measure(apart, "fast")[stats.SPEEDUP].effect == "better"
 
 
 @pytest.mark.parametrize("df", [*range(1, 12), 23, 47, 500])
 def test_student(df: int) -> None:
-    assert stats.student(df) == pytest.approx(reference.t.ppf(0.975, df), rel=2e-3)
+    assert stats.student_quantile(df) == pytest.approx(reference.t.ppf(0.975, df), rel=2e-3)
 
 
 def sample(prompt: str, setting: str, turn: int, seconds: float, tokens: int, **more: object) -> Sample:
@@ -155,7 +155,7 @@ def test_only_pairs_count() -> None:
     base = [sample("a", "y", 1, 2.0, 10), sample("c", "y", 3, 1.0, 10)]
     found = stats.ratio(ours, base)
     assert found == stats.Interval(2.0, 0.0, math.inf, 1)  # one prompt shows nothing of others
-    assert found.verdict == "unclear"
+    assert found.direction == "unclear"
     assert stats.ratio(ours[1:], base) is None
     assert stats.rate([]) is None
 
@@ -163,13 +163,16 @@ def test_only_pairs_count() -> None:
 @pytest.mark.parametrize("seconds", [(1e-300, 1e300, 1.0), (5e-324, 1.0, 1e308), (1e308, 1e308, 1.0)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_an_absurd_clock_is_no_error(seconds: tuple[float, ...]) -> None:
-    """What it says is only unsure."""
+    """It gives a wide interval, or no ratio where the seconds of all answers are no finite number."""
     ours = [sample(str(p), "x", p, s, 10) for p, s in enumerate(seconds)]
     base = [sample(str(p), "y", p, 1.0, 10) for p in range(3)]
-    for found in (stats.ratio(ours, base), stats.ratio(base, ours), stats.rate(ours)):
-        assert found is not None
+    ratios = [stats.ratio(ours, base), stats.ratio(base, ours)]
+    assert (ratios == [None, None]) == math.isinf(sum(seconds))
+    for found in (*ratios, stats.rate(ours)):
+        if found is None:
+            continue
         assert found.low <= found.value <= found.high
-        assert not found.sure or found.groups == 3
+        assert not found.significant or found.groups == 3
 
 
 def test_acceptance_counts_the_models_own_token() -> None:
@@ -191,5 +194,5 @@ def test_differing_looks_at_tokens_where_there_are_some() -> None:
 def test_percentiles(values: list[float]) -> None:
     for percent in (0, 50, 90, 99, 100):
         assert stats.percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)))
-    with pytest.raises(ValueError, match="percentile of nothing"):
+    with pytest.raises(ValueError, match="percentile of no values"):
         stats.percentile([], 50)
