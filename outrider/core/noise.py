@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import ints
-from outrider.kernels import cpu as native
+from outrider.kernels import for_device
 
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
@@ -81,8 +81,9 @@ class Noise:
 
     def gumbel(self, stream: Stream, position: Tensor, n: int) -> Tensor:
         """float32 [batch, n] standard Gumbel: argmax(log p + gumbel) is a draw from p."""
-        if self.seed.device.type == "cpu" and native.available():
-            return torch.stack([native.gumbel(*key, n) for key in self.keys(stream, position)])
+        kernel = for_device(self.seed.device).gumbel
+        if kernel is not None:
+            return torch.stack([kernel(*key, n) for key in self.keys(stream, position)])
         return -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
 
     def keys(self, stream: Stream, position: Tensor) -> list[tuple[int, int, int, int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Draft, ints
-from outrider.kernels import cpu as native
+from outrider.kernels import for_device
 from outrider.params import SamplingParams
 
 _NO = float("-inf")
@@ -101,6 +101,21 @@ class SequenceState:
         return out - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
 
 
+def draw(scores: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
+    """int64 [batch]: one draw from softmax(scores) of each row, by the Gumbel-max trick: argmax(scores + Gumbel noise).
+
+    scores: float [batch, vocab], log probabilities up to a constant per row. position: int64 [batch]. The lowest index
+    wins a tie. -1 if a row has NaN or only -inf. `kernels.cpu.argmax_gumbel` is the same for one row.
+    """
+    return _largest(scores + noise.gumbel(stream, position, scores.shape[-1]))
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """int64 [batch]: the lowest index of the largest score; -1 if a row has NaN or only -inf."""
+    best = scores.max(-1)
+    return torch.where(best.values > _NO, best.indices, -1)  # the comparison is false for NaN too
+
+
 class LogitsWarper:
     """The sampling parameters of a batch, compiled once. Rows are independent: a row's result is the same in any batch."""
 
@@ -141,7 +156,7 @@ class LogitsWarper:
         self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
     ) -> Tensor:
         """int64 [batch]: argmax(log law + Gumbel noise); -1 where the logits hold NaN or no token is allowed."""
-        if logits.device.type == "cpu" and native.available():
+        if for_device(logits.device).argmax_gumbel is not None:
             keys = noise.keys(stream, position)
             return torch.tensor([self.draw_row(b, logits[b], extra[b], key) for b, key in enumerate(keys)])
         return self._draw(logits, extra, noise, stream, position)
@@ -150,17 +165,16 @@ class LogitsWarper:
         self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
     ) -> Tensor:
         if self.all_greedy:
-            best = self.processed(logits, extra).max(-1)
-        else:
-            best = (self.scores(logits, extra) + noise.gumbel(stream, position, logits.shape[-1])).max(-1)
-        return torch.where(best.values > _NO, best.indices, -1)  # false for NaN too
+            return _largest(self.processed(logits, extra))
+        return draw(self.scores(logits, extra), noise, stream, position)
 
     def draw_row(self, b: int, logits: Tensor, extra: Sequence[int], key: tuple[int, int, int, int]) -> int:
         """`draw` for row b alone, without a law: noise meets the scores in one native pass, and greedy needs none.
 
         logits: float32 [vocab]. key: the row of `noise.keys`.
         """
-        if not native.available():
+        kernels = for_device(logits.device)
+        if kernels.argmax is None or kernels.argmax_gumbel is None:
             seed, stream, step, at = (torch.tensor([part]) for part in key)
             noise = Noise(seed, step)
             return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream)), at)[0])
@@ -171,8 +185,8 @@ class LogitsWarper:
         if self.filtered[b]:
             scores, temperature = truncate(scores / temperature, params), 1.0
         try:
-            greedy = self.greedy[b]
-            token = native.argmax(scores) if greedy else native.argmax_gumbel(scores, *key, temperature=temperature)
+            argmax, argmax_gumbel = kernels.argmax, kernels.argmax_gumbel
+            token = argmax(scores) if self.greedy[b] else argmax_gumbel(scores, *key, temperature=temperature)
         except ValueError:  # NaN
             return -1
         return -1 if self.active[b] and scores[token] == _NO else token  # everything was forbidden

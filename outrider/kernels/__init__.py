@@ -1,0 +1,42 @@
+"""The kernels of each device, behind one choice: `for_device`.
+
+`kernels.cpu` has compiled kernels for the CPU. A device without kernels uses torch: each field of its `Kernels` is None,
+and the caller runs its own torch code, which is also the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import cpu
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one device. None stands for torch.
+
+    attention: see `cpu.attention`. linear: packs weights, see `cpu.Packed`. gumbel: see `cpu.gumbel`.
+    argmax, argmax_gumbel: choose one token of one row, see `cpu.argmax`.
+    missing: why there are no kernels, or None.
+    """
+
+    attention: Callable[..., Tensor] | None = None
+    linear: type[cpu.Packed] | None = None
+    gumbel: Callable[..., Tensor] | None = None
+    argmax: Callable[..., int] | None = None
+    argmax_gumbel: Callable[..., int] | None = None
+    missing: str | None = None
+
+
+_CPU = Kernels(cpu.attention, cpu.Packed, cpu.gumbel, cpu.argmax, cpu.argmax_gumbel)
+
+
+def for_device(device: torch.device) -> Kernels:
+    """The kernels for tensors on a device."""
+    if device.type != "cpu":
+        return Kernels(missing=f"the device is {device}")
+    return _CPU if cpu.available() else Kernels(missing=cpu.why())

@@ -1,9 +1,9 @@
 """Attention over the slot cache under a tree mask.
 
-What a node sees: the committed tokens of its row and its own ancestors, in the order of their positions. Three forms of
-one definition: the reference takes one node at a time over exactly that list, so its arithmetic cannot depend on slots,
-neighbours or chunking; the native kernel keeps the same promise for many nodes at once; the masked form is the one for
-accelerators.
+A node attends to the committed tokens of its slot and to its own ancestors, in the order of their positions. There are
+three forms of this definition. The reference takes one node at a time over exactly that list, so its arithmetic cannot
+depend on cells, neighbours or chunking. The native kernel keeps the same promise for many nodes at once. The masked form
+is for accelerators.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
+from outrider.kernels import for_device
+from outrider.kernels.attention import Scoring
 from outrider.models.nodes import Nodes
 
 
 def write(nodes: Nodes, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Put keys and values [batch, kv_head, node, head_dim] into the scratch; returns the layer's tensors."""
+    """Write keys and values [batch, kv_head, node, head_dim] to the scratch. Returns the tensors of the layer."""
     keys, values = nodes.cache.layer(layer, (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key)
     for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):
         new = slice(length + nodes.held, length + nodes.total)
@@ -24,97 +26,62 @@ def write(nodes: Nodes, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor,
     return keys, values
 
 
-def attend(
-    nodes: Nodes,
-    layer: int,
-    query: Tensor,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The form for this machine. query: [batch, head, node, head_dim] -> [batch, node, head, head_dim].
+def attend(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+    """Attention in the best form for the device. query: [batch, head, node, head_dim] -> [batch, node, head, head_dim].
 
-    The nodes' own keys and values are in the cache already. window: tokens a node sees, itself counted. softcap: the
-    scores are cap * tanh(score / cap). sinks: [head], one more score in each softmax, with no value.
+    The cache holds the nodes' own keys and values already.
     """
     if query.device.type != "cpu":
         form = attend_masked
-    elif native.available() and query.dtype == torch.float32:
+    elif query.dtype == torch.float32 and for_device(query.device).attention is not None:
         form = attend_native
     else:
         form = attend_reference
-    return form(nodes, layer, query, scaling, window, softcap, sinks)
+    return form(nodes, layer, query, scoring)
 
 
-def attend_native(
-    nodes: Nodes,
-    layer: int,
-    query: Tensor,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """All nodes at once, each bit for bit what it is alone. Padding gives zeros."""
+def attend_native(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+    """All nodes at once. Each has the bits that it has alone. Padding gives zeros."""
     keys, values = nodes.cache.layers[layer]
-    return native.attention(
-        nodes.plan, query.transpose(1, 2), keys, values, scaling=scaling, window=window, softcap=softcap, sinks=sinks
-    )
+    return native.attention(nodes.plan, query.transpose(1, 2), keys, values, scoring)
 
 
-def attend_reference(
-    nodes: Nodes,
-    layer: int,
-    query: Tensor,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_reference(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
     """The definition, one node at a time."""
     keys, values = nodes.cache.layers[layer]
     heads, kv_heads = query.shape[1], keys.shape[1]
     out = query.new_empty(query.shape[0], query.shape[2], heads, values.shape[-1])
     for b, slot in enumerate(nodes.slots):
         for n, cells in enumerate(nodes.visible_cells[b]):
-            seen = cells if window is None else cells[-window:]
+            seen = cells if scoring.window is None else cells[-scoring.window :]
             k, v = keys[slot, :, seen], values[slot, :, seen]  # [kv_head, token, head_dim]
             q = query[b, :, n].reshape(kv_heads, heads // kv_heads, -1)
-            scores = torch.matmul(q, k.transpose(1, 2)) * scaling
-            law = _softmax(scores.view(heads, 1, -1), softcap, sinks).view(kv_heads, -1, len(seen))
-            out[b, n] = torch.matmul(law, v).view(heads, -1)
+            scores = torch.matmul(q, k.transpose(1, 2)) * scoring.scaling
+            probs = _softmax(scores.view(heads, 1, -1), scoring).view(kv_heads, -1, len(seen))
+            out[b, n] = torch.matmul(probs, v).view(heads, -1)
     return out
 
 
-def attend_masked(
-    nodes: Nodes,
-    layer: int,
-    query: Tensor,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """All nodes at once under a mask; the rounding depends on the batch."""
+def attend_masked(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+    """All nodes at once under a mask. The rounding depends on the batch."""
     keys, values = nodes.cache.layers[layer]
     k, v = keys[nodes.index, :, : nodes.span], values[nodes.index, :, : nodes.span]
     batch, heads, count, _ = query.shape
     q = query.reshape(batch, k.shape[1], -1, count, query.shape[-1])
-    scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * scaling  # [batch, kv_head, group, node, slot]
-    law = _softmax(scores.view(batch, heads, count, nodes.span), softcap, sinks, nodes.mask(window))
-    out = torch.matmul(law.view(batch, k.shape[1], -1, count, nodes.span), v[:, :, None])
+    scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * scoring.scaling  # [batch, kv_head, group, node, cell]
+    probs = _softmax(scores.view(batch, heads, count, nodes.span), scoring, nodes.mask(scoring.window))
+    out = torch.matmul(probs.view(batch, k.shape[1], -1, count, nodes.span), v[:, :, None])
     return out.reshape(batch, heads, count, -1).transpose(1, 2)
 
 
-def _softmax(scores: Tensor, softcap: float | None, sinks: Tensor | None, mask: Tensor | None = None) -> Tensor:
-    """float32 softmax of [..., head, node, slot] over the last dim, with a cap on the scores and a sink per head."""
+def _softmax(scores: Tensor, scoring: Scoring, mask: Tensor | None = None) -> Tensor:
+    """Softmax of [..., head, node, cell] over the last dim, computed in float32, with the softcap and the sinks."""
     dtype, scores = scores.dtype, scores.float()
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+    if scoring.sinks is not None:
+        scores = torch.cat([scores, scoring.sinks.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
         return scores.softmax(-1)[..., :-1].to(dtype)
     return scores.softmax(-1).to(dtype)

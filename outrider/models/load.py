@@ -23,7 +23,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from outrider.core.suggest import did_you_mean
-from outrider.kernels import cpu as native
+from outrider.kernels import for_device
 from outrider.models import checkpoint
 from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
@@ -73,9 +73,9 @@ def load(
             f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), QUANTIZATIONS)}"
         )
     where = _device(device, model)
-    if quantization and (where.type != "cpu" or not native.available()):
-        why = native.why() if where.type == "cpu" else f"the device is {where}"
-        raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {why}; leave it out")
+    missing = for_device(where).missing
+    if quantization and missing:
+        raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
     if isinstance(model, PreTrainedModel):
         name, own, raw = model.config._name_or_path or type(model).__name__, False, model
     else:
@@ -100,8 +100,8 @@ def _prepare(raw: PreTrainedModel, own: bool, where: torch.device, weights: str)
     if where.type != "cpu":
         return HFModel(raw.to(where, DTYPES[weights]), own=True)  # pyright: ignore[reportArgumentType]
     raw.to(where)  # pyright: ignore[reportArgumentType]
-    if not native.available():
-        _say_once(f"outrider's native kernels are not in use ({native.why()}); running in float32 on oneDNN")
+    if missing := for_device(where).missing:
+        _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
     elif llama.supports(raw) is None:
         return llama.LlamaModel(raw, weights=weights, own=own)
     return HFModel(raw, weights=weights, own=True)

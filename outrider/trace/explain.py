@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import LogitsDistribution
+from outrider.core.sampling import LogitsDistribution, draw
 from outrider.core.types import Draft, Siblings, Verdict, ints
 from outrider.trace.records import TopProbs
 from outrider.verify import Verifier
@@ -213,6 +213,5 @@ class _NoiseChoices:
         return u * whole < part
 
     def token(self, probs: Sequence[Number], *, depth: int) -> int:
-        weights = torch.tensor([float(x) for x in probs], dtype=torch.float64)
-        gumbel = self.noise.gumbel(Stream.RESIDUAL, self.position + depth - 1, len(probs))[0].cpu()
-        return int((weights.log() + gumbel).argmax())
+        weights = torch.tensor([[float(x) for x in probs]], dtype=torch.float64, device=self.position.device)
+        return int(draw(weights.log(), self.noise, Stream.RESIDUAL, self.position + depth - 1))

@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from outrider.core import sampling
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import child_table, depth, levels, lists
 from outrider.core.types import Draft, Siblings, Verdict
@@ -304,8 +305,7 @@ def draw(probs: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tenso
 
     probs: float [batch, vocab], of any total. -1 where probs has NaN or is all zero.
     """
-    best = (probs.log() + noise.gumbel(stream, position, probs.shape[-1])).max(-1)
-    return torch.where(best.values > float("-inf"), best.indices, -1)  # false for NaN too
+    return sampling.draw(probs.log(), noise, stream, position)
 
 
 def coin(noise: Noise, position: Tensor, node: Tensor, nodes: int) -> Tensor:

@@ -1,11 +1,11 @@
 """The native kernels: packed linears, attention over the slot cache, noise, and the fused Llama step.
 
-A shared library behind ctypes, compiled with the package and optional: `available()` says whether it is there, `why()`
-why it is not. Every function gives the same bits for any number of rows, neighbours, threads and instruction set.
-Imports torch only; `outrider.models` and whoever chooses tokens may import it.
+A shared library behind ctypes. It is compiled with the package, and optional: `available()` tells if it is there, `why()`
+tells why it is not. Every function gives the same bits for any number of rows, neighbours and threads, and for any
+instruction set. Imports torch only.
 """
 
-from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, gumbel_at, words
+from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, words
 from outrider.kernels.cpu.packed import FORMATS, Packed
 from outrider.kernels.cpu.state import (
     available,
@@ -27,7 +27,6 @@ __all__ = [
     "attention",
     "available",
     "gumbel",
-    "gumbel_at",
     "isa",
     "library",
     "num_threads",

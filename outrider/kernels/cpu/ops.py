@@ -1,4 +1,4 @@
-"""Attention over the slot cache, noise, and choosing a token: checked torch tensors in, torch tensors out."""
+"""Attention over the slot cache, noise, and the choice of a token. Checked torch tensors in, torch tensors out."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.kernels.attention import Scoring
 from outrider.kernels.cpu.library import AttentionStruct, PlanStruct
 from outrider.kernels.cpu.state import library
 
 
 class Plan:
-    """The nodes of one forward: who sees whom, and where they lie. Made once, used by every layer.
+    """The nodes of one forward: what each attends to, and where its keys are. Made once, used by every layer.
 
-    rows: cache row of each batch entry. lengths: its committed tokens. nodes: nodes an entry, padding included.
-    parents: int64 [batch, held + nodes] (root -1, padding -2), None for a full chain. held: nodes of the trees that stand
-    in the scratch already: the new ones follow them, and may hang on any.
+    rows: cache slot of each batch entry. lengths: committed tokens of each. nodes: new nodes of each, padding included.
+    parents: int64 [batch, held + nodes] (root -1, padding -2), None for a full chain. held: nodes that the scratch holds
+    already. The new nodes come after them, and any of them may be a parent. Raises ValueError for parents that do not fit.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Plan:
                 "a parent is -1 for the root, -2 for padding, else a smaller node that is no padding"
             )
         self.count = count
-        self.end = max((int(n) + total for n in lengths), default=0)  # slots that must exist
+        self.end = max((int(n) + total for n in lengths), default=0)  # cells that must exist
 
     @property
     def positions(self) -> Tensor:
@@ -56,22 +57,12 @@ class Plan:
         return self._parts[3][: self.count].long()
 
 
-def attention(
-    plan: Plan,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """query: float32 [batch, node, head, dim]. keys, values: float32 [row, kv_head, slot, dim], the nodes' own written
-    to their slots already. Returns float32 [batch, node, head, value_dim]; padding gives zeros.
+def attention(plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+    """query: float32 [batch, node, head, dim]. keys, values: float32 [slot, kv_head, cell, dim]; they hold those of the
+    nodes already. Returns float32 [batch, node, head, value_dim]. Padding gives zeros.
 
-    A node's result depends on its own keys in the order of their positions, and on nothing else: not on slots, on
-    neighbours, on the capacity or on how a prompt was cut.
+    The result of a node depends on its own keys in the order of their positions, and on nothing else. It does not depend
+    on cells, on neighbours, on the capacity or on how a prompt was cut. Raises ValueError for tensors that do not fit.
     """
     batch, nodes, heads, dim = query.shape
     _, kv_heads, capacity, value_dim = values.shape
@@ -82,18 +73,19 @@ def attention(
         raise ValueError(f"the plan is for {plan.batch} x {plan.nodes} nodes, the query has {batch} x {nodes}")
     if not (keys.is_contiguous() and values.is_contiguous()) or keys.shape != (keys.shape[0], kv_heads, capacity, dim):
         raise ValueError(
-            f"keys and values must be contiguous [row, kv_head, slot, dim] alike, got {tuple(keys.shape)} and "
+            f"keys and values must be contiguous [slot, kv_head, cell, dim] alike, got {tuple(keys.shape)} and "
             f"{tuple(values.shape)} for a query of dimension {dim}"
         )
     if heads % kv_heads or plan.end > capacity or int(plan._row.max()) >= len(keys):
         raise ValueError(
-            f"{heads} heads over {kv_heads} key heads, slots up to {plan.end} of {capacity}, row {int(plan._row.max())} "
-            f"of {len(keys)}: heads must divide, slots and rows must exist"
+            f"{heads} heads over {kv_heads} key heads, cells up to {plan.end} of {capacity}, slot {int(plan._row.max())} "
+            f"of {len(keys)}: heads must divide, cells and slots must exist"
         )
     query = query if query.is_contiguous() else query.contiguous()
     out = query.new_empty(batch, nodes, heads, value_dim)
     if plan.count < batch * nodes:
         out.zero_()
+    sinks = scoring.sinks
     if sinks is not None:
         sinks = sinks.detach().to(torch.float32).contiguous()
         if sinks.shape != (heads,):
@@ -121,9 +113,9 @@ def attention(
         capacity=capacity,
         ldq=heads * dim,
         ldo=heads * value_dim,
-        window=window or 0,
-        scale=scaling,
-        softcap=softcap or 0.0,
+        window=scoring.window or 0,
+        scale=scoring.scaling,
+        softcap=scoring.softcap or 0.0,
     )
     library().attention(job)
     return out
@@ -140,16 +132,6 @@ def gumbel(seed: int, stream: int, step: int, position: int, n: int) -> Tensor:
     """float32 [n] standard Gumbel, made of the integers of `outrider.core.noise`."""
     out = torch.empty(n)
     library().gumbel(seed & _64, stream, step & _32, position & _32, n, out.data_ptr())
-    return out
-
-
-def gumbel_at(seed: int, stream: int, step: int, position: int, indices: Tensor) -> Tensor:
-    """float32, of the shape of `indices` (int64): `gumbel(...)[indices]` without making the rest."""
-    indices = indices.to(torch.int64).contiguous()
-    out = torch.empty(indices.shape)
-    library().gumbel_at(
-        seed & _64, stream, step & _32, position & _32, indices.data_ptr(), indices.numel(), out.data_ptr()
-    )
     return out
 
 

@@ -21,7 +21,7 @@ NAME = "outrider"
 
 
 @dataclass(frozen=True, eq=False)
-class _Packed:
+class _PackedExperts:
     """up: gate and up projection in one where the experts have a gate, by expert. down: back to the hidden size."""
 
     up: list[PackedLinear]
@@ -30,7 +30,7 @@ class _Packed:
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts interface: [token, hidden], [token, k], [token, k] -> [token, hidden]."""
-    packed: _Packed = module._outrider_experts
+    packed: _PackedExperts = module._outrider_experts
     tokens, k = top_k_index.shape
     of = top_k_index.reshape(-1)
     order = of.argsort(stable=True)
@@ -68,7 +68,7 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> int:
         down = _pack(module, "down_proj", weights)
         if len(up) != len(down):
             raise ValueError(f"{type(module).__name__} has {len(up)} up and {len(down)} down projections")
-        module._outrider_experts = _Packed(up, down)  # pyright: ignore[reportArgumentType]
+        module._outrider_experts = _PackedExperts(up, down)  # pyright: ignore[reportArgumentType]
         module.config._experts_implementation = NAME  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         packed += 2 * len(up)
     return packed

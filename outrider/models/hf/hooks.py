@@ -1,4 +1,4 @@
-"""The ways by which a model's attention is made ours: what transformers' modelling code calls instead of its own."""
+"""How outrider's attention takes the place of a model's own: what the modelling code of transformers calls instead."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.nodes import Nodes
 
@@ -22,8 +23,8 @@ class UnsupportedModel(ValueError):
     """The model cannot be run with a cache that keeps single nodes."""
 
 
-class Way(Enum):
-    """How a model's attention is made ours."""
+class AttentionRoute(Enum):
+    """How our attention takes the place of a model's own."""
 
     INTERFACE = auto()  # it asks transformers for a registered function
     METHOD = auto()  # it has a method of its own for the scores (GPT-J, GPT-Neo, CodeGen)
@@ -31,8 +32,8 @@ class Way(Enum):
     MASK = auto()  # none of these: its own arithmetic over gathered slots; correct, its rounding depends on neighbours
 
 
-class Call:
-    """Where the attention modules of one model find the nodes of the forward under way."""
+class ForwardState:
+    """Where the attention modules of one model find the nodes of the forward that runs now."""
 
     def __init__(self) -> None:
         self.nodes: Nodes | None = None
@@ -40,10 +41,15 @@ class Call:
         self.attended: set[int] = set()
         self.windows: dict[int, int | None] = {}  # of each layer, as the survey found
 
-    def attend(self, layer: int, query: Tensor, scaling: float | None, *options: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         assert self.nodes is not None
         self.attended.add(layer)
-        return attend(self.nodes, layer, query, query.shape[-1] ** -0.5 if scaling is None else scaling, *options)
+        return attend(self.nodes, layer, query, scoring)
+
+
+def scaling_of(query: Tensor, given: float | None) -> float:
+    """The scaling that a model gives, or the usual one for its head dimension."""
+    return query.shape[-1] ** -0.5 if given is None else given
 
 
 def _attention(
@@ -60,7 +66,7 @@ def _attention(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query, key, value [batch, head, node, head_dim] -> [batch, node, head, dim]."""
-    call: Call | None = getattr(module, "_outrider_call", None)
+    call: ForwardState | None = getattr(module, "_outrider_call", None)
     if call is None or call.nodes is None:
         raise RuntimeError(f"{type(module).__name__} ran outside of outrider's forward; use HFModel.forward")
     for name in ("position_bias", "indices", "block_indices"):
@@ -75,7 +81,7 @@ def _attention(
         call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportAttributeAccessIssue]
     window = call.windows.get(layer, sliding_window)
     write(call.nodes, layer, key, value)
-    return call.attend(layer, query, scaling, window, softcap, s_aux), None
+    return call.attend(layer, query, Scoring(scaling_of(query, scaling), window, softcap, s_aux)), None
 
 
 def _survey_mask(*, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
@@ -93,17 +99,17 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(SURVEY, _survey_mask)
 def method(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """In place of `_attn` of older modelling code, called right after the keys were written. Returns [batch, head, node,
     head_dim], as it does."""
-    call: Call = module._outrider_call
+    call: ForwardState = module._outrider_call
     window = module.config.window_size if getattr(module, "attention_type", None) == "local" else None
     divisor = getattr(module, "scale_attn", None) or getattr(module, "norm_factor", 1.0)
-    return call.attend(call.layer, query, 1 / float(divisor), window).transpose(1, 2), None
+    return call.attend(call.layer, query, Scoring(1 / float(divisor), window)).transpose(1, 2), None
 
 
 class CacheView(Cache):
     """Our slot cache as the cache object of models whose attention is their own. A step's keys are written by `update`,
     which gives them back as they are where we attend, or with all slots of the row where the model does (MASK)."""
 
-    def __init__(self, call: Call, gathered: bool) -> None:
+    def __init__(self, call: ForwardState, gathered: bool) -> None:
         assert call.nodes is not None
         self.call, self.nodes, self.gathered = call, call.nodes, gathered
 

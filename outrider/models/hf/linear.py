@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
+from outrider.kernels import for_device
 from outrider.models.dtypes import DTYPES, dtype_name
 
 
@@ -27,8 +28,9 @@ class PackedLinear(nn.Module):
         weight = weight.detach()
         self.out_features, self.in_features = weight.shape
         self.kind = dtype_name(weight.dtype) if weights == "auto" else weights
-        if native.available():
-            packed = native.Packed([weight], self.kind, [None if bias is None else bias.detach()])
+        pack = for_device(weight.device).linear
+        if pack is not None:
+            packed = pack([weight], self.kind, [None if bias is None else bias.detach()])
             self._run: Callable[[Tensor], Tensor] = packed.linear
             self.packed: native.Packed | None = packed
         else:
@@ -52,7 +54,7 @@ class PackedLinear(nn.Module):
 
 def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor], Tensor]:
     if kind not in DTYPES:
-        raise ValueError(f"{kind} weights need the native kernels: {native.why()}")
+        raise ValueError(f"{kind} weights need the native kernels: {for_device(weight.device).missing}")
     # The prepacked weight of a 16-bit model is the float32 copy: exact, and twice the memory.
     b = None if bias is None else bias.detach().float()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(DTYPES[kind]).float().contiguous(), 8)

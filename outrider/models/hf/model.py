@@ -20,15 +20,33 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
+from outrider.kernels.attention import Scoring
 from outrider.models.base import FINAL_NORM, BaseModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import pack_experts_
-from outrider.models.hf.hooks import NAME, SURVEY, CacheView, Call, UnsupportedModel, Way, method
+from outrider.models.hf.hooks import (
+    NAME,
+    SURVEY,
+    AttentionRoute,
+    CacheView,
+    ForwardState,
+    UnsupportedModel,
+    method,
+    scaling_of,
+)
 from outrider.models.hf.layer_subset import HFLayerSubset
 from outrider.models.hf.linear import PackedLinear, pack_linears_
 from outrider.models.hf.taps import LayerStack, recorded
 from outrider.models.nodes import Nodes
+
+# What transformers calls the attention that a model runs with on each route.
+_IMPLEMENTATION = {
+    AttentionRoute.INTERFACE: SURVEY,
+    AttentionRoute.METHOD: "eager",
+    AttentionRoute.SDPA: "sdpa",
+    AttentionRoute.MASK: "eager",
+}
 
 
 class HFModel(BaseModel):
@@ -60,7 +78,7 @@ class HFModel(BaseModel):
         self.num_layers: int = text.num_hidden_layers
         self.stack = LayerStack(self.model, self.num_layers)
         self._keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        self._call = Call()
+        self._call = ForwardState()
         self._attention_modules = [m for m in self.model.modules() if hasattr(m, "layer_idx") or hasattr(m, "_attn")]
         for module in self._attention_modules:
             module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
@@ -70,11 +88,11 @@ class HFModel(BaseModel):
         self._stand_in = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)  # for a mask
         self._stable = BatchInvariantOps(self._sdpa)
         self._careful = self.device.type == "cpu"  # run under `_stable`
-        self._way = Way.INTERFACE
+        self._route = AttentionRoute.INTERFACE
         self.batch_invariant = (
-            self._find_way() and self.device.type == "cpu"
+            self._find_route() and self.device.type == "cpu"
         )  # elsewhere matrix kernels change with the batch
-        self._careful &= self._stable.needed > 0 or self._way is Way.SDPA
+        self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, max_length)
@@ -90,7 +108,7 @@ class HFModel(BaseModel):
             arguments["logits_to_keep"] = torch.tensor(kept, device=self.device)
         self._scale_ropes(nodes.cache.max_length)
         self._call.nodes = nodes
-        if self._way is not Way.INTERFACE:
+        if self._route is not AttentionRoute.INTERFACE:
             arguments |= {"attention_mask": self._mask(nodes), "past_key_values": self._view()}
         try:
             with (
@@ -101,7 +119,7 @@ class HFModel(BaseModel):
                 out = self.model(
                     input_ids=nodes.tokens,
                     position_ids=nodes.positions,
-                    use_cache=self._way is not Way.INTERFACE,
+                    use_cache=self._route is not AttentionRoute.INTERFACE,
                     **arguments,
                 )
         finally:
@@ -121,12 +139,12 @@ class HFModel(BaseModel):
         return HFLayerSubset(self, layers)
 
     def _view(self) -> CacheView:
-        return CacheView(self._call, gathered=self._way is Way.MASK)
+        return CacheView(self._call, gathered=self._route is AttentionRoute.MASK)
 
     def _mask(self, nodes: Nodes) -> Tensor:
         """[batch, 1, node, slot], as models add it to their scores; a stand-in where we attend."""
         dtype = self._stand_in.dtype
-        if self._way is not Way.MASK:
+        if self._route is not AttentionRoute.MASK:
             return self._stand_in
         return torch.zeros(nodes.mask(None).shape, dtype=dtype, device=self.device).masked_fill_(
             ~nodes.mask(None), torch.finfo(dtype).min
@@ -138,7 +156,9 @@ class HFModel(BaseModel):
         """In place of torch's attention when the model calls it itself, right after it wrote its keys."""
         if attn_mask is not self._stand_in:
             raise RuntimeError("the model brings a mask of its own")
-        return self._call.attend(self._call.layer, query, options.get("scale")).transpose(1, 2)
+        return self._call.attend(self._call.layer, query, Scoring(scaling_of(query, options.get("scale")))).transpose(
+            1, 2
+        )
 
     def _scale_ropes(self, length: int) -> None:
         """Rotary scales that depend on the longest position of a forward would make a row depend on its neighbours, and
@@ -160,8 +180,8 @@ class HFModel(BaseModel):
             rope.rope_type = "fixed"  # pyright: ignore[reportArgumentType]
         self._long = long
 
-    def _find_way(self) -> bool:
-        """Settle on the first way that gives the logits of the model's own attention and cache. Returns whether the rows
+    def _find_route(self) -> bool:
+        """Settle on the first route that gives the logits of the model's own attention and cache. Returns whether the rows
         are those of one node at a time, bit for bit."""
         a, b, c, _, d, _ = ids = [n % self.vocab_size for n in (1, 2, 3, 4, 5, 6)]
         try:
@@ -170,8 +190,8 @@ class HFModel(BaseModel):
         except Exception as error:
             raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
         trouble: Exception | None = None
-        for way in self._ways():
-            self._install(way)
+        for route in self._routes():
+            self._install(route)
             self._stable.needed = 0
             self._call.attended.clear()
             try:
@@ -188,30 +208,29 @@ class HFModel(BaseModel):
                 f"{type(self.model).__name__} does not run with outrider's cache and attention ({trouble}); models with "
                 "plain causal attention over keys and values do, for that is all that can be committed node by node"
             ) from trouble
-        if self._way is Way.INTERFACE:
+        if self._route is AttentionRoute.INTERFACE:
             for config in _configs(self.model):
                 config._attn_implementation = NAME
-        return equal and self.device.type == "cpu" and self._way is not Way.MASK
+        return equal and self.device.type == "cpu" and self._route is not AttentionRoute.MASK
 
-    def _ways(self) -> Iterator[Way]:
+    def _routes(self) -> Iterator[AttentionRoute]:
         text = self.model.config.get_text_config()
-        yield Way.INTERFACE
+        yield AttentionRoute.INTERFACE
         if any(hasattr(type(m), "_attn") for m in self._attention_modules):
-            yield Way.METHOD
+            yield AttentionRoute.METHOD
         if self.device.type == "cpu":  # elsewhere `_stable` is not in use
-            yield Way.SDPA
+            yield AttentionRoute.SDPA
         if not (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
-            yield Way.MASK  # a mask of all that is committed, which knows no window
+            yield AttentionRoute.MASK  # a mask of all that is committed, which knows no window
 
-    def _install(self, way: Way) -> None:
-        self._way = way
-        names = {Way.INTERFACE: SURVEY, Way.METHOD: "eager", Way.SDPA: "sdpa", Way.MASK: "eager"}
+    def _install(self, route: AttentionRoute) -> None:
+        self._route = route
         for config in _configs(self.model):
-            config._attn_implementation = names[way]
+            config._attn_implementation = _IMPLEMENTATION[route]
         for module in self._attention_modules:
             if hasattr(type(module), "_attn"):
                 module.__dict__.pop("_attn", None)
-                if way is Way.METHOD:
+                if route is AttentionRoute.METHOD:
                     module._attn = partial(method, module)  # pyright: ignore[reportArgumentType]
 
     def _check(self, ids: list[int], own: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
+from outrider.kernels.attention import Scoring
 from outrider.kernels.cpu import Plan, attention
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
@@ -58,16 +59,7 @@ def test_a_node_has_the_bits_of_a_committed_token(seed: int) -> None:
     window, softcap = rng.choice([None, None, 1, 10, 70]), rng.choice([None, None, 5.0])
     sinks = rng.choice([None, torch.randn(kv_heads * group)])
     scaling = dim**-0.5
-    out = attention(
-        Plan(rows, lengths, nodes, parents),
-        q,
-        keys,
-        values,
-        scaling=scaling,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    out = attention(Plan(rows, lengths, nodes, parents), q, keys, values, Scoring(scaling, window, softcap, sinks))
     for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         for n in range(nodes):
             above = list(range(-1, nodes - 1)) if parents is None else parents[b].tolist()
@@ -86,10 +78,7 @@ def test_a_node_has_the_bits_of_a_committed_token(seed: int) -> None:
                 q[b : b + 1, n : n + 1],
                 k[None].contiguous(),
                 v[None].contiguous(),
-                scaling=scaling,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
+                Scoring(scaling, window, softcap, sinks),
             )
             assert torch.equal(one[0, 0], out[b, n])
 
@@ -98,11 +87,11 @@ def test_a_plan_goes_on_from_nodes_in_the_scratch() -> None:
     torch.manual_seed(0)
     parents = torch.tensor([[-1, 0, -2, 1, 1, 3, 0], [-1, -2, 0, 2, -2, -2, 2]])
     k, v, q = torch.randn(3, 2, 60, 8), torch.randn(3, 2, 60, 8), torch.randn(2, 7, 4, 8)
-    whole = attention(Plan([2, 0], [40, 5], 7, parents), q, k, v, scaling=0.3)
+    whole = attention(Plan([2, 0], [40, 5], 7, parents), q, k, v, Scoring(0.3))
     for held in range(1, 7):
         for end in range(held + 1, 8):
             plan = Plan([2, 0], [40, 5], end - held, parents[:, :end], held)
-            assert torch.equal(attention(plan, q[:, held:end], k, v, scaling=0.3), whole[:, held:end])
+            assert torch.equal(attention(plan, q[:, held:end], k, v, Scoring(0.3)), whole[:, held:end])
     with pytest.raises(ValueError, match="give the parents of all 3"):
         Plan([0], [0], 1, None, 2)
 
@@ -114,9 +103,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     before, out = native.isa(), []
     for isa in ("portable", "avx2", "avx512"):
         if native.use_isa(isa):
-            out.append(
-                attention(plan, q, k, v, scaling=0.3, window=40, softcap=9.0, sinks=torch.randn(6).sort()[0] * 0)
-            )
+            out.append(attention(plan, q, k, v, Scoring(0.3, 40, 9.0, torch.randn(6).sort()[0] * 0)))
     native.use_isa(before)
     assert all(torch.equal(out[0], o) for o in out)
 
@@ -126,9 +113,9 @@ def test_a_long_context_and_any_chunking_of_a_prompt() -> None:
     length = 32_768
     k, v = torch.randn(1, 1, length, 16), torch.randn(1, 1, length, 16)
     q = torch.randn(1, 40, 2, 16)
-    whole = attention(Plan([0], [length - 40], 40), q, k, v, scaling=0.25)
+    whole = attention(Plan([0], [length - 40], 40), q, k, v, Scoring(0.25))
     for first, last in ((0, 1), (1, 4), (4, 30), (30, 40)):
-        part = attention(Plan([0], [length - 40 + first], last - first), q[:, first:last], k, v, scaling=0.25)
+        part = attention(Plan([0], [length - 40 + first], last - first), q[:, first:last], k, v, Scoring(0.25))
         assert torch.equal(part, whole[:, first:last])
     assert (whole[0, 39] - reference(q[0, 39], k[0], v[0], 0.25, None, None, None)).abs().max() < 1e-5
 
@@ -136,7 +123,7 @@ def test_a_long_context_and_any_chunking_of_a_prompt() -> None:
 def test_large_scores_do_not_overflow() -> None:
     q, k, v = torch.full((1, 1, 1, 8), 50.0), torch.full((1, 1, 70, 8), 50.0), torch.randn(1, 1, 70, 8)
     k[:, :, 10] = -50
-    out = attention(Plan([0], [69], 1), q, k, v, scaling=1.0)
+    out = attention(Plan([0], [69], 1), q, k, v, Scoring(1.0))
     keep = [i for i in range(70) if i != 10]
     assert (out[0, 0, 0] - v[0, 0, keep].mean(0)).abs().max() < 1e-5
 
@@ -147,9 +134,9 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="int64"):
         Plan([0], [0], 2, torch.tensor([[-1, 0]], dtype=torch.int32))
     k = torch.randn(1, 2, 10, 8)
-    with pytest.raises(ValueError, match="slots"):
-        attention(Plan([0], [9], 2), torch.randn(1, 2, 4, 8), k, k, scaling=1.0)
-    with pytest.raises(ValueError, match="row"):
-        attention(Plan([3], [2], 2), torch.randn(1, 2, 4, 8), k, k, scaling=1.0)
+    with pytest.raises(ValueError, match="cells up to 11 of 10"):
+        attention(Plan([0], [9], 2), torch.randn(1, 2, 4, 8), k, k, Scoring(1.0))
+    with pytest.raises(ValueError, match="slot 3 of 1"):
+        attention(Plan([3], [2], 2), torch.randn(1, 2, 4, 8), k, k, Scoring(1.0))
     with pytest.raises(ValueError, match="float32"):
-        attention(Plan([0], [2], 2), torch.randn(1, 2, 4, 8).double(), k, k, scaling=1.0)
+        attention(Plan([0], [2], 2), torch.randn(1, 2, 4, 8).double(), k, k, Scoring(1.0))

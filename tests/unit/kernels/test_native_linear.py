@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import load
-from outrider.models.hf import linear
 from outrider.models.hf.linear import PackedLinear, pack_linears_
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
@@ -215,7 +214,7 @@ def test_several_matrices_side_by_side() -> None:
 @pytest.mark.parametrize("fallback", [False, True])
 def test_pack_linears_replaces_every_linear(fallback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if fallback:
-        monkeypatch.setattr(linear.native, "available", lambda: False)
+        monkeypatch.setattr(native, "available", lambda: False)
     conv = Conv1D(24, 40)
     nn.init.normal_(conv.bias)
     model = nn.Sequential(nn.Linear(32, 40), nn.Sequential(nn.ReLU(), conv), nn.Linear(24, 9, bias=False)).eval()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.core.tree import tree
 from outrider.kernels import cpu as native
+from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, attend_masked, attend_native, attend_reference, write
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
@@ -69,7 +70,7 @@ def test_forms_agree_on_trees(form, options: dict, rows: list[int]) -> None:
     query, key, value = states(len(rows), parents.shape[1])
     nodes = batch(filled(lengths), rows, parents.shape[1], parents)
     write(nodes, 0, key, value)
-    expected, got = (f(nodes, 0, query, 0.3, **options) for f in (attend_reference, form))
+    expected, got = (f(nodes, 0, query, Scoring(0.3, **options)) for f in (attend_reference, form))
     real = parents >= -1
     torch.testing.assert_close(got[real], expected[real], atol=2e-6, rtol=1e-5)
 
@@ -80,7 +81,7 @@ def test_forms_agree_on_chains(form, options: dict) -> None:
     query, key, value = states(2, 33)
     nodes = batch(filled([0, 40]), [1, 0], 33, None)
     write(nodes, 0, key, value)
-    expected, got = (f(nodes, 0, query, 0.3, **options) for f in (attend_reference, form))
+    expected, got = (f(nodes, 0, query, Scoring(0.3, **options)) for f in (attend_reference, form))
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -93,7 +94,7 @@ def test_bits_of_a_node_do_not_depend_on_its_neighbours(options: dict) -> None:
     cache = filled(lengths)
     nodes = batch(cache, rows, parents.shape[1], parents)
     write(nodes, 0, key, value)
-    together = attend(nodes, 0, query, 0.3, **options)
+    together = attend(nodes, 0, query, Scoring(0.3, **options))
     keys, values = cache.layers[0]
     for b, row in enumerate(rows):
         for n in range(int((parents[b] >= -1).sum())):
@@ -106,7 +107,7 @@ def test_bits_of_a_node_do_not_depend_on_its_neighbours(options: dict) -> None:
             alone.layers[0][0][4, :, : length + 1] = keys[row, :, slots]
             alone.layers[0][1][4, :, : length + 1] = values[row, :, slots]
             one = batch(alone, [4], 1, None)
-            got = attend(one, 0, query[b : b + 1, :, n : n + 1], 0.3, **options)
+            got = attend(one, 0, query[b : b + 1, :, n : n + 1], Scoring(0.3, **options))
             assert torch.equal(got[0, 0], together[b, n]), (b, n)
 
 
@@ -119,10 +120,10 @@ def test_a_window_counts_positions_not_slots() -> None:
     write(nodes, 0, key, value)
     assert nodes.mask(3)[0, 0, 4].nonzero().flatten().tolist() == [4, 7, 8]
     assert nodes.mask(5)[0, 0, 4].nonzero().flatten().tolist() == [2, 3, 4, 7, 8]
-    before = attend(nodes, 0, query, 0.3, window=3)
+    before = attend(nodes, 0, query, Scoring(0.3, window=3))
     for slot in (3, 5, 6):  # beyond the window, and the siblings
         cache.layers[0][0][0, :, slot] = 50.0
-    assert torch.equal(attend(nodes, 0, query, 0.3, window=3)[0, 4], before[0, 4])
+    assert torch.equal(attend(nodes, 0, query, Scoring(0.3, window=3))[0, 4], before[0, 4])
 
 
 def test_positions_and_last_nodes() -> None:
@@ -146,14 +147,14 @@ def test_a_tree_may_come_in_pieces(form, options: dict) -> None:
     query, key, value = states(3, parents.shape[1])
     nodes = batch(filled(lengths), rows, parents.shape[1], parents)
     write(nodes, 0, key, value)
-    whole = form(nodes, 0, query, 0.3, **options)
+    whole = form(nodes, 0, query, Scoring(0.3, **options))
     cache, pieces, done = filled(lengths), [], 0
     for upto in (1, 5, 6, parents.shape[1]):
         part = batch(cache, rows, upto - done, parents[:, :upto])
         new = slice(done, upto)
         write(part, 0, key[:, :, new], value[:, :, new])
         assert torch.equal(part.positions, nodes.positions[:, new])
-        pieces.append(form(part, 0, query[:, :, new], 0.3, **options))
+        pieces.append(form(part, 0, query[:, :, new], Scoring(0.3, **options)))
         done = upto
     real = parents >= -1
     if form is attend_masked:  # its rounding depends on the span

@@ -1,0 +1,19 @@
+"""How attention scores are made, as every attention kernel and every attention form takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """scaling: factor of query times key. window: tokens that a node attends to, itself counted; None: all.
+    softcap: scores become cap * tanh(score / cap). sinks: float [head], one more score in each softmax, without a value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
