@@ -1,5 +1,10 @@
-"""The model over HTTP, as OpenAI's clients know it. Imports the engine and everything below; imported by the command line.
+"""The HTTP server with OpenAI's API. Imports the engine and everything below; imported by the command line.
 
-settings: what an operator may choose. protocol: what a request may say. service: from requests to jobs, and from their
-updates to answers. app: the routes. guard: what stands before every route. metrics, logs: what may be watched.
+app        the routes
+guard      ASGI middleware before every route: request ids, API key, limits
+protocol   request bodies; settings: what the operator sets
+service    from an HTTP request to requests of the engine
+pending    a request in work: one response, or a stream of events
+responses  the JSON of responses; tools: tool calls in texts; errors: the JSON of errors
+metrics    Prometheus; spans: OpenTelemetry; logs: one line for each request
 """

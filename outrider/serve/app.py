@@ -1,4 +1,4 @@
-"""The routes."""
+"""The FastAPI application: the routes and their documentation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from outrider.serve import errors
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import Guard
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.pending import PendingAnswer
 from outrider.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from outrider.serve.service import Call, Service
+from outrider.serve.service import Service
 
 if TYPE_CHECKING:
     from outrider.serve.spans import Spans
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": errors.SCHEMA}}}
     for status, text in {
-        400: "The request cannot be answered, and why",
+        400: "The request is not valid; the message says why",
         401: "The API key is missing or wrong",
         404: "No such model",
         408: "The request did not arrive in time",
         413: "The request is too large",
-        429: "The queue is full; Retry-After says when to come back",
+        429: "The queue is full; Retry-After gives the seconds to wait",
         500: "The server failed on this request",
-        503: "The server is shutting down, has too many connections, or its engine has died",
+        503: "The server is stopping, has too many connections, or its engine has stopped",
     }.items()
 }
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
@@ -44,7 +45,7 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -> FastAPI:
-    """The application around a service; it closes the service when it ends."""
+    """The application of a service. It closes the service when it ends."""
     settings, llm = service.settings, service.llm
 
     @asynccontextmanager
@@ -61,10 +62,10 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
     app = FastAPI(
         title="outrider",
         version=__version__,
-        description="A language model with exact speculative decoding, asked as OpenAI's models are.",
+        description="A language model with exact speculative decoding behind OpenAI's API.",
         lifespan=lifespan,
         middleware=middleware,
-        docs_url=None,  # the page would load its scripts from elsewhere
+        docs_url=None,  # the page would load scripts from another site
         redoc_url=None,
         responses=ERRORS,
     )
@@ -73,40 +74,38 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         name = request.state.request_id
         client = body.user or (request.client.host if request.client else "")
-        writer, call, prompts = await service.complete(body, name, client)
+        pending = await service.accept(body, name, client)
         if spans is not None:
-            spans.watch(call, writer.id, settings.model_name, body, request.headers)
-        headers = {"x-outrider-guarantee": writer.guarantee.value}
+            spans.watch(pending, settings.model_name, body, request.headers)
         if body.stream:
-            return Events(call, service.stream(writer, call, body, prompts), headers)
-        whole = service.whole(writer, call, bool(body.detailed_metrics), prompts)
-        return json_response(await _unless_gone(request, whole), headers=headers)
+            return EventResponse(pending, pending.stream(body.stream_options, settings.pad_stream))
+        return json_response(await _unless_gone(request, pending.whole()), headers=pending.headers)
 
     @app.post("/v1/completions", responses=ANSWER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue prompts: a text, several, or token ids."""
+        """Continue one prompt or several, given as texts or token ids."""
         return await answer(body, request)
 
     @app.post("/v1/chat/completions", responses=ANSWER)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer messages, through the model's chat template."""
+        """Answer messages. Needs a model with a chat template."""
         return await answer(body, request)
 
     @app.get("/v1/models", responses={200: {"description": "The model", "content": OBJECT}})
     async def models() -> Response:
-        """What is served."""
+        """List the model that is served."""
         return json_response({"object": "list", "data": [_model(service)]})
 
     @app.get("/v1/models/{name:path}", responses={200: {"description": "The model", "content": OBJECT}})
     async def model(name: str) -> Response:
-        """One model."""
-        service.model(name)
+        """Describe one model."""
+        service.check_model(name)
         return json_response(_model(service))
 
     @app.post("/tokenize", responses={200: {"description": "The tokens", "content": OBJECT}})
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt or of messages."""
-        service.model(body.model)
+        service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refused("give a prompt or messages, one of them")
         tokens = await service.encode(body.prompt if body.messages is None else body.messages)
@@ -118,7 +117,7 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
     @app.post("/detokenize", responses={200: {"description": "The text", "content": OBJECT}})
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        service.model(body.model)
+        service.check_model(body.model)
         vocab = service.engine.decoder.target.vocab_size
         if wrong := [t for t in body.tokens if not 0 <= t < vocab]:
             raise Refused(f"token {wrong[0]} is outside the vocabulary of {vocab} tokens", param="tokens")
@@ -128,7 +127,7 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
 
     @app.get("/health", responses={200: {"description": "The engine runs", "content": OBJECT}})
     async def health() -> Response:
-        """Whether texts are being written; 503 when the engine has died, hangs, or has wrong tables."""
+        """Report that the engine works. 503 if it has died, hangs in a step, or is inconsistent."""
         engine, stats = service.engine, service.engine.stats
         problem = engine.problem or (None if engine.alive else "the engine has stopped")
         if problem is None and engine.stalled > settings.stall_timeout:
@@ -139,12 +138,12 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
 
     @app.get("/metrics", responses={200: {"description": "For Prometheus", "content": {"text/plain": {}}}})
     async def read_metrics() -> Response:
-        """Counters and histograms."""
+        """Counters, gauges and histograms for Prometheus."""
         return Response(metrics.page(), headers={"content-type": CONTENT_TYPE})
 
     @app.get("/version", responses={200: {"description": "The version", "content": OBJECT}})
     async def version() -> Response:
-        """Of outrider."""
+        """The version of outrider."""
         return json_response({"version": __version__})
 
     return app
@@ -164,21 +163,21 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-class Events(StreamingResponse):
-    """A stream of a call's events. However it ends, the call ends with it."""
+class EventResponse(StreamingResponse):
+    """A stream of events. When it ends, for any reason, the pending answer ends too."""
 
-    def __init__(self, call: Call, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
-        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+    def __init__(self, pending: PendingAnswer, events: AsyncIterator[bytes]) -> None:
+        headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self.call = call
+        self.pending = pending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.call:
+        with self.pending:
             await super().__call__(scope, receive, send)
 
 
 async def _unless_gone(request: Request, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """The answer; given up when the client leaves first."""
+    """Wait for the answer. Cancel it and raise Refused if the client leaves first."""
     found: dict[str, Any] | Refused = Refused("the client has left", 499)
     async with anyio.create_task_group() as tasks:
 

@@ -30,7 +30,7 @@ SCHEMA = {
 
 
 class Refused(Exception):
-    """A request that gets an error for an answer. The message is shown to the client."""
+    """The response is an error. The client sees the message. retry: seconds for `Retry-After`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Refused(Exception):
 
 
 def dumps(value: Any) -> bytes:
-    """JSON in UTF-8. A character that UTF-8 does not have becomes a question mark."""
+    """JSON in UTF-8. Half of a surrogate pair becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
@@ -66,7 +66,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of the framework the same shape."""
+    """Give every error of the framework the shape of OpenAI's errors."""
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refused)
@@ -75,8 +75,8 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
         what = {
-            404: f"there is no {request.url.path} here",
-            405: f"{request.url.path} is not asked by {request.method}",
+            404: f"this server has no {request.url.path}",
+            405: f"{request.url.path} does not take {request.method}",
         }
         answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response()
         answer.headers.update(error.headers or {})

@@ -1,4 +1,4 @@
-"""What stands before every route: a name for each request, the key, and limits on what may come in at once."""
+"""ASGI middleware before every route: a request id, the API key, and limits on what comes in."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 
-OPEN = ("/health",)  # asked by machines that hold no key
+OPEN = ("/health",)  # load balancers have no key
 
 
 class Guard:
-    """ASGI middleware. Reads the whole body before the route sees the request, so a half-sent one costs a connection and
-    nothing else. Whatever a route raises becomes an answer without a trace; the trace goes to the log."""
+    """Reads the whole body before the route sees the request, so an incomplete request only costs a connection.
+
+    An exception in a route becomes an error response without a traceback. The traceback goes to the log.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
@@ -74,7 +76,7 @@ class Guard:
             log.info("%s %s %s %s %.0f ms", name, scope["method"], scope["path"], status or "gone", took)
 
     def _check_key(self, headers: Headers) -> None:
-        """Compares digests: the time it takes tells neither length nor content of the key."""
+        """Raise Refused for a wrong key. Compares digests, so the time shows neither length nor content of the key."""
         if self.settings.api_key is None:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -108,11 +110,11 @@ class Guard:
 
 
 class _Gone(Exception):
-    """The client left before its request was complete, or does not read its answer."""
+    """The client left before its request was complete, or it does not read the response."""
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body once, then whatever comes: the client leaving."""
+    """Receives the body once, then the real messages, such as the disconnect."""
     sent = False
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""One line per request, to standard error or a file. A log that cannot be written never stops a request."""
+"""One line for each request, to standard error or a file. A log that cannot be written never stops a request."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 log = logging.getLogger("outrider.serve")
 
 
-class Lines(logging.StreamHandler):
-    """Writes lines to a file or to standard error. A full disk costs lines, which are counted, and nothing else."""
+class LogHandler(logging.StreamHandler):
+    """Writes lines to a file or to standard error. A full disk only loses lines, and `failed` counts them."""
 
     def __init__(self, file: Path | None, failed: Callable[[], None]) -> None:
         super().__init__(sys.stderr if file is None else file.open("a", encoding="utf-8", errors="replace"))
@@ -22,9 +22,9 @@ class Lines(logging.StreamHandler):
         self._failed()
 
 
-def start(file: Path | None, failed: Callable[[], None]) -> Lines:
-    """Send what outrider logs there. failed: called for every line that could not be written."""
-    handler = Lines(file, failed)
+def start(file: Path | None, failed: Callable[[], None]) -> LogHandler:
+    """Write outrider's log to a file; None is standard error. failed: called for each lost line."""
+    handler = LogHandler(file, failed)
     top = logging.getLogger("outrider")
     top.addHandler(handler)
     top.setLevel(logging.INFO)

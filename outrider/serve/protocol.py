@@ -1,7 +1,7 @@
-"""What a request may say. Names and meanings are OpenAI's, vLLM's where OpenAI has none, and a few of our own.
+"""Request bodies. Names and meanings are OpenAI's, else vLLM's, and a few of our own.
 
-A field that nobody knows is ignored, as other servers do, unless it looks like a misspelling of one that counts: that is
-refused. Numbers are numbers: "0.7" is not a temperature.
+An unknown field is ignored, as other servers do. A field that looks like a misspelling of a known one is refused.
+A number is a JSON number: "0.7" is not a temperature.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from outrider.serve.settings import Settings
 Ids = list[int]
 
 
-class Body(BaseModel):
-    """What is sent: text that UTF-8 can hold, not nested without end."""
+class RequestBody(BaseModel):
+    """A JSON body: valid UTF-8, and not nested too deeply."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -30,16 +30,16 @@ class Body(BaseModel):
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("the request holds half of a surrogate pair, which is no character") from None
+            raise ValueError("the request has half of a surrogate pair, which is not a character") from None
         except TypeError:
-            raise ValueError("the body is no JSON, or its content-type does not say so") from None
+            raise ValueError("the body is not JSON, or its content-type is not application/json") from None
         except RecursionError:
             raise ValueError("the request is nested too deeply") from None
         return data
 
 
 class StreamOptions(BaseModel):
-    """include_usage: one more event, with the usage. continuous_usage_stats: tokens and guesses in every event (`so_far`)."""
+    """include_usage: one more event, with the usage. continuous_usage_stats: `so_far` in every event, with counts."""
 
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
@@ -47,6 +47,8 @@ class StreamOptions(BaseModel):
 
 
 class JsonSchema(BaseModel):
+    """The `json_schema` of a response format."""
+
     model_config = ConfigDict(strict=True, protected_namespaces=())
     name: str | None = None
     description: str | None = None
@@ -55,13 +57,15 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
     model_config = ConfigDict(strict=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(BaseModel):
-    """One of them."""
+    """vLLM's `structured_outputs`: exactly one of the fields."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -71,15 +75,15 @@ class StructuredOutputs(BaseModel):
 
 
 class Prediction(BaseModel):
-    """The text that most of the answer will repeat."""
+    """A text that most of the answer is expected to repeat."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["content"]
     content: str | list[dict[str, Any]]
 
 
-class Common(Body):
-    """The fields of both kinds of completion."""
+class CommonRequest(RequestBody):
+    """The fields of text completions and chat completions."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -112,8 +116,10 @@ class Common(Body):
         None, description="also disable_speculative_decoding, or speculative: false"
     )
     num_speculative_tokens: int | None = Field(None, ge=0, description="also num_draft_tokens")
-    method: str | None = Field(None, description="whose guesses: none, ngram, suffix, prediction, or the server's own")
-    timeout: float | None = Field(None, gt=0, description="seconds; then the answer ends with what it has")
+    method: str | None = Field(
+        None, description="the drafting method: none, ngram, suffix, prediction, or the server's own"
+    )
+    timeout: float | None = Field(None, gt=0, description="seconds; then the text ends where it is")
     detailed_metrics: bool | None = Field(None, description="also the counts of each step")
     return_token_ids: bool | None = Field(None, description="the token ids of prompt and output, too")
     best_of: int | None = Field(None, ge=1, description="only the value of n is accepted")
@@ -159,12 +165,12 @@ class Common(Body):
         return data
 
     @property
-    def guesses(self) -> int | None:
-        """Guesses per step that were asked for; None leaves it to the server."""
+    def depth(self) -> int | None:
+        """Draft tokens per step; None leaves it to the server."""
         return 0 if self.disable_spec_decode else self.num_speculative_tokens
 
     def params(self, max_tokens: int | None, logprobs: int | None, settings: Settings) -> SamplingParams:
-        """The sampling parameters. Raises ValueError for what they refuse, and for what passes a limit."""
+        """The sampling parameters. Raises ValueError for invalid values, and for more than a limit of the server."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         _at_most(len(stops), settings.max_stops, "stop strings")
         _at_most(max(map(len, stops), default=0), settings.max_stop_length, "characters in a stop string")
@@ -208,13 +214,13 @@ class Common(Body):
         return text_of(self.prediction.content, "prediction.content")
 
 
-# what other clients send and what has no meaning here: no reason to suspect a misspelling
+# Fields that clients send and that have no meaning here. They are not misspellings.
 HARMLESS = {"metadata", "store", "service_tier", "modalities", "reasoning_effort", "verbosity"}
 HARMLESS |= {"max_tokens", "max_completion_tokens", "prompt", "messages", "logprobs", "top_logprobs", "suffix"}
 HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_penalty", "functions"}
 
 
-class CompletionRequest(Common):
+class CompletionRequest(CommonRequest):
     """POST /v1/completions"""
 
     prompt: str | list[str] | Ids | list[Ids]
@@ -246,13 +252,13 @@ class CompletionRequest(Common):
 
     @property
     def prompts(self) -> list[Any]:
-        """Each a text or a list of token ids."""
+        """Each a text or {"prompt_token_ids": [...]}."""
         given = self.prompt
         many: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
         return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in many]
 
 
-class ChatRequest(Common):
+class ChatRequest(CommonRequest):
     """POST /v1/chat/completions"""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -266,8 +272,13 @@ class ChatRequest(Common):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to report for each token; None for no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
     def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages with every content as one string, as chat templates expect it."""
+        """The messages, each content as one string: chat templates need that. Raises ValueError for other content."""
         out = []
         for number, message in enumerate(self.messages):
             if not isinstance(message.get("role"), str):
@@ -279,7 +290,7 @@ class ChatRequest(Common):
         return out
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """POST /tokenize: a prompt, or messages."""
 
     model: str | None = None
@@ -289,7 +300,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """POST /detokenize"""
 
     model: str | None = None
@@ -297,7 +308,7 @@ class DetokenizeRequest(Body):
 
 
 def text_of(content: Any, where: str) -> str:
-    """A string, or a list of text parts put together. Raises ValueError for anything else."""
+    """A string, or the joined texts of a list of text parts. Raises ValueError for anything else."""
     text = content_text(content)
     if text is None:
         raise ValueError(

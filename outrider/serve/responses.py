@@ -1,4 +1,4 @@
-"""From what the engine tells to what OpenAI's clients read: choices, chunks, log-probabilities, usage, metrics."""
+"""The shapes that OpenAI's clients read: choices, chunks, log-probabilities, usage, metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from outrider._version import __version__
 from outrider.core.types import Guarantee
 from outrider.engine import Result, Update
-from outrider.serve.tools import Call, Reader
+from outrider.serve.tools import ToolCall, ToolCallReader
 
 _LEAST = -9999.0  # JSON has no minus infinity
 
@@ -17,12 +17,14 @@ _LEAST = -9999.0  # JSON has no minus infinity
 @dataclass(frozen=True)
 class Shown:
     """What an answer shows besides its text. logprobs, prompt_logprobs: how many alternatives, None for no
-    log-probabilities. echo: the prompt before the text. token_ids: those of prompt and output."""
+    log-probabilities. echo: the prompt before the text. token_ids: of prompt and output.
+    details: counts of each step."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
     token_ids: bool = False
+    details: bool = False
 
     @property
     def of_prompt(self) -> int | None:
@@ -32,8 +34,11 @@ class Shown:
         return max(asked, default=None)
 
 
-class Writer:
-    """The shapes of one answer. chat: chat completion or text completion. prompts: token ids, one list a choice."""
+class ResponseWriter:
+    """Writes one response, whole or in chunks.
+
+    chat: a chat completion, else a text completion. prompts: token ids [choice]. n: choices of each prompt.
+    """
 
     def __init__(
         self,
@@ -45,10 +50,11 @@ class Writer:
         decode: Callable[[Sequence[int]], str],
         shown: Shown,
         prompts: Sequence[list[int]],
-        reader: Callable[[], Reader] | None = None,
+        n: int = 1,
+        reader: Callable[[], ToolCallReader] | None = None,
     ) -> None:
         """decode: token ids -> text. reader: makes a reader of tool calls, where tools were offered."""
-        self.reader, self._shown, self._prompts = reader, shown, prompts
+        self.reader, self._shown, self._prompts, self._n = reader, shown, prompts, n
         self.chat, self.guarantee, self._decode = chat, guarantee, decode
         self.echoes = [decode(prompt) if shown.echo else "" for prompt in prompts]
         self._head = {"id": name, "object": "", "created": created, "model": model}
@@ -68,8 +74,8 @@ class Writer:
         """The first chunk of a choice has to wait for the log-probabilities of its prompt."""
         return self._shown.echo and self._shown.logprobs is not None
 
-    def whole(self, results: Sequence[Result], detailed: bool, prompts: int) -> dict[str, Any]:
-        """The answer in one piece. prompts: how many there were."""
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The response in one piece."""
         choices = []
         for index, (result, echo) in enumerate(zip(results, self.echoes, strict=True)):
             out, known = result.output, result.prompt_logprobs or []
@@ -99,7 +105,7 @@ class Writer:
         body = {**self._head, "object": kind, "choices": choices, "guarantee": self.guarantee.value}
         if self.chat and self._shown.token_ids:
             body["prompt_token_ids"] = self._prompts[0]
-        return {**body, "usage": usage(results, prompts), "metrics": metrics(results, detailed)}
+        return {**body, **self._counts(results)}
 
     def opening(self, index: int, known: Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
         """The first chunk of a choice, if it needs one: the role, the echo, the ids of the prompt. known: the
@@ -120,21 +126,23 @@ class Writer:
         ids = {"token_ids": tokens} if self._shown.token_ids else {}
         return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None, **ids}])
 
-    def call(self, index: int, number: int, call: Call) -> dict[str, Any]:
-        """A chunk that carries a choice's call of a tool, whole. number: of the call in its choice, from 0."""
+    def call(self, index: int, number: int, call: ToolCall) -> dict[str, Any]:
+        """A chunk with one whole tool call. number: of the call in its choice, from 0."""
         delta = {"tool_calls": [{"index": number, **call.shape}]}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def closing(self, index: int, result: Result, called: bool = False) -> dict[str, Any]:
-        """The last chunk of a choice. called: were tools called in it?"""
+        """The last chunk of a choice. called: the choice has tool calls."""
         content: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
         chunk = self._chunk([{"index": index, **content, "logprobs": None, **self._end(result, called)}])
         return {**chunk, "guarantee": self.guarantee.value}
 
-    def totals(self, results: Sequence[Result], detailed: bool, prompts: int) -> dict[str, Any]:
+    def totals(self, results: Sequence[Result]) -> dict[str, Any]:
         """The chunk after all choices that carries usage and metrics."""
-        told = {"guarantee": self.guarantee.value, "metrics": metrics(results, detailed)}
-        return {**self._chunk([]), "usage": usage(results, prompts), **told}
+        return {**self._chunk([]), "guarantee": self.guarantee.value, **self._counts(results)}
+
+    def _counts(self, results: Sequence[Result]) -> dict[str, Any]:
+        return {"usage": usage(results, self._n), "metrics": metrics(results, self._shown.details)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
@@ -200,28 +208,29 @@ class Writer:
         return out
 
 
-def usage(results: Sequence[Result], prompts: int) -> dict[str, Any]:
-    """Each prompt counts once, however many texts continue it. Guesses are no tokens of the completion, unless they come
-    from the request's own prediction: OpenAI counts the rejected ones, too."""
-    each = max(1, len(results) // max(prompts, 1))
-    firsts = results[::each]
+def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
+    """OpenAI's token counts. A prompt counts once for its `n` texts.
+
+    Draft tokens do not count, with one exception: as at OpenAI, the rejected tokens of the request's own prediction do.
+    """
+    firsts = results[::n]
     asked, written = sum(r.prompt_tokens for r in firsts), sum(len(r.output.token_ids) for r in results)
-    kept = sum(r.prediction[0] for r in results if r.prediction)
-    lost = sum(r.prediction[1] for r in results if r.prediction)
+    accepted = sum(r.prediction[0] for r in results if r.prediction)
+    rejected = sum(r.prediction[1] for r in results if r.prediction)
     return {
         "prompt_tokens": asked,
-        "completion_tokens": written + lost,
-        "total_tokens": asked + written + lost,
+        "completion_tokens": written + rejected,
+        "total_tokens": asked + written + rejected,
         "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in firsts)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
-            "accepted_prediction_tokens": kept,
-            "rejected_prediction_tokens": lost,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
         },
     }
 
 
-def metrics(results: Sequence[Result], detailed: bool) -> dict[str, Any]:
+def metrics(results: Sequence[Result], details: bool) -> dict[str, Any]:
     """The times of an answer, in milliseconds under vLLM's names and in seconds under ours, and vLLM's
     `speculative_decoding`. What vLLM counts for one text only is null for several."""
     first = [r.first for r in results if r.first is not None]
@@ -231,7 +240,7 @@ def metrics(results: Sequence[Result], detailed: bool) -> dict[str, Any]:
         "e2e_latency": max(r.total for r in results),
         "preemptions": sum(r.preemptions for r in results),
         **(_timing(results[0]) if len(results) == 1 else dict.fromkeys(_TIMING)),
-        "speculative_decoding": _speculative(results[0], detailed) if len(results) == 1 else None,
+        "speculative_decoding": _speculative(results[0], details) if len(results) == 1 else None,
     }
 
 
@@ -252,11 +261,11 @@ def _timing(result: Result) -> dict[str, float | None]:
     }
 
 
-def _speculative(result: Result, detailed: bool) -> dict[str, Any] | None:
+def _speculative(result: Result, details: bool) -> dict[str, Any] | None:
     if result.speculative is None:
         return None
     counts = asdict(result.speculative)
-    if not detailed:
+    if not details:
         del counts["per_step_accepted"], counts["per_step_drafted"]
     return counts
 

@@ -1,4 +1,4 @@
-"""What an operator may choose about a server, and the limits that keep it up."""
+"""The settings of a server, and the limits that protect it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from dataclasses import dataclass
 class Settings:
     """Sizes in bytes, times in seconds.
 
-    api_key: what clients must send as `Authorization: Bearer ...`, None for no check. request_timeout: how long a request
-    may take, waiting included. shutdown_timeout: how long requests may go on after SIGTERM. body_timeout: how long a client
-    may take to send its request. pad_stream: seconds between the events of a stream, one token each; None sends tokens as
-    they come. log_prompts: write prompts to the log. cors: origins whose pages may ask, none by default. tool_call_parser: how
-    the model writes calls of tools, see `outrider.serve.tools.PARSERS`.
+    api_key: what clients must send as `Authorization: Bearer ...`; None for no check.
+    request_timeout: for a request, its time in the queue included. shutdown_timeout: for requests after SIGTERM.
+    body_timeout: for a client to send its request. send_timeout: for a client to receive a part of the response.
+    stall_timeout: for one step of the engine; after it `/health` reports that the engine hangs.
+    pad_stream: between the events of a stream, one token each; None sends tokens as they come.
+    log_prompts: write prompts to the log. cors: origins that may call the server from a browser; none by default.
+    tool_call_parser: how the model writes tool calls, one of `outrider.serve.tools.PARSERS`.
+    max_connections: requests of every kind at once. max_choices: prompts times n of one request.
+    max_stop_length: characters. max_logprobs: of one token, for prompt and output. max_bias: entries of logit_bias,
+    bad_words, allowed_token_ids and stop_token_ids. max_speculative_tokens: that a request may ask for.
     """
 
     model_name: str = "model"
@@ -26,13 +31,13 @@ class Settings:
     log_prompts: bool = False
     cors: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
-    stall_timeout: float = 120.0  # for one step of the engine; then /health says that it hangs
-    send_timeout: float = 60.0  # for a client to take what it is sent
+    stall_timeout: float = 120.0
+    send_timeout: float = 60.0
     max_body: int = 4 << 20
-    max_connections: int = 256  # requests in work or waiting, of every kind
-    max_choices: int = 16  # prompts times n of one request
+    max_connections: int = 256
+    max_choices: int = 16
     max_stops: int = 16
-    max_stop_length: int = 256  # characters
+    max_stop_length: int = 256
     max_logprobs: int = 20
-    max_bias: int = 1024  # entries of logit_bias, bad_words, allowed_token_ids and stop_token_ids
-    max_speculative_tokens: int = 16  # that a request may ask for
+    max_bias: int = 1024
+    max_speculative_tokens: int = 16

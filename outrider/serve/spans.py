@@ -1,8 +1,8 @@
-"""OpenTelemetry: one span for every request that was queued, sent to a collector. The packages are an extra, `otel`.
+"""OpenTelemetry: one span for each request that was queued, sent to a collector. Needs the extra `otel`.
 
-Names are those of the semantic conventions for generative AI (gen-ai-spans.md of open-telemetry/semantic-conventions-genai,
-status: development), and `outrider.*` where they have none. No text, no token, no stop string is sent. The span of a
-request that came with a `traceparent` header is that span's child.
+Names follow the semantic conventions for generative AI (gen-ai-spans.md of open-telemetry/semantic-conventions-genai,
+status: development). Names without a convention begin with `outrider.`. No text, token or stop string is sent. A request
+with a `traceparent` header makes a child span.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from outrider._version import __version__
 
 if TYPE_CHECKING:
+    from outrider.serve.pending import PendingAnswer
     from outrider.serve.protocol import ChatRequest, CompletionRequest
-    from outrider.serve.service import Call
 
-_ASKED = {  # attribute -> field of the request; sent where the request says it
+_ASKED = {  # attribute -> field of the request, sent if the request has it
     "gen_ai.request.temperature": "temperature",
     "gen_ai.request.top_p": "top_p",
     "gen_ai.request.frequency_penalty": "frequency_penalty",
@@ -33,13 +33,13 @@ _ASKED = {  # attribute -> field of the request; sent where the request says it
 
 
 class Spans:
-    """Makes the spans of a server. exporter: where they go; OTLP over HTTP to `endpoint`, if none is given."""
+    """Makes the spans of a server. exporter: None sends OTLP over HTTP to `endpoint`."""
 
     def __init__(self, endpoint: str, exporter: SpanExporter | None = None) -> None:
-        """Raises ValueError for an endpoint that is no address."""
+        """Raises ValueError for an endpoint that is not an http(s) address."""
         if exporter is None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(
-                f"--otlp-traces-endpoint is where a collector takes OTLP over HTTP, got {endpoint!r}; for example "
+                f"--otlp-traces-endpoint is the address of a collector for OTLP over HTTP, got {endpoint!r}; for example "
                 "http://127.0.0.1:4318/v1/traces"
             )
         known = Resource({"service.name": "outrider", "service.version": __version__})
@@ -48,18 +48,18 @@ class Spans:
         self._tracer = self._provider.get_tracer("outrider", __version__)
 
     def flush(self) -> None:
-        """Send what has ended."""
+        """Send the spans that have ended."""
         self._provider.force_flush()
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans and stop."""
         self._provider.shutdown()
 
     def watch(
-        self, call: Call, name: str, model: str, body: CompletionRequest | ChatRequest, headers: Mapping[str, str]
+        self, pending: PendingAnswer, model: str, body: CompletionRequest | ChatRequest, headers: Mapping[str, str]
     ) -> None:
-        """Make the call's span when it ends. name: the answer's id. headers: the request's."""
-        began = time_ns() - int((perf_counter() - call.jobs[0].submitted) * 1e9)
+        """Make a span of a request when it ends. headers: those of the request."""
+        began = time_ns() - int((perf_counter() - pending.jobs[0].submitted) * 1e9)
         operation = "chat" if hasattr(body, "messages") else "text_completion"
         asked: dict[str, Any] = {
             "gen_ai.operation.name": operation,
@@ -77,20 +77,19 @@ class Spans:
             start_time=began,
         )
 
-        def ended(call: Call) -> None:
-            span.set_attributes(
-                {k: v for k, v in {**_request(call, body), **_answer(call, name, model)}.items() if v is not None}
-            )
-            if problem := _problem(call):
+        def ended(pending: PendingAnswer) -> None:
+            found = {**_request(pending, body), **_answer(pending, model)}
+            span.set_attributes({k: v for k, v in found.items() if v is not None})
+            if problem := _problem(pending):
                 span.set_attribute("error.type", problem)
                 span.set_status(Status(StatusCode.ERROR))
             span.end()
 
-        call.ended = ended
+        pending.on_end = ended
 
 
-def _request(call: Call, body: CompletionRequest | ChatRequest) -> dict[str, Any]:
-    params = call.jobs[0].request.params
+def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> dict[str, Any]:
+    params = pending.jobs[0].request.params
     form = body.response_format
     found: dict[str, Any] = {name: getattr(body, field) for name, field in _ASKED.items()}
     return {
@@ -104,16 +103,16 @@ def _request(call: Call, body: CompletionRequest | ChatRequest) -> dict[str, Any
     }
 
 
-def _answer(call: Call, name: str, model: str) -> dict[str, Any]:
-    results = [call.results[i] for i in sorted(call.results)]
-    prompts = {id(job.request.prompt): len(job.request.prompt) for job in call.jobs}  # one of several texts counts once
-    told = [r.speculative for r in results if r.speculative is not None]
-    steps, drafted = sum(s.num_spec_steps for s in told), sum(s.num_draft_tokens for s in told)
-    accepted = sum(s.num_accepted_draft_tokens for s in told)
+def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
+    results = [pending.results[i] for i in sorted(pending.results)]
+    prompts = {id(job.request.prompt): len(job.request.prompt) for job in pending.jobs}  # its n texts share a prompt
+    counts = [r.speculative for r in results if r.speculative is not None]
+    steps, drafted = sum(s.num_spec_steps for s in counts), sum(s.num_draft_tokens for s in counts)
+    accepted = sum(s.num_accepted_draft_tokens for s in counts)
     firsts = [r.first for r in results if r.first is not None]
-    decoder = call.engine.decoder
+    decoder = pending.engine.decoder
     return {
-        "gen_ai.response.id": name,
+        "gen_ai.response.id": pending.writer.id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [str(r.output.finish_reason) for r in results] or None,
         "gen_ai.response.time_to_first_chunk": min(firsts, default=None),
@@ -122,7 +121,7 @@ def _answer(call: Call, name: str, model: str) -> dict[str, Any]:
         "gen_ai.usage.cache_read.input_tokens": sum(r.cached_tokens for r in results),
         "outrider.guarantee": decoder.guarantee.value,
         "outrider.verifier": decoder.verifier.name,
-        "outrider.speculation.method": call.engine.method(call.jobs[0]),
+        "outrider.speculation.method": pending.engine.method(pending.jobs[0]),
         "outrider.speculation.steps": steps,
         "outrider.speculation.draft_tokens": drafted,
         "outrider.speculation.accepted_tokens": accepted,
@@ -133,12 +132,11 @@ def _answer(call: Call, name: str, model: str) -> dict[str, Any]:
     }
 
 
-def _problem(call: Call) -> str | None:
-    """What kept the call from being answered: generation_failed, aborted (late, or the server stops), cancelled (the
-    client has left)."""
-    reasons = [r.output.finish_reason for r in call.results.values()]
+def _problem(pending: PendingAnswer) -> str | None:
+    """Why there is no answer: generation_failed, aborted (deadline or shutdown), cancelled (the client left)."""
+    reasons = [r.output.finish_reason for r in pending.results.values()]
     if "error" in reasons:
         return "generation_failed"
-    if len(reasons) < len(call.jobs):
+    if len(reasons) < len(pending.jobs):
         return "cancelled"
     return "aborted" if "abort" in reasons else None

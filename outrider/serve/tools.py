@@ -1,8 +1,7 @@
-"""Calls of tools: read from the text as it grows, in the ways that families of models write them, and the grammar that makes
-sure of one.
+"""Tool calls: read from the text as it grows, in the formats of several model families; the grammar that forces one.
 
-A call is handed out whole, once its JSON is complete and names a tool that was offered. What looks like a call and is none
-(broken JSON, another name, a text that ended too soon) is handed out as text: it is what the model said.
+A call is returned whole, when its JSON is complete and its name is that of an offered tool. Text that only looks like a call
+stays text: invalid JSON, another name, a text that ended too soon.
 """
 
 from __future__ import annotations
@@ -16,10 +15,13 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Format:
-    """How a family writes calls. opening: what begins them, unless the text may be `bare` JSON. closing: what ends one; may be
-    missing at the end of a text. sign: what its chat templates hold, if not the opening. key: its word for arguments (both
-    words are read). The rest is what a forced answer is made of: `before` (`begin` JSON `end`, `between` each two) `after`."""
+class ToolFormat:
+    """How a model family writes calls.
+
+    opening: the text before calls. bare: calls may also be JSON without it. closing: the text after each call; it may be
+    missing at the end of a text. sign: what the chat template contains, if not the opening. key: the name of the arguments;
+    both names are read. A forced answer is `before`, then `begin` JSON `end` with `between` between two, then `after`.
+    """
 
     opening: str
     closing: str = ""
@@ -33,41 +35,43 @@ class Format:
     after: str = ""
 
 
-FORMATS = {  # by vLLM's names
-    "hermes": Format("<tool_call>", "</tool_call>", begin="<tool_call>\n", end="\n</tool_call>", between="\n"),
-    "llama3_json": Format(
+# by vLLM's names
+FORMATS = {
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", begin="<tool_call>\n", end="\n</tool_call>", between="\n"),
+    "llama3_json": ToolFormat(
         "<|python_tag|>", sign='"parameters": dictionary of argument', key="parameters", bare=True, between="; "
     ),
-    "mistral": Format("[TOOL_CALLS]", before="[TOOL_CALLS][", between=", ", after="]"),
+    "mistral": ToolFormat("[TOOL_CALLS]", before="[TOOL_CALLS][", between=", ", after="]"),
 }
-PLAIN = Format("", bare=True, between="\n")  # a forced call where nothing is known of the model
+PLAIN = ToolFormat("", bare=True, between="\n")  # a forced call of a model whose format is not known
 PARSERS = ("auto", "none", *FORMATS)
 
-_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")  # Mistral's newer NAME{...}
+# Mistral's newer NAME{...}
+_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _BETWEEN = re.compile(r"[\s;,]*")
 _SPACE = re.compile(r"\s*")
 
 
 def _no_number(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 _JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
-def chosen(parser: str, template: Any) -> Format | None:
-    """The format of a `--tool-call-parser`: by what the chat template holds for `auto`; None where nothing is known."""
+def chosen(parser: str, template: Any) -> ToolFormat | None:
+    """The format of a `--tool-call-parser`. `auto` looks into the chat template. None if the format is not known."""
     if parser != "auto":
         return FORMATS.get(parser)
     held = str(template or "")
-    if "<function=" in held:  # calls in XML
+    if "<function=" in held:  # calls in XML, which no format here reads
         return None
     return next((f for f in FORMATS.values() if f.opening in held or (f.sign and f.sign in held)), None)
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call. arguments: JSON. id: nine characters, which is what Mistral's templates insist on."""
+class ToolCall:
+    """One call. arguments: JSON. id: nine characters, because Mistral's templates require that."""
 
     name: str
     arguments: str
@@ -79,9 +83,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What a request says of tools. tools: schema of the arguments by name. forced: the answer must be a call; of one tool if
-    `only` is its name. many: it may be several."""
+class ToolOffer:
+    """The tools of a request.
+
+    tools: the JSON schema of the arguments, by name. forced: the answer must be a call. only: the name of the one tool that
+    may be called, or None. many: several calls are allowed.
+    """
 
     tools: Mapping[str, Any]
     forced: bool = False
@@ -92,8 +99,8 @@ class Offer:
     def names(self) -> list[str]:
         return [self.only] if self.only else list(self.tools)
 
-    def grammar(self, form: Format) -> dict[str, Any]:
-        """The structural tag, as xgrammar has it, of an answer that is calls and nothing else."""
+    def grammar(self, form: ToolFormat) -> dict[str, Any]:
+        """The structural tag, in xgrammar's form, of an answer that has only calls."""
         tags = [
             {
                 "type": "tag",
@@ -110,8 +117,8 @@ class Offer:
         return {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
 
 
-def offered(tools: Sequence[Any] | None, choice: Any, many: bool) -> Offer | None:
-    """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for; None for no calls. Raises ValueError."""
+def offered(tools: Sequence[Any] | None, choice: Any, many: bool) -> ToolOffer | None:
+    """The offer of a request's `tools`, `tool_choice` and `parallel_tool_calls`; None for no calls. Raises ValueError."""
     given: dict[str, Any] = {}
     for number, tool in enumerate(tools or ()):
         function = tool.get("function")
@@ -128,35 +135,35 @@ def offered(tools: Sequence[Any] | None, choice: Any, many: bool) -> Offer | Non
     if choice == "none" or (not given and choice in (None, "auto")):
         return None
     if choice in (None, "auto"):
-        return Offer(given, many=many)
+        return ToolOffer(given, many=many)
     if not given:
-        raise ValueError("tool_choice asks for a call, and there are no tools")
+        raise ValueError("tool_choice asks for a call, and the request has no tools")
     if choice == "required":
-        return Offer(given, True, many=many)
+        return ToolOffer(given, True, many=many)
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if name is None:
         raise ValueError('tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
     if not isinstance(name, str) or name not in given:
-        raise ValueError(f"tool_choice names {str(name)[:80]!r}, which is none of the tools")
-    return Offer(given, True, name, False)
+        raise ValueError(f"tool_choice names {str(name)[:80]!r}, which is not one of the tools")
+    return ToolOffer(given, True, name, False)
 
 
-class Reader:
-    """Parts the text of one answer into content and calls, as it comes. How it is cut into pieces changes nothing."""
+class ToolCallReader:
+    """Splits the text of one answer into content and calls. The result does not depend on how the text is cut into pieces."""
 
-    def __init__(self, form: Format, names: Sequence[str], special: Sequence[str] = ()) -> None:
-        """names: of the tools offered. special: texts of special tokens, which are no content."""
+    def __init__(self, form: ToolFormat, names: Sequence[str], special: Sequence[str] = ()) -> None:
+        """names: of the offered tools. special: texts of special tokens, which are not content."""
         self.form, self.names, self.called = form, frozenset(names), 0
         self._special = [s for s in special if s and s != form.opening]
         self._marks = [*self._special, *([form.opening] if form.opening else [])]
-        self._text = ""  # not handed out yet
-        self._inside, self._fresh = False, True  # behind an opening; nothing but space so far
+        self._text = ""  # not returned yet
+        self._inside, self._fresh = False, True  # after an opening; only space so far
 
-    def feed(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
-        """More of the text, or the last of it; what is sure of it now."""
+    def feed(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
+        """Add text. Returns the content and the calls that are certain now. last: there is no more text."""
         self._text += text
-        content, calls = "", list[Call]()
+        content, calls = "", list[ToolCall]()
         while self._text:
             if not self._inside:
                 content += self._content(last)
@@ -177,7 +184,7 @@ class Reader:
         return content, calls
 
     def _content(self, last: bool) -> str:
-        """Text up to an opening, or up to what may become one."""
+        """The content up to an opening, or up to a text that may become one."""
         text = self._text
         if self.form.bare and self._fresh:
             start = text.lstrip()
@@ -201,8 +208,8 @@ class Reader:
         self._fresh = self._fresh and not sure
         return sure
 
-    def _calls(self, last: bool) -> tuple[int, list[Call] | None] | None:
-        """(where they end, the calls or None for what is none) of the text from an opening on; None to wait for more."""
+    def _calls(self, last: bool) -> tuple[int, list[ToolCall] | None] | None:
+        """Read calls from an opening on: (where they end, the calls, or None if it is text). None waits for more text."""
         text, closing = self._text, self.form.closing
         opened = bool(self.form.opening) and text.startswith(self.form.opening)
         start = _end(_SPACE, text, len(self.form.opening)) if opened else _end(_BETWEEN, text, 0)
@@ -225,10 +232,10 @@ class Reader:
                 return None
         return end, self._valid({"name": named[1], "arguments": value} if named else value)
 
-    def _valid(self, value: Any) -> list[Call] | None:
-        """The calls that a JSON value stands for, or None."""
+    def _valid(self, value: Any) -> list[ToolCall] | None:
+        """The calls in a JSON value; None if it is not a call of an offered tool."""
         items = value if isinstance(value, list) else [value]
-        calls = list[Call]()
+        calls = list[ToolCall]()
         for item in items:
             if not isinstance(item, dict) or not isinstance(item.get("name"), str) or item["name"] not in self.names:
                 return None
@@ -244,11 +251,11 @@ class Reader:
                 written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             except ValueError:  # a number too large for a float
                 return None
-            calls.append(Call(item["name"], written, secrets.token_hex(5)[:9]))
+            calls.append(ToolCall(item["name"], written, secrets.token_hex(5)[:9]))
         return calls or None
 
     def _ended(self, text: str) -> str:
-        """A text without the space and the special tokens at its end."""
+        """The text without spaces and special tokens at its end."""
         while True:
             short = text.rstrip()
             for mark in self._special:
@@ -264,7 +271,7 @@ class Reader:
 
 
 def spelled_out(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the arguments of earlier calls as objects, which is how chat templates write them."""
+    """The messages, with the arguments of earlier calls as objects: chat templates need objects."""
 
     def loaded(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
@@ -283,7 +290,7 @@ def spelled_out(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _begun(text: str, mark: str) -> int:
-    """Characters at the end of a text that may be the beginning of a mark."""
+    """The number of characters at the end of a text that may begin a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 

@@ -348,7 +348,7 @@ def test_errors_of_http_have_the_same_shape(live: Live) -> None:
     url = live.url + "/v1/completions"
     assert error(httpx.post(url, content=b"{nonsense"))["type"] == "invalid_request_error"
     assert httpx.post(url, content=b"[" * 100_000).status_code == 400
-    assert error(httpx.get(url))["message"].startswith("/v1/completions is not asked by GET")
+    assert error(httpx.get(url))["message"].startswith("/v1/completions does not take GET")
     assert error(httpx.get(live.url + "/nowhere"))["type"] == "not_found_error"
     other = ask(live, model="gpt-5", prompt="x")
     assert (other.status_code, error(other)["code"]) == (404, "model_not_found")

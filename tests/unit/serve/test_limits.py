@@ -24,7 +24,7 @@ from outrider import LLM, SamplingParams
 from outrider.engine import Update
 from outrider.serve import logs
 from outrider.serve.app import create_app
-from outrider.serve.service import Pace
+from outrider.serve.pending import Pace
 from outrider.serve.settings import Settings
 
 PROMPT = "def quicksort(xs):\n"
@@ -367,6 +367,6 @@ def test_a_padded_stream_sends_one_token_an_event_on_an_even_clock(llm: LLM) -> 
     assert "".join(texts) == expected
     pace = Pace(1.0)
     several = Update("abc", [1, 2, 3], ["a", "b", "c"], [{1: -0.5}, {2: -0.1}, {3: -0.2}])
-    assert [(t, u.token_ids, u.logprobs) for t, u in pace.cut(several) if u] == [
+    assert [(u.text, u.token_ids, u.logprobs) for u in pace.cut(several)] == [
         ("a", [1], [{1: -0.5}]), ("b", [2], [{2: -0.1}]), ("c", [3], [{3: -0.2}])
     ]  # fmt: skip

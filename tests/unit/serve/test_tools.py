@@ -14,7 +14,7 @@ from hypothesis import settings as quick
 from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
-from outrider.serve.tools import FORMATS, PLAIN, Offer, Reader, chosen, offered, spelled_out
+from outrider.serve.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered, spelled_out
 
 LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [
@@ -58,7 +58,7 @@ TEXTS = [
 
 
 def read(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, dict]]]:
-    reader = Reader(FORMATS[name], ["look", "stop"], ["</s>"] if name == "mistral" else [])
+    reader = ToolCallReader(FORMATS[name], ["look", "stop"], ["</s>"] if name == "mistral" else [])
     content, calls = "", []
     for n, piece in enumerate([*pieces, ""]):
         more, new = reader.feed(piece, n == len(pieces))
@@ -115,9 +115,9 @@ def test_the_parser_is_chosen_by_the_template() -> None:
 
 def test_what_a_request_says_of_tools() -> None:
     named = {"type": "function", "function": {"name": "stop"}}
-    assert offered(TOOLS, None, True) == offered(TOOLS, "auto", True) == Offer({"look": LOOK, "stop": ANY})
+    assert offered(TOOLS, None, True) == offered(TOOLS, "auto", True) == ToolOffer({"look": LOOK, "stop": ANY})
     assert offered(TOOLS, "none", True) is None is offered(None, None, True)
-    assert offered(TOOLS, "required", False) == Offer({"look": LOOK, "stop": ANY}, True, None, False)
+    assert offered(TOOLS, "required", False) == ToolOffer({"look": LOOK, "stop": ANY}, True, None, False)
     asked = offered(TOOLS, named, True)
     assert asked is not None
     assert asked.names == ["stop"]
@@ -251,12 +251,14 @@ def test_what_cannot_be_asked_of_tools_is_refused(live: Live, more: dict, param:
 
 def test_a_forced_answer_is_read_by_the_reader_of_its_format() -> None:
     for form in (*FORMATS.values(), PLAIN):
-        tag = Offer({"look": LOOK}, True).grammar(form)["format"]["elements"]
+        tag = ToolOffer({"look": LOOK}, True).grammar(form)["format"]["elements"]
         [calls] = [e for e in tag if e["type"] == "tags_with_separator"]
         [one] = calls["tags"]
         written = one["begin"] + '{"x": 1}' + one["end"]
         before, after = ("".join(e["value"] for e in part if "value" in e) for part in (tag[:1], tag[-1:]))
-        content, found = Reader(form, ["look"]).feed(before + written + calls["separator"] + written + after, True)
+        content, found = ToolCallReader(form, ["look"]).feed(
+            before + written + calls["separator"] + written + after, True
+        )
         assert (content, [c.name for c in found]) == ("", ["look", "look"])
 
 

@@ -1,0 +1,208 @@
+"""A request that the engine works on, and the response that comes of it: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+from outrider.decode import Request
+from outrider.engine import Engine, EngineStopped, Job, QueueFull, Result, Update
+from outrider.serve.errors import Refused, dumps
+from outrider.serve.protocol import StreamOptions
+from outrider.serve.responses import ResponseWriter
+from outrider.serve.tools import ToolCallReader
+
+
+class PendingAnswer:
+    """The texts of one HTTP request, from the queue to the response.
+
+    Use it in a `with` block and read it once, with `whole` or `stream`. Leaving the block early cancels the texts.
+    on_end: called once when the block is left.
+    """
+
+    def __init__(self, engine: Engine, writer: ResponseWriter) -> None:
+        self.engine, self.writer = engine, writer
+        self.jobs, self.results = list[Job](), dict[int, Result]()
+        self.on_end: Callable[[PendingAnswer], None] | None = None
+        self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
+
+    def submit(
+        self, requests: Sequence[Request], client: str, method: str | None, depth: int | None, seconds: float
+    ) -> None:
+        """Queue the texts, all or none. See `Job` for client, method and depth. seconds: until the deadline.
+
+        Raises Refused if the queue is full, the engine has stopped, or the method does not exist.
+        """
+        deadline = perf_counter() + seconds
+        self.jobs = [
+            Job(request, self._sink(index), client, method, depth, deadline) for index, request in enumerate(requests)
+        ]
+        try:
+            self.engine.submit(self.jobs)
+        except QueueFull as full:
+            raise Refused(str(full), 429, code="queue_full", retry=full.retry_after) from full
+        except EngineStopped as stopped:
+            raise Refused(str(stopped), 503, code="stopped") from stopped
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        return {"x-outrider-guarantee": self.writer.guarantee.value}
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for all texts. Raises Refused if one failed, or if all were aborted before their first token."""
+        with self:
+            async for _, update in self.updates():
+                if update.result is not None:
+                    _check(update.result)
+        results = self._ordered()
+        if all(r.output.finish_reason == "abort" and not r.output.token_ids for r in results):
+            raise Refused(f"nothing was written: {results[0].output.stop_reason}", 503, code="aborted", retry=1)
+        return self.writer.whole(results)
+
+    async def stream(self, options: StreamOptions | None, interval: float | None) -> AsyncIterator[bytes]:
+        """Server-sent events, up to `[DONE]`. interval: see `Pace`."""
+        pace, choices = Pace(interval), [StreamedChoice(self.writer, i) for i in range(len(self.jobs))]
+        counts = bool(options and options.continuous_usage_stats)
+        for choice in choices:
+            if not self.writer.opens_late and (chunk := choice.open()):
+                yield _event(chunk)
+        try:
+            async for index, update in self.updates():
+                choice = choices[index]
+                if not choice.is_open:  # the engine has read the prompt before its first update
+                    row = self.jobs[index].row
+                    if chunk := choice.open(row.prompt_logprobs if row else ()):
+                        yield _event(chunk)
+                choice.count(update)
+                for part in pace.cut(update, self.writer.shows_tokens):
+                    for chunk in choice.add(part):
+                        await pace.tick()
+                        yield _event({**chunk, "so_far": choice.so_far} if counts else chunk)
+                if update.result is not None:
+                    _check(update.result)
+                    *rest, end = choice.close(update.result)
+                    for chunk in rest:
+                        await pace.tick()
+                        yield _event(chunk)
+                    yield _event(end)
+        except Refused as refused:
+            yield _event(refused.body)
+        else:
+            if options and options.include_usage:
+                yield _event(self.writer.totals(self._ordered()))
+        yield b"data: [DONE]\n\n"
+
+    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+        """Each update of each text with the text's index, until all texts have ended."""
+        while len(self.results) < len(self.jobs):
+            index, update = await self._updates.get()
+            if update.result is not None:
+                self.results[index] = update.result
+            yield index, update
+
+    def __enter__(self) -> PendingAnswer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if len(self.results) < len(self.jobs):
+            self.engine.cancel(self.jobs)
+        if self.on_end is not None:
+            self.on_end(self)
+            self.on_end = None
+
+    def _ordered(self) -> list[Result]:
+        return [self.results[i] for i in range(len(self.jobs))]
+
+    def _sink(self, index: int) -> Callable[[Update], None]:
+        """For the engine's thread: hands an update to the event loop."""
+
+        def hand_over(update: Update) -> None:
+            self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, update))
+
+        return hand_over
+
+
+class StreamedChoice:
+    """One choice of a stream: turns updates into chunks. so_far: the counts for `continuous_usage_stats`."""
+
+    def __init__(self, writer: ResponseWriter, index: int) -> None:
+        self._writer, self._index = writer, index
+        self._reader: ToolCallReader | None = writer.reader() if writer.reader else None
+        self._offset = len(writer.echoes[index])
+        self.is_open = False
+        self.so_far = {"tokens": 0, "drafted": 0, "accepted": 0}
+
+    def open(self, prompt_logprobs: Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
+        """The first chunk, if the choice needs one."""
+        self.is_open = True
+        return self._writer.opening(self._index, prompt_logprobs)
+
+    def count(self, update: Update) -> None:
+        """Add an update to `so_far`."""
+        self.so_far["tokens"] += len(update.token_ids)
+        self.so_far["drafted"] += update.drafted
+        self.so_far["accepted"] += update.accepted
+
+    def add(self, update: Update) -> list[dict[str, Any]]:
+        """The chunks for more text: its content, then the tool calls that it completes."""
+        chunks = self._read(update.text, update)
+        self._offset += len(update.text)
+        return chunks
+
+    def close(self, result: Result) -> list[dict[str, Any]]:
+        """The chunks for what is still held back, then the last chunk."""
+        called = self._read("", None, last=True)
+        return [
+            *called,
+            self._writer.closing(self._index, result, self._reader is not None and self._reader.called > 0),
+        ]
+
+    def _read(self, text: str, update: Update | None, last: bool = False) -> list[dict[str, Any]]:
+        reader, writer, index = self._reader, self._writer, self._index
+        content, calls = reader.feed(text, last) if reader else (text, [])
+        tokens = update is not None and update.token_ids and writer.shows_tokens
+        chunks = [writer.piece(index, content, update, self._offset)] if content or tokens else []
+        first = reader.called - len(calls) if reader else 0
+        return chunks + [writer.call(index, number, call) for number, call in enumerate(calls, first)]
+
+
+class Pace:
+    """When the events of a stream leave.
+
+    interval: seconds. With an interval each event has one token and leaves on a tick of an even clock. Then neither
+    size nor time shows how many draft tokens were accepted (arXiv 2411.01076). None sends text as it comes.
+    """
+
+    def __init__(self, interval: float | None) -> None:
+        self.interval, self._start = interval, perf_counter()
+
+    def cut(self, update: Update, tokens: bool = True) -> list[Update]:
+        """One update for each event. tokens: a token without text needs an event, too."""
+        if self.interval is None:
+            return [update] if update.text or (tokens and update.token_ids) else []
+        count = max(len(update.pieces), len(update.token_ids) if tokens else 0)
+        pieces = [*update.pieces, *[""] * (count - len(update.pieces))]
+        return [
+            Update(piece, update.token_ids[i : i + 1], [piece], update.logprobs[i : i + 1])
+            for i, piece in enumerate(pieces)
+        ]
+
+    async def tick(self) -> None:
+        """Wait for the next tick."""
+        if self.interval is not None:
+            late = (perf_counter() - self._start) % self.interval
+            await asyncio.sleep(self.interval - late)
+
+
+def _check(result: Result) -> None:
+    if result.output.finish_reason == "error":
+        raise Refused(f"the text could not be written: {result.output.stop_reason}", 500, code="generation_failed")
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + dumps(body) + b"\n\n"
