@@ -125,9 +125,9 @@ def test_what_a_request_says_of_tools() -> None:
         ([{"type": "function"}], None, "tools.0 is"),
         ([{"function": {"name": "a b"}}], None, "tools.0 is"),
         ([{"function": {"name": "a", "parameters": {"type": "string"}}}], None, "schema of an object"),
-        (None, "required", "there are no tools"),
+        (None, "required", "the request has no tools"),
         (TOOLS, "sometimes", 'tool_choice is "none"'),
-        (TOOLS, {"function": {"name": "rm"}}, "none of the tools"),
+        (TOOLS, {"function": {"name": "rm"}}, "not one of the tools"),
     ):
         with pytest.raises(ValueError, match=words):
             offered(tools, choice, True)
