@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
@@ -17,6 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "READM
 # The log keeps its old entries as they were written. The reference pages quote docstrings.
 PROSE = [page for page in PAGES if page.name != "log.md" and page.parent.name != "reference"]
 
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 LONGEST_SENTENCE, MEAN_SENTENCE = 25, 16  # words
 # One word for one concept: what the field calls it stands beside each word that these pages do not use.
@@ -99,6 +101,14 @@ def banned(text: str) -> dict[str, str]:
 def test_words_are_those_of_the_field(page: Path) -> None:
     wrong = banned("\n".join(prose(page.read_text())))
     assert not wrong, f"{name(page)}: write instead: {wrong}"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_is_written_like_the_pages(command: str) -> None:
+    for text in [COMMANDS[command].help or "", *(getattr(p, "help", "") or "" for p in COMMANDS[command].params)]:
+        assert not banned(text), f"outrider {command} --help: {text!r}: write instead: {banned(text)}"
+        long = [sentence for words, sentence in sentences(text) if words > LONGEST_SENTENCE]
+        assert not long, f"outrider {command} --help: more than {LONGEST_SENTENCE} words: {long}"
 
 
 def test_every_page_is_in_the_index() -> None:
