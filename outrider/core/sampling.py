@@ -1,8 +1,9 @@
-"""From logits to a law, at any node of a draft: every sampling parameter, with the node's own ancestors as history.
+"""From logits to the distribution of the next token, at any node of a draft, with every sampling parameter.
 
-Order, as in transformers and vLLM: allowed ids, bad words, min_tokens, logit bias, penalties (all of which may depend on
-the tokens before), then temperature, top-k, top-p, min-p. A law is kept as *scores*: its logarithm up to a constant per
-row, -inf outside the support. Greedy is a law with all its mass on the lowest of the largest logits.
+The order is that of transformers and vLLM. First come allowed ids, bad words, min_tokens, logit bias and penalties. They
+may depend on the tokens before the node: the committed tokens and the node's ancestors. Then come temperature, top-k,
+top-p and min-p. A distribution is kept as *scores*: log probabilities up to a constant per row, -inf for tokens that
+cannot be drawn. Greedy decoding is a distribution with all its mass on the lowest index of the largest logit.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from outrider.kernels import for_device
 from outrider.params import SamplingParams
 
 _NO = float("-inf")
-_SHORTLIST = 256  # top-p looks at this many candidates first; the full sort is the same decision, slower
+# top-p sorts this many candidates first. The full sort gives the same result, slower.
+_SHORTLIST = 256
 
 
 class TokenMask(Protocol):
-    """What may be written after a text, as a grammar decides it."""
+    """The tokens that a grammar allows next."""
 
     def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
-        """bool [vocab]: the tokens that may follow `tokens[start:]` and then `extra`. tokens are committed; extra is not,
-        and may never be."""
+        """bool [vocab]: the tokens that may follow `tokens[start:]` and then `extra`. `tokens` are committed. `extra` are
+        draft tokens, which may be rejected."""
         ...
 
 
 @dataclass(eq=False)
 class SequenceState:
-    """What the prefix-dependent parameters of one row need to know, brought up to date as tokens are committed."""
+    """What the parameters that depend on earlier tokens need to know of one sequence. Kept up to date as it grows."""
 
     params: SamplingParams
     end_ids: tuple[int, ...]  # tokens that would end the text; forbidden before min_tokens
@@ -139,7 +141,8 @@ class LogitsWarper:
         return torch.stack([h.apply(x, e) if active else x for x, h, active, e in rows])
 
     def scores(self, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
-        """float32 [batch, vocab] -> log law, up to a constant per row. extra: draft tokens between prefix and node."""
+        """float32 [batch, vocab] -> log probabilities up to a constant per row. extra: the draft tokens from below the root
+        down to the node, for each row."""
         logits = self.processed(logits, extra)
         out = logits if self.temperature is None else logits / self.temperature
         if any(self.filtered):
@@ -155,7 +158,7 @@ class LogitsWarper:
     def draw(
         self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
     ) -> Tensor:
-        """int64 [batch]: argmax(log law + Gumbel noise); -1 where the logits hold NaN or no token is allowed."""
+        """int64 [batch]: one draw per row, see `sampling.draw`. -1 if the logits hold NaN or no token is allowed."""
         if for_device(logits.device).argmax_gumbel is not None:
             keys = noise.keys(stream, position)
             return torch.tensor([self.draw_row(b, logits[b], extra[b], key) for b, key in enumerate(keys)])
@@ -169,7 +172,7 @@ class LogitsWarper:
         return draw(self.scores(logits, extra), noise, stream, position)
 
     def draw_row(self, b: int, logits: Tensor, extra: Sequence[int], key: tuple[int, int, int, int]) -> int:
-        """`draw` for row b alone, without a law: noise meets the scores in one native pass, and greedy needs none.
+        """`draw` for row b alone. One native pass adds the noise and finds the largest score; greedy needs no noise.
 
         logits: float32 [vocab]. key: the row of `noise.keys`.
         """
@@ -192,7 +195,7 @@ class LogitsWarper:
         return -1 if self.active[b] and scores[token] == _NO else token  # everything was forbidden
 
     def simple(self, row: int) -> bool:
-        """Whether a row's law is its logits over its temperature, and no more."""
+        """True if the distribution of a row is softmax(logits / temperature), and no other parameter changes it."""
         return not self.active[row] and not self.filtered[row]
 
     def select(self, rows: Sequence[int]) -> LogitsWarper:
@@ -202,8 +205,10 @@ class LogitsWarper:
 
 
 def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
-    """float32 [vocab] -> the same, -inf outside top-k, then top-p, then min-p. Ties at a border stay in for top-k and
-    min-p; top-p keeps the shortest run of the sorted tokens (lowest id first among equals) that reaches its mass."""
+    """float32 [vocab] -> the same, with -inf outside top-k, then top-p, then min-p.
+
+    top-k and min-p keep all tokens that tie at the border. top-p keeps the shortest run of the sorted tokens that reaches
+    its mass; among equals the lowest id comes first."""
     if 0 < params.top_k < len(scores):
         border = scores.topk(params.top_k).values[-1]
         scores = scores.masked_fill(scores < border, _NO)
@@ -216,22 +221,24 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
-    law = scores.softmax(-1)
-    best = law.topk(min(_SHORTLIST, len(law))).values
+    probs = scores.softmax(-1)
+    best = probs.topk(min(_SHORTLIST, len(probs))).values
     if best.cumsum(0)[-1] < top_p:
-        best = law.sort(descending=True).values
+        best = probs.sort(descending=True).values
     before = best.cumsum(0) - best  # mass of the tokens ahead
     keep = int((before < top_p).sum())
     border = best[keep - 1]
-    above = law > border
+    above = probs > border
     # among equals at the border the lowest ids stay, as many as the run has room for
-    equal = (law == border).nonzero().flatten()[: keep - int(above.sum())]
+    equal = (probs == border).nonzero().flatten()[: keep - int(above.sum())]
     above[equal] = True
     return scores.masked_fill(~above, _NO)
 
 
 class LogitsDistribution:
-    """The target's law at the nodes of a draft, computed when a verifier asks (the `Target` of `outrider.verify`)."""
+    """The target's distribution at the nodes of a draft, computed when a verifier asks for it.
+
+    It is the `TargetDistribution` of `outrider.verify`."""
 
     def __init__(self, logits: Tensor, draft: Draft, warp: LogitsWarper) -> None:
         """logits: float32 [batch, node, vocab]."""

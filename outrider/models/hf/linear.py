@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix as it is multiplied with, float32 [out, in]. Made on request: for looking, not for computing."""
+        """float32 [out, in]: the matrix that the kernels multiply with. Made on request, for inspection only."""
         if self.packed is None:
             raise AttributeError("the weights are in oneDNN's own layout")
         return self.packed.dense()

@@ -1,9 +1,9 @@
 """Any decoder-only model of transformers, run by its own modelling code with our attention, cache, linears and experts.
 
-transformers lets a model run with a registered attention function; ours receives the new queries, keys and values, writes
-the keys and values into the slot cache and attends under the tree mask. So trees, ragged batches and `commit` work for
-every architecture without a line of model code here. The few models whose code does not go through that interface get the
-same in other ways (hooks.py), found out by trying when the model is made; the last of them costs bit-equality, no more.
+transformers runs a model with any registered attention function. Ours receives the new queries, keys and values, writes
+the keys and values to the slot cache, and attends under the tree mask. So trees, ragged batches and `commit` work for
+every architecture, and there is no model code here. A few models do not use that interface. For them there are other
+routes (hooks.py), which are tried when the model is made. Only the last route loses bit-equality.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ _IMPLEMENTATION = {
 class HFModel(BaseModel):
     """A `LanguageModel` around a transformers causal language model.
 
-    weights: the precision the linears' weights are kept in on the CPU ("auto": as they are, also "int8" and "int4");
-    activations are float32 there. Elsewhere the model stays as it is. own=True takes the model over: it is changed in
-    place, which saves memory. Otherwise the caller's model stays as it was, and what is not repacked is shared with it.
-    Raises UnsupportedModel with the reason when the model cannot be run.
+    weights: the precision of the linear weights on the CPU: "auto" keeps the checkpoint's own, "int8" and "int4" quantise.
+    Activations are float32 on the CPU. On other devices the model stays as it is.
+    own: change `model` in place, which saves memory. Otherwise `model` stays as it was, and weights that are not repacked
+    are shared with it.
+    batch_invariant: found by a test forward when the model is made.
 
-    batch_invariant: whether each row's logits are bit for bit those of decoding it alone, as found when the model was made.
+    Raises UnsupportedModel with the reason if the model cannot be run.
     """
 
     def __init__(self, model: PreTrainedModel, *, weights: str = "auto", own: bool = False) -> None:
@@ -89,9 +90,8 @@ class HFModel(BaseModel):
         self._stable = BatchInvariantOps(self._sdpa)
         self._careful = self.device.type == "cpu"  # run under `_stable`
         self._route = AttentionRoute.INTERFACE
-        self.batch_invariant = (
-            self._find_route() and self.device.type == "cpu"
-        )  # elsewhere matrix kernels change with the batch
+        # On other devices the matrix kernels change with the batch.
+        self.batch_invariant = self._find_route() and self.device.type == "cpu"
         self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
