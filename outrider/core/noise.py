@@ -1,9 +1,9 @@
-"""Randomness as a value: a number is a function of (seed, stream, step, position, index), and there is no generator.
+"""Randomness as a value: a number is a function of (seed, stream, step, position, index). There is no generator state.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by the row's seed; the counter
-is (index // 4, position, stream, step). Each *purpose* of randomness is a stream of its own. `TOKEN` ignores the step, on
-purpose: plain decoding and match verification then read the same noise, and the text is the same whatever the drafter.
-Every other stream is keyed by the step too, because a later step looks at the same positions again.
+is (index // 4, position, stream, step). Each purpose of randomness has its own stream. `TOKEN` ignores the step. So plain
+decoding and match verification read the same noise, and the text is the same for every drafter. All other streams use the
+step too, because a later step uses the same positions again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Noise:
         return torch.stack(philox4x32(counter, key), dim=-1).flatten(1)[:, :n]
 
     def uniform(self, stream: Stream, position: Tensor, n: int) -> Tensor:
-        """float32 [batch, n] in (0, 1); fine near 0 (steps of 2**-32), coarse near 1."""
+        """float32 [batch, n] in (0, 1). Steps are 2**-32 near 0, and coarser near 1."""
         words = self.words(stream, position, n)
         return ((words.double() + 0.5) * 2.0**-32).float().clamp_max_(_TOP)
 

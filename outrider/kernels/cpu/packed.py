@@ -17,11 +17,11 @@ _LANES = 16
 
 
 class Packed:
-    """y = x W^T + b for one or more weight matrices side by side, rows bit-identical for any number of rows.
+    """y = x W^T + b for one or more weight matrices side by side. A row has the same bits for any number of rows.
 
     weights: matrices [out, in] over the same inputs (any strides: pass `w.T` of a [in, out] one), float32, bfloat16 or
     float16. biases: one per matrix, or None. paired: two matrices whose blocks of 16 outputs alternate (gate and up).
-    int8 keeps one scale per output, int4 one per 32 inputs of an output.
+    int8 has one scale per output, int4 one per 32 inputs of an output. Raises ValueError for matrices that do not fit.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def library() -> Library:
     """The loaded library. Raises RuntimeError where there is none."""
     found, reason = _loaded()
     if found is None:
-        raise RuntimeError(f"outrider's native kernels are not to be had: {reason}")
+        raise RuntimeError(f"outrider's native kernels are not available: {reason}")
     return found
 
 
@@ -71,7 +71,7 @@ def isa() -> str:
 
 
 def use_isa(name: str) -> bool:
-    """Switch the instruction set; False where this processor does not have it. For tests: results do not change."""
+    """Switch the instruction set. False if this processor does not have it. For tests: results do not change."""
     return bool(library().select_isa(name.encode()))
 
 
@@ -88,10 +88,10 @@ def set_num_threads(threads: int) -> None:
 
 @contextmanager
 def one_torch_thread(device: torch.device) -> Iterator[None]:
-    """On the CPU, where the native kernels do the heavy work: torch without threads of its own.
+    """Give torch one thread on the CPU, where the native kernels do the heavy work.
 
-    They would cut elementwise work wherever it falls, which rounds some elements otherwise; and OpenMP's threads go on
-    spinning for milliseconds after their work is done, on the very cores that the kernels need next.
+    More threads would split elementwise work at points that depend on its size, and round some elements differently.
+    OpenMP's threads also spin for milliseconds after their work, on the cores that the kernels need next.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or not available():

@@ -1,10 +1,10 @@
-"""Plain torch operations whose result for a row depends on how many rows share the call, made not to.
+"""Replaces torch operations whose result for a row depends on how many rows share the call.
 
-Two kinds are found in transformers' modelling code. Some activations compute the last few elements of a tensor by a
-scalar function and the others by a vector function, and the two round differently: which elements come last depends on
-the number of rows. And a matrix product with a bare parameter (a mixture's router) sums in another order for one row
-than for many. The mode below watches the modelling code's calls and replaces these. It costs a little on every call, so
-a model runs under it only if a first forward shows that it needs to (`needed`).
+The modelling code of transformers has two kinds of them. Some activations compute the last few elements of a tensor with a
+scalar function and the others with a vector function. The two round differently, and the number of rows decides which
+elements come last. Also, a matrix product with a bare parameter (the router of a mixture) sums in another order for one
+row than for many. The mode below replaces these calls. It costs a little on every call, so a model runs under it only if
+a first forward shows that it must (`needed`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _EASY_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # made of products, quotients and r
 
 
 class BatchInvariantOps(TorchFunctionMode):
-    """Within it, a row of what `_SPECIAL` lists does not depend on its neighbours (on one thread).
+    """A context in which no row of the operations in `_SPECIAL` depends on its neighbours (on one thread).
 
-    needed: how often an operation was met that would have depended on them.
-    sdpa: called instead of torch's scaled_dot_product_attention, for models that call it themselves; None: torch's own.
+    needed: calls so far that would have depended on them.
+    sdpa: called in place of torch's scaled_dot_product_attention. None: torch's own.
     """
 
     def __init__(self, sdpa: Callable[..., Tensor] | None = None) -> None:
