@@ -9,10 +9,11 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import cast
 
 from outrider.control.expectation import BY_RANK, Shape, optimal_shape
 from outrider.core.tree import levels
-from outrider.core.types import Budget, Draft
+from outrider.core.types import Budget, Draft, ints
 
 FIRST = 0.6  # acceptance of a draft token before anything was observed
 _FIRST_WEIGHT = 4.0  # pseudo-observations of FIRST, and of the depth above
@@ -131,10 +132,11 @@ class RankAcceptance:
 
         Returns how many of the accepted nodes a chain of first children would have had.
         """
-        parents = draft.parents[b].tolist()
+        parents = ints(draft.parents[b])
         level, order = levels(parents), [n for n, parent in enumerate(parents) if parent >= 0]
         if draft.confidence is not None:
-            order.sort(key=draft.confidence[b].neg().tolist().__getitem__)
+            falling = cast("list[float]", draft.confidence[b].neg().tolist())  # pyright: ignore[reportUnknownMemberType]
+            order.sort(key=falling.__getitem__)
         good, size = set(nodes[1:]), min(asked.max_nodes, self.limit.max_nodes)
         for depth in range(1, min(asked.depth, self.limit.depth) + 1):
             hits, tries = self.hits[depth - 1], self.tries[depth - 1]

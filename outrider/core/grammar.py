@@ -69,7 +69,7 @@ class Grammars:
 
     def choice(self, choices: Sequence[str]) -> Any:
         """One of some texts."""
-        if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):
+        if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"choice is 1 to {MAX_CHOICES} strings that are not empty")
         _small("".join(choices), "the list of choices")
         rule = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
@@ -133,7 +133,7 @@ class GrammarMask:
             return self._end
         matcher.fill_next_token_bitmask(self._bits)
         bits = np.unpackbits(self._bits.numpy().view(np.uint8), bitorder="little")[: self._vocab_size]
-        return torch.from_numpy(bits.astype(np.bool_))
+        return torch.from_numpy(bits.astype(np.bool_))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _small(text: str, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from outrider.params import SamplingParams
 
@@ -13,9 +13,11 @@ def content_text(content: Any) -> str | None:
     """The content of a chat message: a string, or a list of text parts put together; None for anything else."""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(p["text"] for p in content)
-    return None
+    if not isinstance(content, list):
+        return None
+    parts = cast("list[Any]", content)
+    texts: list[Any] = [cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else None for part in parts]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
 class Detokenizer:
@@ -76,7 +78,7 @@ class StopChecker:
         """end_ids: the model's own end tokens. limit: tokens that fit, max_tokens and the model's length considered."""
         self.params, self.limit = params, limit
         self._stop_ids = set(params.stop_token_ids)
-        self._end_ids = set() if params.ignore_eos else set(end_ids)
+        self._end_ids: set[int] = set() if params.ignore_eos else set(end_ids)
         if params.stops and tokenizer is None:
             raise ValueError("stop strings need a tokenizer; give LLM(..., tokenizer=...) or use stop_token_ids")
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, params.skip_special_tokens)
