@@ -25,7 +25,7 @@ ENGINE = "0"  # vLLM numbers the engines of a server; this server has one
 
 
 class Metrics:
-    """Counts steps and finished texts, as the `Observer` of the engine, and reads the engine's state for each scrape."""
+    """Counts steps and finished texts as the `Observer` of the engine. Reads the engine's state for each scrape."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
         """prefix: stands before every name, with a colon. model_name: the label of that name."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -295,7 +295,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -304,7 +304,7 @@ class DetokenizeRequest(RequestBody):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: Ids
+    tokens: list[Annotated[int, Field(ge=0)]]
 
 
 def text_of(content: Any, where: str) -> str:

@@ -1,8 +1,8 @@
 """OpenTelemetry: one span for each request that was queued, sent to a collector. Needs the extra `otel`.
 
 Names follow the semantic conventions for generative AI (gen-ai-spans.md of open-telemetry/semantic-conventions-genai,
-status: development). Names without a convention begin with `outrider.`. No text, token or stop string is sent. A request
-with a `traceparent` header makes a child span.
+status: development). Names without a convention begin with `outrider.`. No text, token or stop string is sent.
+A request with a `traceparent` header makes a child span.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Spans:
         """Raises ValueError for an endpoint that is not an http(s) address."""
         if exporter is None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(
-                f"--otlp-traces-endpoint is the address of a collector for OTLP over HTTP, got {endpoint!r}; for example "
+                f"--otlp-traces-endpoint is the address of an OTLP collector over HTTP, got {endpoint!r}; for example "
                 "http://127.0.0.1:4318/v1/traces"
             )
         known = Resource({"service.name": "outrider", "service.version": __version__})

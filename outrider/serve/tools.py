@@ -1,7 +1,7 @@
 """Tool calls: read from the text as it grows, in the formats of several model families; the grammar that forces one.
 
-A call is returned whole, when its JSON is complete and its name is that of an offered tool. Text that only looks like a call
-stays text: invalid JSON, another name, a text that ended too soon.
+A call is returned whole, when its JSON is complete and its name is that of an offered tool. Text that only looks like
+a call stays text: invalid JSON, another name, a text that ended too soon.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 class ToolFormat:
     """How a model family writes calls.
 
-    opening: the text before calls. bare: calls may also be JSON without it. closing: the text after each call; it may be
-    missing at the end of a text. sign: what the chat template contains, if not the opening. key: the name of the arguments;
-    both names are read. A forced answer is `before`, then `begin` JSON `end` with `between` between two, then `after`.
+    opening: the text before calls. bare: calls may also be JSON without it. closing: the text after each call; it may
+    be missing at the end of a text. sign: what the chat template contains, if not the opening. key: the name of the
+    arguments; both names are read. A forced answer is `before`, then `begin` JSON `end` with `between` between two, then `after`.
     """
 
     opening: str
@@ -86,8 +86,8 @@ class ToolCall:
 class ToolOffer:
     """The tools of a request.
 
-    tools: the JSON schema of the arguments, by name. forced: the answer must be a call. only: the name of the one tool that
-    may be called, or None. many: several calls are allowed.
+    tools: the JSON schema of the arguments, by name. forced: the answer must be a call. only: the name of the one tool
+    that may be called, or None. many: several calls are allowed.
     """
 
     tools: Mapping[str, Any]
@@ -118,7 +118,7 @@ class ToolOffer:
 
 
 def offered(tools: Sequence[Any] | None, choice: Any, many: bool) -> ToolOffer | None:
-    """The offer of a request's `tools`, `tool_choice` and `parallel_tool_calls`; None for no calls. Raises ValueError."""
+    """The offer of a request: its `tools`, `tool_choice`, `parallel_tool_calls`. None: no calls. Raises ValueError."""
     given: dict[str, Any] = {}
     for number, tool in enumerate(tools or ()):
         function = tool.get("function")
@@ -150,7 +150,7 @@ def offered(tools: Sequence[Any] | None, choice: Any, many: bool) -> ToolOffer |
 
 
 class ToolCallReader:
-    """Splits the text of one answer into content and calls. The result does not depend on how the text is cut into pieces."""
+    """Splits the text of one answer into content and calls. How the text is cut into pieces changes nothing."""
 
     def __init__(self, form: ToolFormat, names: Sequence[str], special: Sequence[str] = ()) -> None:
         """names: of the offered tools. special: texts of special tokens, which are not content."""
@@ -209,7 +209,7 @@ class ToolCallReader:
         return sure
 
     def _calls(self, last: bool) -> tuple[int, list[ToolCall] | None] | None:
-        """Read calls from an opening on: (where they end, the calls, or None if it is text). None waits for more text."""
+        """Read calls from an opening on: (where they end, the calls or None for text). None alone: wait for more."""
         text, closing = self._text, self.form.closing
         opened = bool(self.form.opening) and text.startswith(self.form.opening)
         start = _end(_SPACE, text, len(self.form.opening)) if opened else _end(_BETWEEN, text, 0)

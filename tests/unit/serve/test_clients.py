@@ -142,6 +142,14 @@ def test_what_would_change_the_answer_is_not_ignored(live: Live, body: dict, wor
     assert response.json()["error"]["param"] == param
 
 
+def test_the_openapi_document_says_what_the_server_demands(live: Live) -> None:
+    schemas = httpx.get(live.url + "/openapi.json").json()["components"]["schemas"]
+    assert schemas["DetokenizeRequest"]["properties"]["tokens"]["items"]["minimum"] == 0
+    assert schemas["TokenizeRequest"]["properties"]["messages"]["anyOf"][0]["minItems"] == 1
+    for path, body in (("/detokenize", {"tokens": [-1]}), ("/tokenize", {"messages": []})):
+        assert httpx.post(live.url + path, json=body).status_code == 400
+
+
 def test_values_that_change_nothing_are_taken(live: Live) -> None:
     usual = ask(live, prompt=PROMPT, max_tokens=2, temperature=0)["choices"][0]["text"]
     same = {"suffix": "", "best_of": 1, "use_beam_search": False}
