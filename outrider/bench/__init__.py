@@ -3,7 +3,7 @@
 run        the measurement as data: settings, prompts, samples, and the JSON file that holds them
 prompts    read prompts from a file, or a set that is installed
 schedule   the order of the measurements, and how an interrupted one continues
-local      backend: models in this process; remote: servers
+local      backend: models in this process; remote: servers; sse: the event streams of servers
 interleave several decoders write the same text, a few tokens each in turn
 stats      tokens per second, acceptance, intervals; summary: the same in the field names of `vllm bench serve`
 roofline   what the machine allows, and what the cost model predicts

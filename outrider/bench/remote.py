@@ -18,6 +18,7 @@ except ImportError as missing:
 
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import Sample, Setting
+from outrider.bench.sse import StreamError, events
 
 # Fields of a request without draft tokens. outrider's servers understand them.
 OFF = {"disable_spec_decode": True}
@@ -26,8 +27,8 @@ _CONNECT = 10.0
 # Additional fields of the body and of stream_options. Some servers reject them.
 _BODY_EXTRA = {"detailed_metrics": True}
 _STREAM_EXTRA = {"continuous_usage_stats": True}
-# Largest event in bytes, and most steps that one answer can report.
-_LONGEST, _MOST_STEPS = 1 << 24, 100_000
+# Most steps that one answer can report.
+_MOST_STEPS = 100_000
 
 
 class RequestFailed(Exception):
@@ -119,14 +120,14 @@ class Remote:
             with self.clients[url].stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     raise RequestFailed(f"HTTP {response.status_code}: {_message(response)}")
-                self._read(_events(response, start + self.timeout), sample, setting, start)
+                self._read(events(_timed(response.iter_bytes(), start + self.timeout)), sample, setting, start)
         except httpx.ReadTimeout:
             sample.error = f"no data for {self.timeout:g} s; --timeout allows more"
         except httpx.ConnectError as error:
             sample.error = f"no connection to {url} ({error})"
         except httpx.HTTPError as error:
             sample.error = f"the connection broke ({type(error).__name__}: {error})"
-        except RequestFailed as error:
+        except (RequestFailed, StreamError) as error:
             sample.error = str(error)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             sample.error = f"the server's answer is not valid ({type(error).__name__}: {error})"
@@ -239,37 +240,12 @@ def address(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def _events(response: httpx.Response, deadline: float) -> Iterator[dict[str, Any]]:
-    """The events of a stream. Raises RequestFailed for invalid data, and after the deadline."""
-    for line in _lines(response, deadline):
-        if not line.startswith("data:"):
-            if line and line[0] in "{<":
-                raise RequestFailed(f"this is not an event stream: {line[:100]}")
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        try:
-            event = json.loads(data)
-        except ValueError:
-            raise RequestFailed(f"an event is not JSON: {data[:100]}") from None
-        if not isinstance(event, dict):
-            raise RequestFailed(f"an event is not an object: {data[:100]}")
-        yield event
-
-
-def _lines(response: httpx.Response, deadline: float) -> Iterator[str]:
-    """The lines of a stream, as they arrive."""
-    rest = b""
-    for part in response.iter_bytes():
+def _timed(parts: Iterator[bytes], deadline: float) -> Iterator[bytes]:
+    """The parts of a response. Raises RequestFailed after the deadline, a `perf_counter` time."""
+    for part in parts:
         if perf_counter() > deadline:
             raise RequestFailed("the answer took longer than --timeout allows")
-        *lines, rest = (rest + part).split(b"\n")
-        if len(rest) > _LONGEST:
-            raise RequestFailed(f"this is not an event stream: {rest[:100].decode(errors='replace')}")
-        yield from (line.rstrip(b"\r").decode(errors="replace") for line in lines)
-    if rest:
-        yield rest.decode(errors="replace")
+        yield part
 
 
 def _message(response: httpx.Response) -> str:
