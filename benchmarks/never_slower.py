@@ -29,8 +29,9 @@ from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
-from outrider.drafters.base import Drafter, NoDraft, Noisy, Wrong
+from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.stubs import Noisy, Wrong
 from outrider.llm import costs_of
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams

@@ -32,7 +32,6 @@ from typing import Any
 from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
 from outrider.bench.interleave import TimedRun, interleave
-from outrider.bench.local import reset_drafter
 from outrider.bench.prompts import Prompt, read
 from outrider.bench.tune.simulate import observe_drafts, simulate_trees, steps_seconds
 from outrider.calibrate import calibrate
@@ -107,7 +106,7 @@ def measured(
     taken: dict[str, list[list[float]]] = defaultdict(list)
     for _ in range(repeats):
         for decoder in decoders.values():
-            reset_drafter(decoder.drafter)
+            decoder.drafter.reset()
         written = [interleave({n: TimedRun(d, request) for n, d in names.items()}, STRETCH) for request in requests]
         for name in names:
             taken[name].append([seconds for text in written for seconds in text[name].seconds])

@@ -26,7 +26,6 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import RESULTS, WORK, headline
 from benchmarks.pairs import fingerprint
@@ -39,7 +38,8 @@ from outrider.control.cost_model import interpolate
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 from outrider.decode import Decoder, Request
 from outrider.drafters import Drafter, make_drafter
-from outrider.drafters.base import BaseDrafter, DraftContext, chains
+from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass, chains
+from outrider.drafters.combine.merge import NodeList, own_commit
 from outrider.drafters.combine.router import DrafterRouter
 from outrider.models.load import load
 from outrider.params import SamplingParams
@@ -96,16 +96,19 @@ class _Recorder(BaseDrafter):
     def __init__(self, drafters: dict[str, Drafter]) -> None:
         self.drafters = drafters
         self.guesses: dict[str, list[list[int]]] = {name: [] for name in drafters}
+        self.proposals: list[NodeList] = []
 
     def propose(self, batch: DraftContext) -> Draft:
+        self.proposals = []
         for name, drafter in self.drafters.items():
             made = drafter.propose(replace(batch, budgets=[Budget(DEEPEST)]))
+            self.proposals.append(made.host[0])
             self.guesses[name].append(made.tokens[0, 1:].tolist())
         return chains(batch, [[]])
 
-    def update(self, batch: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
-        for drafter in self.drafters.values():
-            drafter.update(batch, kept, None)
+    def update(self, batch: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        for drafter, proposal in zip(self.drafters.values(), self.proposals, strict=True):
+            drafter.update(batch, [own_commit(commits[0], proposal)], target)
 
     def release(self, row: int) -> None:
         for drafter in self.drafters.values():
@@ -194,9 +197,9 @@ class Machine:
         right = next((n for n, t in enumerate(guesses) if t != self.now.text[self.at + n]), len(guesses))
         kept = Commit(self.now.text[self.at : self.at + right + 1], list(range(right + 1)), right)
         position = len(written)
-        if budget.depth:
-            self.drafter.update(batch, [kept], None)
         written += kept.tokens
+        if budget.depth:
+            self.drafter.update(batch, [kept], TargetPass(draft, torch.empty(0)))
         self.at += len(kept.tokens)
         target, drafting = self.costs.forward(len(guesses)), self.costs.level * self.levels
         self.slow ^= self.random.random() < 1 / 25

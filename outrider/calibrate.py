@@ -21,8 +21,9 @@ from outrider.control import Fixed
 from outrider.control.cost_model import CostModel
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Request, Row
-from outrider.drafters.base import Drafter, NoDraft, Wrong
+from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.combine.router import most_expensive
+from outrider.drafters.stubs import Wrong
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.params import SamplingParams

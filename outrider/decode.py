@@ -20,9 +20,9 @@ from outrider.core.noise import Noise
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState, TokenMask
 from outrider.core.stopping import FinishReason, StopChecker
 from outrider.core.types import Budget, Commit, Draft, Guarantee, Step, Verdict
-from outrider.drafters.base import DraftContext, Drafter, NoDraft
+from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.kernels import cpu as native
-from outrider.models.base import LanguageModel
+from outrider.models.base import LanguageModel, Output
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
@@ -60,6 +60,7 @@ class Row:
     cached: int = 0  # prompt tokens that were not computed, because an earlier text began with them
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
+    features: list[torch.Tensor] = field(default_factory=list)  # of the prompt while it is read, for the prefix cache
     arrived: float = field(default_factory=perf_counter)
     first: float | None = None  # when the first token came
     done: float | None = None
@@ -76,12 +77,15 @@ class Row:
 class PrefixSource(Protocol):
     """Keys and values of texts that were read before."""
 
-    def fetch(self, cache: SlotCache, row: int, tokens: Sequence[int]) -> int:
-        """Put the longest known start of `tokens` into an empty row and commit it; returns its length."""
+    def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> tuple[int, torch.Tensor | None]:
+        """Put the longest known start of `tokens` into an empty slot and commit it.
+
+        Returns its length, and the features [token, feature] of the tapped layers if they were kept.
+        """
         ...
 
-    def keep(self, cache: SlotCache, row: int, tokens: Sequence[int]) -> None:
-        """Remember a row, which holds `tokens`."""
+    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], features: torch.Tensor | None) -> None:
+        """Remember a slot, which holds `tokens`. features: float [token, feature] of the tapped layers, None without taps."""
         ...
 
 
@@ -104,7 +108,6 @@ class Decoder:
         """max_length: tokens of prompt and output per row. end_ids: the model's end tokens. tokenizer: for text. prefixes:
         where prompts that begin alike are found; without it every prompt is computed."""
         self.target, self.drafter = target, drafter or NoDraft()
-        self._watch = getattr(self.drafter, "watch", None)
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
         self.max_length = min(max_length or target.max_length, target.max_length)
@@ -161,6 +164,7 @@ class Decoder:
         """Seat a row that `release` took out of the cache: what it holds is computed again, and its text goes on as if
         nothing had happened, for the noise is keyed by position. Raises IndexError when no slot is free."""
         row.slot = self.free.pop()
+        row.features.clear()
         if not row.output:
             row.prompt_logprobs.clear()
         self.rows[row.slot] = row
@@ -204,11 +208,9 @@ class Decoder:
         clock.append(perf_counter())
         verdict = self.verifier(LogitsDistribution(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
         clock.append(perf_counter())
-        kept = self._commit(live, draft, verdict, out.logits)
-        if asked:
-            if self._watch is not None:
-                self._watch(batch, draft, out.logits)
-            self.drafter.update(batch, kept, out.features)
+        kept = self._commit(live, draft, verdict, out)
+        if asked or self.drafter.taps:
+            self.drafter.update(batch, kept, TargetPass(draft, out.logits))
         clock.append(perf_counter())
         times: dict[str, float] = dict(
             zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True)
@@ -256,25 +258,38 @@ class Decoder:
             wanted = None  # a row that was resumed has told them
         done = self.cache.length[row.slot]
         if done == 0 and self.prefixes is not None and wanted is None:
-            done = self.prefixes.fetch(self.cache, row.slot, tokens[:last])
+            done, features = self.prefixes.fetch(self.cache, row.slot, tokens[:last])
             row.cached = row.cached if row.output else done
+            if features is not None:
+                self._started(row, 0, features)
         part = tokens[done : min(done + self.chunk, last)]
         if part:
+            want = "none" if wanted is None else "all"
             out = self.target.forward(
-                Nodes(torch.tensor([part]), self.cache, [row.slot]), want="none" if wanted is None else "all"
+                Nodes(torch.tensor([part]), self.cache, [row.slot]), taps=self.drafter.taps, want=want
             )
             self.cache.commit([row.slot], [range(len(part))])
+            if out.features is not None:
+                self._started(row, done, out.features[0])
             if wanted is not None:
                 following = tokens[done + 1 : done + 1 + len(part)]
                 row.prompt_logprobs += [logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)]
         if self.cache.length[row.slot] == last:
             self.waiting.remove(row)
             if self.prefixes is not None:
-                self.prefixes.keep(self.cache, row.slot, tokens[:last])
+                features = torch.cat(row.features) if row.features else None
+                self.prefixes.keep(self.cache, row.slot, tokens[:last], features)
+            row.features.clear()
             if wanted is not None:
                 row.prompt_logprobs.insert(0, None)  # the first token has no law
             if row.request.prefill_only:
                 row.ending.end = FinishReason("length")
+
+    def _started(self, row: Row, first: int, features: torch.Tensor) -> None:
+        """Hand a chunk's features to the drafter, and keep them for the prefix cache until the prompt is read."""
+        if self.prefixes is not None:
+            row.features.append(features)
+        self.drafter.start(row.slot, row.tokens, first, features)
 
     def _view(self, live: list[Row]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
@@ -300,7 +315,7 @@ class Decoder:
             cache=self.cache,
         )
 
-    def _commit(self, live: list[Row], draft: Draft, verdict: Verdict, logits: torch.Tensor) -> list[Commit]:
+    def _commit(self, live: list[Row], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:
         """Move what was accepted into cache and text, cut at the first thing that ends it."""
         tokens, paths = draft.tokens.tolist(), verdict.path.tolist()
         kept = []
@@ -316,14 +331,16 @@ class Decoder:
             if new[-1] < 0:
                 new = new[:-1]  # a row without a law has no token
             if (wanted := row.request.params.logprobs) is not None:
-                row.logprobs += [logprobs(logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
+                row.logprobs += [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             now = perf_counter()
             row.first = row.first or now
             row.done = now if end else None
             row.tokens += new
             row.steps += 1
             drafted = min(len(new), len(nodes) - 1)
-            kept.append(Commit(new, nodes[: len(new)], drafted, end.finish if end else None))
+            held = nodes[: len(new)]
+            features = None if out.features is None else out.features[b, held]
+            kept.append(Commit(new, held, drafted, end.finish if end else None, features))
         self.cache.commit([row.slot for row in live], [k.nodes for k in kept])
         return kept
 

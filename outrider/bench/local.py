@@ -12,7 +12,6 @@ from outrider.bench.run import Sample, Setting
 from outrider.core.origins import letters
 from outrider.core.types import Step
 from outrider.decode import Row
-from outrider.drafters.base import Drafter
 from outrider.llm import LLM, len_drafted
 from outrider.params import SamplingParams
 
@@ -53,7 +52,7 @@ class Local:
 
     def reset(self) -> None:
         for llm in self.llms.values():
-            reset_drafter(llm.drafter)
+            llm.drafter.reset()
 
     def answer(self, setting: Setting, prompts: Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
         llm = self.llms[setting.name]
@@ -86,14 +85,6 @@ def sampling_params(sampling: Mapping[str, Any], prompt: Prompt, repeat: int) ->
     if prompt.max_tokens is not None:
         own["max_tokens"] = prompt.max_tokens
     return SamplingParams(**{**sampling, **own})
-
-
-def reset_drafter(drafter: Drafter) -> None:
-    """Make a drafter, and the drafters inside it, forget the answers they have seen."""
-    for inner in getattr(drafter, "drafters", {}).values():
-        reset_drafter(inner)
-    if hasattr(drafter, "forget"):
-        drafter.forget()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SampleRecorder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -76,7 +77,7 @@ class Draft:
     probs:    float32 [batch, node, vocab] or None; row n is the law that the *children of n* were drawn from, after
               all of the drafter's own processing. None with `Siblings.POINT`.
     chances:  float32 [batch, node] or None; the drafter's own estimate that a node is accepted. Nobody's law depends on it.
-    notes:    who guessed and why, a line per row; () where there is nothing to say.
+    notes:    what each row's draft was chosen by; `str` words a note. () where there is nothing to say.
     """
 
     tokens: Tensor
@@ -84,11 +85,18 @@ class Draft:
     probs: Tensor | None = None
     siblings: Siblings = Siblings.POINT
     confidence: Tensor | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[object, ...] = ()
 
     @property
     def nodes(self) -> int:
+        """Nodes of the largest row, the root counted."""
         return self.tokens.shape[1]
+
+    @cached_property
+    def host(self) -> list[list[tuple[int, int]]]:
+        """(token, parent) of the nodes of each row without padding, read to the host once."""
+        tokens, parents = cast("list[list[list[int]]]", torch.stack([self.tokens, self.parents]).tolist())  # pyright: ignore[reportUnknownMemberType]
+        return [[n for n in zip(t, up, strict=True) if n[1] > PADDING] for t, up in zip(tokens, parents, strict=True)]
 
     def to(self, device: torch.device) -> Draft:
         """The same draft on a device."""
@@ -121,18 +129,22 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """What one row commits in one step, after stop conditions were applied.
+    """What one sequence commits in one step, after stop conditions were applied.
 
     tokens: the new committed tokens: accepted draft tokens, then the verdict's own, cut at the first stop.
-    nodes:  the nodes whose keys and values were committed to the cache, from the root down.
-    num_accepted: how many of `tokens` were the drafter's.
-    finish: why the row ended in this step, or None.
+    nodes: the draft's nodes whose keys and values were committed to the cache, from the root down. A drafter is given them
+        as numbered in its own proposal.
+    num_accepted: how many of `tokens` are draft tokens.
+    finish: why the sequence ended in this step, or None.
+    features: float [committed position, feature], the tapped layers at the positions that the cache gained, in their order;
+        None without taps.
     """
 
     tokens: list[int]
     nodes: list[int]
     num_accepted: int
     finish: str | None = None
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outrider._deprecated import renamed
 
 if TYPE_CHECKING:
-    from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, Echo, NoDraft, Noisy, Wrong, chains
+    from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft, TargetPass, chains
     from outrider.drafters.combine.router import DrafterRouter
     from outrider.drafters.lookup.ngram import NgramDrafter
     from outrider.drafters.lookup.prediction import PredictionDrafter
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider.drafters.model.draft_model import ModelDrafter
     from outrider.drafters.model.self_speculation import LayerSkipDrafter, QuantizedSelfDrafter
     from outrider.drafters.registry import make_drafter
+    from outrider.drafters.stubs import Echo, Noisy, Tapped, Wrong
 
 _HOME = {
     "BaseDrafter": "base",
@@ -29,17 +30,19 @@ _HOME = {
     "DraftContext": "base",
     "Drafter": "base",
     "DrafterRouter": "combine.router",
-    "Echo": "base",
+    "Echo": "stubs",
     "LayerSkipDrafter": "model.self_speculation",
     "ModelDrafter": "model.draft_model",
     "NgramDrafter": "lookup.ngram",
     "NoDraft": "base",
-    "Noisy": "base",
+    "Noisy": "stubs",
     "PredictionDrafter": "lookup.prediction",
     "QuantizedSelfDrafter": "model.self_speculation",
     "SuffixDrafter": "lookup.suffix",
+    "Tapped": "stubs",
+    "TargetPass": "base",
     "TokenRecyclingDrafter": "lookup.token_recycling",
-    "Wrong": "base",
+    "Wrong": "stubs",
     "chains": "base",
     "make_drafter": "registry",
 }
@@ -59,6 +62,8 @@ __all__ = [
     "PredictionDrafter",
     "QuantizedSelfDrafter",
     "SuffixDrafter",
+    "Tapped",
+    "TargetPass",
     "TokenRecyclingDrafter",
     "Wrong",
     "chains",

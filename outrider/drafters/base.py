@@ -1,21 +1,21 @@
-"""What the loop asks of a drafter, and the stubs that test the plumbing and teach the idea.
+"""What the loop asks of a drafter.
 
-A drafter guesses; the target judges. So a drafter can be slow or wrong, and the text stays the target's own. Contract
-(the loop checks it; `tests/unit/drafters/test_contract.py` for every drafter): parents precede children, tokens are in the
-vocabulary, the budget is obeyed, and a declared law is the law drawn from. It may stop after a token it drew, and must not
-un-draw one.
+A drafter proposes tokens and the target judges them. A slow or wrong drafter costs time. It never changes the text.
+
+The contract (`outrider.testing.check_drafter` tries all of it): parents precede children, tokens are in the vocabulary, the
+budget is obeyed, and declared probabilities are those the tokens were drawn from. A drafter may stop after a token that it
+drew. It must not take a drawn token back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from outrider._deprecated import renamed
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper
 from outrider.core.tree import chain
@@ -25,11 +25,16 @@ from outrider.models.cache import SlotCache
 
 @dataclass(frozen=True, eq=False)
 class DraftContext:
-    """What a drafter may look at: the rows of this step, read-only.
+    """What a drafter sees of a step: one entry for each sequence. Everything is read-only.
 
-    slots: cache slots, also the keys a drafter may keep state under until `release`.
-    tokens: committed tokens of each row, prompt first; the last one is the draft's root.
-    budgets: what may be spent on each row. stream: the noise to draw from. needs_probs: whether `Draft.probs` must be returned.
+    slots: the sequences' cache slots. A drafter may keep state under a slot until `release`.
+    tokens: committed tokens of each sequence, the prompt first. The last one is the root of the draft.
+    budgets: what the drafter may spend on each sequence. A depth of 0 asks for no draft.
+    warp: the sampling parameters. noise, stream: the randomness to draw from, and which stream of it.
+    needs_probs: the drafter must return the distributions that it drew from, as `Draft.probs`.
+    prompt_lengths: tokens of each prompt.
+    predictions: for each sequence, the tokens that its user expects in the answer; may be empty.
+    cache: the target's. A drafter made of the target's layers may use the space behind the committed tokens.
     """
 
     slots: list[int]
@@ -40,52 +45,101 @@ class DraftContext:
     stream: Stream
     needs_probs: bool
     prompt_lengths: list[int]
-    predictions: Sequence[Sequence[int]] = ()  # by row, the tokens its user expects of the answer; () when nobody does
-    cache: SlotCache | None = None  # the target's; a drafter made of the target's layers may use its scratch
+    predictions: Sequence[Sequence[int]] = ()
+    cache: SlotCache | None = None
 
     @property
     def positions(self) -> Tensor:
-        """int64 [batch]: the position of the first guessed token, on the noise's device."""
+        """int64 [batch]: the position of the first draft token, on the noise's device."""
         return torch.tensor([len(t) for t in self.tokens], device=self.noise.seed.device)
+
+
+@dataclass(frozen=True, eq=False)
+class TargetPass:
+    """The target's forward over a draft.
+
+    draft: what the target judged. Several drafters may have contributed to it.
+    logits: float32 [batch, node, vocab], after each node, accepted or not. Padding holds anything.
+    """
+
+    draft: Draft
+    logits: Tensor
+
+    def select(self, entries: Sequence[int]) -> TargetPass:
+        """Some entries of the batch."""
+        if len(entries) == len(self.draft.tokens):
+            return self
+        some = list(entries)
+        return TargetPass(Draft(self.draft.tokens[some], self.draft.parents[some]), self.logits[some])
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Three methods make a drafter: `propose`, `update`, `release`. `taps` names target layers it wants to see.
+    """Proposes draft tokens. Derive from `BaseDrafter` and write `propose`; the rest has defaults.
 
-    A fourth is optional: `watch(batch, draft, logits)`, called before `update` with the target's logits [batch, node,
-    vocab] at every node of the step's draft, kept or not. They are the loop's own and read-only; padding holds anything.
+    taps: layers of the target whose output the drafter reads, as numbered by `LanguageModel.forward`. For a drafter with taps
+    the loop passes the features of every committed position exactly once, in order: those that prefill reads to `start`,
+    those of each step to `update`.
     """
 
     taps: tuple[int, ...]
 
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        """The target has read a chunk of a prompt. Called for drafters with taps only, chunk by chunk.
+
+        A sequence that was preempted is read again from its first token, after a `release`.
+
+        tokens: all committed tokens of the sequence; at least one follows the chunk.
+        first: the position of the chunk's first token. features: float [chunk, feature], the taps side by side.
+        """
+        ...
+
     def propose(self, context: DraftContext) -> Draft:
-        """The guesses for every row of the batch, a tree of one node where there is none."""
+        """A draft for every sequence: a tree of one node where there is nothing to propose."""
         ...
 
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
-        """What was kept of the last proposal. features: [batch, node, feature] of the tapped layers, or None."""
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        """What the step committed. Called after each step with a draft; for drafters with taps, after every step.
+
+        commits: one for each sequence. Their `nodes` are numbered as in this drafter's own proposal, and empty where it made
+        none. context.tokens hold the new tokens already.
+        """
         ...
 
-    def release(self, row: int) -> None:
-        """The sequence in this row has ended; the row may be reused."""
+    def release(self, slot: int) -> None:
+        """The sequence in this slot has left. Another one may take the slot."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was learned from earlier sequences."""
+        ...
+
+    def inner(self) -> Mapping[str, Drafter]:
+        """The drafters that this one asks, by name; empty for most."""
         ...
 
 
 class BaseDrafter:
-    """No state, no taps: a start for drafters that only look at the committed tokens."""
+    """No state, no taps: a start for a drafter that only reads the committed tokens."""
 
     taps: tuple[int, ...] = ()
 
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None: ...
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None: ...
 
-    def release(self, row: int) -> None: ...
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def inner(self) -> Mapping[str, Drafter]:
+        return {}
 
 
-def chains(context: DraftContext, guesses: Sequence[Sequence[int]]) -> Draft:
-    """A draft of one chain per row, each cut to its budget. No guess is an empty list."""
-    cut = [list(g)[: min(b.depth, b.max_nodes)] for g, b in zip(guesses, context.budgets, strict=True)]
-    tokens, parents = chain([[t[-1], *g] for t, g in zip(context.tokens, cut, strict=True)])
+def chains(context: DraftContext, proposals: Sequence[Sequence[int]]) -> Draft:
+    """A draft of one chain for each sequence, cut to its budget. An empty list proposes nothing."""
+    cut = [list(p)[: min(b.depth, b.max_nodes)] for p, b in zip(proposals, context.budgets, strict=True)]
+    tokens, parents = chain([[t[-1], *p] for t, p in zip(context.tokens, cut, strict=True)])
     return Draft(tokens, parents)
 
 
@@ -94,61 +148,3 @@ class NoDraft(BaseDrafter):
 
     def propose(self, context: DraftContext) -> Draft:
         return Draft(torch.tensor([[t[-1]] for t in context.tokens]), torch.full((len(context.tokens), 1), -1))
-
-
-class Echo(BaseDrafter):
-    """Guesses a text known beforehand, keyed by prompt: with the target's own continuation everything is accepted."""
-
-    def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
-        """texts: prompt tokens -> all tokens of prompt and continuation."""
-        self.texts = texts
-
-    def propose(self, context: DraftContext) -> Draft:
-        guesses = []
-        for tokens, n, budget in zip(context.tokens, context.prompt_lengths, context.budgets, strict=True):
-            known = self.texts.get(tuple(tokens[:n]), [])
-            guesses.append(known[len(tokens) : len(tokens) + budget.depth])
-        return chains(context, guesses)
-
-
-class Wrong(BaseDrafter):
-    """Always guesses one token, which is (nearly) never right. Speculation must still be exact, only slower."""
-
-    def __init__(self, token: int = 0) -> None:
-        self.token = token
-
-    def propose(self, context: DraftContext) -> Draft:
-        return chains(context, [[self.token] * b.depth for b in context.budgets])
-
-
-class Noisy(BaseDrafter):
-    """Right with a known probability: another drafter's chain, each token kept with probability alpha."""
-
-    def __init__(self, inner: Drafter, alpha: float, vocab_size: int, seed: int = 0) -> None:
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha is a probability, got {alpha}")
-        self.inner, self.alpha, self.vocab_size = inner, alpha, vocab_size
-        self.taps = inner.taps
-        self._seed = seed
-
-    def propose(self, context: DraftContext) -> Draft:
-        draft = self.inner.propose(context)
-        n = draft.nodes
-        if n == 1:
-            return draft
-        seed = torch.full((len(context.slots),), self._seed)
-        coin = Noise(seed, seed).uniform(Stream.DRAFT, context.positions, 2 * n)
-        other = (coin[:, n:] * (self.vocab_size - 1)).long()
-        other = other + (other >= draft.tokens)  # any token but the drafted one
-        spoil = (coin[:, :n] >= self.alpha) & (draft.parents >= 0)
-        return Draft(torch.where(spoil, other.clamp_max(self.vocab_size - 1), draft.tokens), draft.parents)
-
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
-        self.inner.update(context, kept, features)
-
-    def release(self, row: int) -> None:
-        self.inner.release(row)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed(__name__)

@@ -71,12 +71,11 @@ class Reading:
 
     def _lose(self, row: int, error: Exception) -> None:
         log.warning("the drafter of a row could not read (%s)", type(error).__name__)
-        self.roster._lose(self.roster.method(row), [row], error)
+        self.roster.lose(self.roster.method(row), [row], error)
 
     def _drafters(self, row: int) -> list[ModelDrafter]:
         """The draft models behind a row's method."""
-        if row in self.roster.lost:
-            return []
-        drafter = self.roster.drafters.get(self.roster.method(row))
-        inner = [drafter, *getattr(drafter, "drafters", {}).values()]
-        return [d for d in inner if isinstance(d, ModelDrafter)]
+        drafter = self.roster.drafter(row)
+        return (
+            [] if drafter is None else [d for d in (drafter, *drafter.inner().values()) if isinstance(d, ModelDrafter)]
+        )

@@ -93,7 +93,7 @@ class Engine:
             "prediction": PredictionDrafter(),
         }
         if method != "none":  # of several at once, each can be chosen alone
-            drafters |= {**getattr(llm.drafter, "drafters", {}), method: llm.drafter}
+            drafters |= {**llm.drafter.inner(), method: llm.drafter}
         self.llm, self.roster = llm, PerRequestDrafter(drafters, method, base.target.vocab_size)
         controller = base.controller
         if isinstance(controller, Adaptive):
@@ -101,7 +101,7 @@ class Engine:
         self._lengths = PerRow(controller)
         rows, length = base.cache.num_slots, base.max_length
         self.kv_limit = rows * length if kv_tokens is None else kv_tokens
-        self.prefixes = None if not prefix_bytes or self.roster.taps else PrefixCache(prefix_bytes)
+        self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes else None
         self.decoder = Decoder(
             base.target,
             self.roster,
@@ -229,7 +229,7 @@ class Engine:
             held, last = d.cache.length[slot], len(row.tokens) - 1
             if row.slot != slot or held > last or (held < last) != (row in d.waiting):
                 wrong.append(f"row {slot} holds {held} of {last} tokens")
-        left = set(self.roster._method) | set(self._lengths.depth) | set(self.roster.lost) | set(self.reading.spent)
+        left = set(self.roster.assigned) | set(self._lengths.depth) | set(self.roster.lost) | set(self.reading.spent)
         if not left <= set(d.rows):
             wrong.append(f"the drafters remember rows {sorted(left - set(d.rows))}, which are free")
         return wrong + (self.prefixes.check() if self.prefixes else [])

@@ -21,18 +21,22 @@ class PerRow:
         budgets = self.inner.budgets(slots)
         if self.depth:
             budgets = [
-                b if (depth := self.depth.get(row)) is None else Budget(depth, b.width) if depth else Budget(0)
-                for row, b in zip(slots, budgets, strict=True)
+                b
+                if (depth := self.depth.get(slot)) is None
+                else Budget(depth, b.width, b.nodes)
+                if depth
+                else Budget(0)
+                for slot, b in zip(slots, budgets, strict=True)
             ]
         return budgets if self.reading is None else self.reading.gated(slots, budgets)
 
     def observe(self, step: Step) -> None:
         """Seconds of reading between steps count in the step that first drafts for the row, as if it had read there."""
         if self.reading is not None and self.reading.spent:
-            drafted = [row for row, budget in zip(step.slots, step.budgets, strict=True) if budget.depth]
+            drafted = [slot for slot, budget in zip(step.slots, step.budgets, strict=True) if budget.depth]
             total, by_drafter = step.seconds["draft"], self.reading.roster.draft_seconds
-            for row in drafted:
-                spent, name = self.reading.spent.pop(row, 0.0), self.reading.roster.method(row)
+            for slot in drafted:
+                spent, name = self.reading.spent.pop(slot, 0.0), self.reading.roster.method(slot)
                 total, by_drafter[name] = total + spent, by_drafter.get(name, 0.0) + spent
             step = replace(step, seconds={**step.seconds, "draft": total})
         self.inner.observe(step)

@@ -20,12 +20,19 @@ BLOCK = 16  # tokens that are found or missed together
 class _Block:
     """A block of tokens behind the blocks before it."""
 
-    __slots__ = ("bytes", "children", "key", "layers", "parent")
+    __slots__ = ("bytes", "children", "features", "key", "layers", "parent")
 
-    def __init__(self, parent: _Block | None, key: tuple[int, ...], layers: list[tuple[Tensor, Tensor]]) -> None:
-        self.parent, self.key, self.layers = parent, key, layers
+    def __init__(
+        self,
+        parent: _Block | None,
+        key: tuple[int, ...],
+        layers: list[tuple[Tensor, Tensor]],
+        features: Tensor | None = None,
+    ) -> None:
+        self.parent, self.key, self.layers, self.features = parent, key, layers, features
         self.children: dict[tuple[int, ...], _Block] = {}
-        self.bytes = sum(t.numel() * t.element_size() for pair in layers for t in pair)
+        held = [t for pair in layers for t in pair] + ([] if features is None else [features])
+        self.bytes = sum(t.numel() * t.element_size() for t in held)
 
 
 class PrefixCache:
@@ -37,28 +44,33 @@ class PrefixCache:
         self.bytes = self.queries = self.hits = 0  # queries, hits: tokens asked for, tokens found
         self._used: OrderedDict[_Block, None] = OrderedDict()  # least used first; a parent is used whenever a child is
 
-    def fetch(self, cache: SlotCache, row: int, tokens: Sequence[int]) -> int:
-        """Copy the longest known start of `tokens` into an empty row and commit it; returns its length."""
+    def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> tuple[int, Tensor | None]:
+        """Copy the longest known start of `tokens` into an empty slot and commit it.
+
+        Returns its length, and the features [token, feature] that were kept with it, if any.
+        """
         path = self._path(tokens)
         count = BLOCK * len(path)
         self.queries, self.hits = self.queries + len(tokens), self.hits + count
         if not path:
-            return 0
-        cache.reserve([row], count)
+            return 0, None
+        cache.reserve([slot], count)
         for layer, (keys, values) in enumerate(cache.layers):
-            keys[row, :, :count] = torch.cat([block.layers[layer][0] for block in path], 1)
-            values[row, :, :count] = torch.cat([block.layers[layer][1] for block in path], 1)
-        cache.commit([row], [range(count)])
-        return count
+            keys[slot, :, :count] = torch.cat([block.layers[layer][0] for block in path], 1)
+            values[slot, :, :count] = torch.cat([block.layers[layer][1] for block in path], 1)
+        cache.commit([slot], [range(count)])
+        features = [block.features for block in path if block.features is not None]
+        return count, torch.cat(features) if features else None
 
-    def keep(self, cache: SlotCache, row: int, tokens: Sequence[int]) -> None:
-        """Remember the whole blocks of a row, which holds `tokens`."""
+    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None = None) -> None:
+        """Remember the whole blocks of a slot, which holds `tokens`, and their features [token, feature]."""
         path = self._path(tokens)
         at = path[-1] if path else self.root
         for start in range(BLOCK * len(path), len(tokens) - BLOCK + 1, BLOCK):
             end = start + BLOCK
-            layers = [(k[row, :, start:end].clone(), v[row, :, start:end].clone()) for k, v in cache.layers]
-            block = _Block(at, tuple(tokens[start:end]), layers)
+            layers = [(k[slot, :, start:end].clone(), v[slot, :, start:end].clone()) for k, v in cache.layers]
+            own = None if features is None else features[start:end].clone()
+            block = _Block(at, tuple(tokens[start:end]), layers, own)
             if block.bytes > self.limit:
                 break
             at.children[block.key] = block

@@ -12,6 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,7 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import depth, validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
-from outrider.drafters.base import DraftContext, Drafter
+from outrider.drafters.base import DraftContext, Drafter, TargetPass
 from outrider.params import SamplingParams
 
 GREEDY, HOT = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
@@ -58,7 +59,13 @@ def guesses(draft: Draft, b: int) -> list[tuple[int, int]]:
 
 
 def check_drafter(
-    make: Callable[[], Drafter], vocab_size: int, seed: int = 0, *, draws: bool = True, shares: bool = False
+    make: Callable[[], Drafter],
+    vocab_size: int,
+    seed: int = 0,
+    *,
+    draws: bool = True,
+    shares: bool = False,
+    feature_size: int = 8,
 ) -> None:
     """Raise AssertionError or ValueError where a drafter breaks the contract.
 
@@ -67,12 +74,23 @@ def check_drafter(
     declares as drawn are drawn from the distribution that it declares.
 
     make: a new drafter, without state. draws: False if it never returns probs. shares: True if it learns from other
-    requests, so that a draft may depend on them.
+    requests, so that a draft may depend on them. feature_size: for a drafter with taps, numbers per position, all taps
+    together; they are random, so a draft may depend on more than the text.
     """
-    random_ = random.Random(seed)
+    random_, noise = random.Random(seed), torch.Generator().manual_seed(seed)
     drafter = make()
-    assert isinstance(drafter, Drafter), "a drafter has taps, propose, update and release"
-    texts = {row: _text(random_, vocab_size) for row in range(4)}
+    assert isinstance(drafter, Drafter), "derive from outrider.drafters.BaseDrafter, which has all but propose"
+
+    def begin(slot: int) -> list[int]:
+        """A new text. The target reads it in two chunks."""
+        tokens = _text(random_, vocab_size)
+        middle, stop = random_.randrange(len(tokens)), len(tokens) - 1
+        for first, last in ((0, middle), (middle, stop)):
+            if drafter.taps and first < last:
+                drafter.start(slot, tokens, first, torch.randn(last - first, feature_size, generator=noise))
+        return tokens
+
+    texts = {slot: begin(slot) for slot in range(4)}
     for step in range(25):
         rows = random_.sample(sorted(texts), random_.randrange(1, 5))
         budgets = [Budget(random_.randrange(6), random_.randrange(1, 4), random_.choice((None, 3))) for _ in rows]
@@ -80,13 +98,15 @@ def check_drafter(
         ask = context(rows, [texts[r] for r in rows], budgets, params, step=step, needs_probs=needs_probs)
         draft = _proposed(drafter, ask, vocab_size)
         commits = [_accepted(random_, guesses(draft, b), vocab_size) for b in range(len(rows))]
-        _commit(drafter, ask, commits)
+        if drafter.taps:
+            commits = [replace(c, features=torch.randn(len(c.nodes), feature_size, generator=noise)) for c in commits]
+        _commit(drafter, ask, draft, commits, vocab_size, noise)
         if step % 7 == 6:
             drafter.release(rows[0])
-            texts[rows[0]] = _text(random_, vocab_size)
+            texts[rows[0]] = begin(rows[0])
     if draws:
         _check_distribution(make, vocab_size, random_)
-    if not shares:
+    if not shares and not drafter.taps:
         _check_state(make, drafter, texts)
         _check_rows(make, texts)
 
@@ -122,12 +142,20 @@ def _accepted(random_: random.Random, nodes: Sequence[tuple[int, int]], vocab_si
     return Commit(new, path, len(path) - 1)
 
 
-def _commit(drafter: Drafter, ask: DraftContext, commits: Sequence[Commit]) -> None:
-    """As the loop does: the texts grow, then the drafter hears of it."""
+def _commit(
+    drafter: Drafter,
+    ask: DraftContext,
+    draft: Draft,
+    commits: Sequence[Commit],
+    vocab_size: int,
+    noise: torch.Generator,
+) -> None:
+    """As the loop does: the texts grow, then the drafter is told, with the target's logits."""
     for tokens, commit in zip(ask.tokens, commits, strict=True):
         assert isinstance(tokens, list)
         tokens.extend(commit.tokens)
-    drafter.update(ask, commits, None)
+    logits = torch.randn(*draft.tokens.shape, vocab_size, generator=noise)
+    drafter.update(ask, commits, TargetPass(draft, logits))
 
 
 def _check_distribution(make: Callable[[], Drafter], vocab_size: int, random_: random.Random) -> None:
@@ -152,7 +180,8 @@ def _check_distribution(make: Callable[[], Drafter], vocab_size: int, random_: r
             by_id.append(float(below[0] + share * q[token]))
             equal = float(q[q == q[token]].sum())  # equal tokens have no order: take them as one
             by_rank.append(float(below[1]) + share * equal)
-        _commit(drafter, ask, [Commit([random_.randrange(vocab_size)], [0], 0) for _ in rows])
+        commits = [Commit([random_.randrange(vocab_size)], [0], 0) for _ in rows]
+        _commit(drafter, ask, draft, commits, vocab_size, torch.Generator().manual_seed(step))
         for row, tokens in texts.items():
             if len(tokens) > 20:
                 drafter.release(row)

@@ -14,12 +14,13 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Step
 from outrider.decode import Decoder, Request
-from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, Echo, NoDraft, Noisy, Wrong
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.stubs import Echo, Noisy, Wrong
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams

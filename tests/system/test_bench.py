@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from outrider.bench import roofline as limits
 from outrider.bench import stats
-from outrider.bench.local import Local, reset_drafter
+from outrider.bench.local import Local
 from outrider.bench.prompts import Prompt
 from outrider.bench.roofline import predict
 from outrider.bench.run import Run, Sample, Setting
@@ -114,7 +114,6 @@ def test_a_repeat_does_not_find_the_answers_of_the_last() -> None:
     assert first == second
     again = side.answer(run.settings[1], PROMPTS[:1], 1, 0)  # it would, were it not told to forget
     assert sum(again[0].accepted or []) > first[0]
-    reset_drafter(object())  # type: ignore[arg-type]
 
 
 def test_a_prompt_that_does_not_fit_is_named() -> None:

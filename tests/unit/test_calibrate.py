@@ -12,10 +12,11 @@ from outrider.calibrate import cache_folder, calibrate, calibrated
 from outrider.config import SpeculativeConfig
 from outrider.control import Calibrated, CostModel
 from outrider.core.types import Budget
-from outrider.drafters.base import NoDraft, Wrong
+from outrider.drafters.base import NoDraft
 from outrider.drafters.combine.router import DrafterRouter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.self_speculation import LayerSearch
+from outrider.drafters.stubs import Wrong
 from outrider.llm import LLM
 from outrider.models.load import DATA
 from outrider.params import SamplingParams

@@ -10,7 +10,8 @@ from helpers import VOCAB, RandomTree, TargetTree, counts, decoder, plain_texts,
 
 from outrider.core.types import Budget, Draft, Guarantee
 from outrider.decode import Request
-from outrider.drafters.base import DraftContext, Echo, Wrong
+from outrider.drafters.base import DraftContext
+from outrider.drafters.stubs import Echo, Wrong
 from outrider.kernels import cpu as native
 from outrider.models.cache import SlotCache
 from outrider.params import SamplingParams

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.bench.interleave import TimedRun, interleave
-from outrider.bench.local import SampleRecorder, reset_drafter, sampling_params
+from outrider.bench.local import SampleRecorder, sampling_params
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import Sample
 from outrider.bench.tune.simulate import DraftStatistics
 from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
+from outrider.drafters import ModelDrafter, NoDraft
 from outrider.llm import LLM
 from outrider.models.load import Loaded
 
@@ -101,7 +102,7 @@ class Racer:
         """Make their drafters forget the answers they have seen."""
         for candidate in candidates:
             if candidate.decoder is not None:
-                reset_drafter(candidate.decoder.drafter)
+                candidate.decoder.drafter.reset()
 
     def requests(self, prompts: Sequence[Prompt], repeat: int = 0) -> list[Request]:
         return [
@@ -116,7 +117,7 @@ class Racer:
         if candidate.decoder is None:
             shared = candidate.method.llm if candidate.method else None
             llm = shared or self.plain
-            if hasattr(llm.drafter, "forget"):
+            if not isinstance(llm.drafter, (NoDraft, ModelDrafter)):  # it may learn from answers
                 llm = LLM(self.target, speculative_config=llm.config, max_num_seqs=1)
             candidate.decoder = llm.decoder
         return candidate.decoder

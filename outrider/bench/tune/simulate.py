@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outrider.bench.local import reset_drafter
 from outrider.bench.tune.replay_target import KnownTextTarget
 from outrider.control import CostModel, Fixed
 from outrider.control.acceptance import RankAcceptance
@@ -20,6 +19,7 @@ from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.guard import trusted
+from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.self_speculation import QuantizedSelfDrafter
 from outrider.llm import len_drafted
 from outrider.models.load import Loaded
@@ -134,6 +134,13 @@ class DraftStatistics:
         return (1 + expected) / (1 + chain)
 
 
+def reads_target(drafter: Drafter) -> bool:
+    """True where a draft depends on the target's features, logits or cache. It is not known what a foreign drafter reads."""
+    if drafter.taps or not trusted(drafter) or isinstance(drafter, (QuantizedSelfDrafter, TokenRecyclingDrafter)):
+        return True
+    return any(map(reads_target, drafter.inner().values()))
+
+
 class KnownTexts:
     """Texts of plain decoding, and a decoder that writes them again.
 
@@ -143,9 +150,7 @@ class KnownTexts:
     def __init__(
         self, target: Loaded, drafter: Drafter, requests: Sequence[Request], answers: Sequence[Sequence[int]]
     ) -> None:
-        reads = bool(drafter.taps) or hasattr(drafter, "watch") or isinstance(drafter, QuantizedSelfDrafter)
-        # It is not known what a drafter of another package reads.
-        self.needs_target = reads or not trusted(drafter)
+        self.needs_target = reads_target(drafter)
         self._texts, self._known = list(zip(requests, answers, strict=True)), KnownTextTarget(target.model)
         longest = max(len(r.prompt) + len(a) for r, a in self._texts)
         self.decoder = Decoder(
@@ -159,7 +164,7 @@ class KnownTexts:
 
     def requests(self) -> Iterator[Request]:
         """One by one: answer each before you take the next. The drafter first forgets other texts."""
-        reset_drafter(self.decoder.drafter)
+        self.decoder.drafter.reset()
         for request, answer in self._texts:
             self._known.text = [*request.prompt, *answer]
             yield request

@@ -1,14 +1,14 @@
-"""A drafter for every row: several methods in one batch, none of which can hurt.
+"""A drafter for each sequence: several methods in one batch, none of which can do harm.
 
-Each row is drafted for by the method its request chose. A drafter that raises, or whose draft breaks the contract, loses
-the row: the text goes on without guesses, and the request is told. Guesses that a grammar forbids are cut off before the
-target pays for them.
+Each sequence has the drafter that its request chose. A drafter that raises, or whose draft breaks the contract, loses the
+sequence: the text goes on without drafts, and the request is told. Draft tokens that a grammar forbids are cut off before
+the target pays for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from outrider.core.tree import levels, lists, tree, validate
 from outrider.core.types import Commit, Draft, Siblings
-from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
-from outrider.drafters.combine.merge import NodeList, draft_nodes, join, select
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
+from outrider.drafters.combine.merge import NodeList, SharedTaps, join, own_commit, select
 
 
 class PerRequestDrafter(BaseDrafter):
-    """Drafters by name. `assign` says which of them a row has; a row without one has `default`, "none" has no guesses.
+    """Drafters by name. `assign` gives a sequence its drafter. Without one it has `default`; "none" makes no drafts.
 
-    tell: is told of every failure, with the drafter's name and the rule it broke or what it raised. Raises ValueError for an
-    object that lacks a drafter's methods.
+    tell: is called for every failure, with the drafter's name and the rule that it broke or what it raised. Raises ValueError
+    for an object that lacks a drafter's methods.
     """
 
     def __init__(
@@ -38,61 +38,92 @@ class PerRequestDrafter(BaseDrafter):
         for name, drafter in drafters.items():
             if not isinstance(drafter, Drafter):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(
-                    f"the drafter {name!r} is none: a drafter has taps, propose, update and release; "
-                    "outrider.drafters.BaseDrafter has all but propose"
+                    f"{name!r} is of type {type(drafter).__name__}, which is no drafter: it lacks taps, start, propose, update, "
+                    "release, reset or inner. Derive from outrider.drafters.BaseDrafter, which has all but propose"
                 )
         self.tell = tell
         self.drafters, self.default, self.vocab_size = drafters, default, vocab_size
-        self.taps = tuple(drafters[default].taps) if default in drafters else ()
-        self.lost: dict[int, str] = {}  # rows that their drafter failed, and how
+        self._shared = SharedTaps.of(drafters)
+        self.taps = self._shared.taps
+        self.lost: dict[int, str] = {}  # slots that their drafter failed, and how
         self.failures = 0
-        self._method: dict[int, str] = {}
+        self.assigned: dict[int, str] = {}  # methods by slot
+        self._asked: list[tuple[str, list[int]]] = []  # the drafters of the last step, with their entries of the batch
         self.draft_seconds: dict[str, float] = {}  # of the last proposal, by drafter
-        self._asked: list[tuple[str, list[int]]] = []  # whom the last proposal came from, with entries of the batch
-        if any(hasattr(d, "watch") for d in drafters.values()):
-            self.watch = self._watch
+        self._cut: dict[int, NodeList] = {}  # proposals, by entry, of which a grammar took nodes
 
-    def assign(self, row: int, method: str | None) -> None:
-        """Choose a row's drafter. Raises ValueError for a method that is not at hand."""
+    def assign(self, slot: int, method: str | None) -> None:
+        """Choose a sequence's drafter. Raises ValueError for a method that is not there."""
         method = self.default if method is None else method
         if method != "none" and method not in self.drafters:
             raise ValueError(f"there is no drafter {method!r} here; there are none, {', '.join(self.drafters)}")
-        self._method[row] = method
+        self.assigned[slot] = method
 
-    def method(self, row: int) -> str:
-        return self._method.get(row, self.default)
+    def method(self, slot: int) -> str:
+        """The name of a sequence's drafter."""
+        return self.assigned.get(slot, self.default)
+
+    def drafter(self, slot: int) -> Drafter | None:
+        """A sequence's drafter; None where it has none, or lost it."""
+        return None if slot in self.lost else self.drafters.get(self.method(slot))
+
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        name = self.method(slot)
+        if slot not in self.lost and name in self._shared.columns:
+            own = self._shared.of_drafter(name, features)
+            shown = tokens if trusted(self.drafters[name]) else list(tokens)
+            self._guarded(name, [slot], lambda d: d.start(slot, shown, first, own))
 
     def propose(self, context: DraftContext) -> Draft:
         self.draft_seconds = {}
         groups: dict[str, list[int]] = {}
-        for b, row in enumerate(context.slots):
-            if self.method(row) != "none" and row not in self.lost:
-                groups.setdefault(self.method(row), []).append(b)
-        parts = [select for name, some in groups.items() for select in self._ask(name, context, some)]
-        self._asked = [(name, some) for name, some, _ in parts]
+        for b, slot in enumerate(context.slots):
+            if self.method(slot) != "none" and slot not in self.lost:
+                groups.setdefault(self.method(slot), []).append(b)
+        parts = [part for name, some in groups.items() for part in self._ask(name, context, some)]
         masked = [h.mask is not None for h in context.warp.histories]
-        if len(parts) == 1 and len(parts[0][1]) == len(context.slots) and not any(masked):
-            return parts[0][2]
-        return self._joined(context, parts, masked)
+        self._asked, self._cut = [(name, some) for name, some, _ in parts], {}
+        whole = len(parts) == 1 and len(parts[0][1]) == len(context.slots) and not any(masked)
+        return parts[0][2] if whole else self._joined(context, parts, masked)
 
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
-        for name, some in self._asked:
-            own, seen = select(context, some), None if features is None else features[some]
-            mine = [kept[b] for b in some]
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        asked, groups = {b for _, some in self._asked for b in some}, {name: list(some) for name, some in self._asked}
+        for b, slot in enumerate(context.slots):  # a drafter with taps sees every step
+            if b not in asked and slot not in self.lost and self.method(slot) in self._shared.columns:
+                groups.setdefault(self.method(slot), []).append(b)
+        for name, some in groups.items():
+            own, seen, mine = select(context, some), target.select(some), list[Commit]()
+            for b in some:
+                commit = commits[b]
+                if b not in asked or b in self._cut:
+                    commit = own_commit(commit, self._cut.get(b))
+                mine.append(self._shared.commit(name, commit))
             self._guarded(name, own.slots, lambda d, own=own, mine=mine, seen=seen: lend(d, "update", own, mine, seen))
+        self._asked = []
 
-    def release(self, row: int) -> None:
-        self._method.pop(row, None)
-        self.lost.pop(row, None)
+    def release(self, slot: int) -> None:
+        self.assigned.pop(slot, None)
+        self.lost.pop(slot, None)
         for name in self.drafters:
-            self._guarded(name, [], lambda d: d.release(row))
+            self._guarded(name, [], lambda d: d.release(slot))
 
-    def _watch(self, context: DraftContext, draft: Draft, logits: Tensor) -> None:
-        for name, some in self._asked:
-            if hasattr(self.drafters[name], "watch"):
-                own, drafted = select(context, some), Draft(draft.tokens[some], draft.parents[some])
-                found = logits[some]
-                self._guarded(name, own.slots, lambda d, own=own, a=drafted, b=found: lend(d, "watch", own, a, b))
+    def reset(self) -> None:
+        for name in self.drafters:
+            self._guarded(name, [], lambda d: d.reset())
+
+    def inner(self) -> Mapping[str, Drafter]:
+        return self.drafters
+
+    def lose(self, name: str, slots: list[int], error: Exception) -> None:
+        """Take these sequences from the drafter that failed them."""
+        self.failures += 1
+        broken = isinstance(error, Broken)
+        what = f"it broke the contract: {error}" if broken else f"it raised {type(error).__name__}"
+        self.tell(
+            f"the drafter {name!r} failed: {what if broken else f'{what}: {error}'}; the text goes on without guesses"
+        )
+        for slot in slots:
+            self.lost[slot] = f"the drafter {name!r} failed ({what}); the text was written on without guesses"
 
     def _ask(self, name: str, context: DraftContext, some: list[int]) -> list[tuple[str, list[int], Draft]]:
         """A drafter's proposal for some entries of the batch. If it fails them together, each is asked for alone, and only
@@ -104,40 +135,31 @@ class PerRequestDrafter(BaseDrafter):
             check(draft, own, self.vocab_size)
             return [(name, some, draft)]
         except Exception as error:
-            for row in own.slots:
-                self._guarded(name, [], lambda d, row=row: d.release(row))
+            for slot in own.slots if not drafter.taps else ():  # a head would miss the features that it was given
+                self._guarded(name, [], lambda d, slot=slot: d.release(slot))
             if len(some) > 1:
                 return [found for b in some for found in self._ask(name, context, [b])]
-            self._lose(name, own.slots, error)
+            self.lose(name, own.slots, error)
             return []
 
     def _joined(self, context: DraftContext, parts: list[tuple[str, list[int], Draft]], masked: list[bool]) -> Draft:
-        out, notes = list[tuple[int, Draft, int]](), [""] * len(context.slots)
+        out, notes = list[tuple[int, Draft, int]](), list[object]([None] * len(context.slots))
         for _, some, draft in parts:
             for i, b in enumerate(some):
                 if draft.notes:
                     notes[b] = draft.notes[i]
-                if masked[b] and draft.probs is None:  # to un-draw a token that was drawn would bend the law
-                    out.append((b, Draft(*tree([legal(context, b, draft_nodes(draft, i))])), 0))
+                if masked[b] and draft.probs is None:  # taking back a drawn token would change the distribution
+                    self._cut[b] = draft.host[i]
+                    out.append((b, Draft(*tree([legal(context, b, draft.host[i])])), 0))
                 else:
                     out.append((b, draft, i))
-        return join(context, out, notes if any(notes) else ())
+        return join(context, out, notes if any(note is not None for note in notes) else ())
 
     def _guarded(self, name: str, rows: list[int], act: Callable[..., None]) -> None:
         try:
             act(self.drafters[name])
         except Exception as error:
-            self._lose(name, rows, error)
-
-    def _lose(self, name: str, rows: list[int], error: Exception) -> None:
-        self.failures += 1
-        broken = isinstance(error, Broken)
-        what = f"it broke the contract: {error}" if broken else f"it raised {type(error).__name__}"
-        self.tell(
-            f"the drafter {name!r} failed: {what if broken else f'{what}: {error}'}; the text goes on without guesses"
-        )
-        for row in rows:
-            self.lost[row] = f"the drafter {name!r} failed ({what}); the text was written on without guesses"
+            self.lose(name, rows, error)
 
 
 class Broken(ValueError):
@@ -145,9 +167,8 @@ class Broken(ValueError):
 
 
 def trusted(drafter: Drafter) -> bool:
-    """Is it one of this package, and those that it asks too? Copies of long texts are not made for them."""
-    asked = getattr(drafter, "drafters", {})
-    return type(drafter).__module__.startswith("outrider.") and all(trusted(d) for d in asked.values())
+    """True for a drafter of this package that asks no others. It is trusted with the committed tokens: no copies are made."""
+    return type(drafter).__module__.startswith("outrider.") and all(map(trusted, drafter.inner().values()))
 
 
 def lend(drafter: Any, method: str, own: DraftContext, *more: Any) -> Any:

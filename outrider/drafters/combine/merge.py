@@ -1,15 +1,16 @@
-"""Parts of a batch to drafters, and their drafts back together as one."""
+"""What combiners of drafters share: parts of a batch go to drafters, their drafts are joined, and commits go back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from outrider.core.tree import lists, tree
-from outrider.core.types import Draft, Siblings
-from outrider.drafters.base import DraftContext
+from outrider.core.tree import tree
+from outrider.core.types import Commit, Draft
+from outrider.drafters.base import DraftContext, Drafter
 
 NodeList = list[tuple[int, int]]  # (token, parent) of one row, the root first
 
@@ -30,13 +31,7 @@ def select(context: DraftContext, some: Sequence[int]) -> DraftContext:
     )
 
 
-def draft_nodes(draft: Draft, b: int) -> NodeList:
-    """The real nodes of a row."""
-    pairs = zip(lists(draft.tokens[b : b + 1])[0], lists(draft.parents[b : b + 1])[0], strict=True)
-    return [(token, parent) for token, parent in pairs if parent >= -1]
-
-
-def walked(nodes: NodeList, tokens: Sequence[int]) -> list[int]:
+def accepted_path(nodes: NodeList, tokens: Sequence[int]) -> list[int]:
     """The nodes that the committed tokens walk through, the root first: what would have been accepted of this draft alone."""
     path = [0]
     for token in tokens:
@@ -48,11 +43,49 @@ def walked(nodes: NodeList, tokens: Sequence[int]) -> list[int]:
     return path
 
 
+def own_commit(commit: Commit, nodes: NodeList | None) -> Commit:
+    """A commit as the drafter of one proposal must see it: numbered as in that proposal, or with no nodes without one."""
+    if nodes is None:
+        return replace(commit, nodes=[], num_accepted=0)
+    path = accepted_path(nodes, commit.tokens)
+    # the last committed token is the next root: not in the cache, also where the proposal had it
+    return replace(commit, nodes=path[: len(commit.tokens)], num_accepted=len(path) - 1)
+
+
+@dataclass(frozen=True)
+class SharedTaps:
+    """The taps of several drafters side by side: each layer is read once, and each drafter gets its own.
+
+    taps: all layers, without repeats. columns: for each tapping drafter, the places of its layers among them.
+    """
+
+    taps: tuple[int, ...]
+    columns: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, drafters: Mapping[str, Drafter]) -> SharedTaps:
+        taps = tuple(dict.fromkeys(tap for drafter in drafters.values() for tap in drafter.taps))
+        return cls(taps, {name: [taps.index(t) for t in d.taps] for name, d in drafters.items() if d.taps})
+
+    def of_drafter(self, name: str, features: Tensor) -> Tensor:
+        """float [..., feature]: a drafter's own features of those of all taps. Every tap is equally wide."""
+        own = self.columns[name]
+        if own == list(range(len(self.taps))):
+            return features
+        return features.unflatten(-1, (len(self.taps), -1))[..., own, :].flatten(-2)
+
+    def commit(self, name: str, commit: Commit) -> Commit:
+        """The commit with the drafter's own features, and with none for a drafter without taps."""
+        if commit.features is None:
+            return commit
+        return replace(commit, features=self.of_drafter(name, commit.features) if name in self.columns else None)
+
+
 def draft_confidence(draft: Draft, b: int, count: int) -> list[float] | None:
     return None if draft.confidence is None else draft.confidence[b, :count].tolist()
 
 
-def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: Sequence[str] = ()) -> Draft:
+def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: Sequence[object] = ()) -> Draft:
     """One draft of a batch. parts: (entry of the batch, a draft, the draft's row for it); entries without one draft nothing.
 
     A guess that was chosen counts as drawn from a law with all its mass there, where other rows declare a law. Raises
@@ -61,7 +94,7 @@ def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: 
     nodes: list[NodeList] = [[(tokens[-1], -1)] for tokens in context.tokens]
     confidence: dict[int, list[float]] = {}
     for b, draft, row in parts:
-        nodes[b] = draft_nodes(draft, row)
+        nodes[b] = draft.host[row]
         if (known := draft_confidence(draft, row, len(nodes[b]))) is not None:
             confidence[b] = known
     tokens, parents = tree(nodes)
@@ -108,6 +141,3 @@ def united(trees: Sequence[tuple[NodeList, Sequence[float]]], most: int) -> tupl
         place[path] = len(out)
         out.append((path[-1], place[path[:-1]]))
     return out, [1.0, *(found[path] for path in best)]
-
-
-__all__ = ["NodeList", "Siblings", "draft_confidence", "draft_nodes", "join", "select", "united"]

@@ -1,34 +1,78 @@
-"""Several drafters at once: who guesses for a row is decided each step, by expected gain.
+"""Several drafters at once: each step decides by expected gain which of them drafts for a sequence.
 
-The rule. Drafters that cost nothing (texts) always propose. A proposal is worth the tokens its nodes promise: the sum of the
-chances it states, times how far such promises came true lately; or, where it states none, its nodes times their
-running acceptance. A drafter that costs (models) is asked when
+The rule. Drafters without a cost (lookups) always propose. The worth of a proposal is the number of tokens it promises. That is
+the sum of its confidences, corrected by how far such promises came true lately. Where a drafter states no confidence, it is the
+number of its nodes times their running acceptance rate.
 
-    (1 + its running accepted tokens) / (1 + its cost)  >  1 + the best free promise,
+A drafter with a cost (a model) is asked when
 
-its cost in forwards of the target, and for no more levels than pay: one, and twice as many as it lately made true before a
-guess was wrong, so that who guesses well soon has all. (The budget may have been earned by a text.) Its tree is then joined
-with the free ones, the likeliest nodes by the same measure within the budget; a chain is taken as it is. A drafter that has
-not been asked for long is asked again now and then. Only counts decide, never a clock: the same requests take the same ways.
-The draft's notes say what was weighed.
+    (1 + its running accepted tokens) / (1 + its cost)  >  1 + the best promise without a cost,
+
+with the cost in forwards of the target. It is asked for at most 1 + 2 * its recent run of accepted tokens, so a good drafter
+soon reaches the full budget. A tree is joined with the other trees: the most likely nodes of all within the budget stay. A
+chain is taken as it is. A drafter that was not asked for long is asked again now and then.
+
+Only counts decide, never a clock: the same requests take the same way. The rule is our own; the promise of a text lookup
+follows suffix decoding (arXiv 2411.04975).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.core.tree import levels, tree
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext, Drafter
-from outrider.drafters.combine.merge import NodeList, draft_confidence, draft_nodes, join, select, united, walked
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
+from outrider.drafters.combine.merge import (
+    NodeList,
+    SharedTaps,
+    accepted_path,
+    draft_confidence,
+    join,
+    own_commit,
+    select,
+    united,
+)
 
 _MEMORY = 0.1  # weight of the newest step in a running mean
 _PROBE = 24  # steps after which a drafter that lost is asked again
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the router knew of one drafter in one step.
+
+    promised: tokens that its proposal promises, None if it was not asked for that. accepted, cost: its running accepted tokens
+    and its cost in target forwards, None for a drafter without a cost. retried: asked again only because it had waited long.
+    """
+
+    drafter: str
+    promised: float | None = None
+    accepted: float | None = None
+    cost: float | None = None
+    retried: bool = False
+
+    def __str__(self) -> str:
+        if self.promised is not None:
+            return f"{self.drafter} promises {self.promised:.1f}"
+        return f"{self.drafter} gave {self.accepted:.1f} for {self.cost:.2f} forwards" + (
+            ", asked again" if self.retried else ""
+        )
+
+
+@dataclass(frozen=True)
+class RouterNote:
+    """Which drafter drafted for a sequence, and what was weighed. A note of `Draft.notes`."""
+
+    chosen: str | None
+    offers: tuple[Offer, ...]
+
+    def __str__(self) -> str:
+        return f"{self.chosen or 'none'} drafts: {'; '.join(map(str, self.offers)) or 'nothing to weigh'}"
 
 
 @dataclass
@@ -85,75 +129,79 @@ def _depths(nodes: NodeList) -> list[int]:
     return levels([parent for _, parent in nodes])
 
 
-class DrafterRouter:
-    """Drafters by name, in the order of preference among equals. cost: forwards of the target per drafted level, 0 for texts."""
+class DrafterRouter(BaseDrafter):
+    """Drafters by name, in the order of preference among equals. cost: target forwards per draft level, 0 for lookups."""
 
     def __init__(self, drafters: Mapping[str, Drafter], cost: Mapping[str, float] | None = None) -> None:
-        """Raises ValueError without a drafter, and when two of them tap the target's layers."""
+        """Raises ValueError without a drafter."""
         if not drafters:
             raise ValueError('a router needs drafters; for example {"method": ["suffix", "draft_model"], "model": ...}')
         self.drafters, self.cost = dict(drafters), dict(cost or {})
-        tapping = [name for name, d in drafters.items() if d.taps]
-        if len(tapping) > 1:
-            raise ValueError(f"{' and '.join(tapping)} both read the target's layers; choose one of them")
-        self.taps = drafters[tapping[0]].taps if tapping else ()
-        self._tapping = set(tapping)
+        self._shared = SharedTaps.of(drafters)
+        self.taps = self._shared.taps
         self._records: dict[tuple[int, str], _Record] = {}
         self._pooled = {name: _Record() for name in drafters}
-        self._asked: dict[int, list[_Proposal]] = {}
-        if any(hasattr(d, "watch") for d in drafters.values()):
-            self.watch = self._watch
+        self._proposals: dict[int, list[_Proposal]] = {}  # by slot, of the last step
+        self._nodes: dict[tuple[int, str], NodeList] = {}  # what each asked drafter returned, the root alone too
+
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        for name in self._shared.columns:
+            self.drafters[name].start(slot, tokens, first, self._shared.of_drafter(name, features))
 
     def propose(self, context: DraftContext) -> Draft:
-        self._asked = {}
+        self._proposals, self._nodes = {}, {}
         free = [name for name in self.drafters if not self.cost.get(name)]
-        dear = [name for name in self.drafters if self.cost.get(name)]
+        costly = [name for name in self.drafters if self.cost.get(name)]
         found: list[list[_Proposal]] = [[] for _ in context.slots]
         for name in free:
             self._ask(name, context, list(range(len(context.slots))), found)
-        weighed = [[f"{p.name} promises {p.worth:.1f}" for p in proposals] for proposals in found]
-        for name in dear:
-            some = [b for b in range(len(context.slots)) if self._pays(name, context, b, found[b], weighed[b])]
+        offers = [[Offer(p.name, p.worth) for p in proposals] for proposals in found]
+        for name in costly:
+            some = [b for b in range(len(context.slots)) if self._pays(name, context, b, found[b], offers[b])]
             if some:
                 self._ask(name, context, some, found)
         parts: list[tuple[int, Draft, int]] = []
-        notes: list[str] = []
-        for b, row in enumerate(context.slots):
-            self._asked[row] = found[b]
-            proposal = self._chosen(context, b, found[b]) if found[b] else None
-            if proposal is not None:
-                parts.append((b, proposal.draft, proposal.row))
-            who = "nobody" if proposal is None else proposal.name
-            notes.append(f"{who} guesses: {'; '.join(weighed[b]) or 'nothing to weigh'}")
+        notes: list[RouterNote] = []
+        for b, slot in enumerate(context.slots):
+            self._proposals[slot] = found[b]
+            chosen = self._chosen(context, b, found[b]) if found[b] else None
+            if chosen is not None:
+                parts.append((b, chosen.draft, chosen.row))
+            notes.append(RouterNote(chosen.name if chosen else None, tuple(offers[b])))
         return join(context, parts, notes)
 
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
-        for row, one in zip(context.slots, kept, strict=True):
-            asked = self._asked.pop(row, [])
-            for p in asked if one.finish is None else ():  # a cut says nothing of what was refused
-                accepted = len(walked(p.nodes, one.tokens)) - 1
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        own: dict[str, list[Commit]] = {name: [] for name in self.drafters}
+        drafted = any(budget.depth and budget.max_nodes for budget in context.budgets)
+        for slot, commit in zip(context.slots, commits, strict=True):
+            for name, into in own.items():
+                nodes = self._nodes.pop((slot, name), None)
+                into.append(self._shared.commit(name, own_commit(commit, nodes)))
+            proposals = self._proposals.pop(slot, [])
+            for p in proposals if commit.finish is None else ():  # a cut does not tell what was refused
                 promised = None if p.confidence is None else sum(p.confidence[1:])
-                for record in (self._record(row, p.name), self._pooled[p.name]):
-                    record.learn(accepted, p.nodes, promised)
+                for record in (self._record(slot, p.name), self._pooled[p.name]):
+                    record.learn(len(accepted_path(p.nodes, commit.tokens)) - 1, p.nodes, promised)
         for name, drafter in self.drafters.items():
-            drafter.update(context, kept, features if name in self._tapping else None)
+            if drafted or drafter.taps:
+                drafter.update(context, own[name], target)
 
-    def release(self, row: int) -> None:
+    def release(self, slot: int) -> None:
         for name, drafter in self.drafters.items():
-            drafter.release(row)
-            self._records.pop((row, name), None)
-        self._asked.pop(row, None)
+            drafter.release(slot)
+            self._records.pop((slot, name), None)
+            self._nodes.pop((slot, name), None)
+        self._proposals.pop(slot, None)
 
-    def forget(self) -> None:
-        """What the drafters' guesses were worth so far."""
+    def reset(self) -> None:
+        """Forget what the drafters' proposals were worth, and let each drafter forget too."""
         self._records.clear()
         self._pooled = {name: _Record() for name in self.drafters}
-
-    def _watch(self, context: DraftContext, draft: Draft, logits: Tensor) -> None:
         for drafter in self.drafters.values():
-            watch: Any = getattr(drafter, "watch", None)
-            if watch is not None:
-                watch(context, draft, logits)
+            drafter.reset()
+
+    def inner(self) -> Mapping[str, Drafter]:
+        return self.drafters
 
     def _record(self, row: int, name: str) -> _Record:
         """A new row starts from what all rows have taught, which its first steps do not overturn."""
@@ -168,14 +216,14 @@ class DrafterRouter:
             asked = replace(asked, budgets=[b.clipped(self._record(row, name).levels) for row, b in budgets])
         draft = self.drafters[name].propose(asked)
         for at, b in enumerate(some):
-            nodes = draft_nodes(draft, at)
+            nodes = self._nodes[context.slots[b], name] = draft.host[at]
             if len(nodes) > 1:
                 record = self._record(context.slots[b], name)
                 record.waited = 0
                 confidence = draft_confidence(draft, at, len(nodes))
                 found[b].append(_Proposal(name, draft, at, nodes, confidence, record.promise(nodes, confidence)))
 
-    def _pays(self, name: str, context: DraftContext, b: int, found: Sequence[_Proposal], weighed: list[str]) -> bool:
+    def _pays(self, name: str, context: DraftContext, b: int, found: Sequence[_Proposal], offers: list[Offer]) -> bool:
         """Whether a drafter that costs is worth asking for this row."""
         budget = context.budgets[b]
         record = self._record(context.slots[b], name)
@@ -186,9 +234,7 @@ class DrafterRouter:
         free = max((p.worth for p in found), default=0.0)
         record.waited += 1
         again = record.waited > _PROBE
-        weighed.append(
-            f"{name} gave {record.accepted:.1f} for {cost:.2f} forwards" + (", asked again" if again else "")
-        )
+        offers.append(Offer(name, accepted=record.accepted, cost=cost, retried=again))
         return again or (1 + min(record.accepted, levels)) / (1 + cost) > 1 + free
 
     def _chosen(self, context: DraftContext, b: int, proposals: list[_Proposal]) -> _Proposal:

@@ -24,23 +24,23 @@ class NgramDrafter(BaseDrafter):
         self.shortest, self.longest = shortest, longest
         self._index: dict[int, tuple[int, dict[tuple[int, ...], tuple[int, ...]]]] = {}  # row -> tokens read, index
 
-    def release(self, row: int) -> None:
-        self._index.pop(row, None)
+    def release(self, slot: int) -> None:
+        self._index.pop(slot, None)
 
     def propose(self, context: DraftContext) -> Draft:
         trees = []
-        for row, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
-            trees.append(grow(tokens[-1], self._contexts(row, tokens), budget))
+        for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
+            trees.append(grow(tokens[-1], self._contexts(slot, tokens), budget))
         return Draft(*tree(trees))
 
-    def _contexts(self, row: int, tokens: list[int]) -> list[Context]:
+    def _contexts(self, slot: int, tokens: list[int]) -> list[Context]:
         """The ends of the text that were found, each a hundred times as heavy as the next shorter one."""
-        read, index = self._index.get(row, (1, {}))
+        read, index = self._index.get(slot, (1, {}))
         for end in range(read, len(tokens)):  # n-grams that end before `end`; the last one has no continuation yet
             for n in range(self.shortest, min(self.longest, end) + 1):
                 gram = tuple(tokens[end - n : end])
                 index[gram] = (end, *index.get(gram, ())[: _PLACES - 1])
-        self._index[row] = (max(read, len(tokens)), index)
+        self._index[slot] = (max(read, len(tokens)), index)
         found, source = [], TextSource(tokens)
         for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
             places = index.get(tuple(tokens[-n:]))

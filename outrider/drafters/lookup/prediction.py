@@ -135,18 +135,18 @@ class PredictionDrafter(BaseDrafter):
         self.prediction, self.least = tuple(prediction), least
         self._rows: dict[int, Alignment] = {}
 
-    def release(self, row: int) -> None:
-        self._rows.pop(row, None)
+    def release(self, slot: int) -> None:
+        self._rows.pop(slot, None)
 
     def propose(self, context: DraftContext) -> Draft:
         trees = []
         given = context.predictions or [()] * len(context.slots)
-        for row, tokens, n, told, budget in zip(
+        for slot, tokens, n, told, budget in zip(
             context.slots, context.tokens, context.prompt_lengths, given, context.budgets, strict=True
         ):
-            if row not in self._rows:
-                self._rows[row] = Alignment(told or self.prediction)
-            alignment = self._rows[row]
+            if slot not in self._rows:
+                self._rows[slot] = Alignment(told or self.prediction)
+            alignment = self._rows[slot]
             alignment.extend(tokens[n:])
             doubt = 0.5 * (1 + alignment.misses)
             trees.append(grow(tokens[-1], alignment.contexts(), budget, least=self.least, doubt=doubt))

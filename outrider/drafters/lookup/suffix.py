@@ -38,23 +38,23 @@ class SuffixDrafter(BaseDrafter):
         self._automata: dict[int, SuffixAutomaton] = {}
         self._texts: dict[int, tuple[list[int], int]] = {}  # row -> its text, and up to where it is in the store
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Empty the store of other requests' answers."""
         if self.store is not None:
             self.store.segments.clear()
 
-    def release(self, row: int) -> None:
-        self._automata.pop(row, None)
-        if row in self._texts:
-            self._feed(row, 1)
-            del self._texts[row]
+    def release(self, slot: int) -> None:
+        self._automata.pop(slot, None)
+        if slot in self._texts:
+            self._feed(slot, 1)
+            del self._texts[slot]
 
     def propose(self, context: DraftContext) -> Draft:
         trees = []
-        for b, (row, tokens, budget) in enumerate(zip(context.slots, context.tokens, context.budgets, strict=True)):
-            self._texts[row] = (tokens, self._texts.get(row, ((), context.prompt_lengths[b]))[1])
-            self._feed(row, _FEED)
-            automaton = self._automata.setdefault(row, SuffixAutomaton())
+        for b, (slot, tokens, budget) in enumerate(zip(context.slots, context.tokens, context.budgets, strict=True)):
+            self._texts[slot] = (tokens, self._texts.get(slot, ((), context.prompt_lengths[b]))[1])
+            self._feed(slot, _FEED)
+            automaton = self._automata.setdefault(slot, SuffixAutomaton())
             automaton.extend(tokens)
             found = [Context(automaton, state, float(n) ** 2, n) for state, n in automaton.suffixes()[:3]]
             for corpus in self.corpora if budget.max_nodes else ():
@@ -62,9 +62,9 @@ class SuffixDrafter(BaseDrafter):
             trees.append(grow(tokens[-1], found, budget, least=self.least, doubt=self.doubt))
         return Draft(*tree(trees))
 
-    def _feed(self, row: int, least: int) -> None:
+    def _feed(self, slot: int, least: int) -> None:
         """Adds what is new of an answer to the store, if it is `least` tokens or more."""
-        tokens, done = self._texts[row]
+        tokens, done = self._texts[slot]
         if self.store is not None and len(tokens) - done >= least:
             self.store.add(tokens[max(0, done - _LEAD) :])
-            self._texts[row] = (tokens, len(tokens))
+            self._texts[slot] = (tokens, len(tokens))

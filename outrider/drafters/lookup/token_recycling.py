@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from outrider.control.acceptance import Ranks
 from outrider.core.tree import tree
 from outrider.core.types import PADDING, Budget, Commit, Draft
-from outrider.drafters.base import BaseDrafter, DraftContext
-from outrider.drafters.combine.merge import NodeList, walked
+from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 
 
 class TokenRecyclingDrafter(BaseDrafter):
@@ -27,20 +25,17 @@ class TokenRecyclingDrafter(BaseDrafter):
         if not 1 <= k <= vocab_size:
             raise ValueError(f"k must be in 1..{vocab_size}, the vocabulary, got {k}")
         self.k, self.table, self.ranks = k, torch.full((vocab_size, k), -1), Ranks(k)
-        self._guessed: dict[int, NodeList] = {}  # by row, the last proposal
+        self._parents: dict[int, list[int]] = {}  # by slot, of the last proposal's nodes
 
-    def forget(self) -> None:
-        """Empty the table, and forget the ranks."""
+    def reset(self) -> None:
+        """Empty the table and the counts by rank."""
         self.table.fill_(-1)
         self.ranks = Ranks(self.k)
 
-    def watch(self, context: DraftContext, draft: Draft, logits: Tensor) -> None:
-        real = draft.parents != PADDING
-        self.table[draft.tokens[real].cpu()] = logits[real].topk(self.k).indices.cpu()
-
     def propose(self, context: DraftContext) -> Draft:
         known: dict[int, list[int]] = {}
-        for row, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
+        proposals: list[list[tuple[int, int]]] = []
+        for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
             shape = self.ranks.shape(Budget(budget.depth, min(budget.width, self.k), budget.max_nodes))
             nodes, index = [(tokens[-1], -1)], {0: 0}
             for role, (parent, rank) in enumerate(zip(shape.parents[1:], shape.ranks[1:], strict=True), start=1):
@@ -52,14 +47,17 @@ class TokenRecyclingDrafter(BaseDrafter):
                 if known[above][rank] >= 0:
                     index[role] = len(nodes)
                     nodes.append((known[above][rank], index[parent]))
-            self._guessed[row] = nodes
-        return Draft(*tree([self._guessed[row] for row in context.slots]))
+            proposals.append(nodes)
+            self._parents[slot] = [parent for _, parent in nodes]
+        return Draft(*tree(proposals))
 
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
-        for row, one in zip(context.slots, kept, strict=True):
-            nodes = self._guessed.pop(row, None)
-            if nodes and one.finish is None:  # a cut says nothing of what was refused
-                self.ranks.observe([parent for _, parent in nodes], walked(nodes, one.tokens))
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        real = target.draft.parents != PADDING
+        self.table[target.draft.tokens[real].cpu()] = target.logits[real].topk(self.k).indices.cpu()
+        for slot, commit in zip(context.slots, commits, strict=True):
+            parents = self._parents.pop(slot, None)
+            if parents and commit.nodes and commit.finish is None:  # a cut does not tell what was refused
+                self.ranks.observe(parents, commit.nodes)
 
-    def release(self, row: int) -> None:
-        self._guessed.pop(row, None)
+    def release(self, slot: int) -> None:
+        self._parents.pop(slot, None)

@@ -21,8 +21,7 @@ from torch import Tensor
 from outrider.core.noise import Stream
 from outrider.core.tree import chain
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext, Drafter, chains
-from outrider.drafters.combine.merge import NodeList, draft_nodes, walked
+from outrider.drafters.base import DraftContext, Drafter, TargetPass, chains
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import BaseModel, LanguageModel, Output, Want
@@ -82,6 +81,29 @@ class _Score:
         self.mean += (accepted - self.mean) * max(1 / self.tried, 1 - _MEMORY)
 
 
+@dataclass(frozen=True)
+class TokenizerNote:
+    """Which way is used, and why. A note of `Draft.notes`.
+
+    way: None while both are tried. fixed: it was not chosen by acceptance. coverage: share of the draft's tokens that the target
+    has. total: the target has no others. tli, slem: accepted tokens per proposal.
+    """
+
+    way: Way | None
+    fixed: bool
+    coverage: float
+    total: bool
+    tli: float
+    slem: float
+
+    def __str__(self) -> str:
+        shared = f"{self.coverage:.0%} of the draft's tokens are shared"
+        if self.fixed:
+            return f"{self.way}: {shared}" + (", all of the target's" if self.total else "")
+        measured = f"{self.tli:.2f} tokens accepted per proposal by tli, {self.slem:.2f} by slem; {shared}"
+        return f"{self.way or 'undecided'}: {measured}"
+
+
 class CrossTokenizerDrafter(ModelDrafter):
     """Drafts from a model with a tokenizer of its own.
 
@@ -98,18 +120,17 @@ class CrossTokenizerDrafter(ModelDrafter):
         none = pairing.target.size  # a place for what begins with no token of the target
         self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
         self._readings: dict[int, _Reading] = {}
-        self._guessed: dict[int, NodeList] = {}  # by row, the last proposal
         self._proposals = 0
         self._last: Way = "tli"
 
     @property
-    def why(self) -> str:
-        """The way, and the reason for it."""
-        shared, tli, slem = f"{self.pairing.coverage:.0%} of the draft's tokens are shared", *self.scores.values()
-        if self.way:
-            return f"{self.way}: {shared}" + (", all of the target's" if self.pairing.total else "")
-        told = f"{tli.mean:.2f} tokens accepted per proposal by tli, {slem.mean:.2f} by slem; {shared}"
-        return f"{self._better}: {told}" if min(tli.tried, slem.tried) >= _TRIALS else f"undecided: {told}"
+    def note(self) -> TokenizerNote:
+        """What is known now of the two ways."""
+        tli, slem = self.scores.values()
+        decided = self.way or (self._better if min(tli.tried, slem.tried) >= _TRIALS else None)
+        return TokenizerNote(
+            decided, self.way is not None, self.pairing.coverage, self.pairing.total, tli.mean, slem.mean
+        )
 
     @property
     def _better(self) -> Way:
@@ -127,57 +148,54 @@ class CrossTokenizerDrafter(ModelDrafter):
     def propose(self, context: DraftContext) -> Draft:
         self._last = self._choose(context)
         draft = super().propose(context) if self._last == "tli" else chains(context, self._written(context))
-        asked = [b for b, budget in enumerate(context.budgets) if min(budget.depth, budget.max_nodes)]
-        self._guessed = {context.slots[b]: draft_nodes(draft, b) for b in asked}
-        return replace(draft, notes=(self.why,) * len(context.slots))
+        return replace(draft, notes=(self.note,) * len(context.slots))
 
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
-        here = [row for row in context.slots if row in self._scratch]
-        super().update(context, kept, features)
-        for row, one in zip(context.slots, kept, strict=True):
-            if row in here:  # the scratch has been committed as far as it came true; what is left of it is void
-                reading = self._readings[row]
-                reading.held += [self.pairing.shared.get(t, -1) for t in one.tokens]
-                del reading.held[self.cache.length[row] :]
-            if row in self._guessed:
-                self.scores[self._last].add(len(walked(self._guessed.pop(row), one.tokens)) - 1)
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        forwarded = [slot for slot in context.slots if slot in self._places]
+        super().update(context, commits, target)
+        for slot, budget, commit in zip(context.slots, context.budgets, commits, strict=True):
+            if slot in forwarded:  # the accepted part of the scratch is committed, the rest is void
+                reading = self._readings[slot]
+                reading.held += [self.pairing.shared.get(t, -1) for t in commit.tokens]
+                del reading.held[self.cache.length[slot] :]
+            if commit.nodes and min(budget.depth, budget.max_nodes):
+                self.scores[self._last].add(commit.num_accepted)
 
-    def release(self, row: int) -> None:
-        super().release(row)
-        self._readings.pop(row, None)
-        self._guessed.pop(row, None)
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._readings.pop(slot, None)
 
-    def missing(self, row: int, tokens: list[int]) -> int:
+    def missing(self, slot: int, tokens: list[int]) -> int:
         """See `ModelDrafter.missing`. The cache keeps what the text still begins with, and takes in what the draft wrote
         itself and came true."""
-        if self._room(row, tokens) <= 0:
+        if self._room(slot, tokens) <= 0:
             return 0
-        ids, reading = self._context(row, tokens), self._readings[row]
+        ids, reading = self._context(slot, tokens), self._readings[slot]
         same = min(alike(reading.held, ids, min(reading.sure, len(reading.held))), len(ids) - 1)
-        length = self.cache.length[row]
+        length = self.cache.length[slot]
         if same < length:
-            self.cache.keep(row, same)
+            self.cache.keep(slot, same)
         else:
-            self.cache.commit([row], [range(same - length)])
+            self.cache.commit([slot], [range(same - length)])
         reading.held, reading.sure = ids[:same], reading.spelling.sure
         return len(ids) - 1 - same
 
-    def read(self, row: int, tokens: list[int], count: int) -> None:
-        super().read(row, tokens, count)
-        self._readings[row].held = self._context(row, tokens)[: self.cache.length[row]]
+    def read(self, slot: int, tokens: list[int], count: int) -> None:
+        super().read(slot, tokens, count)
+        self._readings[slot].held = self._context(slot, tokens)[: self.cache.length[slot]]
 
-    def _context(self, row: int, tokens: list[int]) -> list[int]:
-        return self._readings.setdefault(row, _Reading(Spelling(self.pairing))).spelling.read(tokens)
+    def _context(self, slot: int, tokens: list[int]) -> list[int]:
+        return self._readings.setdefault(slot, _Reading(Spelling(self.pairing))).spelling.read(tokens)
 
-    def _room(self, row: int, tokens: list[int]) -> int:
-        return super()._room(row, tokens) if self._context(row, tokens) else 0  # nothing it could read
+    def _room(self, slot: int, tokens: list[int]) -> int:
+        return super()._room(slot, tokens) if self._context(slot, tokens) else 0  # nothing it could read
 
     def _own(self, token: int) -> int:
         return self.pairing.shared[token]
 
-    def _level(self, row: int, tokens: list[int]) -> list[int]:
-        feed = super()._level(row, tokens)
-        self._readings[row].held += feed
+    def _level(self, slot: int, tokens: list[int]) -> list[int]:
+        feed = super()._level(slot, tokens)
+        self._readings[slot].held += feed
         return feed
 
     def _written(self, context: DraftContext) -> list[list[int]]:
@@ -210,15 +228,15 @@ class CrossTokenizerDrafter(ModelDrafter):
                 return guesses
             count += 1
             rows = [context.slots[b] for b in live]
-            for row, token in zip(rows, feed, strict=True):
-                self._readings[row].held.append(token)
+            for slot, token in zip(rows, feed, strict=True):
+                self._readings[slot].held.append(token)
             parents = torch.arange(-1, count).repeat(len(live), 1)
             logits = self.draft.forward(Nodes(torch.tensor(feed)[:, None], self.cache, rows, parents)).logits[:, 0]
 
     def _opened(self, context: DraftContext, live: list[int]) -> Tensor:
         """Logits [row, vocab of the draft] after the committed text of each row, whose last token stands in the scratch."""
         rows = [context.slots[b] for b in live]
-        feeds = [self._level(row, context.tokens[b]) for row, b in zip(rows, live, strict=True)]
+        feeds = [self._level(slot, context.tokens[b]) for slot, b in zip(rows, live, strict=True)]
         tokens, parents = chain(feeds)
         logits = self.draft.forward(Nodes(tokens, self.cache, rows, parents), want="last").logits[:, 0]
         self.cache.commit(rows, [range(len(feed) - 1) for feed in feeds])

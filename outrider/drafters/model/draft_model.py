@@ -12,8 +12,7 @@ from outrider.control.expectation import Shape, optimal_shape
 from outrider.core.noise import Stream
 from outrider.core.tree import chain, tree
 from outrider.core.types import PADDING, Budget, Commit, Draft, Siblings
-from outrider.drafters.base import BaseDrafter, DraftContext
-from outrider.drafters.combine.merge import NodeList, walked
+from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.model.children import child_scores, children
 from outrider.drafters.model.growth import Growth
 from outrider.models.base import Chain, LanguageModel
@@ -55,35 +54,37 @@ class ModelDrafter(BaseDrafter):
         self.cache = model.new_cache(rows, max_length)
         self.shape, self.siblings, self.noise_aware = shape, siblings, noise_aware
         self.least = log(min_probability) if min_probability > 0 else -inf
-        self._scratch: dict[int, NodeList] = {}  # row -> what stands there
+        self._places: dict[
+            int, list[int]
+        ] = {}  # slot -> place in the scratch of each node proposed, -1 if not forwarded
 
-    def release(self, row: int) -> None:
-        self.cache.release(row)
-        self._scratch.pop(row, None)
+    def release(self, slot: int) -> None:
+        self.cache.release(slot)
+        self._places.pop(slot, None)
 
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
-        """Commits the root and what came true below it, found by its tokens: others may have renumbered the draft."""
-        for row, one in zip(context.slots, kept, strict=True):
-            scratch = self._scratch.pop(row, None)
-            if scratch is not None:  # the last token is the next root, and forwarded then
-                self.cache.commit([row], [walked(scratch, one.tokens[:-1])])
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        """Commits the root and the accepted nodes that were forwarded. What is missing is read at the next proposal."""
+        for slot, commit in zip(context.slots, commits, strict=True):
+            places = self._places.pop(slot, None)
+            if places is not None:
+                self.cache.commit([slot], [[places[n] for n in commit.nodes if places[n] >= 0]])
 
-    def missing(self, row: int, tokens: list[int]) -> int:
+    def missing(self, slot: int, tokens: list[int]) -> int:
         """How much the model has yet to read of a row, whose committed tokens these are, before it can guess: its own tokens,
         the root not counted. Nothing where it will not guess, as the text is too long for it."""
-        return len(self._context(row, tokens)) - 1 - self.cache.length[row] if self._room(row, tokens) > 0 else 0
+        return len(self._context(slot, tokens)) - 1 - self.cache.length[slot] if self._room(slot, tokens) > 0 else 0
 
-    def read(self, row: int, tokens: list[int], count: int) -> None:
+    def read(self, slot: int, tokens: list[int], count: int) -> None:
         """Takes in the next `count` of what is missing, in one forward."""
-        have = self.cache.length[row]
-        self._scratch.pop(row, None)  # overwritten
-        select = self._context(row, tokens)[have : have + count]
-        self.model.forward(Nodes(torch.tensor([select]), self.cache, [row]), want="none")
-        self.cache.commit([row], [range(len(select))])
+        have = self.cache.length[slot]
+        self._places.pop(slot, None)  # overwritten
+        select = self._context(slot, tokens)[have : have + count]
+        self.model.forward(Nodes(torch.tensor([select]), self.cache, [slot]), want="none")
+        self.cache.commit([slot], [range(len(select))])
 
     def propose(self, context: DraftContext) -> Draft:
         # a short-sighted drafter stops drafting, no more
-        room = [self._room(row, tokens) for row, tokens in zip(context.slots, context.tokens, strict=True)]
+        room = [self._room(slot, tokens) for slot, tokens in zip(context.slots, context.tokens, strict=True)]
         some = [b for b, budget in enumerate(context.budgets) if 0 < min(budget.depth, budget.max_nodes) <= room[b]]
         if some and all(self._has_chain(context, b) for b in some):
             guesses: list[list[int]] = [[] for _ in context.slots]
@@ -109,6 +110,7 @@ class ModelDrafter(BaseDrafter):
             rows.append([(tokens[-1], -1)])
             if growth is not None:
                 rows[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
+                self._places[context.slots[b]] = [growth.places[n] for n in nodes]
         tokens, parents = tree(rows)
         if not context.needs_probs:
             confidence = torch.zeros(tokens.shape)
@@ -147,15 +149,13 @@ class ModelDrafter(BaseDrafter):
             width = max(map(len, opened.values()))
             feed = torch.zeros(len(opened), width, dtype=torch.long)
             for line, (b, nodes) in enumerate(opened.items()):
-                growth, row = grown[b], context.slots[b]
+                growth = grown[b]
                 for i, n in enumerate(nodes):
                     feed[line, i] = self._own(growth.tokens[n])
                     growth.places[n] = len(standing[b]) + i
                 parents = [growth.places[growth.parents[n]] for n in nodes]
                 padding = [PADDING] * (width - len(nodes))
                 standing[b] += parents + padding
-                self._scratch[row] += [(growth.tokens[n], p) for n, p in zip(nodes, parents, strict=True)]
-                self._scratch[row] += [(-1, PADDING)] * len(padding)
             rows = [context.slots[b] for b in opened]
             parents = torch.tensor([standing[b] for b in opened])
             out = self.model.forward(Nodes(feed, self.cache, rows, parents)).logits
@@ -226,38 +226,37 @@ class ModelDrafter(BaseDrafter):
         drawn = self.model.draft_chains(self.cache, chains)
         for c, tokens in zip(chains, drawn, strict=True):
             self.cache.commit([c.slot], [range(len(c.tokens) - 1)])
-            # the last one drawn was not forwarded
-            self._scratch[c.slot] = [(c.tokens[-1], -1), *((token, n) for n, token in enumerate(tokens[:-1]))]
+            self._places[c.slot] = [*range(len(tokens)), -1]  # the last one drawn was not forwarded
         return drawn
 
-    def _context(self, row: int, tokens: list[int]) -> list[int]:
+    def _context(self, slot: int, tokens: list[int]) -> list[int]:
         """The committed tokens of a row as the model reads them, the root last."""
         return tokens
 
-    def _room(self, row: int, tokens: list[int]) -> int:
+    def _room(self, slot: int, tokens: list[int]) -> int:
         """Tokens that the model can still take in behind a row."""
-        return self.model.max_length - len(self._context(row, tokens))
+        return self.model.max_length - len(self._context(slot, tokens))
 
     def _own(self, token: int) -> int:
         """The model's own id of a token that it drafted."""
         return token
 
-    def _level(self, row: int, tokens: list[int]) -> list[int]:
+    def _level(self, slot: int, tokens: list[int]) -> list[int]:
         """Reads what is long; returns what is left of the committed tokens to forward, the root last."""
-        while self.missing(row, tokens) >= _CHUNK:
-            self.read(row, tokens, _CHUNK)
-        return self._context(row, tokens)[self.cache.length[row] :]
+        while self.missing(slot, tokens) >= _CHUNK:
+            self.read(slot, tokens, _CHUNK)
+        return self._context(slot, tokens)[self.cache.length[slot] :]
 
     def _ingest(self, context: DraftContext, some: list[int]) -> Tensor:
         """Brings the rows level with their committed tokens; returns logits [row, vocab] after the root of each, which
         then stands in the scratch as node 0."""
         rows = [context.slots[b] for b in some]
-        feeds = [self._level(row, context.tokens[b]) for row, b in zip(rows, some, strict=True)]
+        for slot in rows:
+            self._places.pop(slot, None)  # what stood in the scratch is overwritten
+        feeds = [self._level(slot, context.tokens[b]) for slot, b in zip(rows, some, strict=True)]
         tokens, parents = chain(feeds)
         logits = self.model.forward(Nodes(tokens, self.cache, rows, parents), want="last").logits[:, 0]
         self.cache.commit(rows, [range(len(f) - 1) for f in feeds])
-        for row, feed in zip(rows, feeds, strict=True):
-            self._scratch[row] = [(feed[-1], -1)]
         return logits
 
 

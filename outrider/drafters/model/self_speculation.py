@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.control.expectation import geometric, speedup
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext
+from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
@@ -47,18 +47,18 @@ class QuantizedSelfDrafter(ModelDrafter):
 
     def propose(self, context: DraftContext) -> Draft:
         if context.cache is None:
-            raise ValueError("this drafts in the target's cache; hand it over as Batch(..., cache=decoder.cache)")
+            raise ValueError("this drafts in the target's cache; give DraftContext(..., cache=decoder.cache)")
         self.cache = context.cache
         return super().propose(context)
 
-    def update(self, context: DraftContext, kept: Sequence[Commit], features: Tensor | None) -> None:
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         """The target's own step has written what was accepted."""
 
-    def missing(self, row: int, tokens: list[int]) -> int:
+    def missing(self, slot: int, tokens: list[int]) -> int:
         """The target has read it."""
         return 0
 
-    def release(self, row: int) -> None:
+    def release(self, slot: int) -> None:
         """The target's rows are the loop's to release."""
 
 

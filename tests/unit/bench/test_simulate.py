@@ -2,7 +2,6 @@
 
 import pytest
 
-from outrider.bench.local import reset_drafter
 from outrider.bench.tune.simulate import (
     DraftedText,
     DraftStatistics,
@@ -89,7 +88,7 @@ def test_trees_from_texts_are_predicted_too(method):
     def real_run(*budgets):
         found = DraftStatistics(limit)
         for budget in budgets:
-            reset_drafter(llm.drafter)
+            llm.drafter.reset()
             for request in asked:
                 found.observe(llm.decoder, request, budget)
         return found
@@ -152,7 +151,7 @@ def test_along_a_text_that_is_known_guesses_are_worth_what_they_are_worth_to_the
     found = observe_drafts(llm.loaded, llm.drafter, asked, answers, Budget(6), TREE)
     real = DraftStatistics(found.limit)
     for budget in (Budget(6), TREE):
-        reset_drafter(llm.drafter)
+        llm.drafter.reset()
         for request in asked:
             real.observe(llm.decoder, request, budget)
     assert [(t.correct, t.available) for t in found.texts] == [(t.correct, t.available) for t in real.texts]
@@ -164,7 +163,7 @@ def test_along_a_text_that_is_known_guesses_are_worth_what_they_are_worth_to_the
     if not simulate_trees(found, llm.loaded, llm.drafter, asked, answers, tree):
         assert method in ("token_recycling", "layer_skip", "quantized_self")
         return
-    reset_drafter(llm.drafter)
+    llm.drafter.reset()
     for request in asked:
         real.observe_tree(llm.decoder, request, tree)
     assert found.tree_steps == real.tree_steps

@@ -88,7 +88,7 @@ def test_recycling_learns_how_wide_its_trees_should_be() -> None:
     decoder(ToyModel(VOCAB), drafter, budget=budget).generate([request([1, 2], params)])
     usual, found = optimal_shape(budget), drafter.ranks.shape(budget)
     assert found.widths[0] > usual.widths[0]  # hardly anything is certain here
-    drafter.forget()
+    drafter.reset()
     assert drafter.ranks.shape(budget) == usual
 
 

@@ -25,7 +25,13 @@ DRAWN = ("draft_model", "self", "shape", "unsure")
 @pytest.mark.parametrize("name", [n for n in toy_drafters(TARGET) if n not in ("random_tree", "target_tree")])
 def test_contract(name: str) -> None:
     for seed in range(3):
-        check_drafter(toy_drafters(TARGET)[name], VOCAB, seed, draws=name in DRAWN, shares=name == "suffix_shared")
+        check_drafter(
+            toy_drafters(TARGET)[name],
+            VOCAB,
+            seed,
+            draws=name in DRAWN,
+            shares=name in ("suffix_shared", "token_recycling"),
+        )
 
 
 class _Greedy(BaseDrafter):

@@ -12,7 +12,7 @@ from helpers import VOCAB, decoder, plain_texts, request
 from outrider import LLM, SamplingParams
 from outrider.core.types import Budget, Commit, Draft
 from outrider.drafters import BaseDrafter, Drafter, Echo, Wrong
-from outrider.drafters.base import DraftContext
+from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.testing.toy import ToyModel
 
@@ -91,17 +91,17 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
     assert guessed.count(True) == 2, "the neighbours are drafted for as ever"
 
 
-@pytest.mark.parametrize("method", ["update", "watch"])
-def test_who_changes_the_text_later_is_found_out_too(method: str) -> None:
+@pytest.mark.parametrize("method", ["update", "start"])
+def test_a_drafter_that_changes_the_text_later_is_found_out_too(method: str) -> None:
     class Vandal(Wrong):
-        def watch(self, context: DraftContext, draft: Draft, logits: torch.Tensor) -> None:
-            self.spoil(context, "watch")
+        taps = (0,)
 
-        def update(self, context: DraftContext, kept: Sequence[Commit], features: torch.Tensor | None) -> None:
-            self.spoil(context, "update")
+        def start(self, slot: int, tokens: Sequence[int], first: int, features: torch.Tensor) -> None:
+            if method == "start":
+                tokens[1] = 7  # pyright: ignore[reportIndexIssue]
 
-        def spoil(self, context: DraftContext, now: str) -> None:
-            if now == method and len(context.tokens[0]) > 8:
+        def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+            if method == "update" and len(context.tokens[0]) > 8:
                 context.tokens[0][2] = (context.tokens[0][2] + 1) % VOCAB
                 context.tokens[0] = [1, 2]
 
@@ -111,12 +111,15 @@ def test_who_changes_the_text_later_is_found_out_too(method: str) -> None:
     rows = decoder(TARGET, roster, budget=Budget(2), rows=2).generate(requests)
     assert [row.output for row in rows] == plain_texts(TARGET, requests)
     assert [row.tokens[:3] for row in rows] == [r.prompt for r in requests]
-    assert len(told) == 1
-    assert f"{method} changed the committed tokens, which are read-only" in told[0]
+    if method == "start":  # it was shown a copy
+        assert not told
+    else:
+        assert len(told) == 1
+        assert "update changed the committed tokens, which are read-only" in told[0]
 
 
 def test_what_is_no_drafter_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="the drafter 'mine' is none: a drafter has taps, propose, update and release"):
+    with pytest.raises(ValueError, match="'mine' is of type object, which is no drafter: it lacks taps"):
         PerRequestDrafter({"mine": object()}, "mine", VOCAB)  # pyright: ignore[reportArgumentType]
 
 

@@ -17,8 +17,8 @@ from vocabularies import CODE, END, TOY, TOY_DRAFT, byte_level, letters, pairing
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.tree import validate
-from outrider.core.types import Budget, Commit, Siblings
-from outrider.drafters import ModelDrafter
+from outrider.core.types import Budget, Commit, Draft, Siblings
+from outrider.drafters import ModelDrafter, TargetPass
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, from_draft_model, whole
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import Output
@@ -27,6 +27,7 @@ from outrider.models.nodes import Nodes
 from outrider.testing.contract import check_drafter, context, guesses
 from outrider.testing.toy import ToyModel
 
+NOTHING = TargetPass(Draft(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -1)), torch.zeros(1, 1, VOCAB))
 WAYS: tuple[Way, ...] = ("tli", "slem")
 
 # SentencePiece cannot tell `▁` from a space
@@ -149,7 +150,7 @@ def test_what_is_guessed_does_not_depend_on_the_pieces_that_were_read(way: Way, 
         chain = [token for token, _ in guesses(draft, 0)[1:]]
         assert guesses(draft, 0) == guesses(drafter(way, rows=2).propose(ask), 0)
         right = chain[: data.draw(st.integers(0, 3))]
-        made.update(ask, [Commit([*right, 1], list(range(len(right) + 1)), len(right))], None)
+        made.update(ask, [Commit([*right, 1], list(range(len(right) + 1)), len(right))], NOTHING)
         tokens = [*tokens, *right, 1]
 
 
@@ -233,7 +234,7 @@ def test_the_same_tokens_under_other_ids_are_translated_one_by_one() -> None:
     assert not both.equal
     assert Spelling(both).read([1, 2, 0, 3]) == [2, 3, 0, 1]
     assert (
-        CrossTokenizerDrafter(ToyModel(4), both, 1).why
+        str(CrossTokenizerDrafter(ToyModel(4), both, 1).note)
         == "tli: 100% of the draft's tokens are shared, all of the target's"
     )
 
@@ -268,12 +269,12 @@ def test_the_better_way_is_found_and_the_other_tried_again() -> None:
         ways.append(made._last)
         chain = [t for t, _ in guesses(draft, 0)[1:]]
         right = chain[: 2 if made._last == "slem" else 0]
-        made.update(ask, [Commit([*right, 8], list(range(len(right) + 1)), len(right))], None)
+        made.update(ask, [Commit([*right, 8], list(range(len(right) + 1)), len(right))], NOTHING)
         text = [*text, *right, 8]
     assert set(ways[:32]) == set(WAYS)
     assert ways[40:].count("tli") in (1, 2)
-    assert made.why.startswith("slem: 0.00 tokens accepted per proposal by tli, 2.00 by slem; 67%")
-    assert draft.notes == (made.why,) or draft.notes[0].startswith("slem: ")
+    assert str(made.note).startswith("slem: 0.00 tokens accepted per proposal by tli, 2.00 by slem; 67%")
+    assert str(draft.notes[0]).startswith("slem: ")
 
 
 def test_a_way_that_never_guesses_does_not_keep_the_other_from_it() -> None:
@@ -282,7 +283,7 @@ def test_a_way_that_never_guesses_does_not_keep_the_other_from_it() -> None:
     drafted = 0
     for _ in range(60):
         drafted += int(made.propose(ask).num_draft_tokens)
-        made.update(ask, [Commit([5], [0], 0)], None)
+        made.update(ask, [Commit([5], [0], 0)], NOTHING)
     assert drafted > 60
 
 

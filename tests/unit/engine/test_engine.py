@@ -92,20 +92,22 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again() -> Non
 @pytest.mark.parametrize("trial", range(5))
 def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) -> None:
     draw = random.Random(trial)
-    cache, texts, size = SlotCache(2, 300), list[list[int]](), 2 * BLOCK * 8
+    cache, texts, size = SlotCache(2, 300), list[list[int]](), 3 * BLOCK * 8
     keys, values = cache.layer(0, (1, 1), (1, 1), torch.zeros(1, dtype=torch.float64))
     store = PrefixCache(size * 12)
     for _ in range(60):
         start = draw.choice(texts)[: draw.randrange(0, 130)] if texts else []
         text = start + [draw.randrange(5) for _ in range(draw.randrange(1, 60))]
-        found = store.fetch(cache, 0, text)
+        found, features = store.fetch(cache, 0, text)
+        assert (features is None) == (found == 0)
+        assert features is None or features[:, 0].tolist() == text[:found]
         keys, values = cache.layers[0]
         assert found % BLOCK == 0
         assert keys[0, 0, :found, 0].tolist() == text[:found] == values[0, 0, :found, 0].tolist()
         cache.reserve([0], len(text))
         keys, values = cache.layers[0]
         keys[0, 0, : len(text), 0] = values[0, 0, : len(text), 0] = torch.tensor(text, dtype=torch.float64)
-        store.keep(cache, 0, text)
+        store.keep(cache, 0, text, torch.tensor(text, dtype=torch.float64)[:, None])
         cache.release(0)
         assert store.bytes <= store.limit
         assert store.check() == []

@@ -21,17 +21,17 @@ from outrider.testing.toy import ToyModel
 class Raises(BaseDrafter):
     """Fails for one text and drafts well for the others."""
 
-    def __init__(self, inner: Drafter, act: Callable[[DraftContext, Draft], Draft | None]) -> None:
-        self.inner, self.act = inner, act
+    def __init__(self, wrapped: Drafter, act: Callable[[DraftContext, Draft], Draft | None]) -> None:
+        self.wrapped, self.act = wrapped, act
 
     def propose(self, batch: DraftContext) -> Draft:
-        draft = self.inner.propose(batch)
+        draft = self.wrapped.propose(batch)
         if any(tokens[0] == 9 for tokens in batch.tokens):
             return self.act(batch, draft)  # type: ignore[return-value]
         return draft
 
-    def release(self, row: int) -> None:
-        self.inner.release(row)
+    def release(self, slot: int) -> None:
+        self.wrapped.release(slot)
 
 
 def _raise(batch: DraftContext, draft: Draft) -> Draft:

@@ -1,0 +1,116 @@
+"""Drafters that read the target's layers: each committed position's features come once, in order, and right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from engines import engine, job, run
+from helpers import RandomTree, TargetTree, plain_texts, request
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.control import Fixed
+from outrider.decode import Decoder
+from outrider.drafters import BaseDrafter, DrafterRouter, NgramDrafter, NoDraft, Tapped, Wrong
+from outrider.drafters.combine.guard import PerRequestDrafter
+from outrider.models.load import load
+from outrider.models.nodes import Nodes
+
+BUILTIN = load("builtin:code", dtype="float32", device="cpu")
+TAPS = (0, 3, -1)
+PROMPT = [*range(40, 140)]
+
+
+def features(taps: tuple[int, ...]):
+    """What the target gives for a whole text read at once."""
+
+    def expected(tokens: Sequence[int]) -> Tensor:
+        cache = BUILTIN.model.new_cache(1, len(tokens))
+        out = BUILTIN.model.forward(Nodes(torch.tensor([list(tokens)]), cache, [0]), taps=taps, want="none").features
+        assert out is not None
+        return out[0]
+
+    return expected
+
+
+def tapped(wrapped: BaseDrafter, taps: tuple[int, ...] = TAPS) -> Tapped:
+    return Tapped(wrapped, taps, features(taps))
+
+
+def requests(count: int = 4) -> list:
+    lengths = itertools.cycle([1, 2, 17, 70])
+    return [
+        request(PROMPT[i : i + n], SamplingParams(max_tokens=14, seed=i, temperature=i % 2))
+        for i, n in zip(range(count), lengths, strict=False)
+    ]
+
+
+class Sometimes(Wrong):
+    """Drafts in every second step only."""
+
+    def propose(self, context):
+        self.step = getattr(self, "step", 0) + 1
+        return super().propose(context) if self.step % 2 else NoDraft().propose(context)
+
+
+DRAFTERS = {
+    "nothing": NoDraft,
+    "wrong": Wrong,
+    "sometimes": Sometimes,
+    "trees": lambda: RandomTree(BUILTIN.model.vocab_size),
+    "good trees": lambda: TargetTree(BUILTIN.model),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("chunk", [1, 5, 256])
+def test_each_position_is_seen_once_in_order(name: str, chunk: int) -> None:
+    drafter = tapped(DRAFTERS[name]())
+    run_ = Decoder(BUILTIN.model, drafter, controller=Fixed(3, 2, 5), rows=3, max_length=128)
+    run_.chunk = chunk
+    asked = requests()
+    rows = run_.generate(asked)
+    assert [row.output for row in rows] == plain_texts(BUILTIN.model, asked)
+    assert drafter.positions == sum(len(row.tokens) - 1 for row in rows)
+
+
+def test_steps_without_a_budget_are_seen_too() -> None:
+    drafter = tapped(Wrong())
+    rows = Decoder(BUILTIN.model, drafter, controller=Fixed(0), rows=2, max_length=128).generate(requests())
+    assert drafter.positions == sum(len(row.tokens) - 1 for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["router", "per request"])
+def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
+    first, second = tapped(TargetTree(BUILTIN.model), (1, -1)), tapped(Wrong(), (3, 1, 0))
+    drafters = {"first": first, "text": NgramDrafter(), "second": second}
+    combined = DrafterRouter(drafters) if kind == "router" else PerRequestDrafter(drafters, "first", 8192)
+    run_ = Decoder(BUILTIN.model, combined, controller=Fixed(3, 2, 6), rows=2, max_length=128)
+    asked = requests(2)
+    seats = [run_.admit(r) for r in asked]
+    if kind == "per request":
+        for row, name in zip(seats, ["first", "second"], strict=True):
+            combined.assign(row.slot, name)
+    while any(row.end is None for row in seats):
+        run_.step()
+    assert [row.output for row in seats] == plain_texts(BUILTIN.model, asked)
+    positions = [len(row.tokens) - 1 for row in seats]
+    expected = [sum(positions)] * 2 if kind == "router" else positions
+    assert [first.positions, second.positions] == expected
+
+
+def test_prefix_cache_and_preemption() -> None:
+    """Prompts that start alike bring features from the prefix cache. A preempted sequence is read again."""
+    drafter = tapped(Wrong())
+    llm = LLM(BUILTIN, drafter=drafter, max_num_seqs=3, max_model_len=160)
+    with engine(llm, kv_tokens=240, prefill_chunk=16) as eng:
+        params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
+        jobs = [job(PROMPT[:n], params) for n in (48, 64, 50, 70)]
+        texts = run(eng, jobs)
+        assert eng.preemptions > 0
+        assert eng.stats.prefix_hits > 0
+    assert not drafter.seen
+    assert [t.output.token_ids for t in texts] == plain_texts(BUILTIN.model, [j.request for j in jobs])
