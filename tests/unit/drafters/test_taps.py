@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from collections.abc import Sequence
 
 import pytest
 import torch
-from engines import engine, job, run
+from engines import job, run
 from helpers import RandomTree, TargetTree, plain_texts, request
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from outrider.control import Fixed
 from outrider.decode import Decoder
 from outrider.drafters import BaseDrafter, DrafterRouter, NgramDrafter, NoDraft, Tapped, Wrong
 from outrider.drafters.combine.guard import PerRequestDrafter
+from outrider.engine import Engine
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
 
@@ -87,8 +89,8 @@ def test_steps_without_a_budget_are_seen_too() -> None:
 def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
     first, second = tapped(TargetTree(BUILTIN.model), (1, -1)), tapped(Wrong(), (3, 1, 0))
     drafters = {"first": first, "text": NgramDrafter(), "second": second}
-    combined = DrafterRouter(drafters) if kind == "router" else PerRequestDrafter(drafters, "first", 8192)
-    run_ = Decoder(BUILTIN.model, combined, controller=Fixed(3, 2, 6), rows=2, max_length=128)
+    combined = DrafterRouter(drafters) if kind == "router" else PerRequestDrafter(drafters, "first", BUILTIN.model.vocab_size, print)
+    run_ = Decoder(BUILTIN.model, combined, controller=Fixed(3, 3, 9), rows=2, max_length=128)
     asked = requests(2)
     seats = [run_.admit(r) for r in asked]
     if kind == "per request":
@@ -106,11 +108,12 @@ def test_prefix_cache_and_preemption() -> None:
     """Prompts that start alike bring features from the prefix cache. A preempted sequence is read again."""
     drafter = tapped(Wrong())
     llm = LLM(BUILTIN, drafter=drafter, max_num_seqs=3, max_model_len=160)
-    with engine(llm, kv_tokens=240, prefill_chunk=16) as eng:
+    with closing(Engine(llm, kv_tokens=240, prefill_chunk=16)) as eng:
         params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
-        jobs = [job(PROMPT[:n], params) for n in (48, 64, 50, 70)]
+        jobs = [job(request(PROMPT[:n], params)) for n in (48, 64, 50, 70)]
         texts = run(eng, jobs)
         assert eng.preemptions > 0
         assert eng.stats.prefix_hits > 0
+        assert eng.roster.failures == 0
     assert not drafter.seen
     assert [t.output.token_ids for t in texts] == plain_texts(BUILTIN.model, [j.request for j in jobs])

@@ -114,9 +114,9 @@ def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) 
         texts.append(text)
     assert store.hits > 0
     again = texts[-1]
-    assert store.fetch(cache, 1, again) == min(len(again) // BLOCK, 12) * BLOCK
+    assert store.fetch(cache, 1, again)[0] == min(len(again) // BLOCK, 12) * BLOCK
     store.clear()
-    assert store.bytes == 0 == store.fetch(cache, 1, again)
+    assert store.bytes == 0 == store.fetch(cache, 1, again)[0]
 
 
 def test_a_full_queue_says_when_to_come_back_and_clients_take_turns() -> None:
