@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import closing
 from collections.abc import Sequence
+from contextlib import closing
 
 import pytest
 import torch
@@ -89,7 +89,11 @@ def test_steps_without_a_budget_are_seen_too() -> None:
 def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
     first, second = tapped(TargetTree(BUILTIN.model), (1, -1)), tapped(Wrong(), (3, 1, 0))
     drafters = {"first": first, "text": NgramDrafter(), "second": second}
-    combined = DrafterRouter(drafters) if kind == "router" else PerRequestDrafter(drafters, "first", BUILTIN.model.vocab_size, print)
+    combined = (
+        DrafterRouter(drafters)
+        if kind == "router"
+        else PerRequestDrafter(drafters, "first", BUILTIN.model.vocab_size, print)
+    )
     run_ = Decoder(BUILTIN.model, combined, controller=Fixed(3, 3, 9), rows=2, max_length=128)
     asked = requests(2)
     seats = [run_.admit(r) for r in asked]
