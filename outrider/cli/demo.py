@@ -1,11 +1,11 @@
-"""The demo: the same texts written by plain and by speculative decoding, timed side by side, compared by token."""
+"""The demo: plain and speculative decoding write the same texts in turns. Speeds and texts are compared."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
+from outrider.bench import stats
+from outrider.bench.local import Local
+from outrider.bench.prompts import Prompt
+from outrider.bench.run import PromptRecord, Run, Sample, Setting
+from outrider.bench.schedule import measure
 from outrider.core.types import Guarantee
-from outrider.decode import Decoder, Request
 from outrider.kernels.machine import machine
-from outrider.llm import LLM, len_drafted
+from outrider.llm import LLM
 from outrider.params import SamplingParams
 
 SEED = 20261121
+# The first text on the screen. Greedy texts of the small built-in model repeat themselves; with this seed it reads like code.
+FIRST_PROMPT = '''def read_lines(path, encoding="utf-8"):
+    """Return the lines of a file, without the newline at the end."""'''
+FIRST_SAMPLING = {"temperature": 0.7, "top_p": 0.85, "seed": 20}
+PLAIN, SPECULATIVE = "plain", "speculative"
 PROMPTS = {
     "binary search": '''
 def binary_search(items, target):
@@ -80,94 +89,100 @@ class Point:
     def __sub__(self, other):
 """,
 }
-PROMPTS = {  # a prompt that ends in a newline hides the indentation, which is one token with it: the model would end the file
-    name: text.strip("\n") for name, text in PROMPTS.items()
-}
+# A newline at the end of a prompt hides the indentation: the two are one token. The model would then end the file.
+PROMPTS = {name: text.strip("\n") for name, text in PROMPTS.items()}
 
 
 @dataclass(frozen=True)
-class Run:
-    """One text, written once. seconds: from the request to the last token. steps: target forwards that gave tokens."""
-
-    tokens: list[int]
-    seconds: float
-    steps: int
-    drafted: int
-    accepted: int
-
-    @property
-    def rate(self) -> float:
-        return len(self.tokens) / self.seconds
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One prompt at one temperature, both ways."""
+class DemoText:
+    """One prompt at one temperature: the samples of both settings, one for each repeat."""
 
     name: str
     temperature: float
-    plain: list[Run] = field(default_factory=list)
-    fast: list[Run] = field(default_factory=list)
+    plain: list[Sample]
+    fast: list[Sample]
+
+    @property
+    def title(self) -> str:
+        return f"{_kind(self.temperature)} · {self.name}"
 
     @property
     def identical(self) -> bool:
-        """Every run, plain or speculative, wrote the same tokens."""
-        return all(run.tokens == self.plain[0].tokens for run in (*self.plain, *self.fast))
+        """In every repeat, both settings wrote the same tokens."""
+        return not stats.differing(self.fast, self.plain)[0]
 
     @property
     def speedup(self) -> float:
-        return rate(self.fast) / rate(self.plain)
+        return speed(self.fast) / speed(self.plain)
 
     def report(self) -> dict[str, Any]:
+        """For the file of --json."""
         return {
-            **asdict(self),
+            "name": self.name,
+            "temperature": self.temperature,
+            "plain": [_numbers(s) for s in self.plain],
+            "fast": [_numbers(s) for s in self.fast],
             "identical": self.identical,
-            "plain_tokens_per_second": rate(self.plain),
-            "speculative_tokens_per_second": rate(self.fast),
+            "plain_tokens_per_second": speed(self.plain),
+            "speculative_tokens_per_second": speed(self.fast),
             "speedup": self.speedup,
             "mean_acceptance_length": acceptance_length(self.fast),
         }
 
 
-def rate(runs: list[Run]) -> float:
-    """Tokens divided by time, over all runs together."""
-    return sum(len(r.tokens) for r in runs) / sum(r.seconds for r in runs)
+def speed(samples: list[Sample]) -> float:
+    """Tokens per second of all samples together."""
+    return sum(s.output_tokens for s in samples) / sum(s.seconds for s in samples)
 
 
-def acceptance_length(runs: list[Run]) -> float:
-    """Committed tokens per step, the bonus token counted."""
-    return 1 + sum(r.accepted for r in runs) / sum(r.steps for r in runs)
+def acceptance_length(samples: list[Sample]) -> float:
+    """Tokens per step, the target's own token included. 1 if nothing was drafted."""
+    found = stats.acceptance(samples)
+    return found.length if found else 1.0
 
 
-def write(decoder: Decoder, prompt: list[int], params: SamplingParams) -> Run:
-    """Continue a prompt to its end, timed."""
-    request = Request(0, prompt, params, params.seed or 0)
-    row, steps, drafted, accepted = None, 0, 0, 0
-    for step, moved in decoder.steps([request]):
-        if step is not None:  # None: a chunk of the prompt
-            row, steps = moved[0], steps + 1
-            drafted, accepted = drafted + len_drafted(step, 0), accepted + step.commits[0].num_accepted
-    assert row is not None
-    assert row.done is not None
-    return Run(row.output, row.done - row.arrived, steps, drafted, accepted)
+def _numbers(sample: Sample) -> dict[str, Any]:
+    drafted, accepted = sample.drafted or [], sample.accepted or []
+    return {
+        "tokens": sample.token_ids,
+        "seconds": sample.seconds,
+        "steps": len(drafted),
+        "drafted": sum(drafted),
+        "accepted": sum(accepted),
+    }
 
 
-def compare(llm: LLM, tokens: int, repeats: int) -> Iterator[tuple[Comparison, Run]]:
-    """Every prompt greedily and sampled; plain and speculative take turns. Yields after each run."""
-    limit = llm.decoder.max_length
-    plain = Decoder(llm.loaded.model, rows=1, max_length=limit, end_ids=llm.loaded.end_ids, tokenizer=llm.tokenizer)
-    warm = SamplingParams(temperature=0, max_tokens=min(8, tokens))
-    for decoder in (plain, llm.decoder):
-        write(decoder, llm.encode(PROMPTS["binary search"]), warm)
+def compare(llm: LLM, tokens: int, repeats: int) -> Iterator[tuple[Run, list[Sample]]]:
+    """Every prompt greedily and sampled, in turns. Yields the run of the temperature and the samples of each turn."""
+    plain = LLM(llm.loaded, max_num_seqs=1, max_model_len=llm.decoder.max_length)
+    prompts = [Prompt(name, "all", text) for name, text in PROMPTS.items()]
     for temperature in (0.0, 0.8):
-        params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=SEED)
-        for name, text in PROMPTS.items():
-            comparison, prompt = Comparison(name, temperature), llm.encode(text)
-            for turn in range(repeats):
-                both = [(plain, comparison.plain), (llm.decoder, comparison.fast)]
-                for decoder, runs in both if turn % 2 == 0 else both[::-1]:
-                    runs.append(write(decoder, prompt, params))
-                    yield comparison, runs[-1]
+        sampling = {"temperature": temperature, "max_tokens": tokens, "seed": SEED}
+        run = Run(
+            date="",
+            command="",
+            model=llm.loaded.name,
+            machine={},
+            sampling=sampling,
+            repeats=repeats,
+            settings=[Setting(name=PLAIN), Setting(name=SPECULATIVE, guarantee=llm.decoder.guarantee.value)],
+            prompts=[PromptRecord(id=p.id, text=p.text) for p in prompts],
+        )
+        for samples in measure(run, Local({PLAIN: plain, SPECULATIVE: llm}, sampling), prompts):
+            if samples[0].error:
+                raise RuntimeError(samples[0].error)
+            yield run, samples
+
+
+def texts_of(runs: list[Run]) -> list[DemoText]:
+    """The samples of the runs by temperature and prompt."""
+    texts = list[DemoText]()
+    for run in runs:
+        for prompt in run.prompts:
+            mine = [s for s in run.samples if s.prompt == prompt.id]
+            plain, fast = ([s for s in mine if s.setting == name] for name in (PLAIN, SPECULATIVE))
+            texts.append(DemoText(prompt.id, run.sampling["temperature"], plain, fast))
+    return texts
 
 
 def run(
@@ -180,54 +195,56 @@ def run(
     file: Path | None = None,
     command: str = "",
 ) -> int:
-    """Show one text, measure all, print the table and what it means. Returns 1 if an exact text differs, else 0."""
-    show(llm, PROMPTS["a class"], SamplingParams(temperature=0, max_tokens=tokens, seed=SEED))
-    results: dict[int, Comparison] = {}
+    """Show one text, measure all texts, print the table and its meaning. Returns 1 if an exact text differs, else 0."""
+    show(llm, FIRST_PROMPT, SamplingParams(max_tokens=tokens, **FIRST_SAMPLING))
+    runs = list[Run]()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True, disable=console.color_system is None) as progress:
         task = progress.add_task("measuring", total=len(PROMPTS) * 4 * repeats)
-        for comparison, last in compare(llm, tokens, repeats):
-            results[id(comparison)] = comparison
-            doing = f"{_kind(comparison.temperature)} · {comparison.name} · {last.rate:.0f} tokens/s"
-            progress.update(task, advance=1, description=f"{doing:44.44}")
-    comparisons = list(results.values())
+        for measured, samples in compare(llm, tokens, repeats):
+            if not runs or runs[-1] is not measured:
+                runs.append(measured)
+            kind = _kind(measured.sampling["temperature"])
+            status = f"{kind} · {samples[0].prompt} · {speed(samples):.0f} tokens/s"
+            progress.update(task, advance=1, description=f"{status:44.44}")
+    texts = texts_of(runs)
     host = machine()
-    console.print(table(comparisons))
-    for line in conclusion(comparisons, llm.decoder.guarantee, llm.config.budget.depth):
+    console.print(table(texts))
+    for line in conclusion(texts, llm.decoder.guarantee, llm.config.budget.depth):
         console.print(line, highlight=False)
     console.print(
         f"Measured on {host['cores']} cores of {host['cpu']}; kernels: {host['kernels']}.", highlight=False, style="dim"
     )
     if file is not None:
         report = {"command": command, "machine": host, "model": llm.loaded.name, "speculative_config": _plain(llm)}
-        report |= {"totals": totals(comparisons), "texts": [c.report() for c in comparisons]}
+        report |= {"totals": totals(texts), "texts": [t.report() for t in texts]}
         file.write_text(json.dumps(report) + "\n")
         console.print(f"The numbers are in {file}.", highlight=False, style="dim")
     exact = llm.decoder.guarantee is Guarantee.EXACT_TOKENS
-    return int(exact and not all(c.identical for c in comparisons))
+    return int(exact and not all(t.identical for t in texts))
 
 
-def totals(comparisons: list[Comparison]) -> dict[str, Any]:
-    """Both sides over the whole set."""
-    plain = [r for c in comparisons for r in c.plain]
-    fast = [r for c in comparisons for r in c.fast]
+def totals(texts: list[DemoText]) -> dict[str, Any]:
+    """Both settings, all texts together."""
+    plain, fast = ([s for t in texts for s in samples(t)] for samples in (lambda t: t.plain, lambda t: t.fast))
+    found = stats.acceptance(fast)
     return {
-        "plain_tokens_per_second": rate(plain),
-        "speculative_tokens_per_second": rate(fast),
-        "speedup": rate(fast) / rate(plain),
-        "median_speedup": statistics.median(c.speedup for c in comparisons),
+        "plain_tokens_per_second": speed(plain),
+        "speculative_tokens_per_second": speed(fast),
+        "speedup": speed(fast) / speed(plain),
+        "median_speedup": statistics.median(t.speedup for t in texts),
         "mean_acceptance_length": acceptance_length(fast),
-        "draft_acceptance_rate": sum(r.accepted for r in fast) / max(1, sum(r.drafted for r in fast)),
-        "identical": sum(c.identical for c in comparisons),
-        "texts": len(comparisons),
+        "draft_acceptance_rate": (found.rate or 0.0) if found else 0.0,
+        "identical": sum(t.identical for t in texts),
+        "texts": len(texts),
     }
 
 
-def table(comparisons: list[Comparison]) -> Table:
-    """A row per text, and the sums."""
+def table(texts: list[DemoText]) -> Table:
+    """A row for each text, and the totals."""
     title = "The same texts, plain and speculative"
     out = Table(title=title, title_justify="left", show_footer=True, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    total = totals(comparisons)
+    total = totals(texts)
     out.add_column("text", footer="all, tokens ÷ time", no_wrap=True)
     for head, foot in (
         ("plain\ntokens/s", f"{total['plain_tokens_per_second']:.0f}"),
@@ -238,66 +255,66 @@ def table(comparisons: list[Comparison]) -> Table:
     ):
         out.add_column(head, footer=foot, justify="right", no_wrap=True)
     kind = None
-    for c in comparisons:
-        if c.temperature != kind:
-            kind = c.temperature
+    for t in texts:
+        if t.temperature != kind:
+            kind = t.temperature
             out.add_section()
             out.add_row(f"[bold]{_kind(kind)}[/bold]")
-        speedup = f"[{'green' if c.speedup > 1 else 'yellow'}]{c.speedup:.2f} x[/]"
-        same = "[green]yes[/]" if c.identical else "[bold red]NO[/]"
+        speedup = f"[{'green' if t.speedup > 1 else 'yellow'}]{t.speedup:.2f} x[/]"
+        same = "[green]yes[/]" if t.identical else "[bold red]NO[/]"
         out.add_row(
-            f"  {c.name}",
-            f"{rate(c.plain):.0f}",
-            f"{rate(c.fast):.0f}",
+            f"  {t.name}",
+            f"{speed(t.plain):.0f}",
+            f"{speed(t.fast):.0f}",
             speedup,
-            f"{acceptance_length(c.fast):.2f}",
+            f"{acceptance_length(t.fast):.2f}",
             same,
         )
     return out
 
 
-def conclusion(comparisons: list[Comparison], guarantee: Guarantee, guesses: int) -> Iterator[str]:
-    """What the table means, in sentences."""
-    total = totals(comparisons)
-    median, length = total["median_speedup"], total["mean_acceptance_length"]
+def conclusion(texts: list[DemoText], guarantee: Guarantee, depth: int) -> Iterator[str]:
+    """The meaning of the table, in sentences. depth: draft tokens of a step, at most."""
+    total = totals(texts)
+    median, length, count = total["median_speedup"], total["mean_acceptance_length"], total["texts"]
     numbers = (
         f"{total['speculative_tokens_per_second']:.0f} against {total['plain_tokens_per_second']:.0f} tokens/s in all"
     )
-    texts = total["texts"]
     if median >= 1:
-        yield f"[bold]Speculative decoding was {median:.2f} times as fast (median of {texts} texts): {numbers}.[/bold]"
+        yield f"[bold]Speculative decoding was {median:.2f} times as fast (median of {count} texts): {numbers}.[/bold]"
     elif length < 1.2:
         yield (
-            f"[bold yellow]No gain here: {median:.2f} times plain speed (median of {texts} texts): {numbers}.[/bold yellow] "
-            "The first guesses cost more than they saved, so guessing was mostly left out: this model is too small, or "
-            "its drafter is wrong too often."
+            f"[bold yellow]No gain here: {median:.2f} times plain speed (median of {count} texts): {numbers}.[/bold yellow] "
+            "The first draft tokens cost more than they saved, so most steps had none. This model is too small, or its "
+            "drafter is wrong too often."
         )
     else:
         yield (
-            f"[bold yellow]Speculative decoding was slower here: {median:.2f} times plain speed (median of {texts} "
-            f"texts): {numbers}.[/bold yellow] The guesses cost more than they saved; fewer of them "
-            "(--num-speculative-tokens 2) or a better draft may help."
+            f"[bold yellow]Speculative decoding was slower here: {median:.2f} times plain speed (median of {count} "
+            f"texts): {numbers}.[/bold yellow] The draft tokens cost more than they saved. Fewer of them "
+            "(--num-speculative-tokens 2) or a better draft can help."
         )
     yield (
-        f"A drafter guesses up to {guesses} tokens and the model checks them in one pass, which gave {length:.1f} "
-        "tokens a pass (acceptance length, the model's own token counted). Every token is the model's own choice."
+        f"A drafter proposes up to {depth} tokens and the model checks them in one pass. That gave {length:.1f} tokens a "
+        "pass (acceptance length, the model's own token included). Every token is the model's own choice."
     )
-    if total["identical"] == texts:
-        yield f"All {texts} texts were compared token by token: identical to plain decoding ({guarantee.value})."
+    if total["identical"] == count:
+        yield f"All {count} texts were compared token by token: identical to plain decoding ({guarantee.value})."
         return
-    for c in comparisons:
-        if not c.identical:
-            other = next(r.tokens for r in (*c.plain, *c.fast) if r.tokens != c.plain[0].tokens)
-            pairs = enumerate(zip(c.plain[0].tokens, other, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(len(other), len(c.plain[0].tokens)))
-            yield f"[bold red]{_kind(c.temperature)} · {c.name} differs from plain decoding at token {at}.[/bold red]"
+    for t in texts:
+        for a, b in zip(t.plain, t.fast, strict=True):
+            if a.token_ids != b.token_ids:
+                pairs = enumerate(zip(a.token_ids or [], b.token_ids or [], strict=False))
+                at = next((i for i, (x, y) in pairs if x != y), min(a.output_tokens, b.output_tokens))
+                yield f"[bold red]{t.title} differs from plain decoding at token {at}.[/bold red]"
+                break
     if guarantee is Guarantee.EXACT_TOKENS:
         yield (
-            "That breaks the guarantee (exact-tokens). Without the native kernels rounding can turn a near-tie between "
-            "two tokens; with them it is a bug: please report it with the output of --json."
+            "That breaks the guarantee (exact-tokens). Without the native kernels, rounding can decide a near-tie of two "
+            "tokens. With them it is a bug: report it with the output of --json."
         )
     else:
-        yield f"The guarantee in force, {guarantee.value}, allows other tokens of the same law."
+        yield f"The guarantee, {guarantee.value}, allows other tokens of the same distribution."
 
 
 def _kind(temperature: float) -> str:

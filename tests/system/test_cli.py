@@ -173,15 +173,17 @@ def test_demo_compares_and_reports(tmp_path: Path) -> None:
 
 
 def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.cli import demo
+    from outrider.bench.local import Local
 
-    true, calls = demo.write, [0]
+    true = Local.answer
 
-    def spoiled(*arguments: object) -> demo.Run:
-        out, calls[0] = true(*arguments), calls[0] + 1  # pyright: ignore[reportArgumentType]
-        return demo.Run([*out.tokens[:-1], -1], out.seconds, out.steps, 0, 0) if calls[0] == 4 else out
+    def spoiled(self, setting, prompts, repeat, turn):
+        samples = true(self, setting, prompts, repeat, turn)
+        if (setting.name, prompts[0].id, self.sampling["temperature"]) == ("speculative", "binary search", 0.0):
+            samples[0].token_ids[-1] = -1
+        return samples
 
-    monkeypatch.setattr(demo, "write", spoiled)
+    monkeypatch.setattr(Local, "answer", spoiled)
     done = run("demo", "-m", SMALL, "--tokens", "4", "--repeats", "1")
     assert done.exit_code == 1
     assert "greedy · binary search differs from plain decoding at token" in done.stdout.replace("\n", " ")
@@ -189,13 +191,19 @@ def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_slower_speculation_is_called_slower() -> None:
-    from outrider.cli.demo import Comparison, Run, conclusion
+    from outrider.bench.run import Sample
+    from outrider.cli.demo import DemoText, conclusion
     from outrider.core.types import Guarantee
 
-    slow = Comparison("x", 0.0, [Run([1, 2], 1.0, 2, 0, 0)], [Run([1, 2], 2.0, 2, 6, 1)])
+    def sample(seconds: float, drafted: list[int], accepted: list[int]) -> Sample:
+        numbers = {"output_tokens": 2, "token_ids": [1, 2], "drafted": drafted, "accepted": accepted}
+        return Sample(prompt="x", setting="s", repeat=0, turn=0, seconds=seconds, **numbers)
+
+    plain = [sample(1.0, [0, 0], [0, 0])]
+    slow = DemoText("x", 0.0, plain, [sample(2.0, [3, 3], [1, 0])])
     assert "slower here: 0.50 times plain speed" in " ".join(conclusion([slow], Guarantee.EXACT_TOKENS, 5))
-    left = Comparison("x", 0.0, [Run([1, 2], 1.0, 2, 0, 0)], [Run([1, 2], 1.1, 2, 0, 0)])
-    assert "guessing was mostly left out" in " ".join(conclusion([left], Guarantee.EXACT_TOKENS, 5))
+    left = DemoText("x", 0.0, plain, [sample(1.1, [0, 0], [0, 0])])
+    assert "most steps had none" in " ".join(conclusion([left], Guarantee.EXACT_TOKENS, 5))
 
 
 def test_terminal_colours_and_ctrl_c() -> None:
