@@ -196,6 +196,7 @@ def run(
     command: str = "",
 ) -> int:
     """Show one text, measure all texts, print the table and its meaning. Returns 1 if an exact text differs, else 0."""
+    console.print(FIRST_PROMPT, style="dim", markup=False, highlight=False, end="")
     show(llm, FIRST_PROMPT, SamplingParams(max_tokens=tokens, **FIRST_SAMPLING))
     runs = list[Run]()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
