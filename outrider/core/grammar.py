@@ -1,8 +1,8 @@
 """Text that fits a JSON schema, a regular expression or a list of choices, at every node of a draft. Needs xgrammar.
 
-A grammar's state is committed to, like a cache: one matcher holds the committed tokens, and what a draft's node may be
-followed by is asked of a fork of it that has read the node's ancestors. A rejected token is never read by the one that
-stays, so there is nothing to roll back. The mask is part of the target's law, so the text is that of plain decoding.
+A grammar's state is committed to, like a cache. One matcher has read the committed tokens. For a node of a draft, a fork of it
+reads the node's ancestors and gives the mask. The matcher itself never reads a rejected token, so nothing is rolled back. The
+mask is part of the target's distribution, so the text is that of plain decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MAX_BYTES, MAX_DEPTH, MAX_CHOICES = 64 << 10, 32, 1000  # of a schema, a regular expression, a list of choices
+# Limits of a schema, a regular expression or a list of choices.
+MAX_BYTES, MAX_DEPTH, MAX_CHOICES = 64 << 10, 32, 1000
 _CACHE = 64 << 20  # bytes of compiled grammars that are kept
 
 
@@ -26,17 +27,17 @@ def available() -> bool:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. Every method raises ValueError for what cannot be compiled.
+    """Compiles grammars for one tokenizer. Every method raises ValueError for a grammar that cannot be compiled.
 
-    vocab_size: the model's. end_ids: the tokens that end a text; one of them is written when the grammar is fulfilled.
-    Raises ImportError without xgrammar, and ValueError when the model has no end token or no tokenizer.
+    vocab_size: the model's. end_ids: the tokens that end a text. One of them is written when the grammar is complete.
+    Raises ImportError without xgrammar, and ValueError if the model has no end token or no tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
         if not available():
             raise ImportError("grammars need xgrammar; install it with: pip install 'outrider[grammar]'")
         if tokenizer is None or not end_ids:
-            raise ValueError("a grammar needs a tokenizer and an end token, and this model has not both")
+            raise ValueError("a grammar needs a tokenizer and an end token, and this model lacks one of them")
         import xgrammar
 
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids))
@@ -49,7 +50,7 @@ class Grammars:
         return self._compiler.compile_builtin_json_grammar()
 
     def schema(self, schema: dict[str, Any] | bool | str) -> Any:
-        """JSON that fits a schema."""
+        """JSON that fits a schema. Limits: MAX_BYTES, MAX_DEPTH."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         _small(text, "the schema")
         try:
@@ -68,7 +69,7 @@ class Grammars:
         return self._compiled("the regular expression", self._compiler.compile_regex, pattern)
 
     def choice(self, choices: Sequence[str]) -> Any:
-        """One of some texts."""
+        """One of the given texts."""
         if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"choice is 1 to {MAX_CHOICES} strings that are not empty")
         _small("".join(choices), "the list of choices")
@@ -76,7 +77,7 @@ class Grammars:
         return self._compiled("the list of choices", self._compiler.compile_grammar, rule)
 
     def tag(self, tag: dict[str, Any]) -> Any:
-        """A structural tag, as xgrammar has it: fixed text around JSON that fits schemas."""
+        """A structural tag of xgrammar: fixed text around JSON that fits schemas."""
         text = json.dumps(tag)
         _small(text, "the schemas of the tools")
         if _depth(tag) > MAX_DEPTH:
@@ -97,7 +98,7 @@ class Grammars:
 
 
 class GrammarMask:
-    """What a grammar allows, text and guesses considered. The `TokenMask` of `outrider.core.sampling`, for one text."""
+    """What a grammar allows after the text and some draft tokens. A `TokenMask` of `outrider.core.sampling`, for one text."""
 
     def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._matcher = matcher
@@ -106,10 +107,10 @@ class GrammarMask:
         self._vocab_size = vocab_size
         self._end = torch.zeros(vocab_size, dtype=torch.bool)
         self._end[list(end_ids)] = True
-        self._known: dict[tuple[int, ...], Tensor] = {}  # masks after the committed tokens and some guesses
+        self._known: dict[tuple[int, ...], Tensor] = {}  # draft tokens after the committed ones -> the mask there
 
     def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
-        """bool [vocab]: what may follow `tokens[start:]`, which is committed, and then `extra`, which is not."""
+        """bool [vocab]: what may follow `tokens[start:]` and then `extra`. `tokens` are committed, `extra` are draft tokens."""
         if start + self._read < len(tokens):
             for token in tokens[start + self._read :]:
                 if not self._matcher.is_terminated():
@@ -128,7 +129,7 @@ class GrammarMask:
             matcher = matcher.fork()
             for token in extra:
                 if not matcher.is_terminated() and not matcher.accept_token(token):
-                    return torch.zeros(self._vocab_size, dtype=torch.bool)  # nothing follows what may not be written
+                    return torch.zeros(self._vocab_size, dtype=torch.bool)  # nothing follows a forbidden token
         if matcher.is_terminated():
             return self._end
         matcher.fill_next_token_bitmask(self._bits)

@@ -1,4 +1,4 @@
-"""Where the tokens of a text came from, a letter each: traces, measurements and their pages write it so. Imports nothing."""
+"""Where each token of a text came from, as one letter. Traces, measurements and reports use these letters. Imports nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ PLAIN, ACCEPTED, CORRECTED, BONUS = "p", "a", "c", "b"
 
 
 def letters(drafted: int, accepted: int, refused: bool, written: int) -> str:
-    """One per token that a step wrote: ACCEPTED (a guess), then CORRECTED (guesses were refused here), BONUS (all guesses on
-    the way came true) or PLAIN (nothing was guessed), unless the text ended before.
+    """One letter for each token that a step wrote.
 
-    drafted, accepted: guesses. refused: the last accepted one had guesses behind it. written: tokens of the text.
+    ACCEPTED stands for a draft token. The target's own token follows, unless the text ended before it. It is CORRECTED if draft
+    tokens were rejected here, BONUS if all on the path were accepted, and PLAIN if nothing was drafted.
+
+    drafted, accepted: numbers of draft tokens. refused: the last accepted node had children. written: tokens of the text.
     """
     own = PLAIN if not drafted else CORRECTED if refused else BONUS
     return (ACCEPTED * accepted + own)[:written]

@@ -36,12 +36,12 @@ class TokenMask(Protocol):
 
 @dataclass(eq=False)
 class SequenceState:
-    """What the parameters that depend on earlier tokens need to know of one sequence. Kept up to date as it grows."""
+    """What the parameters that depend on earlier tokens need to know of one sequence. It is updated as the sequence grows."""
 
     params: SamplingParams
     end_ids: tuple[int, ...]  # tokens that would end the text; forbidden before min_tokens
     bad_words: tuple[tuple[int, ...], ...]
-    tokens: list[int]  # prompt and output; shared with the row, never changed here
+    tokens: list[int]  # prompt and output; shared with the sequence, never changed here
     prompt_length: int
     mask: TokenMask | None = None
     prompt_seen: Tensor | None = field(default=None, init=False)  # bool [vocab]
@@ -119,7 +119,7 @@ def _largest(scores: Tensor) -> Tensor:
 
 
 class LogitsWarper:
-    """The sampling parameters of a batch, compiled once. Rows are independent: a row's result is the same in any batch."""
+    """The sampling parameters of a batch, compiled once. Entries are independent: each has the same result in any batch."""
 
     def __init__(self, histories: Sequence[SequenceState], device: torch.device | str = "cpu") -> None:
         self.histories = list(histories)
@@ -134,7 +134,7 @@ class LogitsWarper:
         )
 
     def processed(self, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
-        """float32 [batch, vocab] -> the logits after everything that depends on tokens, before temperature."""
+        """float32 [batch, vocab] -> the logits after the parameters that depend on tokens, before temperature."""
         if not any(self.active):
             return logits
         rows = zip(logits, self.histories, self.active, extra, strict=True)

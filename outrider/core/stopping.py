@@ -1,4 +1,4 @@
-"""From tokens to text as it grows, and where it ends: end tokens, stop strings across token borders, length."""
+"""Decodes tokens to text as they come, and decides where the text ends: end tokens, stop strings, length."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def content_text(content: Any) -> str | None:
 
 
 class Detokenizer:
-    """Decodes a growing list of tokens. Text appears once no later token can change it (a split UTF-8 character waits).
+    """Decodes a growing list of tokens. Text appears when no later token can change it: a split UTF-8 character waits.
 
-    Decodes a short window twice and takes the difference, so it is right for tokenizers whose pieces depend on what is
-    before them (leading spaces) and costs the same at any length.
+    A short window is decoded twice, with and without the new tokens, and the difference is the new text (the method of vLLM).
+    So it is right for tokenizers that add spaces between tokens, and costs the same at any length.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
@@ -36,7 +36,7 @@ class Detokenizer:
         self.text = ""
 
     def push(self, token: int, last: bool = False) -> str:
-        """Add a token; returns the new text. With `last`, an incomplete character is given out as it is."""
+        """Add a token and return the new text. With `last`, an incomplete character is returned as it is."""
         self._tokens.append(token)
         before = self._decode(self._tokens[self._prefix : self._read], skip_special_tokens=self._skip)
         after = self._decode(self._tokens[self._prefix :], skip_special_tokens=self._skip)
@@ -48,7 +48,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The text still held back, given out as it is."""
+        """Return the text that was held back, as it is."""
         before = self._decode(self._tokens[self._prefix : self._read], skip_special_tokens=self._skip)
         after = self._decode(self._tokens[self._prefix :], skip_special_tokens=self._skip)
         self._prefix, self._read = self._read, len(self._tokens)
@@ -65,7 +65,7 @@ class FinishReason:
 
 
 class StopChecker:
-    """Decides, token by token, whether a text has ended, and keeps its text when a tokenizer is at hand."""
+    """Decides, token by token, whether a text has ended. With a tokenizer it also keeps the text."""
 
     def __init__(
         self,
@@ -75,7 +75,10 @@ class StopChecker:
         tokenizer: Any | None = None,
         prompt: Sequence[int] = (),
     ) -> None:
-        """end_ids: the model's own end tokens. limit: tokens that fit, max_tokens and the model's length considered."""
+        """end_ids: the model's end tokens. limit: the most tokens, from max_tokens and the model's length.
+
+        Raises ValueError for stop strings without a tokenizer.
+        """
         self.params, self.limit = params, limit
         self._stop_ids = set(params.stop_token_ids)
         self._end_ids: set[int] = set() if params.ignore_eos else set(end_ids)
@@ -89,7 +92,7 @@ class StopChecker:
         self.end: FinishReason | None = None
 
     def push(self, token: int) -> FinishReason | None:
-        """Add one token; the reason when it ends the text."""
+        """Add one token. Returns the reason if it ends the text, else None."""
         self.count += 1
         new = self._detokenizer.push(token) if self._detokenizer and token >= 0 else ""
         if token < 0:
@@ -109,7 +112,7 @@ class StopChecker:
         return self.end
 
     def _find(self, new: int) -> str | None:
-        """The first stop string that ends within the last `new` characters; among several the earliest in the text."""
+        """The stop string that ends within the last `new` characters. Of several, the one that starts first."""
         if not self.params.stops or self._detokenizer is None:
             return None
         text, best = self._detokenizer.text, None
@@ -131,7 +134,7 @@ class StopChecker:
 
     @property
     def settled(self) -> str:
-        """The text that no later token can take back: what could still turn out to be a stop string waits."""
+        """The text that no later token can take back. The possible start of a stop string is held back."""
         if self.end is not None or not self._hold:
             return self.text
         return self.text[: max(0, len(self.text) - self._hold)]

@@ -16,14 +16,14 @@ from outrider.core.types import PADDING, ROOT, Draft, Siblings
 
 
 def _parent_or_self(parents: Tensor) -> Tensor:
-    """int64 [batch, node]: the parent; the root and padding point at themselves, where walks come to rest."""
+    """int64 [batch, node]: the parent. The root and padding point at themselves, so a walk upwards stays there."""
     return torch.where(parents >= 0, parents, torch.arange(parents.shape[1], device=parents.device))
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """bool [batch, node, node]: may node i (dim 1) see node j (dim 2)? It sees itself and its ancestors, no sibling.
+    """bool [batch, node, node]: whether node i (dim 1) sees node j (dim 2). It sees itself and its ancestors, no sibling.
 
-    A padding node sees only itself, so that its softmax has something to look at.
+    A padding node sees only itself: its softmax needs at least one entry.
     """
     n = parents.shape[1]
     mask = torch.eye(n, dtype=torch.bool, device=parents.device).repeat(len(parents), 1, 1)
@@ -44,7 +44,7 @@ def depth(parents: Tensor) -> Tensor:
 
 
 def levels(parents: Sequence[int]) -> list[int]:
-    """`depth` of one row, on the host."""
+    """`depth` of one tree, as lists."""
     found = [0] * len(parents)
     for n, parent in enumerate(parents):
         if parent >= 0:
@@ -55,42 +55,37 @@ def levels(parents: Sequence[int]) -> list[int]:
 def child_table(parents: Tensor, width: int) -> Tensor:
     """int64 [batch, node, width]: the children of every node in index order, then -1.
 
-    Children beyond `width` are left out; give `width` the number of nodes to be sure of all.
+    Children beyond `width` are left out. With `width` equal to the number of nodes, all are listed.
     """
     batch, n = parents.shape
     index = torch.arange(n, device=parents.device)
     # rank among siblings = how many smaller indices have the same parent
     rank = (parents[:, :, None] == parents[:, None, :]).tril(-1).sum(-1)
     listed = (parents >= 0) & (rank < width)
-    slot = torch.where(listed, parents * width + rank, n * width)  # one slot too many, for what is not listed
+    # nodes that are not listed go to one extra column, which is cut off
+    column = torch.where(listed, parents * width + rank, n * width)
     table = torch.full((batch, n * width + 1), -1, dtype=torch.long, device=parents.device)
-    return table.scatter_(1, slot, index.expand(batch, n))[:, :-1].reshape(batch, n, width)
-
-
-def path_to(parents: Tensor | Sequence[int], node: int) -> list[int]:
-    """The nodes from the root down to `node`, in one row's parents [node]. Raises ValueError for a padding node."""
-    row = lists(parents[None])[0] if isinstance(parents, Tensor) else list(parents)
-    path = [node]
-    while row[path[-1]] >= 0:
-        path.append(row[path[-1]])
-    if path[-1] != 0:
-        raise ValueError(f"node {node} does not hang on the root (node 0): it is padding, or parents is broken: {row}")
-    return path[::-1]
+    return table.scatter_(1, column, index.expand(batch, n))[:, :-1].reshape(batch, n, width)
 
 
 def chain(tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """(tokens, parents), int64 [batch, node]: one chain a row, given as [root, guess, guess, ...]; rows may differ."""
+    """(tokens, parents), int64 [batch, node]: one chain per batch entry, given as [root, draft token, draft token, ...].
+
+    Chains may differ in length. Raises ValueError for an empty one.
+    """
     return tree([[(token, n - 1) for n, token in enumerate(row)] for row in tokens])
 
 
 def tree(rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[Tensor, Tensor]:
-    """(tokens, parents), int64 [batch, node], padded with token 0 and parent -2: one tree a row, as (token, parent)s.
+    """(tokens, parents), int64 [batch, node], padded with token 0 and parent -2: one tree per batch entry.
 
-    The root comes first, as (token, -1). Raises ValueError for a row without one.
+    A tree is a list of (token, parent). The root comes first, as (token, -1). Raises ValueError for an empty list.
     """
     for b, row in enumerate(rows):
         if not row:
-            raise ValueError(f"row {b} has no node. No guess is a tree of its root alone: [(last_committed_token, -1)]")
+            raise ValueError(
+                f"row {b} has no node. To propose nothing, return the root alone: [(last_committed_token, -1)]"
+            )
     n = max((len(row) for row in rows), default=1)
     pad = (0, PADDING)
     both = torch.tensor([[*row, *[pad] * (n - len(row))] for row in rows], dtype=torch.long).reshape(len(rows), n, 2)
@@ -98,11 +93,11 @@ def tree(rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[Tensor, Tensor]:
 
 
 def validate(draft: Draft, vocab_size: int) -> None:
-    """Raise a ValueError that teaches, if the draft breaks `Draft`'s contract. Reads tensors: not for the hot path.
+    """Check a draft against the contract of `Draft`. Raises ValueError. Slow: it reads the tensors to the host.
 
-    Checked: shapes and dtypes; the root first and only first; parents before children; padding only at the end; tokens
-    in the vocabulary; and where siblings were drawn, a law at every node with children, in which each drawn token has
-    mass, and no sibling twice if they were drawn without replacement.
+    Checked: shapes and dtypes, the root first and only first, parents before children, padding only at the end, and tokens
+    in the vocabulary. If siblings were drawn, every node with children needs a distribution that gives mass to each drawn
+    token. No sibling may occur twice unless they were drawn independently.
     """
     tokens, parents = draft.tokens, draft.parents
     if tokens.ndim != 2 or tokens.shape != parents.shape or tokens.shape[1] == 0:
@@ -114,11 +109,11 @@ def validate(draft: Draft, vocab_size: int) -> None:
     for b, (row, up) in enumerate(zip(lists(tokens), lists(parents), strict=True)):
         _validate_row(b, row, up, vocab_size)
     if draft.siblings is not Siblings.POINT:
-        _validate_laws(draft, vocab_size)
+        _validate_probs(draft, vocab_size)
 
 
 def lists(rows: Tensor) -> list[list[int]]:
-    """A tensor [batch, node] of whole numbers, read to the host."""
+    """An integer tensor [batch, node], read to the host."""
     return cast("list[list[int]]", rows.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -136,35 +131,37 @@ def _validate_row(b: int, tokens: list[int], parents: list[int], vocab_size: int
             )
     for n, token in enumerate(tokens[:nodes]):
         if not 0 <= token < vocab_size:
-            raise ValueError(f"row {b}: node {n} guesses token {token}, outside the target's {vocab_size} tokens")
+            raise ValueError(f"row {b}: node {n} proposes token {token}, outside the target's {vocab_size} tokens")
 
 
-def _validate_laws(draft: Draft, vocab_size: int) -> None:
+def _validate_probs(draft: Draft, vocab_size: int) -> None:
     how, probs = draft.siblings.name, draft.probs
     if probs is None:
         raise ValueError(
-            f"siblings={how} says the guesses were drawn, so probs must hold the law they were drawn from.\n"
+            f"siblings={how} says the draft tokens were drawn, so probs must hold the distributions they were drawn from.\n"
             "Return it (float32 [batch, node, vocab]), or declare Siblings.POINT if they were chosen."
         )
     if probs.shape != (*draft.tokens.shape, vocab_size):
         raise ValueError(f"probs is [batch, node, vocab] = {[*draft.tokens.shape, vocab_size]}, got {[*probs.shape]}")
     if probs.dtype != torch.float32:
-        raise ValueError(f"probs is float32, got {probs.dtype}: a law must not be rounded after it was drawn from")
+        raise ValueError(
+            f"probs is float32, got {probs.dtype}: probs must not be rounded after tokens were drawn from it"
+        )
     for b, (row, up) in enumerate(zip(lists(draft.tokens), lists(draft.parents), strict=True)):
         seen: set[tuple[int, int]] = set()
         for n, (token, parent) in enumerate(zip(row, up, strict=True)):
             if parent < 0:
                 continue
-            law = probs[b, parent]
-            total = float(law.sum())
-            if not abs(total - 1) < 1e-3 or bool((law < 0).any()):  # also false for NaN
+            distribution = probs[b, parent]
+            total = float(distribution.sum())
+            if not abs(total - 1) < 1e-3 or bool((distribution < 0).any()):  # also false for NaN
                 raise ValueError(
-                    f"row {b}: probs of node {parent}, which has children, is no law: its sum is {total:g}"
+                    f"row {b}: probs of node {parent}, which has children, is no distribution: its sum is {total:g}"
                 )
-            if not law[token] > 0:
+            if not distribution[token] > 0:
                 raise ValueError(
                     f"row {b}: node {n} drew token {token}, which has no mass in probs of its parent, node {parent}. "
-                    "The law returned is not the law drawn from"
+                    "Return the distribution that the token was drawn from"
                 )
             if (parent, token) in seen and draft.siblings is not Siblings.IID:
                 raise ValueError(f"row {b}: node {n} repeats a sibling's token {token}, though siblings={how}")

@@ -1,8 +1,8 @@
-"""The records every layer speaks in. Frozen and small; behaviour lives in functions. Imports torch only.
+"""The records that all layers share. They are frozen and small; behaviour lives in functions. Imports torch only.
 
 A draft is a tree that contains its root. Node 0 is the last committed token: committed, and not yet in the cache.
-`parents` is the only structure stored (root -1, padding -2, else a smaller index), so a chain is `[-1, 0, 1, 2]`, and
-no draft at all is a tree of one node, whose verification *is* plain decoding.
+`parents` is the only structure stored: -1 for the root, -2 for padding, else a smaller index. So a chain is `[-1, 0, 1, 2]`.
+An empty draft is a tree of one node. To verify it *is* plain decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def ints(tensor: Tensor) -> list[int]:
-    """A one-dimensional tensor of whole numbers, read to the host."""
+    """A one-dimensional integer tensor, read to the host."""
     return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -26,25 +26,25 @@ PADDING = -2
 
 
 class Siblings(Enum):
-    """How the children of a node were chosen. A verifier that needs a law refuses drafts that declare the wrong one."""
+    """How the children of a node were chosen. A verifier refuses drafts whose way it cannot judge."""
 
     POINT = auto()  # chosen, not drawn: n-gram, top-k, argmax, or tokens drawn from the shared TOKEN noise
     IID = auto()  # drawn with replacement from probs[parent]
-    WITHOUT_REPLACEMENT = auto()  # drawn one after another from probs[parent], each removed from the law
+    WITHOUT_REPLACEMENT = auto()  # drawn one after another from probs[parent], without those drawn before
     TOP_THEN_SAMPLED = auto()  # all but the last chosen; the last drawn from probs[parent] without those
 
 
 class Guarantee(Enum):
     """What an output promises about plain decoding. Printed with every output."""
 
-    EXACT_TOKENS = "exact-tokens"  # the very tokens plain decoding gives with the same seed
-    EXACT_DISTRIBUTION = "exact-distribution"  # the same law, other tokens
+    EXACT_TOKENS = "exact-tokens"  # the same tokens as plain decoding with the same seed
+    EXACT_DISTRIBUTION = "exact-distribution"  # the same distribution, other tokens
     APPROXIMATE = "approximate"  # neither
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a drafter may spend on one row in one step, the root not counted."""
+    """What a drafter may spend on one sequence in one step. The root does not count. Raises ValueError for negatives."""
 
     depth: int  # levels below the root
     width: int = 1  # children of one node
@@ -70,14 +70,16 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """Guesses for each row of a batch, as trees.
+    """Draft tokens for each sequence of a batch, as trees.
 
-    tokens:   int64 [batch, node]; node 0 is the last committed token.
-    parents:  int64 [batch, node]; -1 for node 0, -2 for padding, else smaller than the node's own index.
-    probs:    float32 [batch, node, vocab] or None; row n is the law that the *children of n* were drawn from, after
-              all of the drafter's own processing. None with `Siblings.POINT`.
-    chances:  float32 [batch, node] or None; the drafter's own estimate that a node is accepted. Nobody's law depends on it.
-    notes:    what each row's draft was chosen by; `str` words a note. () where there is nothing to say.
+    tokens:     int64 [batch, node]; node 0 is the last committed token.
+    parents:    int64 [batch, node]; -1 for node 0, -2 for padding, else smaller than the node's own index.
+    probs:      float32 [batch, node, vocab] or None. probs[b, n] is the distribution that the *children of n* were drawn
+                from, after all of the drafter's own processing. None with `Siblings.POINT`.
+    siblings:   how the children of a node were chosen.
+    confidence: float32 [batch, node] or None; the drafter's estimate of the probability that a node is accepted. No output
+                depends on it.
+    notes:      why each entry's draft was chosen, for traces; `str` words a note. () if there is nothing to say.
     """
 
     tokens: Tensor
@@ -89,12 +91,12 @@ class Draft:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the largest row, the root counted."""
+        """Nodes of the largest tree, the root counted."""
         return self.tokens.shape[1]
 
     @cached_property
     def host(self) -> list[list[tuple[int, int]]]:
-        """(token, parent) of the nodes of each row without padding, read to the host once."""
+        """(token, parent) of the nodes of each tree without padding, read to the host once."""
         tokens, parents = cast("list[list[list[int]]]", torch.stack([self.tokens, self.parents]).tolist())  # pyright: ignore[reportUnknownMemberType]
         return [[n for n in zip(t, up, strict=True) if n[1] > PADDING] for t, up in zip(tokens, parents, strict=True)]
 
@@ -108,7 +110,7 @@ class Draft:
 
     @property
     def num_draft_tokens(self) -> Tensor:
-        """int64 [batch]: guesses per row, the root not counted."""
+        """int64 [batch]: draft tokens of each tree, the root not counted."""
         return (self.parents >= 0).sum(1)
 
 
@@ -118,8 +120,8 @@ class Verdict:
 
     path:     int64 [batch, level]; accepted nodes from the root down (path[:, 0] == 0), then -1.
     accepted: int64 [batch]; draft tokens accepted, the root not counted.
-    token:    int64 [batch]; the next token, drawn at the last accepted node: from the residual if a child was rejected
-              there, else from the target's own law (the bonus token when everything was accepted).
+    token:    int64 [batch]; the next token, drawn at the last accepted node. If a child was rejected there, it is drawn from
+              the residual, else from the target's own distribution (the bonus token if everything was accepted).
     """
 
     path: Tensor
@@ -154,9 +156,9 @@ class Step:
     draft: Draft
     verdict: Verdict
     commits: list[Commit]
-    slots: list[int]  # cache slots, one a batch entry
-    positions: list[int]  # committed tokens before the step, one a batch entry
+    slots: list[int]  # the cache slot of each batch entry
+    positions: list[int]  # committed tokens of each batch entry before the step
     budgets: list[Budget]
     seconds: dict[str, float]  # draft, target, verify, commit
-    # float32 [batch, node, vocab], the target's after every node, for readers that look closer
+    # float32 [batch, node, vocab], the target's logits after every node
     logits: Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,14 @@ from outrider.testing.toy import ToyModel
 
 VOCAB = 11
 _ids = itertools.count()
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root down to `node`."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
 
 
 class RandomTree(BaseDrafter):

@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
+from helpers import path_to
 
-from outrider.core.tree import ancestor_mask, chain, child_table, depth, path_to, tree, validate
+from outrider.core.tree import ancestor_mask, chain, child_table, depth, tree, validate
 from outrider.core.types import Draft, Siblings
 
 #        0
@@ -70,13 +71,6 @@ def test_a_long_chain_reaches_its_root():
     assert depth(parents)[0].tolist() == list(range(100))
 
 
-def test_path():
-    assert path_to(PARENTS[0], 6) == path_to(PARENTS[0].tolist(), 6) == [0, 3, 6]
-    assert path_to(PARENTS[0], 0) == [0]
-    with pytest.raises(ValueError, match="padding"):
-        path_to(PARENTS[1], 3)
-
-
 def test_chains_are_ragged_and_padded():
     tokens, parents = chain([[5, 6, 7], [8], [9, 4]])
     assert tokens.tolist() == [[5, 6, 7], [8, 0, 0], [9, 4, 0]]
@@ -94,7 +88,7 @@ def test_trees_are_ragged_and_padded():
 
 
 def test_a_row_needs_its_root():
-    with pytest.raises(ValueError, match=r"row 1 has no node.*tree of its root alone"):
+    with pytest.raises(ValueError, match=r"row 1 has no node.*return the root alone"):
         chain([[1, 2], []])
 
 
@@ -102,14 +96,16 @@ def drafted(tokens, parents, probs=None, siblings=Siblings.POINT):
     return Draft(torch.tensor(tokens), torch.tensor(parents), probs, siblings)
 
 
-def law(*rows):
+def distributions(*rows):
     return torch.tensor([rows])
 
 
 def test_good_drafts_are_valid():
     validate(drafted([[1, 2, 2]], [[-1, 0, 0]]), 3)
     validate(drafted([[1, 0], [2, 0]], [[-1, 0], [-1, -2]]), 3)
-    probs = law([0.5, 0.5, 0.0], [float("nan")] * 3, [9.0, 9.0, 9.0])  # rows of childless nodes are never read
+    probs = distributions(
+        [0.5, 0.5, 0.0], [float("nan")] * 3, [9.0, 9.0, 9.0]
+    )  # rows of childless nodes are never read
     validate(drafted([[2, 0, 1]], [[-1, 0, 0]], probs, Siblings.WITHOUT_REPLACEMENT), 3)
     validate(drafted([[2, 0, 0]], [[-1, 0, 0]], probs, Siblings.IID), 3)
 
@@ -126,23 +122,35 @@ BROKEN = {
     "own parent": (drafted([[1, 2]], [[-1, 1]]), "node 1 has parent 1"),
     "padding between": (drafted([[1, 0, 2]], [[-1, -2, 0]]), "padding .* only at the end"),
     "below padding": (drafted([[1, 2]], [[-1, -3]]), "node 1 has parent -3"),
-    "token beyond": (drafted([[1, 3]], [[-1, 0]]), "node 1 guesses token 3, outside the target's 3"),
-    "token negative": (drafted([[1, -1]], [[-1, 0]]), "guesses token -1"),
-    "law missing": (drafted([[1, 2]], [[-1, 0]], None, Siblings.IID), "probs must hold the law"),
-    "law of another vocabulary": (
-        drafted([[1]], [[-1]], law([1.0, 0.0]), Siblings.IID),
+    "token beyond": (drafted([[1, 3]], [[-1, 0]]), "node 1 proposes token 3, outside the target's 3"),
+    "token negative": (drafted([[1, -1]], [[-1, 0]]), "proposes token -1"),
+    "probs missing": (drafted([[1, 2]], [[-1, 0]], None, Siblings.IID), "probs must hold the distributions"),
+    "another vocabulary": (
+        drafted([[1]], [[-1]], distributions([1.0, 0.0]), Siblings.IID),
         r"= \[1, 1, 3\], got \[1, 1, 2\]",
     ),
-    "law rounded": (
-        drafted([[1]], [[-1]], law([0.0, 1.0, 0.0]).bfloat16(), Siblings.IID),
+    "probs rounded": (
+        drafted([[1]], [[-1]], distributions([0.0, 1.0, 0.0]).bfloat16(), Siblings.IID),
         "bfloat16.*must not be rounded",
     ),
-    "no law": (drafted([[1, 2]], [[-1, 0]], law([0.5] * 3, [0.0] * 3), Siblings.IID), "is no law: its sum is 1.5"),
-    "negative law": (drafted([[1, 2]], [[-1, 0]], law([-0.5, 0.5, 1], [0] * 3), Siblings.IID), "is no law"),
-    "law of NaN": (drafted([[1, 2]], [[-1, 0]], law([float("nan")] * 3, [0] * 3), Siblings.IID), "is no law"),
-    "drawn without mass": (drafted([[1, 2]], [[-1, 0]], law([0.5, 0.5, 0], [0] * 3), Siblings.IID), "no mass"),
+    "sum of 1.5": (
+        drafted([[1, 2]], [[-1, 0]], distributions([0.5] * 3, [0.0] * 3), Siblings.IID),
+        "is no distribution: its sum is 1.5",
+    ),
+    "negative mass": (
+        drafted([[1, 2]], [[-1, 0]], distributions([-0.5, 0.5, 1], [0] * 3), Siblings.IID),
+        "is no distribution",
+    ),
+    "NaN": (
+        drafted([[1, 2]], [[-1, 0]], distributions([float("nan")] * 3, [0] * 3), Siblings.IID),
+        "is no distribution",
+    ),
+    "drawn without mass": (
+        drafted([[1, 2]], [[-1, 0]], distributions([0.5, 0.5, 0], [0] * 3), Siblings.IID),
+        "no mass",
+    ),
     "drawn twice": (
-        drafted([[1, 0, 0]], [[-1, 0, 0]], law(*[[0.5, 0.5, 0]] * 3), Siblings.WITHOUT_REPLACEMENT),
+        drafted([[1, 0, 0]], [[-1, 0, 0]], distributions(*[[0.5, 0.5, 0]] * 3), Siblings.WITHOUT_REPLACEMENT),
         "node 2 repeats a sibling's token 0",
     ),
 }

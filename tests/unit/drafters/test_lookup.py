@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import VOCAB, counts, decoder, plain_texts, request, toy_drafters
+from helpers import VOCAB, counts, decoder, path_to, plain_texts, request, toy_drafters
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.core.tree import path_to, validate
+from outrider.core.tree import validate
 from outrider.core.types import Budget
 from outrider.drafters import Drafter, NgramDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.drafters.lookup.automaton import SuffixAutomaton
