@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,3 +156,10 @@ def test_the_figures_to_choose_by_are_measured() -> None:
     cited = re.findall(r"\b\d\.\d\d\b", table)
     assert len(cited) > 20
     assert not [figure for figure in cited if f"| {figure} (" not in measured]
+
+
+def test_the_reference_is_fresh() -> None:
+    generated = runpy.run_path(str(DOCS / "reference.py"))["pages"]()
+    late = [name(file) for file, text in generated.items() if not file.exists() or file.read_text() != text]
+    assert not late, f"run python docs/reference.py: {late}"
+    assert not {*(DOCS / "reference").glob("*.md")} - set(generated)
