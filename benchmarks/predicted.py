@@ -38,7 +38,8 @@ from outrider.calibrate import calibrate
 from outrider.control import CostModel, Fixed
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Request
-from outrider.drafters.base import Drafter, NoDraft, Wrong
+from outrider.drafters.base import Drafter, NoDraft
+from outrider.drafters.stubs import Wrong
 from outrider.llm import LLM
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams

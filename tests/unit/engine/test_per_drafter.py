@@ -6,7 +6,7 @@ from time import sleep
 
 from engines import Reader
 
-from outrider.drafters.base import Wrong
+from outrider.drafters.stubs import Wrong
 from outrider.engine import Engine
 from outrider.engine.queue import Job
 from outrider.llm import LLM
