@@ -24,7 +24,7 @@ from benchmarks import RESULTS, headline, machine
 from benchmarks.report import markdown
 from outrider.bench.interleave import TimedRun, interleave
 from outrider.bench.stats import interval
-from outrider.calibrate import calibrated
+from outrider.calibrate import calibrated, costs_of
 from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller
 from outrider.core.types import Budget
@@ -32,7 +32,6 @@ from outrider.decode import Decoder, Request
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.stubs import Noisy, Wrong
-from outrider.llm import costs_of
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 

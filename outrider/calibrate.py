@@ -1,4 +1,8 @@
-"""Measures what a cost model holds, once for machine, models, precision and threads, and keeps it in the user's cache."""
+"""Calibration: measures the seconds of a step and keeps them in the user's cache.
+
+The result is a `CostModel`. It holds for one machine, these models, their precision and this number of threads. Nothing here
+runs unless somebody asks: `outrider calibrate`, `outrider serve`, `LLM(calibrate=True)`, or `"controller": "calibrated"`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, median_low, stdev
@@ -16,28 +19,34 @@ from time import perf_counter
 
 import torch
 
-from outrider._version import __version__
-from outrider.control import Fixed
+from outrider.config import SpeculativeConfig
+from outrider.control import Adaptive, Calibrated, Controller, Fixed
 from outrider.control.cost_model import CostModel
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Request, Row
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.combine.router import most_expensive
 from outrider.drafters.stubs import Wrong
-from outrider.kernels import cpu as native
+from outrider.kernels.machine import machine
 from outrider.models.base import LanguageModel
+from outrider.models.checkpoint import fingerprint
+from outrider.models.load import Loaded
 from outrider.params import SamplingParams
 
-REVISION = "2"  # of the way of measuring: what an older one has stored is measured again
-PATIENCE = 10.0  # seconds, after which the least must do
-PRECISE = 0.02  # of its step: where every setting is known so well (one standard error), no more rounds are needed
+REVISION = "3"  # of this method of measurement; costs that an older one has stored are measured again
+PATIENCE = 10.0  # seconds after which `MeasurementPlan.least` rounds are enough
+PRECISE = 0.02  # one standard error of every setting, in parts of its step, at which no more rounds are needed
 
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """What is measured, and how often. nodes: the root counted; many_nodes: where rows are several; depths: of chains, the limit
-    among them if None. rounds: of all settings, at one context after the other, at most; least: after `PATIENCE`; several:
-    those for several rows, which are dear; none: their costs are told by those of one row."""
+    """What is measured, and how often.
+
+    nodes: sizes of the forward, the root counted. many_nodes: the same for batches. depths: of chains; None is the limit.
+    contexts: tokens in the cache. rounds: over all settings, at one context after the other, at most. least: rounds that are
+    enough after `PATIENCE`. several: rounds for batches, which are expensive; 0 derives their costs from those of one
+    sequence.
+    """
 
     nodes: tuple[int, ...]
     many_nodes: tuple[int, ...]
@@ -55,8 +64,8 @@ QUICK = MeasurementPlan((1, 2, 3, 5, 8, 9, 17), (1, 2, 5, 9), (1, 8), (64,), rou
 PLAIN, GREEDY = Budget(0), SamplingParams(temperature=0)
 
 
-def _law(sampling: SamplingParams) -> SamplingParams:
-    """What of the parameters decides how a token is chosen from its logits, and so what that costs: the kind, not the value."""
+def _sampling_kind(sampling: SamplingParams) -> SamplingParams:
+    """The parameters that decide what choosing a token costs, each with one typical value."""
     return SamplingParams(
         temperature=float(sampling.temperature > 0),
         top_p=0.95 if sampling.top_p < 1 else 1.0,
@@ -66,22 +75,85 @@ def _law(sampling: SamplingParams) -> SamplingParams:
     )
 
 
-def machine() -> dict[str, str]:
-    """What a measurement holds for, the models not counted."""
+def conditions() -> dict[str, str]:
+    """What a measurement holds for, apart from the models."""
+    facts = machine()
     return {
-        "outrider": __version__,
         "calibration": REVISION,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()} {platform.processor() or platform.node()} x{os.cpu_count()}",
         "threads": str(torch.get_num_threads()),
-        "kernels": "native" if native.available() else "torch",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **{name: str(facts[name]) for name in ("outrider", "torch", "cpu", "cores", "kernels")},
+    }
+
+
+def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
+    """What a measurement holds for: the target and the drafter, with their settings and the present state of their files.
+
+    Other weights of the same shape may have other costs: they choose experts, and the layers of layer_skip.
+    """
+    free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
+    draft = config.model_dump_json(exclude=free, fallback=str)
+    return {
+        "target": f"{target.source} {target.weights} {fingerprint(target.source)}",
+        "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)}",
     }
 
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def build_controller(
+    config: SpeculativeConfig,
+    target: Loaded,
+    drafter: Callable[[int], Drafter] | None,
+    max_num_seqs: int,
+    calibrate: bool = False,
+    say: Callable[[str], None] = lambda message: None,
+) -> Controller:
+    """The controller that a configuration asks for.
+
+    drafter: makes a drafter for so many sequences; None if the drafter is the caller's own, which cannot be measured.
+    calibrate: measure the costs if none are stored. The controller "calibrated" always does; "adaptive" never does. say:
+    gets a message before a measurement. Raises ValueError for "calibrated" without a drafter to measure.
+    """
+    if not config.adaptive:
+        return Fixed(config.budget.depth, config.budget.width, config.budget.nodes)
+    whole = config.controller == "calibrated"
+    if whole and drafter is None:
+        raise ValueError(
+            '"controller": "calibrated" measures a drafter of its own and cannot make yours; use "adaptive"'
+        )
+    if drafter is None or config.controller == "adaptive" or config.method == "none" or not config.budget.max_nodes:
+        return Adaptive(config.budget)
+    sizes = sorted({n for n in ((1, 2, 4, max_num_seqs) if whole else (1, max_num_seqs)) if n <= max_num_seqs})
+    names, limit = costs_of(config, target), config.budget
+    if whole or calibrate:
+        cost = calibrated(target.model, drafter, names, limit, sizes, say=say, quick=not whole)
+    else:
+        cost = stored(names, limit, sizes, quick=True)
+    return Adaptive(limit, None if cost is None else Calibrated(cost))
+
+
+def stored(
+    names: dict[str, str],
+    limit: Budget,
+    rows: Sequence[int] = (1,),
+    sampling: SamplingParams = GREEDY,
+    quick: bool = False,
+) -> CostModel | None:
+    """The cost model that was measured for this machine and these models, or None. The arguments are those of `calibrated`."""
+    plan = QUICK if quick else WHOLE
+    measured = rows if plan.several else (1,)
+    key = _key(names, limit, measured, sampling, plan)
+    try:
+        model = CostModel.from_json(_path(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # there is none, or the file is damaged
+    if model.key != key:
+        return None
+    return model if measured == rows else derive_batches(model, rows, plan.many_nodes)
 
 
 def calibrated(
@@ -95,35 +167,44 @@ def calibrated(
     say: Callable[[str], None] = lambda message: None,
     quick: bool = False,
 ) -> CostModel:
-    """The stored cost model for this machine and these models, or a new measurement, which is then stored.
+    """The stored cost model for this machine and these models. If there is none, measures one and stores it.
 
-    drafter: makes one for so many rows, if there is need to measure. names: what tells models and drafters apart, with their
-    precision: {"target": "... int8", "draft": "..."}. say: is told if it has to be measured. The rest as for `calibrate`.
+    drafter: makes a drafter for so many sequences, if one must be measured. names: what tells models and drafters apart, with
+    their precision, as of `costs_of`. say: gets a message before a measurement. The rest as for `calibrate`.
     """
-    key = {
-        **machine(),
-        **names,
-        "sampling": str(_law(sampling)),
-        "rows": ",".join(map(str, rows)),
-        "limit": str(limit.parts),
-        "pains": str(QUICK if quick else WHOLE),
-    }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache_folder() / f"cost-{digest}.json"
-    try:
-        stored = CostModel.from_json(path.read_text(encoding="utf-8"))
-        if stored.key == key:
-            return stored
-    except (OSError, ValueError):
-        pass  # not there, or not whole: measured anew
+    model = stored(names, limit, rows, sampling, quick)
+    if model is not None:
+        return model
+    plan = QUICK if quick else WHOLE
+    measured = rows if plan.several else (1,)
+    key = _key(names, limit, measured, sampling, plan)
+    path = _path(key)
     time = "as long as about a hundred tokens take" if quick else "from ten seconds to a minute"
     say(f"measuring what a step costs on this machine, {time}, once; it is kept in {path.parent}")
-    model = calibrate(target, drafter, key, limit, rows, known, sampling, quick)
+    model = calibrate(target, drafter, key, limit, measured, known, sampling, quick)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(model.to_json(), encoding="utf-8")
     part.replace(path)
-    return model
+    return model if measured == rows else derive_batches(model, rows, plan.many_nodes)
+
+
+def _key(
+    names: dict[str, str], limit: Budget, rows: Sequence[int], sampling: SamplingParams, plan: MeasurementPlan
+) -> dict[str, str]:
+    return {
+        **conditions(),
+        **names,
+        "sampling": str(_sampling_kind(sampling)),
+        "rows": ",".join(map(str, rows)),
+        "limit": str((limit.depth, limit.width, limit.nodes)),
+        "plan": str(plan),
+    }
+
+
+def _path(key: dict[str, str]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / f"cost-{digest}.json"
 
 
 def calibrate(
@@ -136,39 +217,59 @@ def calibrate(
     sampling: SamplingParams = GREEDY,
     quick: bool = False,
 ) -> CostModel:
-    """Measure, in real steps: a target that judges wrong guesses, which anyone could have made, and a drafter that drafts
-    step after step. Every setting is timed for one step a round with a plain step before and after it, for a machine with
-    neighbours changes its pace from step to step: what is kept is the mean of its shares of a plain step, in seconds of the
-    usual plain step. (Where in a run of equal steps a step stands makes no difference; many short visits tell more than few
-    long ones in the same time. docs/log.md.)
-    limit: the largest budget that will be asked for. known: of the same target, whose steps are then not timed again.
-    sampling: how tokens are chosen, greedily if not given; drawing them costs something too. quick: fewer settings, fewer times,
-    for who corrects them as it goes (`outrider.control.Calibrated`). Of several drafters together the dearest is measured."""
-    pains, law = QUICK if quick else WHOLE, _law(sampling)
-    if not pains.several and len(rows) > 1:
-        return _synthetic(calibrate(target, drafter, key, limit, (1,), known, sampling, quick), rows, pains.many_nodes)
-    contexts = [c for c in pains.contexts if 2 * c < target.max_length] or [1]
-    draft = _Side(target, most_expensive(drafter(len(contexts) * max(rows))), max(rows), contexts, law)
-    judge = _Side(target, Wrong(), max(rows), contexts, law) if known is None else draft
-    shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit, pains.depths)
-    nodes = {r: (pains.nodes if r == 1 else pains.many_nodes) if known is None else () for r in rows}
-    for side, c, r in itertools.product(dict.fromkeys([judge, draft]), contexts, rows):
-        side.step(c, r, Budget(limit.depth), after=2)  # a warm-up
-    seen, start, least = _Seen(), perf_counter(), min(pains.least, 2 * len(contexts))
-    for turn in range(pains.rounds):
-        if turn and turn % len(contexts) == 0:
-            late = turn >= (pains.least if known is None else least) and perf_counter() - start > PATIENCE
-            if late or (turn >= 2 * len(contexts) and seen.sure):
-                break
-        for r in rows if turn < pains.several else [r for r in rows if r == 1]:
-            seen.visit(judge, draft, r, contexts[turn % len(contexts)], nodes[r], shapes)
-    for side in {judge, draft}:
-        side.close()
+    """Measure a cost model in real steps. The draft tokens of the target's steps are wrong; the drafter drafts in every step.
+
+    Other programs change the pace of a machine from step to step. So each setting is timed for one step a round, between two
+    plain steps. What is kept is the mean of its ratio to them, in seconds of the usual plain step. Many short visits tell
+    more than few long ones; the place of a step in a run of equal steps makes no difference (docs/log.md).
+
+    limit: the largest budget that will be asked for. rows: batch sizes. known: a cost model of the same target, whose steps
+    are then not timed again. sampling: how tokens are chosen; drawing them takes time, too. quick: fewer settings and
+    rounds, for a controller that corrects them as it goes (`outrider.control.Calibrated`). Of several drafters together, the
+    most expensive one is measured.
+    """
+    plan, kind = QUICK if quick else WHOLE, _sampling_kind(sampling)
+    if not plan.several and len(rows) > 1:
+        one = calibrate(target, drafter, key, limit, (1,), known, sampling, quick)
+        return derive_batches(one, rows, plan.many_nodes)
+    contexts = [c for c in plan.contexts if 2 * c < target.max_length] or [1]
+    draft = Workbench(target, most_expensive(drafter(len(contexts) * max(rows))), max(rows), contexts, kind)
+    judge = Workbench(target, Wrong(), max(rows), contexts, kind) if known is None else draft
+    shapes = [] if isinstance(draft.decoder.drafter, NoDraft) else _shapes(limit, plan.depths)
+    nodes = {r: (plan.nodes if r == 1 else plan.many_nodes) if known is None else () for r in rows}
+    for bench, c, r in itertools.product(dict.fromkeys([judge, draft]), contexts, rows):
+        bench.step(c, r, Budget(limit.depth), after=2)  # a warm-up
+    times = _measure(judge, draft, plan, contexts, nodes, shapes, wait=known is None)
+    for bench in {judge, draft}:
+        bench.close()
     for r, c, b in itertools.product(rows, contexts, shapes):
-        seen.drafted[r, b.width, 0, c] = seen.drafted[r, 1, 0, c]
+        times.drafted[r, b.width, 0, c] = times.drafted[r, 1, 0, c]
     for r in rows:
-        _smooth({n: [seen.judged[r, n, c] for c in contexts] for n in nodes[r]})
-    return seen.model(key, draft.readings, known)
+        smooth_contexts({n: [times.judged[r, n, c] for c in contexts] for n in nodes[r]})
+    return times.model(key, draft.readings, known)
+
+
+def _measure(
+    judge: Workbench,
+    draft: Workbench,
+    plan: MeasurementPlan,
+    contexts: Sequence[int],
+    nodes: Mapping[int, Sequence[int]],
+    shapes: Sequence[Budget],
+    wait: bool,
+) -> Measurements:
+    """Rounds over all settings, until all are precise or the plan ends. nodes: by batch size. wait: take at least the plan's
+    rounds; else two at each context are enough after `PATIENCE`."""
+    times, start = Measurements(), perf_counter()
+    least = plan.least if wait else min(plan.least, 2 * len(contexts))
+    for turn in range(plan.rounds):
+        if turn and turn % len(contexts) == 0:
+            late = turn >= least and perf_counter() - start > PATIENCE
+            if late or (turn >= 2 * len(contexts) and times.sure):
+                break
+        for r in nodes if turn < plan.several else [r for r in nodes if r == 1]:
+            times.visit(judge, draft, r, contexts[turn % len(contexts)], nodes[r], shapes)
+    return times
 
 
 def _shapes(limit: Budget, depths: Sequence[int | None]) -> list[Budget]:
@@ -180,9 +281,11 @@ def _shapes(limit: Budget, depths: Sequence[int | None]) -> list[Budget]:
     return [Budget(d) for d in chains] + (trees if limit.width > 1 else [])
 
 
-def _synthetic(one: CostModel, rows: Sequence[int], nodes: Sequence[int]) -> CostModel:
-    """Costs of several rows by those of one: a forward over as many nodes in one row; a draft is as much dearer as a step over
-    so many nodes."""
+def derive_batches(one: CostModel, rows: Sequence[int], nodes: Sequence[int]) -> CostModel:
+    """Add the costs of batches to those of one sequence.
+
+    A forward costs as much as one over the same number of nodes in one sequence. A draft grows like a step of so many nodes.
+    """
     context, more = int(one.target[0][2]), [r for r in rows if r > 1]
     seconds = {n: one.target_seconds(1, n, context) for n in {1, *more, *(r * n for r in more for n in nodes)}}
     target = [[r, n, context, seconds[r * n]] for r in more for n in nodes]
@@ -191,8 +294,8 @@ def _synthetic(one: CostModel, rows: Sequence[int], nodes: Sequence[int]) -> Cos
 
 
 @dataclass(frozen=True)
-class _Took:
-    """Seconds of a step: its draft, its other parts, and what no part accounts for."""
+class StepTime:
+    """Seconds of one step: its draft, its other parts, and the time between the parts."""
 
     context: int
     draft: float
@@ -205,16 +308,16 @@ class _Took:
 
 
 @dataclass(eq=False)
-class _Cell:
-    """One setting: what was in the cache, parts of a plain step beside it, and what the whole step was."""
+class SettingTimes:
+    """One setting: tokens in the cache, and seconds of the measured part and of the whole step, in plain steps."""
 
     contexts: list[int] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     wholes: list[float] = field(default_factory=list)
     smoothed: float | None = None
 
-    def add(self, took: _Took, seconds: float, beside: float) -> None:
-        """seconds: of the part of the step that is measured here. beside: of a plain step."""
+    def add(self, took: StepTime, seconds: float, beside: float) -> None:
+        """seconds: of the measured part. beside: of a plain step at that time."""
         self.contexts.append(took.context)
         self.shares.append(seconds / beside)
         self.wholes.append(took.whole / beside)
@@ -225,24 +328,27 @@ class _Cell:
 
     @property
     def share(self) -> float:
-        return _middle(self.shares) if self.smoothed is None else self.smoothed
+        return trimmed_mean(self.shares) if self.smoothed is None else self.smoothed
 
     @property
     def sure(self) -> bool:
         return stdev(self.shares) / len(self.shares) ** 0.5 < PRECISE * median(self.wholes)
 
     def row(self, plain: float) -> list[float]:
-        """(context, seconds) where a plain step takes so long."""
+        """(context, seconds). plain: seconds of the usual plain step."""
         return [self.context, plain * self.share]
 
 
-class _Seen:
-    """All settings. judged: by rows, nodes and context. drafted: by rows, width, depth and context. plain: seconds of plain
-    steps by rows and context. between: what no part of a plain step accounts for."""
+class Measurements:
+    """The times of all settings.
+
+    judged: by batch size, nodes and context. drafted: by batch size, width, depth and context. plain: seconds of plain steps,
+    by batch size and context. between: seconds of plain steps that no part accounts for.
+    """
 
     def __init__(self) -> None:
-        self.judged: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
-        self.drafted: dict[tuple[int, int, int, int], _Cell] = defaultdict(_Cell)
+        self.judged: dict[tuple[int, int, int], SettingTimes] = defaultdict(SettingTimes)
+        self.drafted: dict[tuple[int, int, int, int], SettingTimes] = defaultdict(SettingTimes)
         self.plain: dict[tuple[int, int], list[float]] = defaultdict(list)
         self.between = list[float]()
 
@@ -250,25 +356,28 @@ class _Seen:
     def sure(self) -> bool:
         return all(cell.sure for cell in (*self.judged.values(), *self.drafted.values()))
 
-    def visit(self, judge: _Side, draft: _Side, r: int, c: int, nodes: Sequence[int], shapes: Sequence[Budget]) -> None:
-        """Time every setting of `r` rows at context `c` once, plain steps before and after each."""
+    def visit(
+        self, judge: Workbench, draft: Workbench, r: int, c: int, nodes: Sequence[int], shapes: Sequence[Budget]
+    ) -> None:
+        """Time every setting of batch size `r` at context `c` once, each between two plain steps."""
         before = judge.step(c, r)
         self.drafted[r, 1, 0, c].add(before, before.draft, before.whole)
         self.plain[r, c].append(before.whole)
         self.between.append(before.between)
-        ways = [(judge, Budget(n - 1), self.judged[r, n, c], "rest", 0) for n in nodes]
-        # a drafter first reads what plain steps have written
-        ways += [(draft, b, self.drafted[r, b.width, b.depth, c], "draft", 1) for b in shapes]
-        for side, b, cell, part, earlier in ways:
-            took, after = side.step(c, r, b, earlier), side.step(c, r)
+        settings = [(judge, Budget(n - 1), self.judged[r, n, c], "rest", 0) for n in nodes]
+        # A drafter first reads what the plain steps have written.
+        settings += [(draft, b, self.drafted[r, b.width, b.depth, c], "draft", 1) for b in shapes]
+        for bench, b, times, part, earlier in settings:
+            took, after = bench.step(c, r, b, earlier), bench.step(c, r)
             beside, before = (before.whole + after.whole) / 2, after
             self.plain[r, c].append(after.whole)
-            cell.add(took, getattr(took, part), beside)
+            times.add(took, getattr(took, part), beside)
 
     def model(self, key: dict[str, str], readings: Sequence[tuple[int, float]], known: CostModel | None) -> CostModel:
-        """In seconds of the usual plain step, or at the pace of the target's own costs if they are known."""
+        """Ratios times the usual plain step. known: a cost model of the target, which then gives that step."""
         usual = {
-            at: _middle(s) if known is None else known.target_seconds(at[0], 1, at[1]) for at, s in self.plain.items()
+            at: trimmed_mean(s) if known is None else known.target_seconds(at[0], 1, at[1])
+            for at, s in self.plain.items()
         }
         target = [[r, n, *cell.row(usual[r, c])] for (r, n, c), cell in self.judged.items()]
         draft = [[r, w, d, *cell.row(usual[r, c])] for (r, w, d, c), cell in self.drafted.items()]
@@ -277,15 +386,18 @@ class _Seen:
         return CostModel(key, target if known is None else known.target, draft, reading, median(self.between))
 
 
-def _middle(values: Sequence[float]) -> float:
-    """The mean of all but the tenth at either end, where the machine's pauses are; but one at least of three."""
+def trimmed_mean(values: Sequence[float]) -> float:
+    """The mean without the highest and lowest tenth, where pauses are; of three values or more, at least one each."""
     cut = max(len(values) // 10, int(len(values) > 2))
     return mean(sorted(values)[cut : len(values) - cut])
 
 
-def _smooth(cells: dict[int, list[_Cell]]) -> None:
-    """Shares of a plain step by nodes, at several contexts: what a node costs more for every token in the cache is the same for
-    all nodes, so that every context tells of the others. Least squares."""
+def smooth_contexts(cells: dict[int, list[SettingTimes]]) -> None:
+    """Smooth the ratios over contexts, in place. cells: by nodes, one for each context.
+
+    A node costs the same more for each token in the cache, whatever the number of nodes. So every context tells of the
+    others: least squares with one common slope.
+    """
     means = {n: (mean(c.context for c in some), mean(c.share for c in some)) for n, some in cells.items()}
     moves = [(n - 1, c.context - means[n][0], c.share - means[n][1]) for n, some in cells.items() for c in some]
     slope = sum(n * x * y for n, x, y in moves) / max(sum((n * x) ** 2 for n, x, _ in moves), 1e-9)
@@ -295,20 +407,20 @@ def _smooth(cells: dict[int, list[_Cell]]) -> None:
             cell.smoothed = share + max(slope, 0.0) * (n - 1) * (cell.context - context)
 
 
-class _Side:
-    """A decoder with `count` rows for each context, which hold about as many tokens."""
+class Workbench:
+    """A decoder with `count` sequences for each context, which hold about so many tokens."""
 
     def __init__(
-        self, target: LanguageModel, drafter: Drafter, count: int, contexts: Sequence[int], law: SamplingParams
+        self, target: LanguageModel, drafter: Drafter, count: int, contexts: Sequence[int], sampling: SamplingParams
     ) -> None:
-        self.asked, self.count, self.law = Fixed(0), count, law
+        self.asked, self.count, self.sampling = Fixed(0), count, sampling
         length, rows = min(2 * max(contexts) + 256, target.max_length), count * len(contexts)
         self.decoder = Decoder(target, drafter, controller=self.asked, rows=rows, max_length=length)
         self.rows: dict[int, list[Row]] = {c: [] for c in contexts}
-        self.readings: list[tuple[int, float]] = []  # tokens read before the first guess, and seconds of that draft
+        self.readings: list[tuple[int, float]] = []  # tokens read before the first draft, and seconds of that draft
 
-    def step(self, context: int, rows: int, budget: Budget = PLAIN, after: int = 0) -> _Took:
-        """One step, after so many of the same kind that do not count."""
+    def step(self, context: int, rows: int, budget: Budget = PLAIN, after: int = 0) -> StepTime:
+        """Time one step. after: equal steps before it that are not timed."""
         self._fill(context, room=(after + 1) * (budget.depth + 1) + 1)
         self.asked.budget = budget
         for _ in range(after):
@@ -317,17 +429,17 @@ class _Side:
         step = self.decoder.round(self.rows[context][:rows])
         taken, draft = perf_counter() - began, step.seconds["draft"]
         parts = sum(step.seconds.values())
-        return _Took(max(step.positions), draft, parts - draft, taken - parts)
+        return StepTime(max(step.positions), draft, parts - draft, taken - parts)
 
     def _fill(self, context: int, room: int) -> None:
-        """New rows where the old ones have grown too long, or cannot write so many more tokens; a drafter reads them anew."""
+        """Replace sequences that have grown too long, or that have no room for so many tokens. The drafter reads the new ones."""
         decoder = self.decoder
         rows = [r for r in self.rows[context] if not r.end and r.limit - r.ending.count >= room]
         if len(rows) == self.count and max(len(r.tokens) for r in rows) < context + max(context, 256):
             return
         self._release(context)
         prompt = [n % decoder.target.vocab_size for n in range(context)]
-        params = replace(self.law, max_tokens=decoder.max_length - context)
+        params = replace(self.sampling, max_tokens=decoder.max_length - context)
         self.rows[context] = [decoder.admit(Request(n, prompt, params)) for n in range(self.count)]
         while decoder.waiting:
             decoder.prefill(decoder.waiting[0])
@@ -345,6 +457,6 @@ class _Side:
 
 
 def _reading(readings: Sequence[tuple[int, float]], usual: float) -> float:
-    """Seconds in which a drafter reads a token: the first draft of a row, which reads all of it, less a usual one."""
+    """Seconds per token that a drafter reads: its first draft, which reads the whole prompt, less a usual one."""
     rates = [max(seconds - usual, 0.0) / tokens for tokens, seconds in readings]
     return median_low(rates) if rates else 0.0

@@ -10,16 +10,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from outrider.calibrate import calibrated
+from outrider.calibrate import build_controller
 from outrider.config import SpeculativeConfig
-from outrider.control import Adaptive, Calibrated, Controller, Fixed
+from outrider.control import Controller
 from outrider.core.types import Step
 from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.drafters.registry import plugins
-from outrider.models.checkpoint import fingerprint
 from outrider.models.load import Loaded, load
 from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
@@ -44,6 +43,8 @@ class LLM:
     drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method. If it
     fails, there is a warning and the text goes on without it.
     controller: an object of your own that satisfies `outrider.control.Controller`, instead of the configured one.
+    calibrate: measure first what a step costs, if that was never measured here; it takes as long as about a hundred tokens.
+    False: stored costs count if there are any; else the controller learns them from the steps.
     trace: a file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts; a `Recorder` says
     how much.
 
@@ -65,6 +66,7 @@ class LLM:
         quantization: str | None = None,
         drafter: Drafter | None = None,
         controller: Controller | None = None,
+        calibrate: bool = False,
         trace: Recorder | str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = SpeculativeConfig.of(speculative_config)
@@ -86,11 +88,14 @@ class LLM:
         if foreign:  # what others wrote may fail; then the text goes on without it
             name = type(drafter).__name__ if self.config.method == "none" else "+".join(self.config.methods)
             drafter = PerRequestDrafter({name: drafter}, name, target.vocab_size, _warn)
+        if controller is None:
+            make = None if foreign else self.drafter_for
+            controller = build_controller(self.config, self.loaded, make, max_num_seqs, calibrate, _warn)
         self.decoder = Decoder(
             target,
             drafter,
             self.config.verifier,
-            controller or self._controller(foreign, max_num_seqs),
+            controller,
             rows=max_num_seqs,
             max_length=length,
             end_ids=self.loaded.end_ids,
@@ -204,24 +209,6 @@ class LLM:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all, or one per prompt")
         return list(given)
 
-    def _controller(self, foreign: bool, rows: int) -> Controller:
-        """The controller that the configuration asks for."""
-        config, target = self.config, self.loaded
-        if not config.adaptive:
-            return Fixed(*config.budget.parts)
-        if foreign and config.controller == "calibrated":
-            raise ValueError(
-                '"controller": "calibrated" measures a drafter of its own and cannot make yours; use "adaptive"'
-            )
-        quick = config.method == "auto" and config.controller is None
-        nobody = foreign or config.method == "none" or not config.budget.max_nodes
-        if nobody or not (quick or config.controller == "calibrated"):
-            return Adaptive(config.budget)
-        some = {r for r in ((1, rows) if quick else (1, 2, 4, rows)) if r <= rows}
-        names = costs_of(config, target)
-        cost = calibrated(target.model, self.drafter_for, names, config.budget, sorted(some), say=_warn, quick=quick)
-        return Adaptive(config.budget, Calibrated(cost))
-
     def drafter_for(self, rows: int) -> Drafter:
         """Another drafter as this one is, for so many rows."""
         return make_drafter(self.config, self.loaded, rows=rows, max_length=self._length, device=self._device)
@@ -280,17 +267,6 @@ class LLM:
             metrics=metrics,
             prompt_logprobs=first.prompt_logprobs if wanted else None,
         )
-
-
-def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
-    """What tells the costs of a target and a drafter apart, for `calibrated`: names, settings, and files as they are now. Other
-    weights of the same shape may cost something else: they choose experts, and the layers of layer_skip."""
-    free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
-    draft = config.model_dump_json(exclude=free, fallback=str)
-    return {
-        "target": f"{target.source} {target.weights} {fingerprint(target.source)}",
-        "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)}",
-    }
 
 
 def _warn(message: str) -> None:

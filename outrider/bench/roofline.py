@@ -10,10 +10,10 @@ import torch
 
 from outrider.bench import stats
 from outrider.bench.run import Limits, Run, Sample
-from outrider.calibrate import WHOLE, calibrated
+from outrider.calibrate import WHOLE, calibrated, costs_of
 from outrider.control import CostModel
 from outrider.kernels import cpu as native
-from outrider.llm import LLM, costs_of
+from outrider.llm import LLM
 from outrider.params import SamplingParams
 
 # Seconds of a plain step from which on a calibration would take minutes; it is then skipped.

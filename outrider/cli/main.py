@@ -10,6 +10,7 @@ import typer
 
 from outrider._version import __version__
 from outrider.cli.bench import bench
+from outrider.cli.calibrate import calibrate
 from outrider.cli.chat import chat
 from outrider.cli.generate import demo, generate
 from outrider.cli.models import layers, models
@@ -104,6 +105,11 @@ add(
     "outrider tune",
     "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
     "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30",
+)
+add(
+    calibrate,
+    "outrider calibrate builtin:code",
+    """outrider calibrate builtin:code --speculative-config '{"method": "suffix", "controller": "calibrated"}'""",
 )
 add(
     report,

@@ -172,6 +172,7 @@ def serve(
                 quantization=served.quantization,
                 max_model_len=engine_options.max_model_len,
                 max_num_seqs=engine_options.max_num_seqs,
+                calibrate=config.get("method") == "auto",
                 trace=recorder,
             )
         if served.chat_template is not None:

@@ -6,9 +6,11 @@ import warnings
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 from outrider import calibrate as module
 from outrider.calibrate import cache_folder, calibrate, calibrated
+from outrider.cli import main as cli
 from outrider.config import SpeculativeConfig
 from outrider.control import Calibrated, CostModel
 from outrider.core.types import Budget
@@ -63,7 +65,7 @@ def test_the_quick_one_measures_one_row_and_tells_of_several():
     }
     assert {tuple(row[:3]) for row in cost.draft} == {(r, 1, d) for r in (1, 8) for d in (0, 1, 8)}
     one = CostModel({}, [[1, n, 64, 1 + n / 10] for n in (1, 17)], [[1, 1, 4, 64, 0.5]], 0.25, 0.125)
-    several = module._synthetic(one, (1, 8), (1, 5))
+    several = module.derive_batches(one, (1, 8), (1, 5))
     for nodes in (1, 5):  # as many as so many nodes in one row, also beyond what was measured
         assert several.target_seconds(8, nodes, 64) == pytest.approx(1 + 8 * nodes / 10)
     assert several.draft_seconds(8, 4, 64) == pytest.approx(0.5 * 1.8 / 1.1)
@@ -74,19 +76,19 @@ def test_the_quick_one_measures_one_row_and_tells_of_several():
 @pytest.mark.parametrize(("patience", "rounds"), [(0.0, 1), (1e9, 3)])
 def test_who_is_slow_waits_for_one_round(monkeypatch, patience, rounds):
     counted = []
-    visit = module._Seen.visit
+    visit = module.Measurements.visit
     monkeypatch.setattr(module, "PATIENCE", patience)
-    monkeypatch.setattr(module._Seen, "visit", lambda *given: counted.append(1) or visit(*given))
-    monkeypatch.setattr(module._Seen, "sure", False)
+    monkeypatch.setattr(module.Measurements, "visit", lambda *given: counted.append(1) or visit(*given))
+    monkeypatch.setattr(module.Measurements, "sure", False)
     cost = calibrate(*pair(), {}, Budget(16), quick=True)
     assert len(counted) == rounds
     assert all(row[-1] > 0 for row in cost.target)
 
 
 def test_of_three_times_a_pause_does_not_count():
-    assert module._middle([1.0, 3.0, 1.1]) == 1.1
-    assert module._middle([1.0, 2.0]) == 1.5
-    assert module._middle([0.0, *[1.0] * 18, 9.0]) == 1.0
+    assert module.trimmed_mean([1.0, 3.0, 1.1]) == 1.1
+    assert module.trimmed_mean([1.0, 2.0]) == 1.5
+    assert module.trimmed_mean([0.0, *[1.0] * 18, 9.0]) == 1.0
 
 
 def test_of_several_drafters_the_dearest_is_measured():
@@ -127,7 +129,7 @@ def test_it_is_measured_once_and_again_when_anything_differs(folder, monkeypatch
     assert str(folder) in said[0]
     calibrated(target, drafter, {**names, "target": "toy int8"}, LIMIT)
     calibrated(target, drafter, names, Budget(3))
-    monkeypatch.setattr(module, "machine", lambda: {"threads": "another number"})
+    monkeypatch.setattr(module, "conditions", lambda: {"threads": "another number"})
     calibrated(target, drafter, names, LIMIT)
     assert len(counted) == 4
     assert cache_folder() == folder
@@ -213,25 +215,48 @@ def test_the_calibrated_controller_by_name(folder, monkeypatch):
     assert len(list(folder.glob("cost-*.json"))) == 1
 
 
-def test_auto_measures_for_some_seconds_once(folder):
+def test_auto_measures_only_where_the_user_asks_and_then_uses_what_is_stored(folder):
+    """The constructor learns costs from the steps; one measurement serves every number of sequences."""
+    config = {"method": "auto"}
+    assert not isinstance(LLM("builtin:code", speculative_config=config).decoder.controller.costs, Calibrated)
+    assert not folder.exists()
     with pytest.warns(RuntimeWarning, match="a hundred tokens take, once; it is kept in"):
-        first = LLM("builtin:code", speculative_config={"method": "auto"})
+        first = LLM("builtin:code", speculative_config=config, calibrate=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        second = LLM("builtin:code", speculative_config={"method": "auto"})
+        second = LLM("builtin:code", speculative_config=config)
+        third = LLM("builtin:code", speculative_config=config, max_num_seqs=1, calibrate=True)
     assert first.decoder.controller.costs.model == second.decoder.controller.costs.model
+    assert {row[0] for row in third.decoder.controller.costs.model.target} == {1}
+    assert {row[0] for row in second.decoder.controller.costs.model.target} == {1, 8}
     assert len(list(folder.glob("cost-*.json"))) == 1
+
+
+def test_the_command_measures_and_keeps_it(folder):
+    result = CliRunner().invoke(cli.app, ["calibrate", "builtin:code-draft"])
+    assert result.exit_code == 0, result.output
+    assert "a plain step takes" in result.output
+    assert len(list(folder.glob("cost-*.json"))) == 1
+    llm = LLM("builtin:code-draft", speculative_config={"method": "auto"})
+    assert isinstance(llm.decoder.controller.costs, Calibrated)
+
+
+def test_the_command_refuses_a_configuration_without_costs(folder):
+    result = CliRunner().invoke(cli.app, ["calibrate", "builtin:code", "--speculative-config", '{"method": "none"}'])
+    assert result.exit_code
+    assert "uses no measured costs" in result.output
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("config", [{"controller": "adaptive"}, {"method": "none"}, {"num_speculative_tokens": 0}])
 def test_who_does_not_ask_for_it_is_not_measured(folder, config):
-    llm = LLM("builtin:code", speculative_config={"method": "auto", **config})
+    llm = LLM("builtin:code", speculative_config={"method": "auto", **config}, calibrate=True)
     assert not isinstance(llm.decoder.controller.costs, Calibrated)
     assert not folder.exists()
 
 
 def test_a_drafter_of_ones_own_is_not_measured_by_auto(folder):
-    LLM("builtin:code", speculative_config={"method": "auto"}, drafter=Wrong())
+    LLM("builtin:code", speculative_config={"method": "auto"}, drafter=Wrong(), calibrate=True)
     assert not folder.exists()
 
 
@@ -242,9 +267,11 @@ def test_a_drafter_of_ones_own_cannot_be_measured_by_name():
 
 def test_every_context_tells_of_the_others():
     """Costs that grow with nodes times context come out as they are; noise at one context is shared by both."""
-    cells = {n: [module._Cell([c], [1 + 0.1 * (n - 1) + 0.0002 * (n - 1) * c]) for c in (64, 512)] for n in (1, 5, 9)}
+    cells = {
+        n: [module.SettingTimes([c], [1 + 0.1 * (n - 1) + 0.0002 * (n - 1) * c]) for c in (64, 512)] for n in (1, 5, 9)
+    }
     exact = {n: [cell.share for cell in some] for n, some in cells.items()}
-    module._smooth(cells)
+    module.smooth_contexts(cells)
     assert {n: [cell.share for cell in some] for n, some in cells.items()} == {
         n: pytest.approx(shares) for n, shares in exact.items()
     }
@@ -252,10 +279,10 @@ def test_every_context_tells_of_the_others():
     for some in cells.values():
         for cell in some:
             cell.smoothed = None
-    module._smooth(cells)
+    module.smooth_contexts(cells)
     assert exact[5][0] + 0.05 < cells[5][0].share < exact[5][0] + 0.15
-    flat = {n: [module._Cell([c], [1.0 - c / 1000]) for c in (64, 512)] for n in (1, 5)}
-    module._smooth(flat)
+    flat = {n: [module.SettingTimes([c], [1.0 - c / 1000]) for c in (64, 512)] for n in (1, 5)}
+    module.smooth_contexts(flat)
     assert flat[5][0].share == flat[5][1].share  # nothing gets cheaper
 
 

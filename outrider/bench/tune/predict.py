@@ -14,12 +14,12 @@ from outrider.bench.tune.simulate import (
     simulate_trees,
     steps_seconds,
 )
-from outrider.calibrate import calibrated
+from outrider.calibrate import calibrated, costs_of
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
 from outrider.decode import Request
 from outrider.drafters.registry import find
-from outrider.llm import LLM, costs_of
+from outrider.llm import LLM
 from outrider.params import SamplingParams
 
 # The largest tree. A lookup that drafts this many tokens in a chain can have trees of the same depth.

@@ -15,10 +15,10 @@ from outrider.bench.prompts import Prompt
 from outrider.bench.tune.predict import CLOSE, MOST, Predictor, budget_config
 from outrider.bench.tune.race import Candidate, MethodTrial, Racer, plain_candidate
 from outrider.bench.tune.simulate import best_depths
-from outrider.calibrate import calibrated
+from outrider.calibrate import calibrated, costs_of
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
-from outrider.llm import LLM, costs_of
+from outrider.llm import LLM
 from outrider.params import SamplingParams
 
 # A chain of the best methods is measured from this share of the best prediction on: its neighbour can be the best.

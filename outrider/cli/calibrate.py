@@ -1,0 +1,44 @@
+"""`outrider calibrate`. Imports torch only when the command runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from outrider.cli.options import Debug, LoadOptions, option, parse_speculative_config
+from outrider.cli.terminal import loading, readable
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub name or a built-in model.")],
+    speculative_config: Annotated[
+        str,
+        option(
+            "Speculation", 'How to speculate, as JSON or a file with it; "auto" tries all methods.', metavar="JSON|FILE"
+        ),
+    ] = '{"method": "auto"}',
+    max_num_seqs: Annotated[int, option("Engine", "Texts that are written side by side, at most.", min=1)] = 8,
+    *,
+    load: LoadOptions,
+    debug: Debug = False,
+) -> None:
+    """Measure what a step costs on this machine, once. Later runs with the same settings start from these costs."""
+    with readable(debug):
+        config = parse_speculative_config(speculative_config)
+        with loading(model):
+            from outrider.calibrate import cache_folder
+            from outrider.control import Adaptive, Calibrated
+            from outrider.llm import LLM
+
+            llm = LLM(model, speculative_config=config, max_num_seqs=max_num_seqs, calibrate=True, **asdict(load))
+        controller = llm.decoder.controller
+        costs = controller.costs if isinstance(controller, Adaptive) else None
+        if not isinstance(costs, Calibrated):
+            raise ValueError(
+                f"{config} uses no measured costs: nothing drafts, or its controller is fixed or adaptive. "
+                'Measure for example {"method": "auto"}'
+            )
+        plain = costs.model.step_seconds(1, 0, 0, 64)
+        print(f"a plain step takes {1000 * plain:.1f} ms; the costs are kept in {cache_folder()}")
