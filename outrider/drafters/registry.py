@@ -304,7 +304,7 @@ def _prediction(setup: DrafterSetup) -> Drafter:
     wrong = [token for token in given or () if not 0 <= token < target.model.vocab_size]
     if wrong:
         raise ValueError(
-            f"the prediction holds token {wrong[0]}, outside {target.name}'s {target.model.vocab_size} tokens"
+            f"the prediction contains token {wrong[0]}, outside {target.name}'s {target.model.vocab_size} tokens"
         )
     return PredictionDrafter(given or ())
 

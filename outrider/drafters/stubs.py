@@ -1,4 +1,4 @@
-"""Drafters that test the plumbing and teach the idea."""
+"""Simple drafters for tests and for learning: always right, always wrong, right with a known probability."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.drafters.combine.merge import NodeList, own_commit
 
 
 class Echo(BaseDrafter):
-    """Proposes a text known beforehand, keyed by prompt. With the target's own continuation everything is accepted."""
+    """Proposes a known text, found by its prompt. With the target's own continuation everything is accepted."""
 
     def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
         """texts: prompt tokens -> all tokens of prompt and continuation."""
@@ -65,7 +65,7 @@ class _Wrapper(BaseDrafter):
 
 
 class Noisy(_Wrapper):
-    """Another drafter's draft, each token kept with probability alpha: a drafter of known acceptance."""
+    """Another drafter's draft, each token kept with probability alpha. With `Echo` inside, alpha is the acceptance rate."""
 
     def __init__(self, wrapped: Drafter, alpha: float, vocab_size: int, seed: int = 0) -> None:
         """Raises ValueError for an alpha outside 0..1."""

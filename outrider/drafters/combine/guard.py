@@ -1,8 +1,8 @@
-"""A drafter for each sequence: several methods in one batch, none of which can do harm.
+"""A drafter for each sequence. Several methods share a batch, and a faulty drafter does no harm.
 
 Each sequence has the drafter that its request chose. A drafter that raises, or whose draft breaks the contract, loses the
-sequence: the text goes on without drafts, and the request is told. Draft tokens that a grammar forbids are cut off before
-the target pays for them.
+sequence: the text goes on without drafts, and the request's output says so. Draft tokens that a grammar forbids are cut off
+before the target reads them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from outrider.drafters.combine.merge import NodeList, SharedTaps, join, own_comm
 class PerRequestDrafter(BaseDrafter):
     """Drafters by name. `assign` gives a sequence its drafter. Without one it has `default`; "none" makes no drafts.
 
-    tell: is called for every failure, with the drafter's name and the rule that it broke or what it raised. Raises ValueError
-    for an object that lacks a drafter's methods.
+    tell: called for every failure, with the drafter's name and the rule that it broke or the error that it raised. Raises
+    ValueError for an object that lacks a drafter's methods.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class PerRequestDrafter(BaseDrafter):
         self.drafters, self.default, self.vocab_size = drafters, default, vocab_size
         self._shared = SharedTaps.of(drafters)
         self.taps = self._shared.taps
-        self.lost: dict[int, str] = {}  # slots that their drafter failed, and how
+        self.lost: dict[int, str] = {}  # slots whose drafter failed -> how it failed
         self.failures = 0
         self.assigned: dict[int, str] = {}  # methods by slot
         self._asked: list[tuple[str, list[int]]] = []  # the drafters of the last step, with their entries of the batch
         self.draft_seconds: dict[str, float] = {}  # of the last proposal, by drafter
-        self._cut: dict[int, NodeList] = {}  # proposals, by entry, of which a grammar took nodes
+        self._cut: dict[int, NodeList] = {}  # batch entry -> its proposal before the grammar cut it
 
     def assign(self, slot: int, method: str | None) -> None:
-        """Choose a sequence's drafter. Raises ValueError for a method that is not there."""
+        """Choose a sequence's drafter; None is the default. Raises ValueError for an unknown method."""
         method = self.default if method is None else method
         if method != "none" and method not in self.drafters:
-            raise ValueError(f"there is no drafter {method!r} here; there are none, {', '.join(self.drafters)}")
+            raise ValueError(f"there is no drafter {method!r} here; use one of: none, {', '.join(self.drafters)}")
         self.assigned[slot] = method
 
     def method(self, slot: int) -> str:
@@ -64,7 +64,7 @@ class PerRequestDrafter(BaseDrafter):
         return self.assigned.get(slot, self.default)
 
     def drafter(self, slot: int) -> Drafter | None:
-        """A sequence's drafter; None where it has none, or lost it."""
+        """A sequence's drafter; None if it has none or lost it."""
         return None if slot in self.lost else self.drafters.get(self.method(slot))
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
@@ -115,19 +115,21 @@ class PerRequestDrafter(BaseDrafter):
         return self.drafters
 
     def lose(self, name: str, slots: list[int], error: Exception) -> None:
-        """Take these sequences from the drafter that failed them."""
+        """Take these sequences from a drafter that failed. They go on without drafts."""
         self.failures += 1
         broken = isinstance(error, Broken)
         what = f"it broke the contract: {error}" if broken else f"it raised {type(error).__name__}"
         self.tell(
-            f"the drafter {name!r} failed: {what if broken else f'{what}: {error}'}; the text goes on without guesses"
+            f"the drafter {name!r} failed: {what if broken else f'{what}: {error}'}; the text goes on without drafts"
         )
         for slot in slots:
-            self.lost[slot] = f"the drafter {name!r} failed ({what}); the text was written on without guesses"
+            self.lost[slot] = f"the drafter {name!r} failed ({what}); the rest of the text was written without drafts"
 
     def _ask(self, name: str, context: DraftContext, some: list[int]) -> list[tuple[str, list[int], Draft]]:
-        """A drafter's proposal for some entries of the batch. If it fails them together, each is asked for alone, and only
-        those that fail alone are lost."""
+        """A drafter's proposal for some entries of the batch. If it fails, each entry is asked for alone.
+
+        Only the entries that fail alone are lost.
+        """
         own, drafter, started = select(context, some), self.drafters[name], perf_counter()
         try:
             draft = lend(drafter, "propose", own)
@@ -155,11 +157,11 @@ class PerRequestDrafter(BaseDrafter):
                     out.append((b, draft, i))
         return join(context, out, notes if any(note is not None for note in notes) else ())
 
-    def _guarded(self, name: str, rows: list[int], act: Callable[..., None]) -> None:
+    def _guarded(self, name: str, slots: list[int], act: Callable[..., None]) -> None:
         try:
             act(self.drafters[name])
         except Exception as error:
-            self.lose(name, rows, error)
+            self.lose(name, slots, error)
 
 
 class Broken(ValueError):
@@ -172,19 +174,21 @@ def trusted(drafter: Drafter) -> bool:
 
 
 def lend(drafter: Any, method: str, own: DraftContext, *more: Any) -> Any:
-    """What a drafter's method makes of a batch, whose committed tokens stay what they are, whatever it does to them. Raises
-    Broken if it changed them, and what it raises."""
+    """Call a drafter's method and protect the committed tokens from it.
+
+    Raises Broken if the method changed them; they are restored first. Also raises what the method raises.
+    """
     act = getattr(drafter, method)
     if trusted(drafter):
         return act(own, *more)
-    lists, copies = list(own.tokens), [list(tokens) for tokens in own.tokens]
+    originals, copies = list(own.tokens), [list(tokens) for tokens in own.tokens]
     try:
         made = act(own, *more)
     finally:
         changed = own.tokens != copies
         if changed:
-            own.tokens[:] = lists
-            for now, then in zip(lists, copies, strict=True):
+            own.tokens[:] = originals
+            for now, then in zip(originals, copies, strict=True):
                 now[:] = then
     if changed:
         raise Broken(f"{method} changed the committed tokens, which are read-only; make a list of your own")
@@ -192,7 +196,7 @@ def lend(drafter: Any, method: str, own: DraftContext, *more: Any) -> Any:
 
 
 def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
-    """Raise Broken unless the draft is one for these rows, within their budgets."""
+    """Raise Broken unless the draft fits the batch, the budgets and the contract."""
     if not isinstance(draft, Draft):
         raise Broken(f"propose returned a {type(draft).__name__}, not a Draft")
     try:
@@ -213,15 +217,17 @@ def check(draft: Draft, context: DraftContext, vocab_size: int) -> None:
             ("children of a node", max(children.values(), default=0), budget.width),
         ):
             if got > most:
-                raise Broken(f"{got} {what} where the row's budget allows {most}")
+                raise Broken(f"{got} {what} where the row's budget allows {most}; cut the draft to context.budgets")
     if context.needs_probs and draft.siblings is not Siblings.POINT:
         good = draft.probs is not None and draft.probs.shape == (*draft.tokens.shape, vocab_size)
         if not good or not bool(torch.isfinite(draft.probs).all()):  # pyright: ignore[reportArgumentType]
-            raise Broken("the law that the guesses were drawn from is missing, of the wrong shape or not finite")
+            raise Broken(
+                "probs, which the draft tokens were drawn from, is missing, has the wrong shape or is not finite"
+            )
 
 
 def legal(context: DraftContext, b: int, nodes: NodeList) -> NodeList:
-    """The nodes that the row's mask allows, each after its ancestors."""
+    """The nodes of entry b that its grammar allows. A node goes with its parent."""
     history = context.warp.histories[b]
     assert history.mask is not None
     kept, where, paths = [nodes[0]], {0: 0}, {0: list[int]()}

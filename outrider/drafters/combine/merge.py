@@ -1,4 +1,4 @@
-"""What combiners of drafters share: parts of a batch go to drafters, their drafts are joined, and commits go back."""
+"""What combiners of drafters share. They split a batch among drafters, join the drafts, and pass the commits back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.core.tree import tree
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, Drafter
 
-NodeList = list[tuple[int, int]]  # (token, parent) of one row, the root first
+NodeList = list[tuple[int, int]]  # (token, parent) of one tree, the root first
 
 
 def select(context: DraftContext, some: Sequence[int]) -> DraftContext:
@@ -32,7 +32,7 @@ def select(context: DraftContext, some: Sequence[int]) -> DraftContext:
 
 
 def accepted_path(nodes: NodeList, tokens: Sequence[int]) -> list[int]:
-    """The nodes that the committed tokens walk through, the root first: what would have been accepted of this draft alone."""
+    """The nodes on the path of the committed tokens, the root first. They are what this draft alone would have accepted."""
     path = [0]
     for token in tokens:
         here = (token, path[-1])
@@ -44,11 +44,11 @@ def accepted_path(nodes: NodeList, tokens: Sequence[int]) -> list[int]:
 
 
 def own_commit(commit: Commit, nodes: NodeList | None) -> Commit:
-    """A commit as the drafter of one proposal must see it: numbered as in that proposal, or with no nodes without one."""
+    """The commit with nodes numbered as in a drafter's own proposal. nodes: that proposal; without one the commit has none."""
     if nodes is None:
         return replace(commit, nodes=[], num_accepted=0)
     path = accepted_path(nodes, commit.tokens)
-    # the last committed token is the next root: not in the cache, also where the proposal had it
+    # the last committed token is the next root. It is not in the cache, even if the proposal contained it
     return replace(commit, nodes=path[: len(commit.tokens)], num_accepted=len(path) - 1)
 
 
@@ -68,7 +68,7 @@ class SharedTaps:
         return cls(taps, {name: [taps.index(t) for t in d.taps] for name, d in drafters.items() if d.taps})
 
     def of_drafter(self, name: str, features: Tensor) -> Tensor:
-        """float [..., feature]: a drafter's own features of those of all taps. Every tap is equally wide."""
+        """float [..., feature]: a drafter's own part of the features of all taps. All taps have the same width."""
         own = self.columns[name]
         if own == list(range(len(self.taps))):
             return features
@@ -82,14 +82,15 @@ class SharedTaps:
 
 
 def draft_confidence(draft: Draft, b: int, count: int) -> list[float] | None:
+    """The confidence of the first `count` nodes of entry b; None if the draft states none."""
     return None if draft.confidence is None else draft.confidence[b, :count].tolist()
 
 
 def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: Sequence[object] = ()) -> Draft:
-    """One draft of a batch. parts: (entry of the batch, a draft, the draft's row for it); entries without one draft nothing.
+    """One draft for a batch. parts: (entry of the batch, a draft, the entry's index in that draft). Others get the root alone.
 
-    A guess that was chosen counts as drawn from a law with all its mass there, where other rows declare a law. Raises
-    ValueError if two rows' guesses were drawn in different ways.
+    If some parts declare distributions, a token that was chosen counts as drawn from a distribution with all its mass on it.
+    Raises ValueError if parts were drawn in different ways.
     """
     nodes: list[NodeList] = [[(tokens[-1], -1)] for tokens in context.tokens]
     confidence: dict[int, list[float]] = {}
@@ -108,7 +109,10 @@ def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: 
     if not context.needs_probs or not drawn:
         return out
     if len(drawn) > 1:
-        raise ValueError(f"one draft holds guesses drawn in {len(drawn)} ways: {sorted(s.name for s in drawn)}")
+        raise ValueError(
+            f"one draft holds tokens drawn in {len(drawn)} ways: {sorted(s.name for s in drawn)}. "
+            "Give the drafters of a batch the same `siblings`"
+        )
     vocab = next(draft.probs.shape[-1] for _, draft, _ in parts if draft.probs is not None)
     probs = torch.zeros(*tokens.shape, vocab)
     for b, draft, row in parts:
@@ -121,8 +125,11 @@ def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: 
 
 
 def united(trees: Sequence[tuple[NodeList, Sequence[float]]], most: int) -> tuple[NodeList, list[float]]:
-    """One tree of several with the same root: equal paths become one, with the larger chance, and the `most` likeliest nodes
-    stay. (nodes, chances). A node is never likelier than its parent."""
+    """Join trees with the same root. Returns (nodes, confidence) of the `most` likeliest nodes.
+
+    trees: (nodes, confidence) of each. Equal paths become one, with the larger confidence. A node is never likelier than its
+    parent.
+    """
     found: dict[tuple[int, ...], float] = {}
     for nodes, confidence in trees:
         paths: list[tuple[int, ...]] = [()] * len(nodes)
@@ -132,9 +139,8 @@ def united(trees: Sequence[tuple[NodeList, Sequence[float]]], most: int) -> tupl
     for path in sorted(found, key=len):
         if len(path) > 1:
             found[path] = min(found[path], found[path[:-1]])
-    best = sorted(found, key=lambda path: (-found[path], len(path)))[
-        :most
-    ]  # parents before children, also among equals
+    # parents before children, also among equals
+    best = sorted(found, key=lambda path: (-found[path], len(path)))[:most]
     place: dict[tuple[int, ...], int] = {(): 0}
     out = [trees[0][0][0]]
     for path in best:

@@ -87,12 +87,12 @@ class _Proposal:
 
 @dataclass
 class _Record:
-    """What one drafter's guesses were worth lately, for one row or over all."""
+    """What one drafter's proposals were worth lately, for one sequence or over all. Running means."""
 
-    truth: float = 1.0  # accepted over promised
+    truth: float = 1.0  # accepted over promised tokens
     share: float = 0.5  # accepted over drafted nodes
-    accepted: float = 2.0  # accepted a step
-    missed: float = 1.0  # steps of which the last guess was not right, of all
+    accepted: float = 2.0  # accepted tokens per step
+    missed: float = 1.0  # share of steps in which the deepest draft token was not accepted
     seen: int = 0
     waited: int = 0
 
@@ -110,18 +110,22 @@ class _Record:
 
     @property
     def levels(self) -> int:
-        """As many as it is worth asking for. That all were right tells of no end: what is counted is the run between two
-        that were wrong, whatever was asked for."""
+        """The number of levels worth asking for: about twice the run of accepted tokens between two rejections.
+
+        A step in which all tokens were accepted does not show where the run ends. So the run is counted over several steps.
+        """
         return 1 + int(2 * self.accepted / max(self.missed, 0.05))
 
     def promise(self, nodes: NodeList, confidence: Sequence[float] | None) -> float:
         return self.share * (len(nodes) - 1) if confidence is None else self.truth * sum(confidence[1:])
 
     def believed(self, proposal: _Proposal) -> list[float]:
-        """Chances by node: those stated, as far as they came true lately; else the running acceptance to the power of the
-        level."""
+        """The acceptance probability of each node: the stated confidence, corrected by how far it came true lately.
+
+        Without a stated confidence it is the running acceptance to the power of the level.
+        """
         if proposal.confidence is not None:
-            return [min(self.truth * chance, 1.0) for chance in proposal.confidence]
+            return [min(self.truth * stated, 1.0) for stated in proposal.confidence]
         return [self.share**level for level in _depths(proposal.nodes)]
 
 
@@ -178,7 +182,9 @@ class DrafterRouter(BaseDrafter):
                 nodes = self._nodes.pop((slot, name), None)
                 into.append(self._shared.commit(name, own_commit(commit, nodes)))
             proposals = self._proposals.pop(slot, [])
-            for p in proposals if commit.finish is None else ():  # a cut does not tell what was refused
+            for p in (
+                proposals if commit.finish is None else ()
+            ):  # a text cut at its end does not show what was rejected
                 promised = None if p.confidence is None else sum(p.confidence[1:])
                 for record in (self._record(slot, p.name), self._pooled[p.name]):
                     record.learn(len(accepted_path(p.nodes, commit.tokens)) - 1, p.nodes, promised)
@@ -203,17 +209,17 @@ class DrafterRouter(BaseDrafter):
     def inner(self) -> Mapping[str, Drafter]:
         return self.drafters
 
-    def _record(self, row: int, name: str) -> _Record:
-        """A new row starts from what all rows have taught, which its first steps do not overturn."""
+    def _record(self, slot: int, name: str) -> _Record:
+        """A new sequence starts from the record over all sequences, with enough weight to outlast its first steps."""
         known = self._pooled[name]
         start = _Record(known.truth, known.share, known.accepted, known.missed, min(known.seen, round(1 / _MEMORY)))
-        return self._records.setdefault((row, name), start)
+        return self._records.setdefault((slot, name), start)
 
     def _ask(self, name: str, context: DraftContext, some: list[int], found: list[list[_Proposal]]) -> None:
         asked = select(context, some)
         if self.cost.get(name):
             budgets = zip(asked.slots, asked.budgets, strict=True)
-            asked = replace(asked, budgets=[b.clipped(self._record(row, name).levels) for row, b in budgets])
+            asked = replace(asked, budgets=[b.clipped(self._record(slot, name).levels) for slot, b in budgets])
         draft = self.drafters[name].propose(asked)
         for at, b in enumerate(some):
             nodes = self._nodes[context.slots[b], name] = draft.host[at]
@@ -224,7 +230,7 @@ class DrafterRouter(BaseDrafter):
                 found[b].append(_Proposal(name, draft, at, nodes, confidence, record.promise(nodes, confidence)))
 
     def _pays(self, name: str, context: DraftContext, b: int, found: Sequence[_Proposal], offers: list[Offer]) -> bool:
-        """Whether a drafter that costs is worth asking for this row."""
+        """Whether a drafter with a cost is worth asking for this sequence."""
         budget = context.budgets[b]
         record = self._record(context.slots[b], name)
         levels = min(budget.depth, budget.max_nodes, record.levels)
@@ -252,7 +258,7 @@ class DrafterRouter(BaseDrafter):
 
 
 def most_expensive(drafter: Drafter) -> Drafter:
-    """Of several drafters the one that costs most, if one costs anything; else the drafter itself."""
+    """The drafter of a router with the highest cost. A drafter that is no router, or has no costs, is returned itself."""
     if not isinstance(drafter, DrafterRouter) or not any(drafter.cost.values()):
         return drafter
     return drafter.drafters[max(drafter.cost, key=drafter.cost.__getitem__)]

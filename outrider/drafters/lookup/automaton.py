@@ -1,4 +1,4 @@
-"""The suffix automaton of a text that grows: every end of it that has occurred before, and what followed, with counts."""
+"""The suffix automaton of a growing text: finds the ends of the text that occurred before, and counts what followed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class _State:
 
 
 class SuffixAutomaton:
-    """All substrings of a growing token list, with how often each occurs (Blumer et al. 1985; online).
+    """All substrings of a growing token list, with how often each occurs (Blumer et al. 1985), built online.
 
-    A `Source` of the mixture: a state is a state. About four microseconds a token, and two states at most.
+    A `Source` of the mixture, whose states are the automaton's. A token costs about four microseconds and at most two states.
     """
 
-    _CLIMB = 64  # suffixes counted per token; the shorter ones beyond are frequent anyway
+    _CLIMB = 64  # suffixes counted per token; those beyond are short and frequent anyway
 
     def __init__(self) -> None:
         self.states = [_State(0, -1, {}, 0)]
@@ -57,7 +57,7 @@ class SuffixAutomaton:
             at = states[at].link
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read what is new of a list that this automaton has read the start of."""
+        """Read the new tokens of a list whose start this automaton has read."""
         for token in tokens[self.read :]:
             self.push(token)
 

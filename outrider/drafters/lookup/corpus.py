@@ -1,8 +1,8 @@
-"""Texts to draft from beside the running one: files, documents of a prompt, tool schemas, answers given before.
+"""Texts to draft from besides the running one: files, documents of a prompt, tool schemas, earlier answers.
 
-A corpus of millions of tokens is held as a suffix array of the *reversed* text (Manber and Myers 1990; a datastore for
-drafting: REST, arXiv 2311.08252): it sorts the places of the text by what stands before them, so all places where the last
-tokens occurred lie side by side, and one binary search finds the longest match. Twelve bytes a token.
+A corpus of millions of tokens is held as a suffix array of the *reversed* text (Manber and Myers 1990). A datastore for drafting
+is due to REST (arXiv 2311.08252). The array sorts the places of the text by the tokens before them. So all places where the last
+tokens occurred are neighbours, and one binary search finds the longest match. It takes twelve bytes a token.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 from outrider.drafters.lookup.mixture import Context, TextSource
 
-REACH = 64  # tokens of context that are told apart
-SAMPLE = 64  # places of one match that are looked at
+REACH = 64  # tokens of context that are compared
+SAMPLE = 64  # most places of one match that are used
 VERSION = 1
-_BORDER = 2**31 - 1  # stands between two documents; no token
+_BORDER = 2**31 - 1  # separates two documents; no token
 
 
 class Index:
-    """Documents, and their places sorted by the `REACH` tokens before them. Does not change."""
+    """Documents, and their places sorted by the `REACH` tokens before them. Immutable."""
 
     def __init__(self, documents: Sequence[Sequence[int]], order: np.ndarray | None = None) -> None:
-        """order: the sorted places of a saved index. Otherwise sorted here: about a microsecond a token."""
+        """order: int32, the sorted places of a saved index. Without it they are sorted here, about a microsecond a token."""
         parts = [np.asarray([*d, _BORDER], dtype=np.int32) for d in documents]
         self._setup(np.concatenate(parts) if parts else np.empty(0, np.int32), order)
 
@@ -55,7 +55,7 @@ class Index:
         return [int(real.min()), int(real.max())] if len(real) else []
 
     def longest(self, tail: Sequence[int]) -> int:
-        """How many of the last tokens, REACH at most, occur here side by side."""
+        """The length of the longest match of the text's end, at most REACH tokens."""
         query = _query(tail)
         at = bisect_left(self._places, query, key=lambda j: self._reversed[4 * j : 4 * j + len(query)])
         best = 0
@@ -73,7 +73,7 @@ class Index:
         return low, bisect_right(self._places, query, lo=low, key=key)
 
     def places(self, tail: Sequence[int], length: int) -> tuple[int, ...]:
-        """What stands at these places of `tokens` followed the last `length` tokens. SAMPLE of them, spread evenly."""
+        """The places in `tokens` that follow a match of the last `length` tokens: at most SAMPLE, spread evenly."""
         low, high = self.interval(tail, length)
         step = max(1, -(-(high - low) // SAMPLE))
         return tuple(len(self) - j for j in self._places[low:high:step])
@@ -103,10 +103,10 @@ def _sorted(text: np.ndarray) -> np.ndarray:
 
 
 class Corpus:
-    """Documents to draft from, `limit` tokens at most: beyond it the oldest go first.
+    """Documents to draft from, at most `limit` tokens. Beyond that the oldest are dropped.
 
-    Documents that come one by one are sorted in segments that are merged when they have grown alike, so adding costs
-    little and a match asks few segments. tokenizer: a name of the tokenizer, kept in saved files (`fingerprint`).
+    New documents form sorted segments, and segments of similar size are merged. So adding costs little and a match asks few
+    segments. tokenizer: a name of the tokenizer, kept in saved files (`fingerprint`). Raises ValueError for a limit below 1.
     """
 
     def __init__(self, limit: int = 2**22, tokenizer: str = "") -> None:
@@ -120,7 +120,7 @@ class Corpus:
         return sum(map(len, self.segments))
 
     def add(self, *documents: Sequence[int]) -> None:
-        """Adds documents, given as token ids. Of more than `limit` tokens the last are kept."""
+        """Adds documents, given as token ids. If they exceed `limit` tokens, the last tokens are kept."""
         new = np.concatenate(
             [np.asarray([*d, _BORDER], np.int32) for d in documents if len(d)] or [np.empty(0, np.int32)]
         )
@@ -137,7 +137,7 @@ class Corpus:
             self.dropped += len(self.segments.pop(0))
 
     def contexts(self, tail: Sequence[int]) -> list[Context]:
-        """The longest ends of the text that were found: of the two best segments, whole and half as long."""
+        """The longest ends of the text that were found in the two best segments, and ends half as long."""
         best = sorted(((s.longest(tail), at) for at, s in enumerate(self.segments)), reverse=True)[:2]
         found = []
         for length, at in best:
@@ -148,7 +148,7 @@ class Corpus:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Writes the corpus to one file, sorted, so that loading takes no time."""
+        """Writes the corpus to one file, sorted, so that it loads quickly."""
         head = {"corpus": VERSION, "tokenizer": self.tokenizer, "lengths": [len(s) for s in self.segments]}
         with Path(path).open("wb") as file:
             np.savez(
@@ -160,7 +160,7 @@ class Corpus:
 
     @classmethod
     def load(cls, path: str | Path, tokenizer: str = "", limit: int = 2**22) -> Corpus:
-        """Reads a saved corpus. Raises ValueError for another version, another tokenizer, or a file that is none."""
+        """Reads a saved corpus. Raises ValueError for another version, another tokenizer, or another kind of file."""
         again = f"make it again with Corpus(...).save({str(path)!r})"
         try:
             with np.load(path, allow_pickle=False) as file:

@@ -1,4 +1,4 @@
-"""From what a user hands in to a corpus: files, folders, texts and token ids through the target's tokenizer."""
+"""Makes a corpus of what a user gives: files, folders, texts and token ids. Texts go through the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outrider.drafters.lookup.corpus import Corpus
 
 Entry = str | Path | Mapping[str, str] | Sequence[int]
 _PART = 2**20  # characters of a long file that are encoded at a time
-_ZIP = b"PK\x03\x04"  # saved corpora start so
+_ZIP = b"PK\x03\x04"  # the first bytes of a saved corpus
 
 
 def fingerprint(tokenizer: Any | None) -> str:
-    """A short name of a tokenizer: equal vocabularies, equal names. "" without one."""
+    """A short name of a tokenizer: tokenizers with equal vocabularies have equal names. "" without one."""
     if tokenizer is None:
         return ""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
@@ -27,8 +27,8 @@ def fingerprint(tokenizer: Any | None) -> str:
 def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_size: int, limit: int = 2**22) -> Corpus:
     """A corpus of a file, a folder (all text files in it), a saved corpus, {"text": ...}, token ids, or a list of these.
 
-    Stops at `limit` tokens and warns what was left out. Raises ValueError, with the name of the entry, for what is empty,
-    missing, binary or not UTF-8; in a folder, files that are no text are passed over.
+    Stops at `limit` tokens and warns about what was left out. Raises ValueError, with the name of the entry, if it is empty,
+    missing, binary or not UTF-8. In a folder, files that are not text are skipped.
     """
     many: list[Any] = [entries] if isinstance(entries, (str, Path, Mapping)) or _is_ids(entries) else list(entries)
     if not many:
@@ -49,7 +49,7 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
             ids = _encode(select, tokenizer, name) if isinstance(select, str) else list(select)
             _check(ids, vocab_size, name)
             some = some or bool(ids)
-            if len(ids) >= room:  # the border behind it takes one
+            if len(ids) >= room:  # the border after it takes one
                 left_out = [name, *map(_name, many[at + 1 :])]
                 ids = ids[: max(room - 1, 0)]
             documents.append(ids)
@@ -59,7 +59,7 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
         if left_out:
             break
         if not some:
-            raise ValueError(f"the corpus {_name(entry)} is empty: it holds no text to draft from; leave it out")
+            raise ValueError(f"the corpus {_name(entry)} is empty: it has no text to draft from; leave it out")
     corpus.add(*documents)
     if left_out:
         warnings.warn(
@@ -97,7 +97,7 @@ def _parts(entry: Any) -> Iterator[tuple[str, str | Sequence[int]]]:
         yield _name(entry), entry["text"]
     elif not isinstance(entry, (str, Path)):
         if not _is_ids(entry):
-            raise ValueError(f"a corpus given as token ids is a list of whole numbers, got {str(entry)[:60]}")
+            raise ValueError(f"a corpus given as token ids is a list of integers, got {str(entry)[:60]}")
         yield _name(entry), entry
     elif (path := Path(entry)).is_dir():
         inside = sorted(p for p in path.rglob("*") if p.is_file())
@@ -118,12 +118,12 @@ def _parts(entry: Any) -> Iterator[tuple[str, str | Sequence[int]]]:
             ) from None
     else:
         raise ValueError(
-            f'there is no file or folder {str(path)!r} for the corpus; to hand in a text itself, write {{"text": "..."}}'
+            f'there is no file or folder {str(path)!r} for the corpus; to give a text itself, write {{"text": "..."}}'
         )
 
 
 def _text(path: Path) -> Iterator[tuple[str, str]]:
-    """A file in parts that end at a line's end. Raises UnicodeDecodeError for what is no text."""
+    """A file in parts that end at the end of a line. Raises UnicodeDecodeError if it is not text."""
     with path.open(encoding="utf-8") as file:
         while select := file.read(_PART):
             select += file.readline(_PART)
@@ -135,7 +135,8 @@ def _text(path: Path) -> Iterator[tuple[str, str]]:
 def _encode(text: str, tokenizer: Any | None, name: str) -> list[int]:
     if tokenizer is None:
         raise ValueError(f"the corpus {name} is text and this model has no tokenizer; give token ids, e.g. [17, 4, 9]")
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # no word about its length
+    # verbose=False: no warning about the length
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _check(ids: Sequence[int], vocab_size: int, name: str) -> None:

@@ -1,14 +1,15 @@
 """Trees from places where the text at hand has occurred before. Plain Python; no model, no noise.
 
-A *context* is an end of the text that was found somewhere, with its length. A *source* tells what followed there, with
-counts. Contexts are mixed as experts of a Bayesian mixture: a node weighs what its contexts give it together,
+A *context* is an end of the text that was found somewhere, with its length. A *source* says what followed there, with counts.
+The contexts are the experts of a Bayesian mixture. The weight of a node is the sum over its contexts:
 
     mass(node + token) = sum over contexts c of mass(c, node) n_c(token) / (n_c + doubt / length_c)
 
-so a context that foretells a token wrongly has no say below it, and one that is right gains on the others. `doubt / length`
-is the chance left to what never followed (PPM's escape): two tokens that were seen once before prove little, thirty prove
-much, and lengths grow on the way down. Masses are estimates of the chance that a node is accepted, given its ancestors' and
-so the tree grows best first; with width 1 it is a chain.
+A context that predicts a token wrongly has no weight below it, and one that is right gains on the others. `doubt / length` is
+the probability of a token that never followed (the escape of PPM). A two-token match seen once is weak evidence; a thirty-token
+match is strong. Matches get longer deeper in the tree.
+
+The mass of a node estimates the probability that it is accepted. So the tree grows best first; with width 1 it is a chain.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ WIDEST = 8  # continuations of one context that are looked at
 
 
 class Source(Protocol):
-    """Where contexts are found. States are the source's own names for a context and its continuations."""
+    """Where contexts are found. A state is the source's own name for a context."""
 
     def following(self, state: Any) -> tuple[float, Sequence[tuple[int, float, Hashable]]]:
-        """(how often anything followed, the likeliest (token, how often, the state behind it), best first)."""
+        """(total count, [(token, count, state after the token), ...]): what followed, the most frequent first."""
         ...
 
 
 class Context(NamedTuple):
-    """An end of the text, found in a source. weight: trust in it beside the others. length: tokens it has in common."""
+    """An end of the text, found in a source. weight: trust relative to the other contexts. length: matching tokens."""
 
     source: Source
     state: Hashable
@@ -42,7 +43,7 @@ class Context(NamedTuple):
 def grow(
     root: int, contexts: Iterable[Context], budget: Budget, *, least: float = 0.0, doubt: float = 0.0
 ) -> list[tuple[int, int]]:
-    """(token, parent) of a tree within the budget, the root first. Nodes that weigh less than `least` are left out."""
+    """(token, parent) of a tree within the budget, the root first. Nodes with a mass below `least` are left out."""
     nodes = [(root, -1)]
     members = list(contexts)
     total = sum(c.weight for c in members)
@@ -62,7 +63,8 @@ def grow(
                 mass = share * count
                 masses[token] = masses.get(token, 0.0) + mass
                 into = found.setdefault(token, {})
-                same = into.get((id(source), child))  # contexts that lead to one place are one context from there on
+                # contexts that lead to one state are one context from there on
+                same = into.get((id(source), child))
                 longer = max(length + 1, same.length if same else 0)
                 into[id(source), child] = Context(source, child, mass + (same.weight if same else 0.0), longer)
         for token, mass in nlargest(budget.width, masses.items(), key=lambda item: item[1]):
@@ -82,7 +84,7 @@ def grow(
 
 
 class TextSource:
-    """A text as a source. A state is a tuple of places in it; what stands there, followed. Ties go to the first place."""
+    """A text as a source. A state is a tuple of places; the tokens at these places followed. Ties go to the first place."""
 
     def __init__(self, tokens: Sequence[int], end: int = -1) -> None:
         """end: a token after which nothing follows, such as the border between two documents."""

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last n tokens when they came before. No second model, no training."""
+"""Prompt lookup: propose what followed the last n tokens earlier in the text. No second model, no training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ _PLACES = 16  # latest occurrences of an n-gram that are kept
 class NgramDrafter(BaseDrafter):
     """Prompt lookup (Saxena 2023; LLMA, arXiv 2304.04487), as a tree.
 
-    The last n tokens are looked up for every n of `shortest..longest`. The places of the longest that is found decide
-    first, by counts, the latest place among equals; shorter ones fill what the budget leaves. An index per row maps each
-    n-gram to its latest places, so a proposal costs a few look-ups at any text length.
+    The last n tokens are looked up for every n of `shortest..longest`. The longest match decides first, by counts; of equals
+    the latest place wins. Shorter matches fill the rest of the budget. An index per sequence maps each n-gram to its latest
+    places, so a proposal costs a few look-ups at any text length.
+
+    Raises ValueError unless 1 <= shortest <= longest.
     """
 
     def __init__(self, shortest: int = 2, longest: int = 5) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(f"n-gram lengths must satisfy 1 <= min <= max, got {shortest} and {longest}")
         self.shortest, self.longest = shortest, longest
-        self._index: dict[int, tuple[int, dict[tuple[int, ...], tuple[int, ...]]]] = {}  # row -> tokens read, index
+        # slot -> (tokens read, n-gram -> the places after it)
+        self._index: dict[int, tuple[int, dict[tuple[int, ...], tuple[int, ...]]]] = {}
 
     def release(self, slot: int) -> None:
         self._index.pop(slot, None)
@@ -34,7 +37,7 @@ class NgramDrafter(BaseDrafter):
         return Draft(*tree(trees))
 
     def _contexts(self, slot: int, tokens: list[int]) -> list[Context]:
-        """The ends of the text that were found, each a hundred times as heavy as the next shorter one."""
+        """The ends of the text that were found. Each has a hundred times the weight of the next shorter one."""
         read, index = self._index.get(slot, (1, {}))
         for end in range(read, len(tokens)):  # n-grams that end before `end`; the last one has no continuation yet
             for n in range(self.shortest, min(self.longest, end) + 1):

@@ -1,4 +1,4 @@
-"""Predicted outputs: the user gives the text that most of the answer will repeat, and it is found again after each change."""
+"""Predicted outputs: the user gives a text that most of the answer repeats. The place in it is found again after each change."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.mixture import Context, grow
 
-_TRUST = 8  # how much the user's word counts before the answer starts, in tokens of match
-_LOOK = 64  # places on either side that are compared when the thread is lost
-_REACH = 32  # tokens compared at each
-_SURE = 4  # tokens that must match before the answer is taken to have gone back, or a replacement is believed
-_GIVE_UP = 8  # tokens that must match at most, however often the prediction was wrong
-_SWAP = 8  # longest replacement that is remembered
+_TRUST = 8  # length of match, in tokens, that the prediction counts as before the answer starts
+_LOOK = 64  # places on either side that are compared when the place is lost
+_REACH = 32  # tokens compared at each place
+_SURE = 4  # tokens that must match before a jump back, or a replacement, is believed
+_GIVE_UP = 8  # upper limit of the tokens that must match, after any number of wrong predictions
+_SWAP = 8  # tokens of the longest replacement that is remembered
 
 
 class Alignment:
-    """Where an answer stands in its prediction, token by token: a function of the answer alone. A `Source` of the mixture.
+    """The place of an answer in its prediction, token by token: a function of the answer alone. A `Source` of the mixture.
 
-    place: what the prediction says comes next stands here; None when the thread is lost. run: tokens in common before it.
-    misses: wrong expectations not yet made good. As many tokens must match before the thread is taken up again, so a
-    prediction that has nothing to do with the answer is soon left alone, and one that fits again is found again.
-    swaps: replacements seen, by first token: a name that was changed once is expected to change again, until it does not.
+    place: index of the predicted next token; None if the place is lost. run: matching tokens before it.
+    misses: recent wrong predictions. After a loss, at least this many tokens must match before the place counts as found. So a
+    prediction that has nothing to do with the answer is soon ignored, and one that fits again is found again.
+    swaps: replacements seen, by first token. A name that was changed once is expected to change again, until it does not.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self.text, self.answer = list(prediction), list[int]()
         self.place: int | None = 0
         self.run, self.misses = _TRUST, 0
-        self.lost = self.since = 0  # place and length of the answer when the thread was lost
-        self.swaps: dict[int, tuple[list[int], list[int]] | None] = {}  # None: did not come again
+        self.lost = self.since = 0  # the place, and the length of the answer, when the place was lost
+        self.swaps: dict[int, tuple[list[int], list[int]] | None] = {}  # None: the replacement did not come again
         self._swap: tuple[list[int], list[int]] | None = None  # seen, not believed yet
-        self._inside: tuple[int, ...] = ()  # what is left of a replacement the answer is in
-        self._behind: dict[int, list[int]] = {}  # token -> places behind it
+        self._inside: tuple[int, ...] = ()  # the rest of the replacement that the answer is in
+        self._behind: dict[int, list[int]] = {}  # token -> places after it
         for at, token in enumerate(self.text, 1):
             self._behind.setdefault(token, []).append(at)
 
     def extend(self, answer: Sequence[int]) -> None:
-        """Read what is new of an answer."""
+        """Read the new tokens of an answer."""
         for token in answer[len(self.answer) :]:
             self.push(token)
 
@@ -61,7 +61,7 @@ class Alignment:
         self._find()
 
     def following(self, state: tuple[int, tuple[int, ...]]) -> tuple[float, list[tuple[int, float, tuple]]]:
-        """state: a place, and what is left of a replacement before it."""
+        """See `Source`. state: a place, and the rest of a replacement before it."""
         place, inside = state
         if inside:
             return 1, [(inside[0], 1, (place, inside[1:]))]
@@ -75,7 +75,7 @@ class Alignment:
         return sum(count for _, count, _ in options), options
 
     def contexts(self) -> list[Context]:
-        """Where the prediction is expected to go on. Just after a change: as if one token had been replaced by one."""
+        """Where the prediction is expected to go on. Just after a change, one token is assumed to have replaced one."""
         if self.place is not None:
             return [Context(self, (self.place, self._inside), 1.0, self.run)]
         if len(self.answer) - self.since > 1 or self.misses > 2:
@@ -97,7 +97,7 @@ class Alignment:
                 self._swap = None
 
     def _find(self) -> None:
-        """Take the thread up again where most tokens match: from the old place on, the nearest first, else before it."""
+        """Find the place with the most matching tokens: after the old place, the nearest first, else before it."""
         places = self._behind.get(self.answer[-1], [])
         middle = bisect_left(places, self.lost)
         run, place = self._longest(places[middle : middle + _LOOK])
@@ -112,7 +112,7 @@ class Alignment:
             self._swap = old, new
 
     def _longest(self, places: Sequence[int]) -> tuple[int, int]:
-        """(tokens in common, place) of the first place with the most."""
+        """(matching tokens, place) of the first place with the most."""
         best, found = 0, 0
         for place in places:
             reach, run = min(place, len(self.answer), _REACH), 0
@@ -124,11 +124,14 @@ class Alignment:
 
 
 class PredictionDrafter(BaseDrafter):
-    """Guesses that the answer goes on as its prediction does: `SamplingParams.prediction`, else the one given here.
+    """Proposes that the answer goes on as its prediction does: `SamplingParams.prediction`, else the one given here.
 
-    After a change the place is found again (`Alignment`); replacements that were seen are expected again. Every guess is
-    a token of the prediction or of such a replacement, so of a step's guesses those kept are a server's
-    accepted_prediction_tokens, and the others its rejected_prediction_tokens.
+    After a change the place is found again (`Alignment`), and replacements that were seen are expected again. Every draft token
+    comes from the prediction or from such a replacement. So a server reports the accepted ones as accepted_prediction_tokens
+    and the others as rejected_prediction_tokens.
+
+    least: a path ends where its probability falls below this. Source: "predicted outputs" of the OpenAI API; the alignment is
+    our own.
     """
 
     def __init__(self, prediction: Sequence[int] = (), *, least: float = 0.2) -> None:
@@ -140,12 +143,12 @@ class PredictionDrafter(BaseDrafter):
 
     def propose(self, context: DraftContext) -> Draft:
         trees = []
-        given = context.predictions or [()] * len(context.slots)
-        for slot, tokens, n, told, budget in zip(
-            context.slots, context.tokens, context.prompt_lengths, given, context.budgets, strict=True
+        predictions = context.predictions or [()] * len(context.slots)
+        for slot, tokens, n, given, budget in zip(
+            context.slots, context.tokens, context.prompt_lengths, predictions, context.budgets, strict=True
         ):
             if slot not in self._rows:
-                self._rows[slot] = Alignment(told or self.prediction)
+                self._rows[slot] = Alignment(given or self.prediction)
             alignment = self._rows[slot]
             alignment.extend(tokens[n:])
             doubt = 0.5 * (1 + alignment.misses)

@@ -1,4 +1,4 @@
-"""Suffix decoding: the longest ends of the text that occurred before, here, in other answers, or in a corpus."""
+"""Suffix decoding: propose what followed the longest ends of the text, in this text, in other answers or in a corpus."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from outrider.drafters.lookup.automaton import SuffixAutomaton
 from outrider.drafters.lookup.corpus import REACH, Corpus
 from outrider.drafters.lookup.mixture import Context, grow
 
-_FEED = 256  # a running answer joins the shared store in pieces of so many tokens
-_LEAD = 16  # tokens before a piece that are stored with it, so that its start can be found
+_FEED = 256  # tokens of a running answer that are added to the shared store at a time
+_LEAD = 16  # earlier tokens that are stored with a piece, so that its start can be found
 
 
 class SuffixDrafter(BaseDrafter):
-    """Suffix decoding (arXiv 2411.04975), as a tree: long matches draft far, rare ones little or nothing.
+    """Suffix decoding (arXiv 2411.04975), as a tree: long matches draft many tokens, weak ones few or none.
 
-    Looks in three places: the row's own prompt and answer (an automaton), the answers of other requests, running and
-    finished (a store of at most `shared` tokens, the oldest go first; 0: none), and `corpus`, texts the user hands in.
-    Counts become chances as `mixture` explains; least: a path ends where its chance falls below it. doubt: tokens of
-    match that make a continuation seen once as likely as not.
+    It looks in three places: the sequence's own prompt and answer (an automaton); the answers of other requests, running and
+    finished (a store); and `corpus`, texts that the user gives. `mixture` explains how counts become probabilities.
 
-    What other requests said shows in how fast an answer comes, never in its tokens under `match`. Where users must not
-    learn of each other even that, set shared=0.
+    shared: most tokens in the store of other answers; the oldest go first; 0 for no store. least: a path ends where its
+    probability falls below this. doubt: match length, in tokens, at which a continuation seen once has probability 1/2.
+
+    Other requests change only how fast an answer comes, never its tokens under `match`. If users must not learn even that of
+    each other, set shared=0. Raises ValueError for values out of range.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class SuffixDrafter(BaseDrafter):
             self.corpora.append(self.store)
         self.least, self.doubt = least, doubt
         self._automata: dict[int, SuffixAutomaton] = {}
-        self._texts: dict[int, tuple[list[int], int]] = {}  # row -> its text, and up to where it is in the store
+        self._texts: dict[int, tuple[list[int], int]] = {}  # slot -> (its text, how many tokens of it are in the store)
 
     def reset(self) -> None:
         """Empty the store of other requests' answers."""
@@ -63,7 +64,7 @@ class SuffixDrafter(BaseDrafter):
         return Draft(*tree(trees))
 
     def _feed(self, slot: int, least: int) -> None:
-        """Adds what is new of an answer to the store, if it is `least` tokens or more."""
+        """Adds the new tokens of an answer to the store, if there are `least` or more."""
         tokens, done = self._texts[slot]
         if self.store is not None and len(tokens) - done >= least:
             self.store.add(tokens[max(0, done - _LEAD) :])

@@ -1,4 +1,4 @@
-"""Token recycling: the candidates the target itself weighed after each token, used again."""
+"""Token recycling: reuse the candidates that the target itself ranked after each token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 class TokenRecyclingDrafter(BaseDrafter):
     """Token recycling (arXiv 2408.08696): a table of the last top-k candidates after each token, no training.
 
-    table: int64 [vocab, k], -1 where nothing is known. Every node of every step, kept or not, writes the k tokens that the
-    target found likeliest after it. A draft is a tree of fixed shape, the best for the acceptance by rank measured so far, filled
-    by looking tokens up from the root down. Table and ranks are shared by all rows and outlive them, so a second text of a
-    kind starts warm.
+    table: int64 [vocab, k], -1 where nothing is known. Every node of every step, accepted or not, writes the k tokens that the
+    target found likeliest after it. The shape of a draft is the best for the acceptance by rank measured so far. Its tokens are
+    looked up from the root down. All sequences share the table and the ranks, so a second text of a kind starts warm.
+
+    k: candidates kept per token. Raises ValueError for a k outside 1..vocab_size.
     """
 
     def __init__(self, vocab_size: int, k: int = 8) -> None:
@@ -56,7 +57,8 @@ class TokenRecyclingDrafter(BaseDrafter):
         self.table[target.draft.tokens[real].cpu()] = target.logits[real].topk(self.k).indices.cpu()
         for slot, commit in zip(context.slots, commits, strict=True):
             parents = self._parents.pop(slot, None)
-            if parents and commit.nodes and commit.finish is None:  # a cut does not tell what was refused
+            # a text cut at its end does not show what was rejected
+            if parents and commit.nodes and commit.finish is None:
                 self.ranks.observe(parents, commit.nodes)
 
     def release(self, slot: int) -> None:

@@ -1,9 +1,8 @@
-"""The children of a node, for every way a draft may choose or draw them. Who grows trees calls this once a level.
+"""The children of a node, for every way in which a draft may choose or draw them. Called once for each level of a tree.
 
-A row here is a node to expand, of any sequence. For the verifiers that read a law (`rejection`, `traversal`): a node's
-children are those drawn here, in this order, and none is left out after it was seen; *which node to expand next* may follow
-anything drawn so far, so that a tree may be grown best-first. Under `match` nothing of this matters: any choice of nodes
-keeps the text.
+A row here is a node to expand, of any sequence. Verifiers that read the draft's distribution (`rejection`, `traversal`) set
+rules. A node's children are those drawn here, in this order, and none may be left out after it was drawn. *Which node to expand
+next* may depend on anything drawn so far, so a tree may grow best first. Under `match` any choice of nodes keeps the text.
 """
 
 from __future__ import annotations
@@ -19,14 +18,17 @@ from outrider.core.sampling import LogitsWarper
 from outrider.core.types import Siblings, ints
 
 _NO = float("-inf")
-_STEPS = 2**20  # a node's own noise is that of a step no sequence reaches: node * 2**20 + step
+_STEPS = 2**20  # the noise of a node is that of step `node * 2**20 + step`, which no sequence reaches
 
 
 @dataclass(frozen=True, eq=False)
 class Children:
-    """tokens: int64 [row, width], -1 where there are fewer. log_q: float32 [row, width], the law's logarithm at each
-    (-inf where there is none). keys: float32 [row, width], what ordered them: log law and noise, or log law alone.
-    probs: float32 [row, vocab], the very law they were drawn from, for `Draft.probs`; None with `Siblings.POINT`."""
+    """The children of some nodes, one node per row.
+
+    tokens: int64 [row, width], -1 where there are fewer. log_q: float32 [row, width], the log probability of each, -inf where
+    there is none. keys: float32 [row, width], what ordered them: log q with or without noise.
+    probs: float32 [row, vocab], exactly the distribution they were drawn from, for `Draft.probs`; None with `Siblings.POINT`.
+    """
 
     tokens: Tensor
     log_q: Tensor
@@ -35,7 +37,7 @@ class Children:
 
 
 def child_scores(warp: LogitsWarper, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
-    """`warp.scores`, except that greedy rows keep all their logits: the second best is a candidate too.
+    """`warp.scores`, except that greedy rows keep all their logits: the second best token is a candidate too.
 
     For `Siblings.POINT`, with `greedy=warp.greedy` for `children`. logits: float32 [row, vocab].
     """
@@ -59,14 +61,14 @@ def children(
 ) -> Children:
     """Up to `width` children of each row's node.
 
-    scores: float32 [row, vocab], the law's logarithm up to a constant. noise: one seed and step a row. position: int64
-    [row], where the children stand. node: int64 [row], the node's index in its draft (below 4096; all 0 if not given), so
-    that two nodes of a level draw apart; the TOKEN stream, which the target shares, does not look at it.
+    scores: float32 [row, vocab], log probabilities up to a constant. noise: one seed and step per row. position: int64 [row],
+    the position of the children. node: int64 [row], the node's index in its draft, below 4096 (default 0). It makes two nodes
+    of a level draw independently. The TOKEN stream, which the target shares, ignores it. greedy: rows that add no noise.
 
-    POINT: the largest of score + noise. With `Stream.TOKEN` these are the tokens this very noise would make the target
-    choose; rows named in `greedy` add no noise. IID: `width` draws. WITHOUT_REPLACEMENT: draws in turn, by Gumbel-top-k
-    (Kool et al. 2019, 1903.06059). TOP_THEN_SAMPLED: the width - 1 largest, then one draw from the rest (Hu et al. 2025,
-    2502.18779). Fewer children where the law has fewer tokens; then the last of TOP_THEN_SAMPLED is still a draw.
+    POINT: the largest of score + noise. With `Stream.TOKEN` this noise would make the target choose these tokens, if its
+    distribution were the draft's. IID: `width` independent draws. WITHOUT_REPLACEMENT: draws in turn, by Gumbel-top-k (Kool et
+    al. 2019, 1903.06059). TOP_THEN_SAMPLED: the width - 1 largest, then one draw from the rest (Hu et al. 2025, 2502.18779).
+    There are fewer children if the distribution has fewer tokens; the last of TOP_THEN_SAMPLED is then still a draw.
 
     Raises ValueError for a width below 1.
     """
@@ -77,15 +79,15 @@ def children(
     if kind is Siblings.POINT:
         return _chosen(scores, width, noise, stream, position, greedy)
     probs = scores.softmax(1)
-    log_law = probs.log()  # drawn from what is returned, rounding and all: the verifier divides by it
+    log_probs = probs.log()  # draw from exactly what is returned, rounding included: the verifier divides by it
     if kind is Siblings.IID:
-        tokens = _independent(log_law, width, noise, stream, position)
-        keys = log_law.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
+        tokens = _independent(log_probs, width, noise, stream, position)
+        keys = log_probs.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
     elif kind is Siblings.TOP_THEN_SAMPLED:
-        tokens, keys = _top_then_sampled(log_law, width, noise, stream, position)
+        tokens, keys = _top_then_sampled(log_probs, width, noise, stream, position)
     else:
-        tokens, keys = _largest(log_law + noise.gumbel(stream, position, scores.shape[1]), width)
-    log_q = log_law.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
+        tokens, keys = _largest(log_probs + noise.gumbel(stream, position, scores.shape[1]), width)
+    log_q = log_probs.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
     return Children(tokens, log_q, keys, probs)
 
 
@@ -94,9 +96,8 @@ def _chosen(
 ) -> Children:
     perturbed = scores
     if greedy is None or not all(greedy):
-        perturbed = scores + _gumbel(
-            noise, stream, position, scores.shape[1]
-        )  # the target's own line, so the same ties
+        # the same expression as the target's, so the same ties
+        perturbed = scores + _gumbel(noise, stream, position, scores.shape[1])
     if greedy is not None and any(greedy):
         perturbed = torch.where(torch.tensor(greedy, device=scores.device)[:, None], scores, perturbed)
     tokens, keys = _largest(perturbed, width)
@@ -106,7 +107,7 @@ def _chosen(
 
 
 def _largest(keys: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(tokens, keys) [row, width]: the largest, downwards; -1 and -inf where nothing is left, or the row holds NaN."""
+    """(tokens, keys) [row, width]: the largest, descending; -1 and -inf if nothing is left or the row has NaN."""
     best = keys.topk(min(width, keys.shape[1]))
     missing = width - best.indices.shape[1]
     tokens = torch.nn.functional.pad(best.indices, (0, missing), value=-1)
@@ -115,32 +116,32 @@ def _largest(keys: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return tokens.masked_fill(none, -1), values.masked_fill(none, _NO)
 
 
-def _independent(log_law: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
-    """int64 [row, width]: draws by the inverse distribution function, 53 bits of noise each."""
+def _independent(log_probs: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
+    """int64 [row, width]: draws by the inverse distribution function, with 53 bits of noise each."""
     words = noise.words(stream, position, 2 * width)
     u = ((words[:, ::2] >> 5) * 2**26 + (words[:, 1::2] >> 6)).double() * 2.0**-53
-    mass = log_law.double().exp().cumsum(1)
+    mass = log_probs.double().exp().cumsum(1)
     tokens = torch.searchsorted(mass, u.clamp_max(1 - 2.0**-50) * mass[:, -1:], right=True)
-    return torch.where(tokens < log_law.shape[1], tokens, -1)  # a row of NaN has no token
+    return torch.where(tokens < log_probs.shape[1], tokens, -1)  # a row of NaN has no token
 
 
 def _top_then_sampled(
-    log_law: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor
+    log_probs: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    top, keys = _largest(log_law, width)
+    top, keys = _largest(log_probs, width)
     there = (top >= 0).sum(1, keepdim=True)
-    last = torch.arange(width, device=log_law.device) == there - 1
+    last = torch.arange(width, device=log_probs.device) == there - 1
     chosen = (top >= 0) & ~last
-    spare = log_law.shape[1]  # one column too many, for what is not chosen
-    taken = torch.zeros(len(log_law), spare + 1, dtype=torch.bool, device=log_law.device)
+    spare = log_probs.shape[1]  # an extra column, for what is not chosen
+    taken = torch.zeros(len(log_probs), spare + 1, dtype=torch.bool, device=log_probs.device)
     taken = taken.scatter_(1, torch.where(chosen, top, spare), True)[:, :-1]
-    rest = log_law.masked_fill(taken, _NO)
+    rest = log_probs.masked_fill(taken, _NO)
     drawn, drawn_key = _largest(rest + noise.gumbel(stream, position, spare), 1)
     return torch.where(last, drawn, top), torch.where(last, drawn_key, keys)
 
 
 def _gumbel(noise: Noise, stream: Stream, position: Tensor, n: int) -> Tensor:
-    """`noise.gumbel`; on the CPU the nodes of a level that share their TOKEN noise compute it once."""
+    """`noise.gumbel`. On the CPU, nodes of a level that share their TOKEN noise compute it once."""
     if stream is not Stream.TOKEN or position.device.type != "cpu":
         return noise.gumbel(stream, position, n)
     first: dict[tuple[int, int], int] = {}

@@ -1,12 +1,12 @@
-"""A draft model whose tokenizer is not the target's (Timor et al. 2025, arXiv 2502.05202): two ways, and a choice.
+"""A draft model with another tokenizer than the target's (Timor et al. 2025, arXiv 2502.05202): two ways, and a choice.
 
-*TLI*, token-level intersection: the draft's law restricted to the tokens that both have, as the target's ids. Whatever
-grows or judges drafts then works as it is, with a law to judge by. *SLEM*, string-level exact match: the draft writes
-tokens of its own, and their text, encoded by the target's tokenizer, is proposed as a chain of chosen tokens.
+*TLI*, token-level intersection: the draft's distribution is restricted to the tokens that both have, in the target's ids. It is
+an ordinary distribution, so growing trees and verification work unchanged. *SLEM*, string-level exact match: the draft writes
+its own tokens. Their text is encoded by the target's tokenizer and proposed as a chain of chosen tokens.
 
-Either way the draft reads the committed text spelled in its own tokens, through one cache. New here: under `match`, SLEM
-too is coupled with the target's noise. The draft's law is pushed forward to the target's token that each of its tokens
-begins with, the noise chooses among those, and the draft's likeliest token that begins so is written.
+Both ways share one cache: the draft reads the committed text in its own tokens. New here: under `match`, SLEM too is coupled
+with the target's noise. Each draft token is mapped to the target token that it begins with, and its probability is added
+there. The noise chooses one of these target tokens. The draft then writes its own likeliest token that begins with it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 Way = Literal["tli", "slem"]
 _NO = float("-inf")
 _TRIALS = 16  # proposals of each way before one is preferred
-_AGAIN = 32  # one proposal in so many is made the other way, in case the text has changed
-_MEMORY = 0.98  # of the running means
+_AGAIN = 32  # one proposal in this many uses the other way, in case the text has changed
+_MEMORY = 0.98  # weight of the past in the running means
 
 
 class SharedModel(BaseModel):
-    """A draft model that reads its own tokens and speaks of the target's: -inf for those that it does not have."""
+    """A draft model that reads its own tokens and returns logits over the target's: -inf for tokens that it lacks."""
 
     def __init__(self, draft: LanguageModel, pairing: Pairing) -> None:
         self.draft, self.vocab_size, self.max_length = draft, pairing.target.size, draft.max_length
@@ -60,9 +60,11 @@ class SharedModel(BaseModel):
 
 
 @dataclass(eq=False)
-class _Reading:
-    """One row's text as the draft reads it. held: tokens in the cache and, after them, those that stand in the scratch.
-    sure: how many of them no later text changes."""
+class _SpelledText:
+    """One sequence's text in the draft's tokens.
+
+    held: the tokens in the cache, then those in the scratch. sure: how many of them later text cannot change.
+    """
 
     spelling: Spelling
     held: list[int] = field(default_factory=list)
@@ -71,7 +73,7 @@ class _Reading:
 
 @dataclass(eq=False)
 class _Score:
-    """How well a way does: a running mean of accepted tokens per proposal."""
+    """The running mean of accepted tokens per proposal of one way."""
 
     tried: int = 0
     mean: float = 0.0
@@ -85,8 +87,8 @@ class _Score:
 class TokenizerNote:
     """Which way is used, and why. A note of `Draft.notes`.
 
-    way: None while both are tried. fixed: it was not chosen by acceptance. coverage: share of the draft's tokens that the target
-    has. total: the target has no others. tli, slem: accepted tokens per proposal.
+    way: None while both are tried. fixed: acceptance did not choose it. coverage: share of the draft's tokens that the target
+    has too. total: the two have the same tokens. tli, slem: accepted tokens per proposal.
     """
 
     way: Way | None
@@ -105,27 +107,27 @@ class TokenizerNote:
 
 
 class CrossTokenizerDrafter(ModelDrafter):
-    """Drafts from a model with a tokenizer of its own.
+    """Drafts from a model with its own tokenizer (Timor et al. 2025, arXiv 2502.05202).
 
-    way: "tli" or "slem"; None tries both in turn and keeps to the one of which more tokens are accepted, looking at the
-    other now and then. Verifiers that ask for a law get TLI. `why` tells what was chosen, and from what.
+    way: "tli" or "slem". None tries both, then uses the one with more accepted tokens and tests the other now and then.
+    Verifiers that need probs get TLI. `note` says what was chosen and why.
     """
 
-    def __init__(self, model: LanguageModel, pairing: Pairing, rows: int, way: Way | None = None) -> None:
-        """pairing: of the target's vocabulary and the model's."""
-        super().__init__(SharedModel(model, pairing), rows, model.max_length)
+    def __init__(self, model: LanguageModel, pairing: Pairing, num_slots: int, way: Way | None = None) -> None:
+        """pairing: of the target's vocabulary and the model's. num_slots: slots of the draft's cache."""
+        super().__init__(SharedModel(model, pairing), num_slots, model.max_length)
         self.draft, self.pairing = model, pairing
         self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way
         self.scores: dict[Way, _Score] = {"tli": _Score(), "slem": _Score()}
-        none = pairing.target.size  # a place for what begins with no token of the target
+        none = pairing.target.size  # for draft tokens that begin with no token of the target
         self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
-        self._readings: dict[int, _Reading] = {}
+        self._texts: dict[int, _SpelledText] = {}
         self._proposals = 0
         self._last: Way = "tli"
 
     @property
     def note(self) -> TokenizerNote:
-        """What is known now of the two ways."""
+        """What is known of the two ways now."""
         tli, slem = self.scores.values()
         decided = self.way or (self._better if min(tli.tried, slem.tried) >= _TRIALS else None)
         return TokenizerNote(
@@ -154,8 +156,8 @@ class CrossTokenizerDrafter(ModelDrafter):
         forwarded = [slot for slot in context.slots if slot in self._places]
         super().update(context, commits, target)
         for slot, budget, commit in zip(context.slots, context.budgets, commits, strict=True):
-            if slot in forwarded:  # the accepted part of the scratch is committed, the rest is void
-                reading = self._readings[slot]
+            if slot in forwarded:  # the accepted part of the scratch is committed, the rest is dropped
+                reading = self._texts[slot]
                 reading.held += [self.pairing.shared.get(t, -1) for t in commit.tokens]
                 del reading.held[self.cache.length[slot] :]
             if commit.nodes and min(budget.depth, budget.max_nodes):
@@ -163,14 +165,16 @@ class CrossTokenizerDrafter(ModelDrafter):
 
     def release(self, slot: int) -> None:
         super().release(slot)
-        self._readings.pop(slot, None)
+        self._texts.pop(slot, None)
 
     def missing(self, slot: int, tokens: list[int]) -> int:
-        """See `ModelDrafter.missing`. The cache keeps what the text still begins with, and takes in what the draft wrote
-        itself and came true."""
+        """See `ModelDrafter.missing`. First the cache is cut to the tokens that the text still begins with.
+
+        Tokens that the draft wrote itself and that were accepted are committed to it.
+        """
         if self._room(slot, tokens) <= 0:
             return 0
-        ids, reading = self._context(slot, tokens), self._readings[slot]
+        ids, reading = self._context(slot, tokens), self._texts[slot]
         same = min(alike(reading.held, ids, min(reading.sure, len(reading.held))), len(ids) - 1)
         length = self.cache.length[slot]
         if same < length:
@@ -182,84 +186,85 @@ class CrossTokenizerDrafter(ModelDrafter):
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
         super().read(slot, tokens, count)
-        self._readings[slot].held = self._context(slot, tokens)[: self.cache.length[slot]]
+        self._texts[slot].held = self._context(slot, tokens)[: self.cache.length[slot]]
 
     def _context(self, slot: int, tokens: list[int]) -> list[int]:
-        return self._readings.setdefault(slot, _Reading(Spelling(self.pairing))).spelling.read(tokens)
+        return self._texts.setdefault(slot, _SpelledText(Spelling(self.pairing))).spelling.read(tokens)
 
     def _room(self, slot: int, tokens: list[int]) -> int:
-        return super()._room(slot, tokens) if self._context(slot, tokens) else 0  # nothing it could read
+        # 0 as well if the text has no token of the draft to read
+        return super()._room(slot, tokens) if self._context(slot, tokens) else 0
 
     def _own(self, token: int) -> int:
         return self.pairing.shared[token]
 
     def _level(self, slot: int, tokens: list[int]) -> list[int]:
         feed = super()._level(slot, tokens)
-        self._readings[slot].held += feed
+        self._texts[slot].held += feed
         return feed
 
     def _written(self, context: DraftContext) -> list[list[int]]:
-        """SLEM: the tokens of the target for what the draft writes, a chain for each row."""
-        guesses: list[list[int]] = [[] for _ in context.slots]
+        """SLEM: what the draft writes, in the target's tokens, as a chain for each entry of the batch."""
+        proposals: list[list[int]] = [[] for _ in context.slots]
         asked = [min(b.depth, b.max_nodes) for b in context.budgets]
         room = [min(2 * n, self._room(context.slots[b], context.tokens[b])) for b, n in enumerate(asked)]
         live = [b for b, n in enumerate(room) if n > 0]
         if not live:
-            return guesses
+            return proposals
         texts = [b""] * len(context.slots)
         logits = self._opened(context, live)
         count = 0
         while True:
             feed: list[int] = []
             for b, line in zip(list(live), logits, strict=True):
-                token = self._next(context, b, guesses[b], line)
+                token = self._next(context, b, proposals[b], line)
                 piece = self.pairing.draft.pieces[token] if token >= 0 else None
-                if piece is None:  # nothing may follow, or a token that ends the text or is no text
-                    guesses[b] += [t for t in (self.pairing.first[token],) if token >= 0 and t >= 0]
+                if piece is None:  # no token may follow, or the token ends the text or stands for no text
+                    proposals[b] += [t for t in (self.pairing.first[token],) if token >= 0 and t >= 0]
                     live.remove(b)
                     continue
                 texts[b] += piece
-                guesses[b] = continued(self.pairing.target, context.tokens[b], whole(texts[b]))
-                if len(guesses[b]) > asked[b] or count + 1 >= room[b]:  # the last token may still grow
+                proposals[b] = continued(self.pairing.target, context.tokens[b], whole(texts[b]))
+                if len(proposals[b]) > asked[b] or count + 1 >= room[b]:  # the last token may still grow
                     live.remove(b)
                 else:
                     feed.append(token)
             if not live:
-                return guesses
+                return proposals
             count += 1
-            rows = [context.slots[b] for b in live]
-            for slot, token in zip(rows, feed, strict=True):
-                self._readings[slot].held.append(token)
+            slots = [context.slots[b] for b in live]
+            for slot, token in zip(slots, feed, strict=True):
+                self._texts[slot].held.append(token)
             parents = torch.arange(-1, count).repeat(len(live), 1)
-            logits = self.draft.forward(Nodes(torch.tensor(feed)[:, None], self.cache, rows, parents)).logits[:, 0]
+            logits = self.draft.forward(Nodes(torch.tensor(feed)[:, None], self.cache, slots, parents)).logits[:, 0]
 
     def _opened(self, context: DraftContext, live: list[int]) -> Tensor:
-        """Logits [row, vocab of the draft] after the committed text of each row, whose last token stands in the scratch."""
-        rows = [context.slots[b] for b in live]
-        feeds = [self._level(slot, context.tokens[b]) for slot, b in zip(rows, live, strict=True)]
+        """float32 [len(live), vocab of the draft]: logits after each committed text. Its last token is in the scratch."""
+        slots = [context.slots[b] for b in live]
+        feeds = [self._level(slot, context.tokens[b]) for slot, b in zip(slots, live, strict=True)]
         tokens, parents = chain(feeds)
-        logits = self.draft.forward(Nodes(tokens, self.cache, rows, parents), want="last").logits[:, 0]
-        self.cache.commit(rows, [range(len(feed) - 1) for feed in feeds])
+        logits = self.draft.forward(Nodes(tokens, self.cache, slots, parents), want="last").logits[:, 0]
+        self.cache.commit(slots, [range(len(feed) - 1) for feed in feeds])
         return logits
 
-    def _next(self, context: DraftContext, b: int, guessed: Sequence[int], logits: Tensor) -> int:
-        """The draft's next token, -1 for none: the likeliest of those that begin with the target token chosen by the noise.
+    def _next(self, context: DraftContext, b: int, proposed: Sequence[int], logits: Tensor) -> int:
+        """The draft's next token, -1 for none: the likeliest one that begins with the target token that the noise chooses.
 
-        logits: float32 [vocab of the draft]. guessed: the target's tokens so far.
+        logits: float32 [vocab of the draft]. proposed: the target's tokens proposed so far.
         """
         mass = logits.new_zeros(self.model.vocab_size + 1).index_add_(0, self._first, logits.softmax(0))
-        law, warp = mass[:-1].log()[None], context.warp.select([b])
+        log_probs, warp = mass[:-1].log()[None], context.warp.select([b])
         if context.stream is Stream.TOKEN:
-            at = context.positions[[b]] + len(guessed)
-            chosen = int(warp.draw(law, [guessed], context.noise.select([b]), context.stream, at)[0])
-        else:  # the target's noise is not to be known: the likeliest
-            best = warp.processed(law, [guessed])[0].max(0)
+            at = context.positions[[b]] + len(proposed)
+            chosen = int(warp.draw(log_probs, [proposed], context.noise.select([b]), context.stream, at)[0])
+        else:  # the target's noise must not be used: take the likeliest
+            best = warp.processed(log_probs, [proposed])[0].max(0)
             chosen = int(best.indices) if best.values > _NO else -1
         return -1 if chosen < 0 else int(logits.masked_fill(self._first != chosen, _NO).argmax())
 
 
 def whole(text: bytes) -> bytes:
-    """A text without the character that it breaks off in."""
+    """UTF-8 text without an incomplete character at its end."""
     for n in range(1, min(4, len(text) + 1)):
         byte = text[-n]
         if byte >= 0xC0:
@@ -270,24 +275,24 @@ def whole(text: bytes) -> bytes:
     return text
 
 
-def from_draft_model(draft: Loaded, target: Loaded, rows: int, max_length: int) -> Drafter:
-    """The drafter for a draft model and a target, whether they share a tokenizer or not.
+def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: int) -> Drafter:
+    """The drafter for a draft model and a target, with the same tokenizer or another.
 
-    Raises ValueError where neither tokens nor text can pass from one to the other.
+    Raises ValueError if neither tokens nor text can pass from one to the other.
     """
     sizes = (draft.model.vocab_size, target.model.vocab_size)
     if draft.tokenizer is None or target.tokenizer is None:
         if sizes[0] == sizes[1]:
-            return ModelDrafter(draft.model, rows, max_length)
-        who = " and ".join(x.name for x in (draft, target) if x.tokenizer is None)
+            return ModelDrafter(draft.model, num_slots, max_length)
+        lacking = " and ".join(x.name for x in (draft, target) if x.tokenizer is None)
         raise ValueError(
             f"the draft {draft.name} has a vocabulary of {sizes[0]} tokens and the target {target.name} one of {sizes[1]}; "
-            f"a draft with other tokens needs the tokenizers of both, and {who} came without. Save a tokenizer beside its "
+            f"a draft with other tokens needs the tokenizers of both, and {lacking} came without. Save a tokenizer beside its "
             "model (model.save_pretrained(FOLDER); tokenizer.save_pretrained(FOLDER)) and give the folder, or use a method "
             'that needs no second model: {"method": "suffix"}'
         )
     if sizes[0] == sizes[1] and draft.tokenizer.get_vocab() == target.tokenizer.get_vocab():
-        return ModelDrafter(draft.model, rows, max_length)
+        return ModelDrafter(draft.model, num_slots, max_length)
     loaded = [(x, Vocabulary(x.tokenizer, x.model.vocab_size, x.end_ids)) for x in (target, draft)]
     try:
         pairing = Pairing(*(vocabulary for _, vocabulary in loaded))
@@ -297,5 +302,5 @@ def from_draft_model(draft: Loaded, target: Loaded, rows: int, max_length: int) 
             'of text, or a method that needs none: {"method": "suffix"}'
         ) from error
     if pairing.equal:
-        return ModelDrafter(draft.model, rows, max_length)
-    return CrossTokenizerDrafter(draft.model, pairing, rows)
+        return ModelDrafter(draft.model, num_slots, max_length)
+    return CrossTokenizerDrafter(draft.model, pairing, num_slots)

@@ -1,9 +1,9 @@
-"""Trees as they grow. Plain Python on the host; no model, no noise.
+"""A draft tree while it grows. Plain Python on the host; no model, no noise.
 
-Two ways to spend a node budget. *Best first* (EAGLE-2, arXiv 2406.16858; DDTree, 2604.12989): keep the nodes that are
-likeliest to be visited, by the draft's own estimate of this step. *By shape* (Sequoia, 2402.12374): a tree fixed before
-anything is drawn, optimal for measured chances that the child of rank 0, 1, 2... is the one accepted. Verifiers that read
-the draft's law need the second: a drawn token must not be dropped for what it is.
+There are two ways to spend a node budget. *Best first* (EAGLE-2, arXiv 2406.16858; DDTree, 2604.12989) keeps the nodes that are
+likeliest to be accepted, by the draft's estimate in this step. *By shape* (Sequoia, 2402.12374) uses a tree that is fixed before
+anything is drawn. It is optimal for measured acceptance by rank: how often the child of rank 0, 1, 2... is the one accepted.
+Verifiers that read the draft's distribution need a shape: a drawn token must not be dropped because of its value.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from outrider.core.types import Budget
 
 @dataclass(eq=False)
 class Growth:
-    """One row's tree while it is drafted. Node 0 is the root; parents precede children.
+    """One sequence's tree while it is drafted. Node 0 is the root; parents precede children.
 
-    weights: logarithm of the chance that the verifier comes by, as far as the draft can tell. places: a node's index in
-    the drafter's own scratch, -1 if it was not forwarded.
+    weights: the log probability that a node is accepted, by the draft's estimate. places: a node's index in the drafter's
+    scratch, -1 if it was not forwarded.
     """
 
     root: int
@@ -32,7 +32,7 @@ class Growth:
     levels: list[int] = field(default_factory=lambda: [0], init=False)
     weights: list[float] = field(default_factory=lambda: [0.0], init=False)
     places: list[int] = field(default_factory=lambda: [0], init=False)
-    roles: list[int] = field(default_factory=lambda: [0], init=False)  # the node of the shape that a node plays
+    roles: list[int] = field(default_factory=lambda: [0], init=False)  # the node of the shape that each node fills
 
     def __post_init__(self) -> None:
         self.tokens = [self.root]
@@ -46,11 +46,11 @@ class Growth:
         return out[::-1]
 
     def width(self, node: int) -> int:
-        """Children that may be asked for at a node."""
+        """The most children that a node may have."""
         return self.budget.width if self.shape is None else self.shape.widths[self.roles[node]]
 
     def add(self, node: int, tokens: Sequence[int], weights: Sequence[float]) -> None:
-        """Children of a node, the best first; -1 ends them. weights: log chance of each, given that the node is visited."""
+        """Add children to a node, the best first; -1 ends the list. weights: log acceptance of each, given the node's own."""
         role = self.roles[node]
         for rank, (token, weight) in enumerate(zip(tokens, weights, strict=False)):
             if rank >= self.width(node) or token < 0:
@@ -63,15 +63,20 @@ class Growth:
             self.roles.append(0 if self.shape is None else self.shape.children[role, rank])
 
     def kept(self) -> list[int]:
-        """The nodes within the budget, parents first: by shape all, else the likeliest (a parent is never less likely)."""
+        """The nodes within the budget, parents first: all nodes of a shape, else the likeliest.
+
+        A parent is never less likely than its child.
+        """
         if self.shape is not None:
             return list(range(len(self.tokens)))
         order = sorted(range(len(self.tokens)), key=lambda n: (-self.weights[n], n))
         return sorted(order[: self.budget.max_nodes + 1])
 
     def open(self, level: int, least: float = -inf) -> list[int]:
-        """Nodes of a level that deserve children: by shape, or because they stand within the budget so far and are visited
-        with at least the (log) chance `least`."""
+        """Nodes of a level that get children: by shape, or because they are within the budget so far and likely enough.
+
+        least: the lowest log probability of acceptance.
+        """
         if level >= self.budget.depth:
             return []
         if self.shape is not None:

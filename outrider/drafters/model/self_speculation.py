@@ -1,8 +1,8 @@
-"""The target drafts for itself, with part of its layers (Draft & Verify, arXiv 2309.08168; LayerSkip, 2404.16710) or with
-coarser weights (QuantSpec, 2502.10424).
+"""The target drafts for itself.
 
-No second cache: the committed keys and values are the target's own at every layer, so whoever has its layers has the whole
-context without ever computing it, and the guesses live in the scratch that the target then overwrites.
+It uses part of its layers (Draft & Verify, arXiv 2309.08168; LayerSkip, 2404.16710) or weights of lower precision (QuantSpec,
+2502.10424). There is no second cache. The drafter reads the target's keys and values, so it never has to read the context. The
+draft tokens are in the scratch, which the target then overwrites.
 """
 
 from __future__ import annotations
@@ -40,30 +40,33 @@ the end of the month, and that the second part would be read again at the next m
 
 
 class QuantizedSelfDrafter(ModelDrafter):
-    """Chains and trees by a model with the target's layers, or some of them, in the target's own cache."""
+    """Chains and trees by a model with the target's layers, or some of them, in the target's own cache (QuantSpec, 2502.10424).
+
+    Raises ValueError in `propose` if the context has no cache.
+    """
 
     def __init__(self, model: LanguageModel, *, min_probability: float = 0.0) -> None:
         super().__init__(model, 1, 1, min_probability=min_probability)
 
     def propose(self, context: DraftContext) -> Draft:
         if context.cache is None:
-            raise ValueError("this drafts in the target's cache; give DraftContext(..., cache=decoder.cache)")
+            raise ValueError("this drafter works in the target's cache; give DraftContext(..., cache=decoder.cache)")
         self.cache = context.cache
         return super().propose(context)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        """The target's own step has written what was accepted."""
+        """Nothing to do: the target's step has written the accepted tokens."""
 
     def missing(self, slot: int, tokens: list[int]) -> int:
-        """The target has read it."""
+        """0: the target has read everything."""
         return 0
 
     def release(self, slot: int) -> None:
-        """The target's rows are the loop's to release."""
+        """Nothing to do: the loop releases the target's slots."""
 
 
 class LayerSkipDrafter(QuantizedSelfDrafter):
-    """The target's own layers, some of them left out."""
+    """Some of the target's own layers (LayerSkip, arXiv 2404.16710)."""
 
     def __init__(self, target: LanguageModel, layers: Sequence[int], *, min_probability: float = 0.0) -> None:
         """Raises ValueError for layers that the target does not have."""
@@ -73,8 +76,11 @@ class LayerSkipDrafter(QuantizedSelfDrafter):
 
 @dataclass(frozen=True)
 class LayerSearch:
-    """layers: what is best to draft with. acceptance: how often their first choice was the target's, on the texts. cost: one
-    of their tokens over one of the target's. gain: predicted tokens per second over plain decoding, drafting `depth`."""
+    """The best layers to draft with, and what they promise.
+
+    acceptance: share of tokens of the texts at which their likeliest token was the target's. cost: time of one of their tokens
+    over one of the target's. gain: predicted tokens per second over plain decoding, at `depth` draft tokens.
+    """
 
     layers: list[int]
     acceptance: float
@@ -92,7 +98,7 @@ class LayerSearch:
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} holds no layer set ({error}); make one with: outrider layers MODEL --out {path}"
+                f"{path} contains no layer set ({error}); make one with: outrider layers MODEL --out {path}"
             ) from error
 
 
@@ -104,12 +110,14 @@ def search_layers(
     clock: Callable[[LanguageModel, int], float] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LayerSearch:
-    """Which layers to draft with, by measured agreement with the target on token lists and measured cost.
+    """Find the layers to draft with, by measured agreement with the target and measured cost.
 
-    First every layer is left out alone, which ranks them; then they leave one after another, the least missed first, and the
-    set that promises the most tokens per second stays: (1 - a^(k+1)) / (1 - a) tokens for V(k+1) + k * cost, over the best
-    k (Leviathan et al. 2211.17192, equation 1). clock(model, n): seconds of a forward over n tokens. Raises ValueError
-    without a text of two tokens.
+    First each layer is left out alone, which ranks the layers. Then they are left out one after another, the least important
+    first. The set with the most predicted tokens per second wins: (1 - a^(k+1)) / (1 - a) tokens in V(k+1) + k * cost, for
+    the best k (Leviathan et al. 2211.17192, equation 1). Here a is the agreement and V(n) the time of a target forward.
+
+    texts: token lists. max_depth: the largest k. clock(model, n): seconds of a forward over n tokens. progress: called with a
+    line of text after each measurement. Raises ValueError without a text of two tokens.
     """
     texts = [list(t)[:256] for t in texts if len(t) > 1]
     if not texts:
@@ -132,10 +140,9 @@ def search_layers(
     best, left = LayerSearch(list(range(count)), 1.0, 1.0, 0, 1.0), list(range(count))
     for out in order[: count - 1]:
         left = [n for n in left if n != out]
-        a, cost = (
-            agreement(left),
-            clock(target.layer_subset(left), 1) / clock(target, 1),
-        )  # side by side: machines drift
+        a = agreement(left)
+        # both times are measured side by side, because machines drift
+        cost = clock(target.layer_subset(left), 1) / clock(target, 1)
         gains = [(speedup(geometric(a, k), k * cost, widths[k] / widths[0]), k) for k in range(1, max_depth + 1)]
         gain, depth = max(gains)
         progress(f"{len(left)} of {count} layers: agreement {a:.2f}, cost {cost:.2f}, predicted {gain:.2f} x")
@@ -157,4 +164,4 @@ def _seconds(model: LanguageModel, tokens: int, repeats: int = 7) -> float:
         start = perf_counter()
         model.forward(Nodes(ids, cache, [0]))
         times.append(perf_counter() - start)
-    return min(times)  # what others do on the machine can only add
+    return min(times)  # other programs on the machine can only add time

@@ -1,8 +1,8 @@
-"""Two tokenizers side by side: the bytes of every token, the tokens that both have, and a text of one spelled by the other.
+"""Compares two tokenizers: the bytes of every token, the tokens that both have, and the text of one in tokens of the other.
 
-A token is compared by the bytes it stands for, after undoing how its tokenizer writes them: byte-level BPE has a letter for
-each byte (GPT-2: `Ġ` is a space), SentencePiece writes `▁` for a space and `<0x0A>` for a byte. Special tokens stand for no
-bytes; they are the same if they have the same name or the same role.
+Tokens are compared by the bytes that they stand for. So the way in which a tokenizer writes bytes is undone first: byte-level
+BPE has a letter for each byte (GPT-2: `Ġ` is a space); SentencePiece writes `▁` for a space and `<0x0A>` for a byte. Special
+tokens stand for no bytes. They are the same if they have the same name or the same role.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from typing import Any
 
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _SPARE = (b for b in range(256) if b not in _PRINTABLE)
-_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
-    chr(256 + n): b for n, b in enumerate(_SPARE)
-}  # GPT-2's letters for bytes
+# GPT-2's letters for bytes.
+_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {chr(256 + n): b for n, b in enumerate(_SPARE)}
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are no UTF-8, as surrogateescape shows them
+_BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as surrogateescape shows them
 _BORDER = re.compile(rb"(?<=\S) (?=\S)")  # where practically every tokenizer cuts: before the space before a word
-_SHORT, _LONG = 48, 256  # bytes of a segment that is spelled on its own
+_SHORT, _LONG = 48, 256  # least and most bytes of a segment
 
 
 class Vocabulary:
     """The tokens of a tokenizer as bytes.
 
-    pieces: by id, the bytes of a token; None for special tokens and ids that the tokenizer does not use. ids: from bytes to
-    the token. names: from a special token's name to its id. begin: the token it puts before every text, or None. end: the
-    token that ends one, or None. leads: whether it puts a space before every text.
+    pieces: id -> bytes of the token; None for special tokens and unused ids. ids: bytes -> id. names: name of a special token
+    -> id. begin: the token that the tokenizer puts before every text, or None. end: the token that ends a text, or None.
+    leads: whether the tokenizer puts a space before every text.
     """
 
     def __init__(self, tokenizer: Any, size: int, end_ids: Sequence[int] = ()) -> None:
-        """tokenizer: of the kind transformers has. size: tokens of the model, whatever the tokenizer says."""
+        """tokenizer: a tokenizer of transformers. size: the model's vocabulary size. end_ids: the model's end tokens."""
         self.tokenizer, self.size = tokenizer, size
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if i < size}
         plain = {t: i for t, i in tokenizer.get_vocab().items() if i < size and i not in added}
@@ -52,9 +51,8 @@ class Vocabulary:
         for i, token in added.items():
             if not token.special:
                 self.pieces[i] = token.content.encode()
-        spelled = {
-            i for t, i in plain.items() if _FALLBACK.fullmatch(t)
-        }  # a byte's own token, where a plain one has it too
+        # tokens of single bytes, which lose against a plain token for the same byte
+        spelled = {i for t, i in plain.items() if _FALLBACK.fullmatch(t)}
         order = sorted((i in spelled, i) for i, piece in enumerate(self.pieces) if piece)
         self.ids: dict[bytes, int] = {}
         for _, i in order:
@@ -65,13 +63,13 @@ class Vocabulary:
         self.leads = self.decode(self._encode("a")) == b" a"
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        """What the tokens stand for; special ones for nothing."""
+        """The bytes that the tokens stand for. Special tokens stand for none."""
         return b"".join(self.pieces[i] or b"" for i in ids)
 
     def encode(self, text: bytes, begins: bool = False) -> list[int]:
-        """Tokens that stand for a piece of text, with no space put before it unless it `begins` the text.
+        """Encode a piece of text. No space is put before it unless it `begins` the text.
 
-        Bytes that are no UTF-8 become the tokens of single bytes, and are left out where there are none.
+        Bytes that are not UTF-8 become tokens of single bytes. They are left out if the tokenizer has no such tokens.
         """
         out: list[int] = []
         for select in _BROKEN.split(text.decode("utf-8", "surrogateescape")):
@@ -98,22 +96,21 @@ class Vocabulary:
 
 
 class Pairing:
-    """What a target's vocabulary and a draft's have in common.
+    """What the vocabularies of a target and a draft have in common.
 
-    shared: target token -> the draft's token for the same bytes, or of the same role. first: by draft token, the target's
-    longest token that its bytes begin with, -1 if there is none. total: whether the two have the same tokens, if not under
-    the same ids.
+    shared: target token -> the draft's token with the same bytes or the same role. first: draft token -> the longest target
+    token that its bytes begin with, -1 if there is none. total: whether both have the same tokens, perhaps with other ids.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        """Raises ValueError if no text of the draft could be one of the target's."""
+        """Raises ValueError if no draft token begins with a token of the target."""
         self.target, self.draft = target, draft
         self.shared = {i: draft.ids[piece] for piece, i in target.ids.items() if piece in draft.ids}
         self.shared |= {i: draft.names[name] for name, i in target.names.items() if name in draft.names}
         if target.end is not None and draft.end is not None:
             self.shared[target.end] = draft.end
         back = {d: t for t, d in reversed(self.shared.items())}
-        self.shared = {t: d for d, t in back.items()}  # each of either side once
+        self.shared = {t: d for d, t in back.items()}  # each token of either side once
         self.first = [
             back[i] if i in back else -1 if piece is None else _longest(piece, target.ids)
             for i, piece in enumerate(draft.pieces)
@@ -129,7 +126,7 @@ class Pairing:
 
     @property
     def equal(self) -> bool:
-        """Whether every id means the same to both."""
+        """Whether every id stands for the same bytes in both."""
         return self.target.pieces == self.draft.pieces
 
 
@@ -138,12 +135,12 @@ def _longest(piece: bytes, ids: dict[bytes, int]) -> int:
 
 
 class Spelling:
-    """A target's text in the tokens of its draft, kept as the text grows: a function of the text, however it came about.
+    """A target's text in the tokens of its draft, updated as the text grows. It is a function of the text alone.
 
-    The text is cut into segments where tokenizers cut too, and at the latest after 256 bytes; each is spelled on its own,
-    so a step spells the last segment anew and leaves the others alone. Where both have the same tokens, each is translated.
+    The text is cut into segments where tokenizers cut too, and at the latest after 256 bytes. Each segment is encoded alone, so
+    a step encodes only the last one again. If both have the same tokens, each token is translated instead.
 
-    ids: the draft's tokens so far. sure: how many of them no later text can change.
+    ids: the draft's tokens so far. sure: how many of them later text cannot change.
     """
 
     def __init__(self, pairing: Pairing) -> None:
@@ -153,10 +150,10 @@ class Spelling:
         self._read = 0
         self._open = b""
         self._begins = True  # no text before the open segment
-        self._leads = pairing.target.leads  # the next piece may have a space that the text has not
+        self._leads = pairing.target.leads  # the next piece may begin with a space that is not in the text
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """The draft's tokens of a text of the target's tokens, which begins with what was read before."""
+        """The draft's tokens for the target's tokens of a text. The text must begin with what was read before."""
         if self._read == len(tokens):
             return self.ids
         target, draft = self.pairing.target, self.pairing.draft
@@ -181,7 +178,7 @@ class Spelling:
             self._open, self._begins, self.sure = self._open[cut:], False, len(self.ids)
 
     def _add(self, token: int) -> None:
-        """A token that is translated, not spelled. One without a counterpart is left out."""
+        """Translate one token. A token without a counterpart is left out."""
         found = self.pairing.shared.get(token)
         if found is not None and not (self._begins and self.ids == [found] == [self.pairing.draft.begin]):
             self.ids.append(found)
@@ -189,20 +186,20 @@ class Spelling:
 
 
 def _cut(text: bytes) -> int:
-    """Where the first segment of an open text ends, 0 if that is not known yet."""
+    """Where the first segment of an open text ends; 0 if that is not known yet."""
     border = _BORDER.search(text, _SHORT)
     if border and border.start() < _LONG:
         return border.start()
-    if len(text) < _LONG + 2:  # a border at the last place shows itself a byte later
+    if len(text) < _LONG + 2:  # a border at the last place shows one byte later
         return 0
     return next((n for n in range(_LONG, _LONG - 4, -1) if text[n] & 0xC0 != 0x80), _LONG)
 
 
 def continued(vocabulary: Vocabulary, committed: Sequence[int], text: bytes, look_back: int = 4) -> list[int]:
-    """Tokens for a text that follows committed tokens, as if both had been encoded at once; the committed ones stay.
+    """Tokens for a text that follows committed tokens, as if both were encoded together. The committed tokens do not change.
 
-    Encodes the last few committed tokens again with the text, and takes what comes after them, if a token begins there; if
-    one stands across the border, the text alone. The tokens stand for `text` or a start of it, byte for byte.
+    The last `look_back` committed tokens are encoded again with the text, and the tokens after them are returned. If a token
+    crosses the border, the text is encoded alone. The tokens stand for `text` or a start of it, byte for byte.
     """
     before = list(itertools.takewhile(lambda i: vocabulary.pieces[i], reversed(committed[-look_back:])))[::-1]
     tail = vocabulary.decode(before)
@@ -214,7 +211,7 @@ def continued(vocabulary: Vocabulary, committed: Sequence[int], text: bytes, loo
 
 
 def faithful(vocabulary: Vocabulary, ids: Sequence[int], text: bytes) -> list[int]:
-    """The tokens up to the first that does not stand for what the text says: a tokenizer may change what it encodes."""
+    """The tokens up to the first that differs from the text. A tokenizer may change the text that it encodes."""
     out: list[int] = []
     for i in ids:
         piece = vocabulary.pieces[i]
@@ -226,6 +223,6 @@ def faithful(vocabulary: Vocabulary, ids: Sequence[int], text: bytes) -> list[in
 
 
 def alike(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
-    """How many tokens two texts begin with in common, the first `start` known to be."""
+    """Length of the common start of two token lists. start: how many tokens are known to be equal."""
     same = map(operator.eq, itertools.islice(a, start, None), itertools.islice(b, start, None))
     return start + sum(itertools.takewhile(bool, same))

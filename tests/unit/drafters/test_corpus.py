@@ -178,7 +178,7 @@ def test_bad_corpora_are_refused_by_name(tmp_path) -> None:
         (tmp_path / "nowhere", 'no file or folder .*nowhere.* write {"text": "..."}'),
         ({"text": ""}, "given as text is empty"),
         ({"txt": "a"}, r"got keys \['txt'\]"),
-        ([[1, "a"]], "list of whole numbers"),
+        ([[1, "a"]], "list of integers"),
         ([[1, 900]], "holds token 900, outside the target's 128 tokens"),
         ([-1], "holds token -1"),
         ([], "an empty list"),

@@ -184,5 +184,5 @@ def test_a_request_brings_its_prediction_as_text() -> None:
     assert out.metrics.speculative_decoding.num_accepted_draft_tokens > 20
     with pytest.raises(ValueError, match=r"prediction holds \[9999"):
         llm.generate(prompt, params.with_(prediction=[9999]))
-    with pytest.raises(ValueError, match="the prediction holds token 9999, outside"):
+    with pytest.raises(ValueError, match="the prediction contains token 9999, outside"):
         LLM("builtin:code-draft", speculative_config={"method": "prediction", "prediction": [9999]})

@@ -124,7 +124,7 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path: Path) -> No
     found.save(tmp_path / "layers.json")
     assert LayerSearch.load(tmp_path / "layers.json") == found
     (tmp_path / "layers.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="holds no layer set"):
+    with pytest.raises(ValueError, match="contains no layer set"):
         LayerSearch.load(tmp_path / "layers.json")
     with pytest.raises(ValueError, match="at least two tokens"):
         search_layers(model, [[1]])

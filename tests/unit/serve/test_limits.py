@@ -315,7 +315,7 @@ def test_a_drafter_that_fails_costs_guesses_and_says_so(llm: LLM) -> None:
     assert choice["text"] == expected
     assert (
         choice["note"]
-        == "the drafter 'draft_model' failed (it raised ZeroDivisionError); the text was written on without guesses"
+        == "the drafter 'draft_model' failed (it raised ZeroDivisionError); the rest of the text was written without drafts"
     )
 
 
