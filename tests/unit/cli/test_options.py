@@ -48,6 +48,12 @@ OPTIONS = {
         "Privacy": "--pad-stream --cors-origin --log-prompts",
         "Output": "--log-file --metrics-prefix --trace --trace-detail --otlp-traces-endpoint --debug",
     },
+    "calibrate": {
+        "Speculation": "--speculative-config",
+        "Engine": "--max-num-seqs",
+        "Model": "--dtype --device --quantization",
+        "Output": "--debug",
+    },
     "replay": {
         "Trace": "--step/-s --request",
         "Model": "--model/-m",
@@ -56,7 +62,7 @@ OPTIONS = {
     "bench": {
         "What": "--model/-m --method --speculative-config --draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
-        "How": "--num-prompts --repeats/-r --concurrency/-c --max-tokens/-n --temperature/-t --top-p --top-k --seed --ignore-eos",
+        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c",
         "Model": "--dtype --device --quantization",
         "Output": "--json --html --resume --debug",
     },
