@@ -48,12 +48,6 @@ OPTIONS = {
         "Privacy": "--pad-stream --cors-origin --log-prompts",
         "Output": "--log-file --metrics-prefix --trace --trace-detail --otlp-traces-endpoint --debug",
     },
-    "calibrate": {
-        "Speculation": "--speculative-config",
-        "Engine": "--max-num-seqs",
-        "Model": "--dtype --device --quantization",
-        "Output": "--debug",
-    },
     "replay": {
         "Trace": "--step/-s --request",
         "Model": "--model/-m",
@@ -71,6 +65,12 @@ OPTIONS = {
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
         "Model": "--dtype --quantization",
         "Output": "--out --debug",
+    },
+    "calibrate": {
+        "Speculation": "--speculative-config",
+        "Engine": "--max-num-seqs",
+        "Model": "--dtype --device --quantization",
+        "Output": "--debug",
     },
     "report": {
         "Output": "--out --debug",
