@@ -27,7 +27,7 @@ GREEDY, HOT = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
 
 
 def context(
-    rows: list[int],
+    slots: list[int],
     tokens: list[list[int]],
     budgets: list[Budget],
     params: SamplingParams,
@@ -37,25 +37,19 @@ def context(
 ) -> DraftContext:
     """A context as the loop makes it. The first token of each sequence is its prompt.
 
-    rows: cache slots. needs_probs: as under a verifier that divides by the draft's distribution.
+    slots: cache slots. needs_probs: as under a verifier that divides by the draft's distribution.
     """
-    count = len(rows)
+    count = len(slots)
     return DraftContext(
-        slots=rows,
+        slots=slots,
         tokens=tokens,
         budgets=budgets,
         warp=LogitsWarper([SequenceState(params, (), (), t, 1) for t in tokens]),
-        noise=Noise(torch.tensor(rows) + 100, torch.full((count,), step)),
+        noise=Noise(torch.tensor(slots) + 100, torch.full((count,), step)),
         stream=Stream.DRAFT if needs_probs else Stream.TOKEN,
         needs_probs=needs_probs,
         prompt_lengths=[1] * count,
     )
-
-
-def guesses(draft: Draft, b: int) -> list[tuple[int, int]]:
-    """(token, parent) of each node of row b, without padding."""
-    pairs = zip(draft.tokens[b].tolist(), draft.parents[b].tolist(), strict=True)
-    return [p for p in pairs if p[1] != -2]
 
 
 def check_drafter(
@@ -67,10 +61,10 @@ def check_drafter(
     shares: bool = False,
     feature_size: int = 8,
 ) -> None:
-    """Raise AssertionError or ValueError where a drafter breaks the contract.
+    """Raise AssertionError or ValueError if a drafter breaks the contract.
 
     Checked: the draft is a tree with the right root; it keeps depth, width and nodes of each budget; committed tokens
-    are not changed; a draft depends on the text alone, not on earlier steps or on other rows; tokens that the drafter
+    are not changed; a draft depends on the text alone, not on earlier steps or on other sequences; tokens that the drafter
     declares as drawn are drawn from the distribution that it declares.
 
     make: a new drafter, without state. draws: False if it never returns probs. shares: True if it learns from other
@@ -92,23 +86,23 @@ def check_drafter(
 
     texts = {slot: begin(slot) for slot in range(4)}
     for step in range(25):
-        rows = random_.sample(sorted(texts), random_.randrange(1, 5))
-        budgets = [Budget(random_.randrange(6), random_.randrange(1, 4), random_.choice((None, 3))) for _ in rows]
+        slots = random_.sample(sorted(texts), random_.randrange(1, 5))
+        budgets = [Budget(random_.randrange(6), random_.randrange(1, 4), random_.choice((None, 3))) for _ in slots]
         params, needs_probs = random_.choice([GREEDY, HOT]), draws and step % 2 > 0
-        ask = context(rows, [texts[r] for r in rows], budgets, params, step=step, needs_probs=needs_probs)
+        ask = context(slots, [texts[s] for s in slots], budgets, params, step=step, needs_probs=needs_probs)
         draft = _proposed(drafter, ask, vocab_size)
-        commits = [_accepted(random_, guesses(draft, b), vocab_size) for b in range(len(rows))]
+        commits = [_accepted(random_, draft.host[b], vocab_size) for b in range(len(slots))]
         if drafter.taps:
             commits = [replace(c, features=torch.randn(len(c.nodes), feature_size, generator=noise)) for c in commits]
         _commit(drafter, ask, draft, commits, vocab_size, noise)
         if step % 7 == 6:
-            drafter.release(rows[0])
-            texts[rows[0]] = begin(rows[0])
+            drafter.release(slots[0])
+            texts[slots[0]] = begin(slots[0])
     if draws:
         _check_distribution(make, vocab_size, random_)
     if not shares and not drafter.taps:
         _check_state(make, drafter, texts)
-        _check_rows(make, texts)
+        _check_sequences(make, texts)
 
 
 def _text(random_: random.Random, vocab_size: int) -> list[int]:
@@ -123,7 +117,7 @@ def _proposed(drafter: Drafter, ask: DraftContext, vocab_size: int) -> Draft:
     validate(draft, vocab_size)
     levels = depth(draft.parents)
     for b, (tokens, budget) in enumerate(zip(ask.tokens, ask.budgets, strict=True)):
-        nodes = guesses(draft, b)
+        nodes = draft.host[b]
         children = Counter(parent for _, parent in nodes[1:])
         assert nodes[0] == (tokens[-1], -1), "node 0 is the last committed token"
         assert len(nodes) - 1 <= budget.max_nodes, f"{len(nodes) - 1} nodes, {budget} allows {budget.max_nodes}"
@@ -150,7 +144,7 @@ def _commit(
     vocab_size: int,
     noise: torch.Generator,
 ) -> None:
-    """As the loop does: the texts grow, then the drafter is told, with the target's logits."""
+    """Commit as the loop does: the texts grow, then `update` gets the commits and the target's logits."""
     for tokens, commit in zip(ask.tokens, commits, strict=True):
         assert isinstance(tokens, list)
         tokens.extend(commit.tokens)
@@ -167,12 +161,12 @@ def _check_distribution(make: Callable[[], Drafter], vocab_size: int, random_: r
     1e-6. The order of the tokens is free; two orders see a shifted and a sharpened distribution.
     """
     drafter = make()
-    texts = {row: _text(random_, vocab_size) for row in range(3)}
+    texts = {slot: _text(random_, vocab_size) for slot in range(3)}
     by_id, by_rank = list[float](), list[float]()
     for step in range(60):
-        rows = sorted(texts)
-        budgets = [Budget(3, 1 + step % 3)] * len(rows)
-        ask = context(rows, [texts[r] for r in rows], budgets, HOT, step=step, needs_probs=True)
+        slots = sorted(texts)
+        budgets = [Budget(3, 1 + step % 3)] * len(slots)
+        ask = context(slots, [texts[s] for s in slots], budgets, HOT, step=step, needs_probs=True)
         draft = _proposed(drafter, ask, vocab_size)
         for token, q in _draws(draft):
             below = q[:token].sum(), (q * (q > q[token])).sum()
@@ -180,18 +174,18 @@ def _check_distribution(make: Callable[[], Drafter], vocab_size: int, random_: r
             by_id.append(float(below[0] + share * q[token]))
             equal = float(q[q == q[token]].sum())  # equal tokens have no order: take them as one
             by_rank.append(float(below[1]) + share * equal)
-        commits = [Commit([random_.randrange(vocab_size)], [0], 0) for _ in rows]
+        commits = [Commit([random_.randrange(vocab_size)], [0], 0) for _ in slots]
         _commit(drafter, ask, draft, commits, vocab_size, torch.Generator().manual_seed(step))
-        for row, tokens in texts.items():
+        for slot, tokens in texts.items():
             if len(tokens) > 20:
-                drafter.release(row)
-                texts[row] = _text(random_, vocab_size)
+                drafter.release(slot)
+                texts[slot] = _text(random_, vocab_size)
     for name, sample in (("shifted", by_id), ("sharper or flatter", by_rank)):
         bound = math.sqrt(math.log(2 / 1e-6) / (2 * max(len(sample), 1)))
         distance = _distance_from_uniform(sample)
         assert distance <= bound, (
             f"{len(sample)} tokens were not drawn from the distribution that the draft declares: it is {name}, the "
-            f"distance is {distance:.3f} and chance allows {bound:.3f}. Return in Draft.probs what was drawn from"
+            f"distance is {distance:.3f}, and at most {bound:.3f} can be random. Return in Draft.probs what was drawn from"
         )
 
 
@@ -203,7 +197,7 @@ def _draws(draft: Draft) -> Iterator[tuple[int, torch.Tensor]]:
         f"Siblings.{draft.siblings.name} says that tokens were drawn; return Draft(probs=...)"
     )
     for b in range(len(draft.tokens)):
-        nodes = guesses(draft, b)
+        nodes = draft.host[b]
         for n, (token, parent) in enumerate(nodes[1:], 1):
             siblings = [i for i, (_, up) in enumerate(nodes) if up == parent]
             if draft.siblings is Siblings.TOP_THEN_SAMPLED and n != siblings[-1]:
@@ -223,14 +217,14 @@ def _distance_from_uniform(sample: Sequence[float]) -> float:
 
 def _check_state(make: Callable[[], Drafter], old: Drafter, texts: dict[int, list[int]]) -> None:
     """A drafter that saw each step proposes what a new one proposes from the whole text."""
-    for row, tokens in texts.items():
-        ask = context([row], [tokens], [Budget(4)], HOT)
-        assert guesses(old.propose(ask), 0) == guesses(make().propose(ask), 0), "state depends on more than the text"
+    for slot, tokens in texts.items():
+        ask = context([slot], [tokens], [Budget(4)], HOT)
+        assert old.propose(ask).host == make().propose(ask).host, "state depends on more than the text"
 
 
-def _check_rows(make: Callable[[], Drafter], texts: dict[int, list[int]]) -> None:
-    """The draft of a row does not depend on the other rows."""
+def _check_sequences(make: Callable[[], Drafter], texts: dict[int, list[int]]) -> None:
+    """The draft of a sequence does not depend on the other sequences."""
     together = make().propose(context(list(texts), list(texts.values()), [Budget(3)] * len(texts), HOT))
-    for b, (row, tokens) in enumerate(texts.items()):
-        alone = make().propose(context([row], [tokens], [Budget(3)], HOT))
-        assert guesses(together, b) == guesses(alone, 0), "a row's draft depends on the other rows"
+    for b, (slot, tokens) in enumerate(texts.items()):
+        alone = make().propose(context([slot], [tokens], [Budget(3)], HOT))
+        assert together.host[b] == alone.host[0], "a sequence's draft depends on the other sequences"

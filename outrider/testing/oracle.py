@@ -1,8 +1,8 @@
-"""The oracle: the exact law of a program that takes its random choices from an object.
+"""The oracle: the exact distribution of a program that takes its random choices from an object.
 
-`law(program)` runs the program once for every way its choices can fall and adds up exact fractions, so that "lossless"
-is `law(speculative) == law(plain)`: no tolerance, no seed, no luck. Toy models, drafters and the loop are here too, so
-that a proof in a test is one line.
+`distribution(program)` runs the program once for every outcome of its choices and adds up exact fractions. So "lossless" is
+`distribution(speculative) == distribution(plain)`, without tolerance, seed or luck. Toy models, drafters and the loop are here
+too, so a proof in a test is one line.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from outrider.core.types import Siblings
 from outrider.verify import VERIFIERS
 
 Text = tuple[int, ...]
-Law = list[Fraction]
+Probs = list[Fraction]
 
 
 class Oracle:
-    """Takes a scripted branch at each choice, then the first; remembers how many there were and how likely."""
+    """Takes a scripted branch at each choice, and the first branch after the script. Records the branches and their weight."""
 
     def __init__(self, script: Sequence[int] = ()) -> None:
         self.script = list(script)
@@ -42,8 +42,8 @@ class Oracle:
         self.weight *= Fraction(weights[live[branch]]) / sum(weights)
         return live[branch]
 
-    def token(self, law: Sequence[Any], *, depth: int) -> int:
-        return self.pick(law)
+    def token(self, probs: Sequence[Any], *, depth: int) -> int:
+        return self.pick(probs)
 
     def coin(self, part: Any, whole: Any, *, depth: int, node: int) -> bool:
         if part >= whole:
@@ -59,7 +59,7 @@ class Oracle:
 
 
 class ReusedCoins(Oracle):
-    """The fault of keying coins by position alone: one uniform per position, read again by a later step."""
+    """A planted fault: coins are keyed by position alone, so a later step reads the same uniform number again."""
 
     def __init__(self, script: Sequence[int] = ()) -> None:
         super().__init__(script)
@@ -73,7 +73,7 @@ class ReusedCoins(Oracle):
         return below
 
 
-def law(program: Callable[[Any], Hashable], oracle: type[Oracle] = Oracle) -> dict[Any, Fraction]:
+def distribution(program: Callable[[Any], Hashable], oracle: type[Oracle] = Oracle) -> dict[Any, Fraction]:
     """outcome -> probability, over every branch of the program."""
     result: dict[Any, Fraction] = {}
     script: list[int] | None = []
@@ -90,31 +90,31 @@ def total_variation(a: dict[Any, Fraction], b: dict[Any, Fraction]) -> float:
     return float(sum(abs(a.get(k, Fraction(0)) - b.get(k, Fraction(0))) for k in {*a, *b}) / 2)
 
 
-# Toy models: laws that depend on the whole text before, with every kind of corner.
+# Toy models: distributions that depend on the whole text before, with every kind of special case.
 
 KINDS = ("random", "zeros", "ties", "one-hot q", "one-hot p", "disjoint", "equal")
 
 
 class Toy:
-    """A target p and a drafter's q, laws of the next token given a text; drawn at random, once for each text."""
+    """A target's p and a drafter's q: distributions of the next token given a text, drawn at random once for each text."""
 
     def __init__(self, seed: int, kind: str = "random", vocab: int = 3) -> None:
         self.seed, self.kind, self.vocab = seed, kind, vocab
-        self._laws: dict[Text, tuple[Law, Law]] = {}
+        self._known: dict[Text, tuple[Probs, Probs]] = {}
 
-    def p(self, text: Text) -> Law:
+    def p(self, text: Text) -> Probs:
         return self._at(text)[0]
 
-    def q(self, text: Text) -> Law:
+    def q(self, text: Text) -> Probs:
         return self._at(text)[1]
 
-    def _at(self, text: Text) -> tuple[Law, Law]:
-        if text not in self._laws:
+    def _at(self, text: Text) -> tuple[Probs, Probs]:
+        if text not in self._known:
             rng = random.Random(f"{self.seed} {self.kind} {text}")
-            self._laws[text] = self._make(rng)
-        return self._laws[text]
+            self._known[text] = self._make(rng)
+        return self._known[text]
 
-    def _make(self, rng: random.Random) -> tuple[Law, Law]:
+    def _make(self, rng: random.Random) -> tuple[Probs, Probs]:
         n, kind = self.vocab, self.kind
         if kind == "disjoint":
             mine = set(rng.sample(range(n), rng.randint(1, n - 1)))
@@ -130,59 +130,59 @@ class Toy:
         return (p, p) if kind == "equal" else (p, q)
 
 
-def normal(weights: Sequence[int]) -> Law:
+def normal(weights: Sequence[int]) -> Probs:
     total = sum(weights)
     return [Fraction(w, total) for w in weights] if total else [Fraction(1, len(weights))] * len(weights)
 
 
-def point(token: int, vocab: int) -> Law:
+def point(token: int, vocab: int) -> Probs:
     return [Fraction(i == token) for i in range(vocab)]
 
 
 def toys(count: int, vocab: int = 3) -> Iterator[Toy]:
-    """`count` instances, going round the kinds."""
+    """`count` toys, of all kinds in turn."""
     for seed, kind in zip(range(count), itertools.cycle(KINDS), strict=False):
         yield Toy(seed, kind, vocab)
 
 
 # Drafters: (toy, text, choose) -> (tokens, parents, q of the children of each node). Node 0 is the root.
 
-Drafted = tuple[list[int], list[int], list[Law]]
+Drafted = tuple[list[int], list[int], list[Probs]]
 Drafter = Callable[[Toy, Text, Any], Drafted]
 
 
 def drawn_chain(
     gamma: int,
-    stop: Callable[[Text, Text, Any], bool] = lambda text, guesses, choose: False,
+    stop: Callable[[Text, Text, Any], bool] = lambda text, drafted, choose: False,
     length: int | None = None,
 ) -> Drafter:
-    """Draws guesses from q, up to gamma; `stop(text, guesses, choose)` may end the chain before the next is drawn.
+    """Draws up to gamma tokens from q. `stop(text, drafted, choose)` may end the chain before the next draw.
 
-    length: where the text ends; no guess is drawn that could not be kept, as the real loop clips its budgets. Without
+    length: where the text ends. No token is drawn that could not be committed, as the real loop clips its budgets. Without
     it the last step overshoots, which must not matter either.
     """
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
-        guesses: Text = ()
-        laws = []
+        drafted: Text = ()
+        q = []
         room = gamma if length is None else min(gamma, length - len(text) - 1)
-        while len(guesses) < room and not stop(text, guesses, choose):
-            laws.append(toy.q(text + guesses))
-            guesses += (choose.pick(laws[-1]),)
-        return [0, *guesses], list(range(-1, len(guesses))), laws
+        while len(drafted) < room and not stop(text, drafted, choose):
+            q.append(toy.q(text + drafted))
+            drafted += (choose.pick(q[-1]),)
+        return [0, *drafted], list(range(-1, len(drafted))), q
 
     return draft
 
 
 def chosen_chain(gamma: int) -> Drafter:
-    """Guesses the largest of q, a choice and not a draw: q is all mass on the guess."""
+    """Proposes the largest of q: a choice, not a draw, so the declared q has all its mass on the token."""
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
-        guesses: Text = ()
+        drafted: Text = ()
         for _ in range(gamma):
-            q = toy.q(text + guesses)
-            guesses += (q.index(max(q)),)
-        return [0, *guesses], list(range(-1, gamma)), [point(g, toy.vocab) for g in guesses]
+            q = toy.q(text + drafted)
+            drafted += (q.index(max(q)),)
+        return [0, *drafted], list(range(-1, gamma)), [point(token, toy.vocab) for token in drafted]
 
     return draft
 
@@ -196,9 +196,9 @@ def by_level(*widths: int) -> Width:
 
 
 def grown_tree(width: Width, siblings: Siblings, length: int | None = None) -> Drafter:
-    """Children chosen from q or drawn from it, as `siblings` says; level by level, and each node's at once.
+    """Children chosen from q or drawn from it, as `siblings` says; level by level, all children of a node together.
 
-    length: where the text ends, as for `drawn_chain`. Fewer children where q has fewer tokens.
+    length: where the text ends, as for `drawn_chain`. A node has fewer children if q has fewer tokens.
     """
 
     def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
@@ -219,7 +219,7 @@ def grown_tree(width: Width, siblings: Siblings, length: int | None = None) -> D
     return draft
 
 
-def children_of(q: Law, width: int, siblings: Siblings, choose: Any) -> list[int]:
+def children_of(q: Probs, width: int, siblings: Siblings, choose: Any) -> list[int]:
     """Up to `width` tokens, chosen or drawn from q as `siblings` says."""
     best = sorted(range(len(q)), key=lambda t: -q[t])[:width]
     if siblings is Siblings.POINT or not width:
@@ -245,12 +245,12 @@ RULES: dict[str, Rule] = {name: verifier.reference for name, verifier in VERIFIE
 
 
 def judging(rule: str, siblings: Siblings) -> Rule:
-    """The reference of a verifier, with how siblings were made filled in."""
+    """The reference of a verifier for one way of making siblings."""
     return functools.partial(VERIFIERS[rule].reference, siblings=siblings)
 
 
 def node_texts(text: Text, tokens: Sequence[int], parents: Sequence[int]) -> list[Text]:
-    """The text at every node: what is committed, and the node's ancestors and itself."""
+    """The text at every node: the committed text, the node's ancestors and the node."""
     texts = [text]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         texts.append((*texts[parent], token))
@@ -259,14 +259,14 @@ def node_texts(text: Text, tokens: Sequence[int], parents: Sequence[int]) -> lis
 
 def step(toy: Toy, rule: Rule, drafter: Drafter, text: Text, choose: Any) -> Text:
     """One draft-verify round: the tokens it commits."""
-    tokens, parents, laws = drafter(toy, text, choose)
+    tokens, parents, q = drafter(toy, text, choose)
     texts = node_texts(text, tokens, parents)
-    path, token = rule(tokens, parents, lambda n: toy.p(texts[n]), lambda n: laws[n], choose)
+    path, token = rule(tokens, parents, lambda n: toy.p(texts[n]), lambda n: q[n], choose)
     return (*(tokens[n] for n in path[1:]), token)
 
 
 def speculate(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> Callable[[Any], Text]:
-    """The program that writes `length` tokens in as many steps as it takes; the last step may overshoot."""
+    """The program that writes `length` tokens in as many steps as needed. The last step may overshoot."""
 
     def program(choose: Any) -> Text:
         text: Text = ()
@@ -279,15 +279,17 @@ def speculate(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> Callable[[
 
 
 def composed(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> dict[Text, Fraction]:
-    """The law of `speculate`, one step at a time: the choices of a step depend on nothing but the text before it, so the
-    law of a run is the product of the laws of its steps. Much faster; `test_oracle` checks that it is the same law.
+    """The distribution of `speculate`, one step at a time.
+
+    The choices of a step depend on the text before it alone, so the distribution of a run is the product over its steps. This
+    is much faster. `test_oracle` checks that the distribution is the same.
     """
     done: dict[Text, Fraction] = {}
     open_texts: dict[Text, Fraction] = {(): Fraction(1)}
     while open_texts:
         text = min(open_texts, key=len)  # all ways to this text have been added up
         weight = open_texts.pop(text)
-        for new, mass in law(lambda choose, text=text: step(toy, rule, drafter, text, choose)).items():
+        for new, mass in distribution(lambda choose, text=text: step(toy, rule, drafter, text, choose)).items():
             longer = (text + new)[:length]
             bucket = done if len(longer) == length else open_texts
             bucket[longer] = bucket.get(longer, Fraction(0)) + weight * mass
@@ -295,7 +297,7 @@ def composed(toy: Toy, rule: Rule, drafter: Drafter, length: int) -> dict[Text, 
 
 
 def plain(toy: Toy, length: int) -> dict[Text, Fraction]:
-    """The law of plain decoding: the product of the target's own laws."""
+    """The distribution of plain decoding: the product of the target's own distributions."""
     result: dict[Text, Fraction] = {(): Fraction(1)}
     for _ in range(length):
         result = {

@@ -1,7 +1,7 @@
-"""A language model that fits on a page: the law of the next token is a table over the last few tokens, in float64.
+"""A language model that fits on a page: the logits of the next token come from a table over the last few tokens, in float64.
 
-It keeps the tokens themselves in the slot cache and reads its context back from there, so a wrong commit, a wrong position
-or a rejected node left behind changes what it says. For tests, docs and explaining; exact on every machine.
+It stores the tokens themselves in the slot cache and reads its context from there. So a wrong commit, a wrong position or a
+rejected node left in the cache changes its output. For tests, docs and explaining; exact on every machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from outrider.models.nodes import Nodes
 
 
 class ToyModel(BaseModel):
-    """logits(context) = table[hash of the last `order` tokens]. `error` blends in another table: a draft for this model."""
+    """logits(context) = table[hash of the last `order` tokens].
+
+    error: how much of another table is added. A model with the same seed and an error is a draft model for this one.
+    scale: standard deviation of the logits.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class ToyModel(BaseModel):
         return SlotCache(num_slots, max_length)
 
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
-        """See `LanguageModel.forward`. Every tap is the same feature: the index of the table's line."""
+        """See `LanguageModel.forward`. Every tap is the same feature: the index of the table's line, float64."""
         nodes.cache.reserve(nodes.slots, nodes.total)
         stored, _ = nodes.cache.layer(0, (1, 1), (1, 1), self.table)
         for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):

@@ -21,14 +21,14 @@ from outrider.verify.reference import Number
 
 @dataclass(frozen=True)
 class Coin:
-    """It accepts if value < chance. value: uniform noise in (0, 1)."""
+    """It accepts if value < probability. value: uniform noise in (0, 1)."""
 
     value: float
-    chance: float
+    probability: float
 
     @property
     def accepts(self) -> bool:
-        return self.value < self.chance
+        return self.value < self.probability
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class ExplainedNode:
     def _why_coin(self, coin: Coin | None, limit: str) -> str:
         if coin is None or (self.accepted and not coin.accepts):
             return "accepted: a token below it was accepted"
-        value, chance = f"its coin {coin.value:.3f}", f"{limit}, {coin.chance:.3f}"
-        return f"accepted: {value} is below {chance}" if self.accepted else f"rejected: {value} is not below {chance}"
+        value, bound = f"its coin {coin.value:.3f}", f"{limit}, {coin.probability:.3f}"
+        return f"accepted: {value} is below {bound}" if self.accepted else f"rejected: {value} is not below {bound}"
 
     def _why_sample(self, seen: Evidence, show: Callable[[int], str]) -> str:
         own = _odds(self.p, seen.noise)

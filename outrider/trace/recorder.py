@@ -40,7 +40,7 @@ from outrider.trace.records import (
     TraceLine,
 )
 
-# Sampling parameters that tell nothing about a text.
+# Sampling parameters that say nothing about a text.
 _NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "min_tokens", "max_tokens", "ignore_eos", "n",
@@ -174,7 +174,8 @@ class Recorder:
             "path": path,
             "token": token,
             "budget": step.budgets[b].parts,
-            "note": (draft.notes[b] if draft.notes else None) or None,
+            # a note is any object, and str words it
+            "note": str(draft.notes[b]) if draft.notes and draft.notes[b] is not None else None,
         }
         if self.detail is Detail.PROBS:
             more |= self._probs(step, b, row, nodes)

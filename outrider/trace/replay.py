@@ -1,9 +1,9 @@
-"""Computes a recorded step again, by the loop's own parts, and says why each guess was kept or refused.
+"""Computes a recorded step again, with the loop's own parts, and says why each draft token was accepted or rejected.
 
-What cannot be computed is in the trace: the text before the step, the draft, the seed. What can be is computed here: the
-target's laws, the noise, the verdict, the tokens. Under a model whose rows do not depend on their neighbours it is all equal
-bit for bit; where something is not, the replay says what. Verifiers that divide by the draft's law need it, and then the
-drafter is asked again; what it proposes must be the tree that was recorded.
+The trace has what cannot be computed: the text before the step, the draft and the seed. The replay computes the rest: the
+target's distributions, the noise, the verdict and the tokens. With a batch-invariant model all is equal bit for bit. The replay
+names what is not. Verifiers that divide by the draft's distribution need it. Then the drafter is asked again, and it must
+propose the tree that was recorded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from outrider.verify import VERIFIERS
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A step, computed again. written: the tokens it added. differs: what is not as recorded, in words; () if all is.
+    """A step, computed again.
 
-    nodes: the draft's, with law, noise and reason. before: prompt and text that the step continues.
+    nodes: the draft's nodes, with distribution, noise and reason. path: the accepted nodes. token: drawn at the last of them.
+    written: the tokens that the step added. before: the prompt and the text that the step continues. differs: what is not as
+    recorded, in words; () if all is equal.
     """
 
     text: TracedText
@@ -53,13 +55,13 @@ class Replay:
 def replay(
     trace: Trace, decoder: Decoder, step: int, request: int | None = None, mask: TokenMask | None = None
 ) -> Replay:
-    """Step `step` of a request (the only one, if none is named), computed again in a free row of `decoder`.
+    """Compute step `step` of a request again, in a free slot of `decoder`. request: its id; None for the only one.
 
-    decoder: of the model that the trace was made with, as in `LLM(...).decoder`; its verifier and lengths do not matter, its
-    drafter only where the verifier needs the draft's law. mask: the grammar that the request was held to, if it was.
+    decoder: with the model of the trace, as in `LLM(...).decoder`. Its verifier and draft lengths do not matter. Its drafter
+    matters only if the verifier needs the draft's distribution. mask: the grammar of the request, if it had one.
 
-    Raises ValueError for a step that is not there, a trace without tokens, another model, a missing grammar, and a drafter
-    that proposes something else now; IndexError when no row of the decoder is free.
+    Raises ValueError for a step that does not exist, a trace without tokens, another model, a missing grammar, or a drafter
+    that proposes another tree now. Raises IndexError if no slot of the decoder is free.
     """
     text = trace.text(request)
     recorded = text.step(step)
@@ -92,12 +94,12 @@ def _check(trace: Trace, text: TracedText, decoder: Decoder, mask: TokenMask | N
         raise ValueError(f"{trace.path} names the verifier {header.verifier!r}; there are {', '.join(VERIFIERS)}")
     if text.request.grammar and mask is None:
         raise ValueError(
-            f"request {text.id} was held to a grammar, which a trace does not hold; give it: replay(..., mask=...)"
+            f"request {text.id} had a grammar, which a trace does not contain; give it: replay(..., mask=...)"
         )
 
 
 def _asked(text: TracedText, mask: TokenMask | None) -> Asked:
-    """The request, as the loop takes it."""
+    """The request, in the form that the loop takes."""
     bad = tuple(tuple(word) for word in text.request.bad_words or ())
     params = text.request.sampling.with_(prompt_logprobs=None, logprobs=None)
     return Asked(text.id, text.prompt, params, text.request.seed, bad, (), mask)
@@ -118,7 +120,7 @@ def _computed(trace: Trace, text: TracedText, step: StepRecord, decoder: Decoder
             f"the draft of step {step.step} begins at token {step.tokens[0]}, the text ends in {before[-1]}"
         )
     if verifier.needs_probs and step.drafted and step.siblings != Siblings.POINT.name:
-        batch = DraftContext(
+        context = DraftContext(
             slots=[row.slot],
             tokens=[row.tokens],
             budgets=[Budget(*step.budget)],
@@ -130,15 +132,15 @@ def _computed(trace: Trace, text: TracedText, step: StepRecord, decoder: Decoder
             predictions=[()],
             cache=decoder.cache,
         )
-        draft = _proposed(decoder, batch, draft, step)
+        draft = _proposed(decoder, context, draft, step)
     draft = draft.to(device)
     out = decoder.target.forward(Nodes(draft.tokens, decoder.cache, [row.slot], draft.parents))
     position = torch.tensor([len(before)], device=device)
-    laws = LogitsDistribution(out.logits, draft, warp)
-    verdict = verifier(laws, draft, noise, position)
+    target = LogitsDistribution(out.logits, draft, warp)
+    verdict = verifier(target, draft, noise, position)
     path = [n for n in verdict.path[0].tolist() if n >= 0]
-    likely = target_probs(laws, draft.nodes)
-    nodes = explain(verifier, laws, draft, noise, position, verdict, likely)
+    likely = target_probs(target, draft.nodes)
+    nodes = explain(verifier, target, draft, noise, position, verdict, likely)
     written = _written(row, [*(step.tokens[n] for n in path[1:]), int(verdict.token[0])])
     differs = _differences(step, draft, verdict, path, written, likely)
     return Replay(
@@ -146,15 +148,16 @@ def _computed(trace: Trace, text: TracedText, step: StepRecord, decoder: Decoder
     )
 
 
-def _proposed(decoder: Decoder, batch: DraftContext, recorded: Draft, step: StepRecord) -> Draft:
-    """The draft with the laws it was drawn from, which only the drafter knows. Raises ValueError if it is another now."""
+def _proposed(decoder: Decoder, context: DraftContext, recorded: Draft, step: StepRecord) -> Draft:
+    """The draft with its probs, which only the drafter knows. Raises ValueError if the drafter proposes another draft now."""
     kinds = {kind.name: kind for kind in Siblings}
-    draft = decoder.drafter.propose(batch)
+    draft = decoder.drafter.propose(context)
     same = torch.equal(draft.tokens.cpu(), recorded.tokens) and torch.equal(draft.parents.cpu(), recorded.parents)
     if not same or draft.siblings is not kinds.get(str(step.siblings)) or draft.probs is None:
         raise ValueError(
-            f"the verifier needs the law that the guesses were drawn from, and {type(decoder.drafter).__name__} proposes "
-            "another tree now; load the model with the trace's speculative_config, or trace with verifier='match'"
+            "the verifier needs the distributions that the draft tokens were drawn from, and "
+            f"{type(decoder.drafter).__name__} proposes another tree now; load the model with the trace's speculative_config, "
+            "or trace with verifier='match'"
         )
     return replace(draft, notes=())
 
@@ -187,19 +190,20 @@ def _differences(
         out.append(f"token {token} is drawn after them, recorded is {step.token}")
     if written != step.written and not out:
         out.append(f"{len(written)} tokens are written, recorded are {step.committed}")
-    known = (("target", likely, step.target_law), ("draft", _laws(draft.probs), step.draft_law))
+    known = (("target", likely, step.target_law), ("draft", _tops(draft.probs), step.draft_law))
     for name, now, then in known:
         if now is None or then is None:
             continue
         wrong = [n for n, (a, b) in enumerate(zip(now, then, strict=True)) if a != b]
         if wrong:
             gap = max(_gap(now[n], then[n]) for n in wrong)
-            out.append(f"the {name}'s law differs at {len(wrong)} of {len(now)} nodes, by {gap:.2g} at most")
+            out.append(f"the {name}'s probabilities differ at {len(wrong)} of {len(now)} nodes, by at most {gap:.2g}")
     return out
 
 
-def _laws(probs: Tensor | None) -> list[list[tuple[int, float]]] | None:
-    return None if probs is None else [top(law) for law in probs[0]]
+def _tops(probs: Tensor | None) -> list[list[tuple[int, float]]] | None:
+    """The most likely tokens at each node of a draft of one sequence; probs: float32 [1, node, vocab]."""
+    return None if probs is None else [top(distribution) for distribution in probs[0]]
 
 
 def _gap(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) -> float:

@@ -136,7 +136,7 @@ VERIFIERS: dict[str, Verifier] = {
             draft_stream=Stream.DRAFT,
             needs_probs=True,
             trees=False,
-            explains_by="the chance of its chain",
+            explains_by="the probability of its chain",
             help="judge a chain as a whole: the distribution of plain decoding, accepts at least as much as rejection",
         ),
         Verifier(
@@ -147,7 +147,7 @@ VERIFIERS: dict[str, Verifier] = {
             draft_stream=Stream.DRAFT,
             needs_probs=True,
             trees=True,
-            explains_by="the chance of its path",
+            explains_by="the probability of its path",
             help="judge a tree from its leaves up: the distribution of plain decoding; on a chain it equals block",
         ),
     )

@@ -11,8 +11,8 @@ from outrider.testing.oracle import (
     Toy,
     chosen_chain,
     composed,
+    distribution,
     drawn_chain,
-    law,
     plain,
     speculate,
     toys,
@@ -22,7 +22,7 @@ F = Fraction
 
 
 def test_two_dice():
-    sums = law(lambda choose: choose.pick([1] * 6) + choose.pick([1] * 6) + 2)
+    sums = distribution(lambda choose: choose.pick([1] * 6) + choose.pick([1] * 6) + 2)
     assert sums == {s: F(6 - abs(s - 7), 36) for s in range(2, 13)}
 
 
@@ -31,16 +31,21 @@ def test_a_choice_may_depend_on_an_earlier_one():
         first = choose.coin(F(1, 3), F(1), depth=1, node=1)
         return (first, choose.pick([1, 2, 3])) if first else (first, None)
 
-    assert law(program) == {(True, 0): F(1, 18), (True, 1): F(1, 9), (True, 2): F(1, 6), (False, None): F(2, 3)}
+    assert distribution(program) == {
+        (True, 0): F(1, 18),
+        (True, 1): F(1, 9),
+        (True, 2): F(1, 6),
+        (False, None): F(2, 3),
+    }
 
 
 def test_weights_need_no_normalising_and_zero_is_never_taken():
-    assert law(lambda choose: choose.token([F(0), F(3), F(0), F(1)], depth=1)) == {1: F(3, 4), 3: F(1, 4)}
+    assert distribution(lambda choose: choose.token([F(0), F(3), F(0), F(1)], depth=1)) == {1: F(3, 4), 3: F(1, 4)}
 
 
 @pytest.mark.parametrize(("part", "whole", "chance"), [(1, 3, F(1, 3)), (5, 3, F(1)), (0, 3, F(0)), (0, 0, F(0))])
 def test_a_coin_is_the_clipped_ratio(part, whole, chance):
-    heads = law(lambda choose: choose.coin(F(part), F(whole), depth=1, node=1))
+    heads = distribution(lambda choose: choose.coin(F(part), F(whole), depth=1, node=1))
     assert heads.get(True, F(0)) == chance
 
 
@@ -54,7 +59,7 @@ def test_reused_coins_are_one_uniform():
     def program(choose):
         return choose.coin(F(1, 3), F(1), depth=1, node=1), choose.coin(F(2, 3), F(1), depth=1, node=2)
 
-    fresh, reused = law(program), law(program, ReusedCoins)
+    fresh, reused = distribution(program), distribution(program, ReusedCoins)
     assert fresh[True, False] == F(1, 9)
     assert reused == {(True, True): F(1, 3), (False, True): F(1, 3), (False, False): F(1, 3)}
 
@@ -68,16 +73,16 @@ def test_plain_is_the_law_of_the_plain_program():
             text += (choose.token(toy.p(text), depth=1),)
         return text
 
-    assert law(program) == plain(toy, 4)
+    assert distribution(program) == plain(toy, 4)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_composing_steps_gives_the_law_of_the_whole_program(rule):
     for toy in toys(7):
         for drafter in (drawn_chain(1), chosen_chain(2)):
-            assert composed(toy, RULES[rule], drafter, 3) == law(speculate(toy, RULES[rule], drafter, 3))
+            assert composed(toy, RULES[rule], drafter, 3) == distribution(speculate(toy, RULES[rule], drafter, 3))
     toy = Toy(0)
-    assert composed(toy, RULES[rule], drawn_chain(2), 2) == law(speculate(toy, RULES[rule], drawn_chain(2), 2))
+    assert composed(toy, RULES[rule], drawn_chain(2), 2) == distribution(speculate(toy, RULES[rule], drawn_chain(2), 2))
 
 
 def test_toys_hold_every_corner():

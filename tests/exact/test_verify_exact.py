@@ -15,10 +15,10 @@ from outrider.testing.oracle import (
     children_of,
     chosen_chain,
     composed,
+    distribution,
     drawn_chain,
     grown_tree,
     judging,
-    law,
     plain,
     point,
     speculate,
@@ -78,7 +78,7 @@ def test_longer_chains_keep_the_law(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_whole_program_keeps_the_law(rule):
     for toy in toys(7):
-        assert law(speculate(toy, RULES[rule], drawn_chain(1), 3)) == plain(toy, 3), toy.kind
+        assert distribution(speculate(toy, RULES[rule], drawn_chain(1), 3)) == plain(toy, 3), toy.kind
 
 
 def lopsided(path):
@@ -215,7 +215,7 @@ def test_match_writes_the_targets_own_tokens_for_a_drafter_that_sees_them(habit)
         return program
 
     for toy in toys(42):
-        outcomes = law(program_of(toy, 2))
+        outcomes = distribution(program_of(toy, 2))
         assert all(speculative == plain_text for speculative, plain_text in outcomes)
         assert {text: mass for (text, _), mass in outcomes.items()} == plain(toy, 2), toy.kind
 
@@ -271,7 +271,7 @@ def test_coupled_match_is_exact_with_one_noise_for_both():
                 plain_text += (greedy.choice(plain_text),)
             return text[:3], plain_text
 
-        outcomes = law(program)
+        outcomes = distribution(program)
         assert all(speculative == plain_text for speculative, plain_text in outcomes)
         assert {text: mass for (text, _), mass in outcomes.items()} == plain(toy, 3)
 
@@ -300,7 +300,7 @@ def emitted(toy, rule, gamma):
 
 
 def expected_length(toy, rule, drafter):
-    return sum(n * mass for n, mass in law(lambda choose: len(step(toy, rule, drafter, (), choose))).items())
+    return sum(n * mass for n, mass in distribution(lambda choose: len(step(toy, rule, drafter, (), choose))).items())
 
 
 def test_the_example_of_the_block_paper():
@@ -326,7 +326,9 @@ def test_all_rules_agree_on_chosen_guesses():
     """With one-hot q the ratio test keeps a guess with probability p(x), as matching does, and block gains nothing."""
     for toy in toys(14):
         drafter = chosen_chain(2)
-        outcome = [law(lambda choose, rule=rule: step(toy, rule, drafter, (), choose)) for rule in RULES.values()]
+        outcome = [
+            distribution(lambda choose, rule=rule: step(toy, rule, drafter, (), choose)) for rule in RULES.values()
+        ]
         assert all(other == outcome[0] for other in outcome), toy.kind
 
 

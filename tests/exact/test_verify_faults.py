@@ -18,10 +18,10 @@ from outrider.testing.oracle import (
     Toy,
     by_level,
     composed,
+    distribution,
     drawn_chain,
     grown_tree,
     judging,
-    law,
     normal,
     plain,
     speculate,
@@ -180,13 +180,14 @@ def test_block_with_coins_read_again_by_the_next_step():
     drafter = drawn_chain(2)
     toys = TOYS[:5]
     distance = [
-        total_variation(law(speculate(toy, reference_block, drafter, 2), ReusedCoins), plain(toy, 2)) for toy in toys
+        total_variation(distribution(speculate(toy, reference_block, drafter, 2), ReusedCoins), plain(toy, 2))
+        for toy in toys
     ]
     assert sum(d > 0 for d in distance) >= 3
     assert max(distance) > 0.005
     for toy in toys[:2]:  # silent with fresh coins; and under rejection, which never looks beyond what it refuses
-        assert law(speculate(toy, reference_block, drafter, 2), Oracle) == plain(toy, 2)
-        assert law(speculate(toy, reference_rejection, drafter, 2), ReusedCoins) == plain(toy, 2)
+        assert distribution(speculate(toy, reference_block, drafter, 2), Oracle) == plain(toy, 2)
+        assert distribution(speculate(toy, reference_rejection, drafter, 2), ReusedCoins) == plain(toy, 2)
 
 
 def caught_on_trees(faulty, rule, siblings, *widths, vocab=3):
@@ -326,5 +327,5 @@ def test_a_weak_inequality_keeps_what_the_target_never_says(rule, strict):
             return u * whole < part if strict else u * whole <= part
 
     toy = Toy(1, "disjoint")
-    texts = law(speculate(toy, rule, drawn_chain(2), 2), Zero)
+    texts = distribution(speculate(toy, rule, drawn_chain(2), 2), Zero)
     assert (set(texts) <= set(plain(toy, 2))) is strict

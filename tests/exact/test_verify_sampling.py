@@ -14,7 +14,7 @@ from scipy.stats import chi2
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Draft, Siblings
 from outrider.drafters.model.children import children
-from outrider.testing.oracle import RULES, Toy, by_level, drawn_chain, grown_tree, judging, law, plain
+from outrider.testing.oracle import RULES, Toy, by_level, distribution, drawn_chain, grown_tree, judging, plain
 from outrider.verify import VERIFIERS, FixedDistribution
 from outrider.verify.batched import draw
 
@@ -114,7 +114,7 @@ def test_one_step_has_the_law_that_the_oracle_says(name):
         return (len(kept), *kept, *[0] * (GAMMA - len(kept)), token)
 
     _, first = simulate(toy, name, 1, stream=Stream.DRAFT, samples=SAMPLES // 2)
-    assert p_value(first, law(program)) > 1e-3
+    assert p_value(first, distribution(program)) > 1e-3
 
 
 @pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.DRAFT], ids=["coupled", "independent"])
@@ -171,7 +171,7 @@ def tree_law(toy, name, kind):
         path, token = rule(tokens, parents, lambda n: toy.p(texts[n]), lambda n: laws[n], choose)
         return len(path) - 1, *(*(tokens[n] for n in path[1:]), token, 0)[:2]
 
-    return law(program)
+    return distribution(program)
 
 
 DRAWN = [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED]

@@ -15,7 +15,7 @@ from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
-from outrider.testing.contract import check_drafter, context, guesses
+from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -123,9 +123,9 @@ def test_a_declared_law_is_the_law_that_was_drawn_from(error: float) -> None:
     made = ModelDrafter(draft, 2, 100).propose(ask)
     assert made.probs is not None
     for b, tokens in enumerate(ask.tokens):
-        for node, (token, parent) in enumerate(guesses(made, b)):
+        for node, (token, parent) in enumerate(made.host[b]):
             if node:
-                before = [*tokens, *(t for t, _ in guesses(made, b)[1:node])]
+                before = [*tokens, *(t for t, _ in made.host[b][1:node])]
                 logits = draft.forward(Nodes(torch.tensor([before]), draft.new_cache(1, 50), [0]), want="last").logits[
                     :, 0
                 ]

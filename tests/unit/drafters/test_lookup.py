@@ -19,7 +19,7 @@ from outrider.drafters.lookup.corpus import Corpus
 from outrider.drafters.lookup.mixture import Context, TextSource, grow
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
-from outrider.testing.contract import check_drafter, context, guesses
+from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -27,7 +27,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
 def proposed(drafter: Drafter, tokens: list[int], budget: Budget) -> list[tuple[int, int]]:
-    return guesses(drafter.propose(context([0], [tokens], [budget], SamplingParams())), 0)
+    return drafter.propose(context([0], [tokens], [budget], SamplingParams())).host[0]
 
 
 def chain_of(drafter: Drafter, tokens: list[int], depth: int = 8) -> list[int]:

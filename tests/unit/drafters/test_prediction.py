@@ -15,7 +15,7 @@ from outrider.control import Fixed
 from outrider.core.types import Budget
 from outrider.decode import Request
 from outrider.drafters.lookup.prediction import Alignment, PredictionDrafter
-from outrider.testing.contract import check_drafter, context, guesses
+from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -23,11 +23,11 @@ DEPTH = 16
 
 
 def written(prediction: list[int], answer: list[int], depth: int = DEPTH, width: int = 1) -> tuple[int, int]:
-    """(steps, guesses) it takes to write an answer with this prediction."""
+    """(steps) it takes to write an answer with this prediction."""
     drafter, text, steps, drafted = PredictionDrafter(prediction), [9999], 0, 0
     while len(text) - 1 < len(answer):
         ask = context([0], [list(text)], [Budget(depth, width)], SamplingParams())
-        nodes, at = guesses(drafter.propose(ask), 0), 0
+        nodes, at = drafter.propose(ask).host[0], 0
         steps, drafted = steps + 1, drafted + len(nodes) - 1
         following = answer[len(text) - 1 :]
         for token in following:
@@ -130,7 +130,7 @@ def test_with_width_a_doubtful_replacement_is_offered_beside_the_old_text() -> N
     assert [(t, n) for t, n, _ in found.source.following(found.state)[1]] == [(70, 9), (7, 1)]
     drafter = PredictionDrafter([7, *range(10, 20), 7, *range(20, 30)], least=0.05)
     ask = context([0], [[99, 70, *range(10, 20)]], [Budget(3, 2, 6)], SamplingParams())
-    assert {t for t, p in guesses(drafter.propose(ask), 0) if p == 0} == {70, 7}
+    assert {t for t, p in drafter.propose(ask).host[0] if p == 0} == {70, 7}
 
 
 def test_rows_have_predictions_of_their_own() -> None:
@@ -138,7 +138,7 @@ def test_rows_have_predictions_of_their_own() -> None:
     ask = context([0, 1, 2], [[50], [50], [50, 7]], [Budget(2)] * 3, SamplingParams())
     object.__setattr__(ask, "predictions", [(), (5, 6, 7), (7, 8, 9)])
     draft = drafter.propose(ask)
-    assert [[t for t, _ in guesses(draft, b)[1:]] for b in range(3)] == [[1, 2], [5, 6], [8, 9]]
+    assert [[t for t, _ in draft.host[b][1:]] for b in range(3)] == [[1, 2], [5, 6], [8, 9]]
     check_drafter(lambda: PredictionDrafter([*range(40)] * 2), 100, 0, draws=False)
     assert written([], [1, 2, 3]) == (3, 0)
 

@@ -18,7 +18,7 @@ from outrider.drafters.base import DraftContext
 from outrider.drafters.combine.merge import NodeList, join, united
 from outrider.drafters.combine.router import DrafterRouter, _Record
 from outrider.params import SamplingParams
-from outrider.testing.contract import context, guesses
+from outrider.testing.contract import context
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -143,7 +143,7 @@ def test_one_that_boasts_does_not_crowd_out_the_others(temperature: float) -> No
 def test_a_row_that_drafts_nothing_says_so() -> None:
     router = DrafterRouter({"ngram": NgramDrafter(2, 3)})
     draft = router.propose(context([0], [[1, 2, 3]], [Budget(4)], SamplingParams()))
-    assert guesses(draft, 0) == [(3, -1)]
+    assert draft.host[0] == [(3, -1)]
     assert [*map(str, draft.notes)] == ["none drafts: nothing to weigh"]
 
 
@@ -205,8 +205,8 @@ def test_rows_with_and_without_a_law_join() -> None:
     validate(out, VOCAB)
     assert out.probs is not None
     assert out.siblings is Siblings.IID
-    assert guesses(out, 0) == [(1, -1)]
-    assert guesses(out, 1) == [(2, -1), (5, 0)]
+    assert out.host[0] == [(1, -1)]
+    assert out.host[1] == [(2, -1), (5, 0)]
     assert out.probs[2, 0, 7] == 1
     assert out.probs[2, 1, 8] == 1
     other = Draft(drawn.tokens, drawn.parents, drawn.probs, Siblings.WITHOUT_REPLACEMENT)

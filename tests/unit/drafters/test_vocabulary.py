@@ -24,7 +24,7 @@ from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, al
 from outrider.models.base import Output
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
-from outrider.testing.contract import check_drafter, context, guesses
+from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 
 NOTHING = TargetPass(Draft(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), -1)), torch.zeros(1, 1, VOCAB))
@@ -147,8 +147,8 @@ def test_what_is_guessed_does_not_depend_on_the_pieces_that_were_read(way: Way, 
             assert made.missing(1, tokens) == missing - min(missing, count)
         ask = context([1], [tokens], [Budget(3)], SamplingParams(temperature=step % 2), step=step)
         draft = made.propose(ask)
-        chain = [token for token, _ in guesses(draft, 0)[1:]]
-        assert guesses(draft, 0) == guesses(drafter(way, rows=2).propose(ask), 0)
+        chain = [token for token, _ in draft.host[0][1:]]
+        assert draft.host[0] == drafter(way, rows=2).propose(ask).host[0]
         right = chain[: data.draw(st.integers(0, 3))]
         made.update(ask, [Commit([*right, 1], list(range(len(right) + 1)), len(right))], NOTHING)
         tokens = [*tokens, *right, 1]
@@ -180,9 +180,9 @@ def test_a_declared_law_is_the_law_that_was_drawn_from(top_k: int) -> None:
     validate(made, VOCAB)
     for b, tokens in enumerate(ask.tokens):
         read = Spelling(both).read(tokens)
-        for node, (token, parent) in enumerate(guesses(made, b)):
+        for node, (token, parent) in enumerate(made.host[b]):
             if node:
-                extra = [t for t, _ in guesses(made, b)[1:node]]
+                extra = [t for t, _ in made.host[b][1:node]]
                 ids = torch.tensor([[*read, *(both.shared[t] for t in extra)]])
                 own = model.forward(Nodes(ids, model.new_cache(1, 50), [0]), want="last").logits[0, 0]
                 logits = torch.full((1, VOCAB), float("-inf"))
@@ -256,7 +256,7 @@ def test_the_end_of_a_text_can_be_drafted() -> None:
     for way in WAYS:
         params = SamplingParams(temperature=0, allowed_token_ids=[0])
         made = drafter(way).propose(context([0], [[1, 2]], [Budget(1)], params))
-        assert guesses(made, 0)[1:] == [(0, 0)]
+        assert made.host[0][1:] == [(0, 0)]
 
 
 def test_the_better_way_is_found_and_the_other_tried_again() -> None:
@@ -267,7 +267,7 @@ def test_the_better_way_is_found_and_the_other_tried_again() -> None:
         ask = context([0], [text], [Budget(2)], params, step=step)
         draft = made.propose(ask)
         ways.append(made._last)
-        chain = [t for t, _ in guesses(draft, 0)[1:]]
+        chain = [t for t, _ in draft.host[0][1:]]
         right = chain[: 2 if made._last == "slem" else 0]
         made.update(ask, [Commit([*right, 8], list(range(len(right) + 1)), len(right))], NOTHING)
         text = [*text, *right, 8]
