@@ -81,8 +81,11 @@ class LanguageModel(Protocol):
         ...
 
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
-        """The same model with these layers only, over the same weights. It reads and writes those layers of the whole
-        model's caches. Raises ValueError for layers that the model does not have or cannot leave out."""
+        """The same model with these layers only, over the same weights.
+
+        It reads and writes those layers of the whole model's caches. Raises ValueError for layers that the model does not
+        have or cannot leave out.
+        """
         ...
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:

@@ -93,8 +93,9 @@ def fits(name: str, need: Sizes, weights: str | None, where: torch.device) -> No
 def fingerprint(source: Any) -> str:
     """A digest that changes when a model's folder, or another file, is written again.
 
-    It covers names, sizes and times of config.json and the weights. "" for what is not a path here: built-in names, hub
-    names and loaded models."""
+    It covers names, sizes and times of config.json and the weights. "" if it is not a path here: a built-in name, a hub name
+    or a loaded model.
+    """
     path = Path(source).expanduser() if isinstance(source, (str, Path)) else None
     if path is None or not path.exists():
         return ""

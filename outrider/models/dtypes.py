@@ -10,7 +10,9 @@ from outrider.core.suggest import did_you_mean
 
 
 class WeightFormat(NamedTuple):
-    """dtype: None for formats that only the kernels know. bytes: of one weight, scales included. safetensors: its code."""
+    """A precision. dtype: None for formats that only the kernels know. bytes: of one weight, scales included. safetensors: the
+    code of the dtype in a safetensors header.
+    """
 
     dtype: torch.dtype | None
     bytes: float

@@ -1,4 +1,4 @@
-"""Find a model and make it ready: built-in names, local folders, hub names, and models that are loaded already."""
+"""Finds and loads a model: built-in names, local folders, hub names, and model objects."""
 
 from __future__ import annotations
 
@@ -37,21 +37,26 @@ BUILTIN = {
     "builtin:code": "a small Python code model",
     "builtin:code-draft": "its draft model, distilled from it",
 }
-SYNTHETIC = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))  # costs that fit a laptop
-# Seconds that the hub has to answer. transformers would try for half a minute, per file.
+# The sizes that fit a laptop.
+SYNTHETIC = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))
+# Seconds that the hub has to answer. transformers would try for half a minute per file.
 _HUB_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run. name: what was asked for. end_ids: its end tokens. weights: the precision they are kept in."""
+    """A model that is ready to run.
+
+    name: as given to `load`. end_ids: the end tokens. weights: the precision of the weights. source: what `load` was given; a
+    second copy with another precision is loaded from it.
+    """
 
     model: LanguageModel
     name: str
     tokenizer: Any | None
     end_ids: tuple[int, ...]
     weights: str
-    source: str | Path | PreTrainedModel  # what `load` was given: a second copy at another precision starts from it
+    source: str | Path | PreTrainedModel
 
 
 def load(
@@ -62,10 +67,13 @@ def load(
     device: str = "auto",
     quantization: str | None = None,
 ) -> Loaded:
-    """Load a model. Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel, each with what
-    would work, and each before anything large was done.
+    """Load a model.
 
-    dtype: "auto" keeps the checkpoint's own precision. quantization: "int8" or "int4" weights, on the CPU.
+    model: a built-in name, a folder, a hub name or a model object. tokenizer: an object, a folder or a name; None for the
+    model's own. dtype: "auto" keeps the precision of the checkpoint. quantization: "int8" or "int4" weights, on the CPU.
+
+    Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
+    is raised before anything large is done.
     """
     kind = parse_dtype(dtype)
     if quantization not in (None, *QUANTIZATIONS):
@@ -94,7 +102,7 @@ def load(
 
 
 def _prepare(raw: PreTrainedModel, own: bool, where: torch.device, weights: str) -> LanguageModel:
-    if not own:  # moving and converting must not reach the caller's model
+    if not own:  # the caller's model must not be moved or converted
         raw = shared_copy(raw)
     raw.eval()
     if where.type != "cpu":
@@ -131,7 +139,7 @@ def _from_pretrained(
 
 
 def _synthetic(name: str, dtype: str) -> PreTrainedModel:
-    """The built-in model, computed with as many weights as the name says; in bfloat16 if nothing else is asked for."""
+    """The built-in model, computed with as many weights as the name says. dtype "auto" means bfloat16."""
     size = SIZES[name.removeprefix("builtin:code-")]
     kind = "bfloat16" if dtype == "auto" else dtype
     source = LlamaForCausalLM.from_pretrained(DATA / "code", dtype=torch.float32)
@@ -141,8 +149,10 @@ def _synthetic(name: str, dtype: str) -> PreTrainedModel:
 
 
 def _unmap_(raw: PreTrainedModel) -> None:
-    """Weights read from safetensors are views of the mapped file. Linears and experts are repacked and let go of it; one
-    embedding left as it is would keep all of the file in memory beside them."""
+    """Copy the weights that are not repacked out of the mapped file.
+
+    Weights read from safetensors are views of that file. A single view that is left keeps the whole file in memory.
+    """
     repacked = {id(m) for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, (nn.Linear, Conv1D))))}
     for module in raw.modules():
         if id(module) not in repacked:
@@ -151,13 +161,13 @@ def _unmap_(raw: PreTrainedModel) -> None:
 
 
 def _config(name: str, path: str) -> Any:
-    """The configuration, of a causal language model that this transformers knows."""
+    """The model's configuration. Raises unless it is a causal language model that this transformers knows."""
     stored = Path(path, "config.json")
     if stored.exists():
         try:
             given = json.loads(stored.read_text())
         except ValueError as error:
-            raise ValueError(f"{stored} is no JSON ({error}); download it again") from error
+            raise ValueError(f"{stored} is not JSON ({error}); download it again") from error
         kind = given.get("model_type")
         if kind not in CONFIG_MAPPING:
             own = ", and its own code (trust_remote_code) is not run here" if "auto_map" in given else ""
@@ -167,7 +177,7 @@ def _config(name: str, path: str) -> Any:
                 "yourself and give the object: LLM(model)"
             )
         method = (given.get("quantization_config") or {}).get("quant_method")
-        if method not in (None, "mxfp4"):  # transformers writes mxfp4 out as bfloat16 by itself
+        if method not in (None, "mxfp4"):  # transformers itself converts mxfp4 to bfloat16
             raise UnsupportedModel(
                 f"the weights of {name} are quantised by {method}, which outrider does not read; give the unquantised "
                 "model, with quantization='int8' or 'int4' if it should be small"
@@ -184,7 +194,7 @@ def _config(name: str, path: str) -> Any:
 
 
 def _path(name: str) -> str:
-    """A folder to load from, or a hub name that the hub answers to."""
+    """A folder to load from, or a name that the hub knows."""
     if name.startswith("builtin:"):
         if name not in BUILTIN:
             raise ValueError(
@@ -198,30 +208,30 @@ def _path(name: str) -> str:
             raise FileNotFoundError(f"{path} has no config.json; give the folder that save_pretrained wrote")
         return str(path)
     if path.is_file():
-        raise FileNotFoundError(f"{path} is a file; give the folder it lies in, with its config.json beside it")
+        raise FileNotFoundError(f"{path} is a file; give its folder, which must also hold config.json")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"there is no folder {path}; give a model folder, a hub name, or one of {_names()}")
     return _hub(name)
 
 
 def _hub(name: str) -> str:
-    """The name, if the hub has it; the folder of the cached copy, if the hub cannot be asked."""
+    """The name if the hub has it; the folder of the cached copy if the hub cannot be reached."""
     otherwise = f"Give a folder that save_pretrained wrote, or one of {_names()}"
     try:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT)
     except errors.HFValidationError as error:
-        raise ValueError(f"{name!r} is no folder here and cannot be a name on the hub. {otherwise}") from error
+        raise ValueError(f"{name!r} is not a folder here and cannot be a name on the hub. {otherwise}") from error
     except errors.RepositoryNotFoundError as error:
         raise FileNotFoundError(
             f"there is no folder {name!r} here, and no such model on the hub that can be read without logging in; check "
             f"the spelling, or run `hf auth login`. {otherwise}"
         ) from error
-    except Exception as error:  # whatever the hub's client makes of a network that does not answer
+    except Exception as error:  # the hub's client raises many kinds of errors if the network does not answer
         cached = try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str):
             return str(Path(cached).parent)
         raise ConnectionError(
-            f"{name!r} is no folder here, no copy of it is in the hub's cache, and the hub cannot be reached "
+            f"{name!r} is not a folder here, no copy of it is in the hub's cache, and the hub cannot be reached "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no answer'}). {otherwise}; or "
             f"fetch it where there is a network (`hf download {name}`) and bring the folder"
         ) from error
@@ -229,23 +239,23 @@ def _hub(name: str) -> str:
 
 
 def _tokenizer(path: str) -> Any | None:
-    """A model without a tokenizer still continues token ids, so None is no error."""
+    """The tokenizer, or None: a model without one can still continue token ids."""
     try:
         found = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
         return None
-    # of a folder without its files, transformers makes one that knows nothing and encodes every text as no token
+    # for a folder without tokenizer files, transformers makes an empty tokenizer that encodes every text as no token
     return found if len(found) > len(found.all_special_ids) else None
 
 
 def _end_ids(raw: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
-    """The end tokens: what the checkpoint's generation settings say, else its configuration, else its tokenizer."""
-    said = (
+    """The end tokens of the checkpoint's generation settings, else of its configuration, else of its tokenizer."""
+    known = (
         raw.generation_config.eos_token_id if raw.generation_config else None,
         getattr(raw.config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
     )
-    end = next((e for e in said if e is not None), None)
+    end = next((e for e in known if e is not None), None)
     return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
 
 

@@ -1,8 +1,8 @@
 """The native kernels: packed linears, attention over the slot cache, noise, and the fused Llama step.
 
-A shared library behind ctypes. It is compiled with the package, and optional: `available()` tells if it is there, `why()`
-tells why it is not. Every function gives the same bits for any number of rows, neighbours and threads, and for any
-instruction set. Imports torch only.
+A shared library, loaded with ctypes. It is compiled with the package and is optional. `available()` returns whether it is
+there, and `why()` returns why it is not. Every function gives the same bits for any number of rows, neighbours and threads, and
+for any instruction set. Imports torch only.
 """
 
 from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, words

@@ -145,7 +145,7 @@ def load() -> tuple[Library | None, str | None]:
             None,
             f"{files[0].name} is from another version of outrider; rebuild with `python setup.py build_ext --inplace`",
         )
-    isa = os.environ.get("OUTRIDER_ISA")  # for tests: run a slower variant than the processor allows
+    isa = os.environ.get("OUTRIDER_ISA")  # for tests: a slower variant than the processor's best
     if isa:
         if isa not in ISAS:
             return None, f"OUTRIDER_ISA must be one of {', '.join(ISAS)}, got {isa!r}"

@@ -58,11 +58,12 @@ class Plan:
 
 
 def attention(plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-    """query: float32 [batch, node, head, dim]. keys, values: float32 [slot, kv_head, cell, dim]; they hold those of the
-    nodes already. Returns float32 [batch, node, head, value_dim]. Padding gives zeros.
+    """Attention of the nodes of a plan over the slot cache: float32 [batch, node, head, value_dim]. Padding gives zeros.
 
-    The result of a node depends on its own keys in the order of their positions, and on nothing else. It does not depend
-    on cells, on neighbours, on the capacity or on how a prompt was cut. Raises ValueError for tensors that do not fit.
+    query: float32 [batch, node, head, dim]. keys, values: float32 [slot, kv_head, cell, dim], the nodes' own included.
+
+    The result of a node depends only on its own keys, in the order of their positions. It does not depend on cells,
+    neighbours, capacity, or how a prompt was cut. Raises ValueError for tensors that do not fit.
     """
     batch, nodes, heads, dim = query.shape
     _, kv_heads, capacity, value_dim = values.shape
@@ -136,12 +137,15 @@ def gumbel(seed: int, stream: int, step: int, position: int, n: int) -> Tensor:
 
 
 def argmax(scores: Tensor) -> int:
-    """The lowest index of the largest of float32 [n]. Raises ValueError on NaN."""
+    """The index of the largest value of float32 [n]; the lowest of equals. Raises ValueError on NaN."""
     return _index(library().argmax(_row(scores).data_ptr(), scores.numel()))
 
 
 def argmax_gumbel(scores: Tensor, seed: int, stream: int, step: int, position: int, *, temperature: float = 1.0) -> int:
-    """argmax(scores / temperature + gumbel(...)) over float32 [n]; -inf is allowed, the lowest index wins a tie."""
+    """argmax(scores / temperature + gumbel(...)) over float32 [n]. -inf is allowed; the lowest index wins a tie.
+
+    Raises ValueError on NaN.
+    """
     return _index(
         library().argmax_gumbel(
             _row(scores).data_ptr(), scores.numel(), temperature, seed & _64, stream, step & _32, position & _32

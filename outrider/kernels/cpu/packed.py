@@ -86,7 +86,10 @@ class Packed:
         return y
 
     def row(self, index: int) -> Tensor:
-        """Row `index` of the matrices one below the other, as the kernels see it: float32 [in]."""
+        """float32 [in]: row `index` of the stacked matrices, with the rounding of the packed format.
+
+        Raises IndexError for a row that does not exist.
+        """
         if not 0 <= index < self.n:
             raise IndexError(f"row {index} of {self.n}")
         out = torch.empty(self.k)
@@ -94,7 +97,7 @@ class Packed:
         return out
 
     def dense(self) -> Tensor:
-        """The matrix the kernels multiply with: float32 [out, in]. For tests."""
+        """float32 [out, in]: the matrix that the kernels multiply with. For tests."""
         return torch.stack([self.row(i) for i in range(self.n)])
 
 

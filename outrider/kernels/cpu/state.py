@@ -24,16 +24,16 @@ def _loaded() -> tuple[Library | None, str | None]:
 
 
 def default_threads() -> int:
-    """As many as this process may run on, and no more than torch was given."""
+    """The number of processors that this process may use, and at most the number of torch's threads."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(len(_places()) or own, torch.get_num_threads()))
 
 
 def _places() -> list[int]:
-    """The processors of OpenMP's places; empty where OpenMP binds no threads.
+    """The processors of OpenMP's places; empty if OpenMP binds no threads.
 
-    Told to bind them (OMP_PROC_BIND, OMP_PLACES), it has tied the calling thread to a single processor, which says
-    nothing about the process, and threads made by that thread would share it.
+    If OMP_PROC_BIND or OMP_PLACES is set, OpenMP has bound the calling thread to one processor. New threads would share that
+    processor, so ours are bound to these places.
     """
     try:
         openmp = ctypes.CDLL(None)
@@ -42,7 +42,7 @@ def _places() -> list[int]:
             ids = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
             openmp.omp_get_place_proc_ids(place, ids)
             found += ids
-    except (AttributeError, OSError, TypeError):  # no OpenMP to be seen; Windows has no CDLL(None)
+    except (AttributeError, OSError, TypeError):  # no OpenMP is loaded; Windows has no CDLL(None)
         return []
     return sorted(set(found))
 
@@ -53,12 +53,12 @@ def available() -> bool:
 
 
 def why() -> str | None:
-    """Why they cannot, or None."""
+    """Why the native kernels cannot be used, or None."""
     return _loaded()[1]
 
 
 def library() -> Library:
-    """The loaded library. Raises RuntimeError where there is none."""
+    """The loaded library. Raises RuntimeError with the reason if there is none."""
     found, reason = _loaded()
     if found is None:
         raise RuntimeError(f"outrider's native kernels are not available: {reason}")
@@ -80,7 +80,7 @@ def num_threads() -> int:
 
 
 def set_num_threads(threads: int) -> None:
-    """How many threads the kernels may use. Changes speed, never a bit of a result."""
+    """Set how many threads the kernels may use. This changes only the speed. Raises ValueError for fewer than one."""
     if threads < 1:
         raise ValueError(f"at least one thread is needed, got {threads}")
     library().set_threads(threads)

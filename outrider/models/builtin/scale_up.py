@@ -1,7 +1,7 @@
 """A Llama of any size that computes the function of a small one: costs of a big model, acceptance of a trained pair.
 
-No matrix of the big model is zero, sparse or structured in a way that a kernel could use: its forwards take the time of
-random weights (`python -m benchmarks.forward --random`). With source width d, big width D and P [D, d] with
+No matrix of the big model is zero, sparse or structured in a way that a kernel could use. So its forwards take as long as with
+random weights (`python -m benchmarks.forward --random`). Let d be the source width, D the big width, and P [D, d] a matrix with
 orthonormal columns:
 
 residual    x' = P x, dense. RMSNorm sees the mean square of D numbers, d/D of the small one, so eps' = eps d/D, and the
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-QUIET = 1e-12  # the size of k in the pairs of dimensions that the small model does not have
+QUIET = 1e-12  # scale of k in the pairs of dimensions that the small model does not have
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Size:
     intermediate: int
 
     def parameters(self, vocab: int) -> int:
-        """All of them, embedding and head apart (untied)."""
+        """Number of parameters, with separate (untied) embedding and head."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + 2 * vocab * self.hidden
 
@@ -70,7 +70,7 @@ def rms(t: Tensor) -> Tensor:
 
 
 class Inflater:
-    """The tensors of the big model, group by group."""
+    """Makes the tensors of the big model, group by group. Raises ValueError if `size` cannot hold the source."""
 
     def __init__(self, source: LlamaForCausalLM, size: Size, dtype: torch.dtype, seed: int = 0) -> None:
         self.config: Any = source.config
@@ -115,12 +115,12 @@ class Inflater:
         return rows - (rows @ self.P) @ self.P.T
 
     def reads(self, weight: Tensor, norm: Tensor, gain: Tensor) -> Tensor:
-        """A matrix that reads the residual stream through a norm."""
+        """[n, D]: a matrix that reads the residual stream through a norm."""
         signal = self.ratio * (weight * norm) @ self.P.T
         return (signal + self.hidden(rms(signal) * self.normal(*signal.shape))) / gain
 
     def split(self, columns: Tensor, source: Tensor) -> Tensor:
-        """[D, n] columns of the big model, each a share of the small one's column source[i] plus noise that cancels."""
+        """[D, n]: columns of the big model. Column i is a share of the source column source[i], plus noise that cancels."""
         count = torch.bincount(source)[source]
         share = (self.P @ columns[:, source]) / count
         noise = rms(share) * self.normal(*share.shape)
@@ -153,7 +153,7 @@ class Inflater:
             signal = self.reads(small["k"][kv * hd : (kv + 1) * hd], norm, gain)
             block[turned], block[rest] = signal, QUIET * rms(signal) * block[rest]
             B = orthonormal(s.head_dim, hd, self.draw)
-            # the noise of v may lie in B alone: what leaves it reaches o through M
+            # the noise of v must be in the span of B: the rest would reach o through M
             v[t * s.head_dim : (t + 1) * s.head_dim] = B @ self.reads(small["v"][kv * hd : (kv + 1) * hd], norm, gain)
             for j in range(t * width, (t + 1) * width):
                 signal = step**0.5 * self.reads(small["q"][heads[j] * hd : (heads[j] + 1) * hd], norm, gain)
@@ -173,7 +173,7 @@ class Inflater:
         return {**out, "down": self.split(small["down"], source)}
 
     def empty(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """A layer that adds zero to rounding: twins whose columns cancel."""
+        """A layer that adds zero, up to rounding: its neurons and heads are twins whose columns cancel."""
         s = self.size
         group, scale = s.heads // s.kv_heads, s.hidden**-0.5
         q, k, v = (scale * self.normal(n * s.head_dim, s.hidden) for n in (s.heads, s.kv_heads, s.kv_heads))
@@ -242,12 +242,13 @@ class Inflater:
 
 
 def scaled_up(source: LlamaForCausalLM, size: Size, dtype: torch.dtype) -> LlamaForCausalLM:
-    """The big model, in memory. Raises ValueError where `size` cannot hold the source."""
+    """The big model, in memory. Raises ValueError if `size` cannot hold the source."""
     big = Inflater(source, size, dtype)
     with torch.device("meta"):
         model = LlamaForCausalLM(big.big_config())
     for tensors in big.groups():
         model.load_state_dict(tensors, strict=False, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # its numbers are in no checkpoint
+    # the rotary frequencies are not in a checkpoint
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
     model.generation_config = source.generation_config
     return model.eval()

@@ -1,8 +1,8 @@
-"""Mixtures of experts whose rows do not depend on their neighbours.
+"""Batch-invariant mixtures of experts.
 
 transformers runs the experts of a layer through a registered function and keeps their matrices as one three-dimensional
-parameter. Ours packs each expert's matrices as linears are packed, gives each expert its tokens, and adds up what a token
-gets in the order in which its router named the experts, whoever else was sent to the same ones.
+parameter. Our function packs each expert's matrices as linears are packed, and gives each expert its tokens. The results of a
+token are added up in the order in which the router named its experts. So they do not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ NAME = "outrider"
 
 @dataclass(frozen=True, eq=False)
 class _PackedExperts:
-    """up: gate and up projection in one where the experts have a gate, by expert. down: back to the hidden size."""
+    """The packed matrices, one entry per expert. up: the up projection, joined with the gate if there is one. down: back to
+    the hidden size.
+    """
 
     up: list[PackedLinear]
     down: list[PackedLinear]
@@ -58,9 +60,9 @@ def mixtures(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def pack_experts_(model: nn.Module, weights: str = "auto") -> int:
-    """Pack the experts of every mixture in place and have the model use them; returns how many matrices were packed.
+    """Pack the experts of every mixture in place. Returns how many matrices were packed.
 
-    The parameters are freed layer by layer. Raises ValueError for experts whose layout is not the interface's.
+    The parameters are freed layer by layer. Raises ValueError for experts with another layout than the interface's.
     """
     packed = 0
     for module in mixtures(model):
@@ -75,7 +77,7 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> int:
 
 
 def _pack(module: nn.Module, name: str, weights: str) -> list[PackedLinear]:
-    """[expert, out, in], or [expert, in, out] where the module says transposed, as one linear an expert."""
+    """One packed linear per expert, from [expert, out, in], or [expert, in, out] if the module is transposed."""
     matrices, biases = getattr(module, name, None), getattr(module, f"{name}_bias", None)
     if not isinstance(matrices, Tensor) or matrices.dim() != 3:
         raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")

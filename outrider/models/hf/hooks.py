@@ -1,4 +1,4 @@
-"""How outrider's attention takes the place of a model's own: what the modelling code of transformers calls instead."""
+"""Puts outrider's attention in place of a model's own: the functions that the modelling code of transformers calls instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.models.attention import attend, write
 from outrider.models.nodes import Nodes
 
 NAME = "outrider"
-SURVEY = "outrider_survey"  # the same, while windows are read off the masks the model asks for
+SURVEY = "outrider_survey"  # the same, while the windows are read from the masks that the model asks for
 
 
 class UnsupportedModel(ValueError):
@@ -26,20 +26,20 @@ class UnsupportedModel(ValueError):
 class AttentionRoute(Enum):
     """How our attention takes the place of a model's own."""
 
-    INTERFACE = auto()  # it asks transformers for a registered function
-    METHOD = auto()  # it has a method of its own for the scores (GPT-J, GPT-Neo, CodeGen)
-    SDPA = auto()  # it calls torch's attention itself (Falcon)
-    MASK = auto()  # none of these: its own arithmetic over gathered slots; correct, its rounding depends on neighbours
+    INTERFACE = auto()  # the model asks transformers for a registered function
+    METHOD = auto()  # the model has its own method for the scores (GPT-J, GPT-Neo, CodeGen)
+    SDPA = auto()  # the model calls torch's attention itself (Falcon)
+    MASK = auto()  # none of these: the model's arithmetic over gathered slots. Correct, but not batch invariant
 
 
 class ForwardState:
-    """Where the attention modules of one model find the nodes of the forward that runs now."""
+    """The nodes of the forward that runs now, for the attention modules of one model."""
 
     def __init__(self) -> None:
         self.nodes: Nodes | None = None
-        self.layer = -1  # the last one written to
-        self.attended: set[int] = set()
-        self.windows: dict[int, int | None] = {}  # of each layer, as the survey found
+        self.layer = -1  # the last layer whose keys were written
+        self.attended: set[int] = set()  # layers that our attention computed
+        self.windows: dict[int, int | None] = {}  # layer -> its window, as the survey found it
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         assert self.nodes is not None
@@ -76,8 +76,8 @@ def _attention(
             )
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     if attention_mask is not None and not hasattr(attention_mask, "outrider_window"):
-        raise RuntimeError(f"{type(module).__name__} brings a mask of its own")
-    if attention_mask is not None:  # the mask is what the model's own attention goes by
+        raise RuntimeError(f"{type(module).__name__} has its own mask")
+    if attention_mask is not None:  # the mask carries the window that the model's own attention uses
         call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportAttributeAccessIssue]
     window = call.windows.get(layer, sliding_window)
     write(call.nodes, layer, key, value)
@@ -85,7 +85,7 @@ def _attention(
 
 
 def _survey_mask(*, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
-    """In place of a mask: what a model says of the layer's window when it asks for one."""
+    """A stand-in for a mask. It records the window that a model names when it asks for the mask of a layer."""
     mask = torch.zeros(1, 1, 1, 1, device=device)
     mask.outrider_window = local_size  # pyright: ignore[reportAttributeAccessIssue]
     return mask
@@ -97,8 +97,10 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(SURVEY, _survey_mask)
 
 
 def method(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """In place of `_attn` of older modelling code, called right after the keys were written. Returns [batch, head, node,
-    head_dim], as it does."""
+    """Takes the place of `_attn` of older modelling code. Called right after the keys were written.
+
+    Returns [batch, head, node, head_dim], as `_attn` does.
+    """
     call: ForwardState = module._outrider_call
     window = module.config.window_size if getattr(module, "attention_type", None) == "local" else None
     divisor = getattr(module, "scale_attn", None) or getattr(module, "norm_factor", 1.0)
@@ -106,8 +108,11 @@ def method(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__
 
 
 class CacheView(Cache):
-    """Our slot cache as the cache object of models whose attention is their own. A step's keys are written by `update`,
-    which gives them back as they are where we attend, or with all slots of the row where the model does (MASK)."""
+    """Our slot cache in the form of a transformers cache, for models that do not use the attention interface.
+
+    `update` writes the keys of a step. It returns them unchanged if our attention runs. If the model's own attention runs
+    (MASK), it returns all cells of the slots.
+    """
 
     def __init__(self, call: ForwardState, gathered: bool) -> None:
         assert call.nodes is not None

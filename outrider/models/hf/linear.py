@@ -1,4 +1,4 @@
-"""Linears whose rows are bit-identical for every number of rows, in place of a model's own.
+"""Linears whose rows have the same bits for every number of rows, in place of a model's own.
 
 Native: weights in panels at the precision they are kept in, activations and sums in float32. Without the native kernels:
 oneDNN prepacked for 8 rows, float32, which was found to have the same property (docs/log.md).
@@ -66,8 +66,11 @@ def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor]
 
 
 def pack_linears_(model: nn.Module, weights: str = "auto") -> int:
-    """Replace every nn.Linear and Conv1D in place; returns how many. A matrix shared with the embedding is packed as
-    another copy, the embedding stays. Others are freed one by one, so memory peaks by one matrix only."""
+    """Replace every nn.Linear and Conv1D in place. Returns how many were replaced.
+
+    A matrix shared with the embedding is packed as another copy, and the embedding stays. The other matrices are freed one by
+    one, so only one extra matrix is in memory at a time.
+    """
     names = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
     for name in names:
         parent, _, child = name.rpartition(".")

@@ -142,7 +142,7 @@ class HFModel(BaseModel):
         return CacheView(self._call, gathered=self._route is AttentionRoute.MASK)
 
     def _mask(self, nodes: Nodes) -> Tensor:
-        """[batch, 1, node, slot], as models add it to their scores; a stand-in where we attend."""
+        """float [batch, 1, node, cell], which a model adds to its scores. A stand-in if our attention runs."""
         dtype = self._stand_in.dtype
         if self._route is not AttentionRoute.MASK:
             return self._stand_in
@@ -153,17 +153,19 @@ class HFModel(BaseModel):
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **options: Any
     ) -> Tensor:
-        """In place of torch's attention when the model calls it itself, right after it wrote its keys."""
+        """Takes the place of torch's attention in a model that calls it itself, right after it wrote its keys."""
         if attn_mask is not self._stand_in:
-            raise RuntimeError("the model brings a mask of its own")
+            raise RuntimeError("the model has its own mask")
         return self._call.attend(self._call.layer, query, Scoring(scaling_of(query, options.get("scale")))).transpose(
             1, 2
         )
 
     def _scale_ropes(self, length: int) -> None:
-        """Rotary scales that depend on the longest position of a forward would make a row depend on its neighbours, and
-        a text on how it was cut. What decides is how long a text the cache may hold, as in vLLM: the long factors where
-        that is beyond the length the model was first trained for, else the short ones."""
+        """Choose the rotary factors from the longest text that the cache may hold, as vLLM does.
+
+        The long factors are for a length beyond the one that the model was first trained for. If the longest position of a
+        forward decided, a sequence would depend on its neighbours, and a text on how its prompt was cut.
+        """
         if not self._ropes:
             return
         first = getattr(self._ropes[0], "original_max_seq_len", None) or self.max_length
@@ -181,8 +183,10 @@ class HFModel(BaseModel):
         self._long = long
 
     def _find_route(self) -> bool:
-        """Settle on the first route that gives the logits of the model's own attention and cache. Returns whether the rows
-        are those of one node at a time, bit for bit."""
+        """Use the first route that gives the logits of the model's own attention and cache.
+
+        Returns whether a node has the same bits in a batch of trees as alone. Raises UnsupportedModel if no route works.
+        """
         a, b, c, _, d, _ = ids = [n % self.vocab_size for n in (1, 2, 3, 4, 5, 6)]
         try:
             with self._by_itself() as model:
@@ -198,7 +202,7 @@ class HFModel(BaseModel):
                 equal = self._check(ids, own)
             except UnsupportedModel:
                 raise
-            except Exception as error:  # whatever a model's code says to arguments it does not know
+            except Exception as error:  # a model's code may raise anything for arguments that it does not know
                 trouble = trouble or error
                 continue
             if len(self._call.attended) == self.num_layers:
@@ -206,7 +210,7 @@ class HFModel(BaseModel):
         else:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} does not run with outrider's cache and attention ({trouble}); models with "
-                "plain causal attention over keys and values do, for that is all that can be committed node by node"
+                "plain causal attention over keys and values do, because only these can be committed node by node"
             ) from trouble
         if self._route is AttentionRoute.INTERFACE:
             for config in _configs(self.model):
@@ -221,7 +225,7 @@ class HFModel(BaseModel):
         if self.device.type == "cpu":  # elsewhere `_stable` is not in use
             yield AttentionRoute.SDPA
         if not (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
-            yield AttentionRoute.MASK  # a mask of all that is committed, which knows no window
+            yield AttentionRoute.MASK  # its mask covers all committed tokens, so it cannot have a window
 
     def _install(self, route: AttentionRoute) -> None:
         self._route = route
@@ -234,8 +238,11 @@ class HFModel(BaseModel):
                     module._attn = partial(method, module)  # pyright: ignore[reportArgumentType]
 
     def _check(self, ids: list[int], own: Tensor) -> bool:
-        """Run a ragged batch of trees that hold ids 0, 1, 2, 4 as their paths and the others as decoys. Raises ValueError
-        unless the paths give `own` [4, vocab]."""
+        """Compare a ragged batch of trees with `own`, float32 [4, vocab], the logits of the model's own attention.
+
+        ids 0, 1, 2 and 4 are the paths of the trees; the others are side branches. Returns whether a node of a tree has the
+        same bits as alone. Raises ValueError if the logits differ by more than rounding.
+        """
         a, b, c, x, d, y = ids
         tokens, parents = torch.tensor([[c, x, d, y], [a, b, 0, 0]]), torch.tensor([[-1, 0, 0, 2], [-1, 0, -2, -2]])
         cache = self.new_cache(2, 16)
@@ -252,7 +259,7 @@ class HFModel(BaseModel):
 
     @contextmanager
     def _by_itself(self) -> Iterator[PreTrainedModel]:
-        """The model with its own attention and cache, for a moment."""
+        """Within this context the model has its own attention and cache."""
         configs = {id(c): (c, c._attn_implementation) for c in _configs(self.model)}
         methods = [(m, m.__dict__.pop("_attn")) for m in self._attention_modules if "_attn" in m.__dict__]
         try:
@@ -279,7 +286,7 @@ def refuse(model: PreTrainedModel) -> None:
     if odd or getattr(model, "_is_stateful", False):
         what = " and ".join(odd) or "a recurrent state"
         raise UnsupportedModel(
-            f"{name} keeps {what}, which cannot be committed node by node; use a model whose layers are all attention"
+            f"{name} has {what}, which cannot be committed node by node; use a model whose layers are all attention"
         )
     if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
         raise UnsupportedModel(
@@ -289,8 +296,10 @@ def refuse(model: PreTrainedModel) -> None:
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Another model object over the memory of the same weights. Its parameters are objects of their own, so replacing or
-    converting one, and changing modules or configuration, leaves the caller's model alone."""
+    """Another model object over the memory of the same weights.
+
+    It has its own parameter objects, modules and configuration. Changing these does not change the caller's model.
+    """
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(b): b.detach() for b in model.buffers()}
     return copy.deepcopy(model, memo)
@@ -302,14 +311,16 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 
 def _more_than_linear(module: nn.Module) -> bool:
-    """A linear by inheritance that does something else with its product (the routers of Phi-MoE and Llama 4)."""
+    """Whether a module inherits from nn.Linear and changes its product (the routers of Phi-MoE and Llama 4)."""
     own = type(module).forward
     return isinstance(module, nn.Linear) and own is not nn.Linear.forward and type(module).__name__ != "FalconLinear"
 
 
 def _activations_float32_(model: nn.Module) -> None:
-    """What linears and experts did not pack becomes float32, except plain embeddings, which are large: they keep their
-    precision, and what is looked up is converted."""
+    """Convert to float32 what linears and experts did not pack.
+
+    Plain embeddings are large, so they keep their precision and only the looked-up rows are converted.
+    """
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if type(module) is nn.Embedding and module.weight.dtype != torch.float32:
@@ -325,7 +336,7 @@ def _activations_float32_(model: nn.Module) -> None:
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
-    """Every distinct config object in the model: modules read the attention implementation from their own."""
+    """Every distinct config object in the model. Each module reads the attention implementation from its own."""
     found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return list(found.values())
 

@@ -153,7 +153,7 @@ def test_names_that_lead_nowhere(tmp_path: Path, folder: Path) -> None:
     for name in (str(tmp_path / "nowhere"), "./nowhere", "~/no/where", "a/b/c"):
         with pytest.raises(FileNotFoundError, match=r"there is no folder .*a hub name, or one of builtin:code"):
             load(name)
-    with pytest.raises(FileNotFoundError, match=r"is a file; give the folder"):
+    with pytest.raises(FileNotFoundError, match=r"is a file; give its folder"):
         load(folder / "model.safetensors")
     with pytest.raises(FileNotFoundError, match=r"no config.json; give the folder that save_pretrained wrote"):
         load(tmp_path)
@@ -206,7 +206,7 @@ def test_configurations_that_cannot_run(folder: Path) -> None:
             load(folder)
         config.write_text(whole)
     config.write_text(whole[:-20])
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         load(folder)
 
 
@@ -267,7 +267,7 @@ def test_a_hub_that_does_not_know_the_name(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(FileNotFoundError, match=r"no such model on the hub .*check the spelling"):
         load("some/modle")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="no folder here and cannot be a name on the hub"):
+    with pytest.raises(ValueError, match="not a folder here and cannot be a name on the hub"):
         load("some model!")
 
 

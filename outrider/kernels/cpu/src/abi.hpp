@@ -1,5 +1,5 @@
 // What crosses the C boundary, and what the instruction-set variants offer to the code above them.
-// Plain structs of fixed-width fields, mirrored field by field in ../_library.py.
+// Plain structs of fixed-width fields, mirrored field by field in ../library.py.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -42,13 +42,13 @@ struct AttentionJob {
     const float* v;  // [rows, kv_heads, capacity, value_dim]
     float* out;      // [node, heads, value_dim], ldo apart
     const int32_t* segment;   // [segments + 1] first node of each
-    const int32_t* row;       // [segments] cache row
+    const int32_t* row;       // [segments] cache slot
     const int32_t* length;    // [segments] committed tokens
-    const int32_t* chain;     // [segments] 1: every position is its own slot
+    const int32_t* chain;     // [segments] 1: position n is in cell n
     const int32_t* position;  // of nodes, and of ancestors that are no node of this call
     const int32_t* slot;
-    const int32_t* parent;    // an index into these three, -1 for a root
-    const int32_t* index;     // [T] where in q and out a node lies; null: in order
+    const int32_t* parent;    // an index into position, slot and parent; -1 for a root
+    const int32_t* index;     // [T] place of a node in q and out; null: in order
     const float* sinks;       // [heads] or null
     int64_t segments, heads, kv_heads, dim, value_dim, capacity, ldq, ldo;
     int64_t window;  // 0: everything
@@ -85,22 +85,22 @@ struct ForwardJob {
     float* logits;
     float* features;      // [batch, nodes, taps * hidden]
     const int32_t* taps;  // layer numbers; -1: after the final norm
-    int64_t batch, held, nodes, capacity, taps_count;  // held: nodes that stand in the scratch already
+    int64_t batch, held, nodes, capacity, taps_count;  // held: nodes that are in the scratch already
     int32_t want;  // 0 none, 1 last, 2 all
 };
 
-struct ChainJob {  // draft `depth` tokens of a row one after another, starting behind the last of the given ones
+struct ChainJob {  // draft `depth` tokens of a slot one after another, after the given ones
     const int64_t* tokens;  // [count] ingested first
     int64_t* drafted;       // [depth]
     int64_t count, depth;
-    int64_t made;  // out: tokens drafted; fewer than asked where the logits held NaN
+    int64_t made;  // out: tokens drafted; fewer than asked if the logits held NaN
     uint64_t seed;
     int32_t row, length;
     uint32_t stream, step, position;  // of the first drafted token's noise
     float temperature;                // 0: greedy
 };
 
-struct ChainsJob {  // one forward a level for all of them
+struct ChainsJob {  // one forward per level for all chains
     ChainJob* chains;
     float* const* cache;
     int64_t count, capacity;
@@ -124,7 +124,7 @@ struct Kernels {
 };
 
 const Kernels* portable_kernels();
-const Kernels* avx2_kernels();    // null where the compiler or the architecture has none
+const Kernels* avx2_kernels();    // null if the compiler or the architecture has none
 const Kernels* avx512_kernels();
 const Kernels* kernels();         // the one in use
 

@@ -46,7 +46,7 @@ const Kernels* kernels() {
     return k;
 }
 
-// The work of one phase in microseconds on one thread, roughly; below SMALL a second thread costs more than it gives.
+// The approximate work of one phase, in microseconds on one thread. Below SMALL a second thread costs more than it gains.
 int worth_threads(double bytes, double multiply_adds) {
     constexpr double SMALL = 5;
     double time = bytes / 20e3 + multiply_adds / 40e3;

@@ -1,5 +1,5 @@
-// One call per forward of a Llama-like decoder. Every piece gives a row the same bits whatever rows share the call, so the
-// whole does. Stretches that are short run on the calling thread; the pool stays awake between phases.
+// One call per forward of a Llama-like decoder. Every part gives a row the same bits for any other rows in the call, so the whole
+// does too. Short parts run on the calling thread; the pool stays awake between phases.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -13,8 +13,8 @@
 namespace outrider {
 namespace {
 
-int64_t padded(int64_t n) { return (n + 15) / 16 * 16 + 16; }  // a row length that is no power of two: rows must not all
-                                                               // fall on the same cache sets
+// A row length that is not a power of two: rows must not all map to the same cache sets.
+int64_t padded(int64_t n) { return (n + 15) / 16 * 16 + 16; }
 struct Buffer {
     float* data = nullptr;
     int64_t size = 0;
@@ -198,7 +198,7 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         }
     if (job.want == 0) return 0;
     int64_t count = T;
-    const int32_t* place = s.plan.index;  // rows of the logits; those of padding are zeros
+    const int32_t* place = s.plan.index;  // rows of the logits; rows of padding are zeros
     int64_t shown = size;
     if (job.want == 1) {
         count = 0, shown = job.batch;
@@ -224,7 +224,7 @@ struct Choice {
     int64_t vocab;
 };
 
-// Each chain's next token; negative where its logits hold NaN.
+// Each chain's next token; negative if its logits hold NaN.
 void choose(void* context, int64_t begin, int64_t end) {
     const Choice& all = *static_cast<Choice*>(context);
     for (int64_t b = begin; b < end; b++) {
@@ -248,7 +248,7 @@ OUTRIDER_API int64_t outrider_forward(void* decoder, const ForwardJob* job) {
     return forward(d, *job);
 }
 
-// 0, or an error of `forward`, its entry the number of a chain. Every chain asks for one token at least.
+// 0, or an error of `forward` whose entry is the number of a chain. Every chain asks for at least one token.
 OUTRIDER_API int64_t outrider_draft_chains(void* decoder, const ChainsJob* asked) {
     Decoder& d = *static_cast<Decoder*>(decoder);
     std::lock_guard<std::mutex> guard(d.busy);

@@ -1,4 +1,4 @@
-// What every variant needs from outside, included before the target pragma: nothing in here may end up compiled for it.
+// Headers that every variant needs, included before the target pragma: nothing in here may be compiled for that target.
 #pragma once
 #include <cstddef>
 #include <cstdint>

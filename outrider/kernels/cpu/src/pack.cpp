@@ -1,4 +1,4 @@
-// From a weight matrix as the checkpoint holds it to panels of 16 columns. Runs once per weight, at loading.
+// Packs a weight matrix of a checkpoint into panels of 16 columns. Runs once per weight, at loading.
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
@@ -59,8 +59,8 @@ int clamp(float x, int low, int high) {
     return q < low ? low : q > high ? high : q;
 }
 
-// The scale whose rounding hurts least, among a few around the one that just holds the largest value. A group keeps its
-// scale as float16, so that is what is judged.
+// The scale with the least rounding error, among a few near the smallest that holds the largest value. A group stores its scale as
+// float16, so the error is measured with the float16 value.
 uint16_t int4_scale(const float* w, int64_t n) {
     float peak = 0;
     for (int64_t i = 0; i < n; i++)

@@ -1,4 +1,4 @@
-// Who the nodes of a call are: which cache row, which position, which slot, which parent. One per forward.
+// The nodes of a call: the cache slot, position, cell and parent of each. One plan per forward.
 #pragma once
 #include <cstdint>
 
@@ -6,8 +6,8 @@
 
 namespace outrider {
 
-// The arrays are the caller's, for `batch` entries of `held` nodes that stand in the scratch already and `nodes` new ones.
-// The new nodes come first, one after another, padding left out; the held ones from batch * nodes on, only as ancestors.
+// The arrays belong to the caller. Each of `batch` entries has `held` nodes that are in the scratch already, and `nodes` new ones.
+// The new nodes come first, one after another, without padding. The held nodes start at batch * nodes, only as ancestors.
 struct Plan {
     int32_t* index;     // [batch * nodes] entry * nodes + node
     int32_t* segment;   // [batch + 1]

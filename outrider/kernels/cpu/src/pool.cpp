@@ -28,22 +28,22 @@ inline void pause() {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto BRIEF = std::chrono::microseconds(40);   // awake after the last job, outside a forward
-constexpr auto LONG = std::chrono::microseconds(400);   // inside one: longer than any stretch that runs on one thread
+constexpr auto LONG = std::chrono::microseconds(400);   // inside a forward: longer than any part that runs on one thread
 
 #if defined(__linux__)
 cpu_set_t cores;
 bool given = false;
 #endif
 
-void take_cores() {  // by a new thread, which has those of its maker
+void take_cores() {  // called by a new thread, which starts with the cores of its parent
 #if defined(__linux__)
     if (given) pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
 #endif
 }
 
 struct Pool {
-    // One word holds the job's number and the units nobody has claimed yet, so that a claim by someone who read the
-    // previous job fails. Work and context may be read before the claim: they change only after every unit is done.
+    // One word holds the job's number and the unclaimed units, so a claim by a thread that read the previous job fails. Work and
+    // context may be read before the claim: they change only after every unit is done.
     std::atomic<uint64_t> ticket{0};  // job << 32 | unclaimed units
     alignas(64) std::atomic<int64_t> finished{0};
     alignas(64) std::atomic<Work> work{nullptr};
@@ -91,7 +91,7 @@ struct Pool {
                 spins = 0;
                 continue;
             }
-            if (t >> 32 != seen) {  // a job came and went without us: still a sign of life
+            if (t >> 32 != seen) {  // a job ended without this thread: still a sign of activity
                 seen = t >> 32;
                 since = Clock::now();
             }
@@ -145,8 +145,8 @@ struct Pool {
             wake.notify_all();
         }
         take_part();
-        // Everything is claimed; wait for what others hold. Give the core away when that takes long: the thread we wait
-        // for may need this very core.
+        // All units are claimed; wait for those of other threads. If that takes long, yield the core: the thread that this one
+        // waits for may need it.
         int spins = 0;
         while (finished.load(std::memory_order_acquire) != n) {
             pause();
