@@ -111,8 +111,8 @@ def _row(text: TracedText) -> list[str]:
     length = f"{m.mean_acceptance_length:.2f}" if m.num_spec_steps else "-"
     seconds = "-" if end is None or end.seconds is None else f"{end.seconds:.2f}"
     counts = (text.id, text.request.prompt_tokens, text.output_tokens, m.num_spec_steps)
-    guesses = f"{m.num_accepted_draft_tokens} of {m.num_draft_tokens}"
-    return [*map(str, counts), guesses, length, seconds, text.finish or "not seen"]
+    accepted = f"{m.num_accepted_draft_tokens} of {m.num_draft_tokens}"
+    return [*map(str, counts), accepted, length, seconds, text.finish or "not seen"]
 
 
 def _steps(text: TracedText) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens, and for whom."""
+    """Where the server listens, and the key that clients need."""
 
     host: Annotated[str, option("Server", "The address to listen at; 0.0.0.0 is every address.")] = "127.0.0.1"
     port: Annotated[int, option("Server", "0 takes a free port.", min=0, max=65535)] = 8000
@@ -62,7 +62,7 @@ class ServedModelOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine holds at once."""
+    """How much the engine handles at once."""
 
     max_model_len: Annotated[int | None, option("Engine", "Tokens of prompt and output together, at most.")] = None
     max_num_seqs: Annotated[int, option("Engine", "Sequences in a batch, at most.", min=1)] = 8

@@ -122,7 +122,7 @@ def _validate_row(b: int, tokens: list[int], parents: list[int], vocab_size: int
         raise ValueError(f"row {b}: node 0 is the root, with parent -1, got {parents[0]}: {parents}")
     nodes = next((n for n, parent in enumerate(parents) if parent == PADDING), len(parents))
     if any(parent != PADDING for parent in parents[nodes:]):
-        raise ValueError(f"row {b}: padding (-2) stands only at the end, got {parents}")
+        raise ValueError(f"row {b}: padding (-2) comes only at the end, got {parents}")
     for n, parent in enumerate(parents[1:nodes], start=1):
         if not 0 <= parent < n:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 cells of a slot:  [0, length) committed | [length, length + nodes) scratch of this step | rest free
 
-A step writes its draft tree to the scratch. `commit` keeps one path of it. Nothing is ever rolled back.
+A step writes its draft tree to the scratch. `commit` keeps one path of it. No step is rolled back.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class LlamaModel(BaseModel):
     """A Llama, Mistral, Qwen2, Qwen3 or Granite model, run by the native step.
 
     weights: the precision of the packed weights: float32, bfloat16, float16, int8 or int4. "auto" keeps the
-    checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied to it. An embedding
-    of its own is not packed, because a forward reads only a few of its rows.
+    checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied to it. A separate
+    embedding is not packed, because a forward reads only a few of its rows.
     own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
 
     Raises ValueError if the native step cannot run the model (see `supports`).
@@ -162,8 +162,8 @@ class LlamaModel(BaseModel):
         if parents is not None:
             if parents.shape != (batch, held + count) or held < 0:
                 raise ValueError(
-                    f"tokens are {tuple(tokens.shape)}, parents {tuple(parents.shape)}; one parent per node, those that "
-                    "stand in the scratch already first"
+                    f"tokens are {tuple(tokens.shape)}, parents {tuple(parents.shape)}; one parent per node, "
+                    "first those of the nodes in the scratch"
                 )
             parents = parents.long().contiguous()
         table = self._cache_table(cache, slots, held + count)

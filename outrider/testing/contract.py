@@ -155,10 +155,10 @@ def _commit(
 def _check_distribution(make: Callable[[], Drafter], vocab_size: int, random_: random.Random) -> None:
     """Tokens that were drawn have the distribution that is declared for them.
 
-    A token x that was drawn from q lies between two values of q's distribution function. A uniform number between them
-    is uniform in (0, 1), whatever q is, so all draws of all nodes make one sample. The Dvoretzky-Kiefer-Wolfowitz
+    A token x that was drawn from q has an interval between two values of q's distribution function. A uniform number in that
+    interval is uniform in (0, 1) for every q, so all draws of all nodes make one sample. The Dvoretzky-Kiefer-Wolfowitz
     inequality (Massart 1990) bounds its distance from uniform: a correct drafter exceeds the bound with probability
-    1e-6. The order of the tokens is free; two orders see a shifted and a sharpened distribution.
+    1e-6. The order of the tokens is free; two orders detect a shifted and a sharpened distribution.
     """
     drafter = make()
     texts = {slot: _text(random_, vocab_size) for slot in range(3)}

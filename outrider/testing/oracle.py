@@ -63,7 +63,9 @@ class ReusedCoins(Oracle):
 
     def __init__(self, script: Sequence[int] = ()) -> None:
         super().__init__(script)
-        self.known: dict[int, tuple[Fraction, Fraction]] = {}  # position -> the interval its uniform is known to lie in
+        self.known: dict[
+            int, tuple[Fraction, Fraction]
+        ] = {}  # position -> an interval that contains its uniform number
 
     def coin(self, part: Any, whole: Any, *, depth: int, node: int) -> bool:
         low, high = self.known.get(self.position + depth, (Fraction(0), Fraction(1)))

@@ -80,7 +80,7 @@ class Recorder:
         """Write the first line, which `describe` makes; `detail` is the recorder's own. Raises ValueError the second time."""
         if self._whole:
             raise ValueError(
-                f"{self.path} already has a run, and a file has one run; give each run a Recorder of its own"
+                f"{self.path} already has a run, and a file has one run; give each run its own Recorder"
             )
         self._write([header.model_copy(update={"detail": self.detail})])
 

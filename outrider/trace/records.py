@@ -35,7 +35,7 @@ class TraceLine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
     def json_line(self) -> bytes:
-        """The line as it stands in the file, with its line break."""
+        """The line as it is in the file, with its line break."""
         return self.model_dump_json(exclude_none=True).encode() + b"\n"
 
 

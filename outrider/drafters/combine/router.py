@@ -1,8 +1,8 @@
 """Several drafters at once: each step decides by expected gain which of them drafts for a sequence.
 
 The rule. Drafters without a cost (lookups) always propose. The worth of a proposal is the number of tokens it promises. That is
-the sum of its confidences, corrected by how far such promises came true lately. Where a drafter states no confidence, it is the
-number of its nodes times their running acceptance rate.
+the sum of its confidences, times the share of such promises that were accepted lately. Where a drafter states no confidence, it
+is the number of its nodes times their running acceptance rate.
 
 A drafter with a cost (a model) is asked when
 
@@ -120,7 +120,7 @@ class _Record:
         return self.share * (len(nodes) - 1) if confidence is None else self.truth * sum(confidence[1:])
 
     def believed(self, proposal: _Proposal) -> list[float]:
-        """The acceptance probability of each node: the stated confidence, corrected by how far it came true lately.
+        """The acceptance probability of each node: the stated confidence, corrected by the share that was accepted lately.
 
         Without a stated confidence it is the running acceptance to the power of the level.
         """

@@ -66,7 +66,7 @@ class Index:
         return best
 
     def interval(self, tail: Sequence[int], length: int) -> tuple[int, int]:
-        """The places, as order[low:high], before which the last `length` tokens stand. high - low is their count."""
+        """(low, high): order[low:high] are the places that follow the last `length` tokens."""
         query = _query(tail[-length:])
         key = lambda j: self._reversed[4 * j : 4 * j + len(query)]  # noqa: E731
         low = bisect_left(self._places, query, key=key)

@@ -1,4 +1,4 @@
-"""Trees from places where the text at hand has occurred before. Plain Python; no model, no noise.
+"""Trees from places where the end of the text has occurred before. Plain Python; no model, no noise.
 
 A *context* is an end of the text that was found somewhere, with its length. A *source* says what followed there, with counts.
 The contexts are the experts of a Bayesian mixture. The weight of a node is the sum over its contexts:

@@ -117,7 +117,7 @@ class Pairing:
         ]
         self.total = target.ids.keys() == draft.ids.keys()
         if not any(piece and t >= 0 for piece, t in zip(draft.pieces, self.first, strict=True)):
-            raise ValueError("no token of the draft stands for a text that begins with a token of the target")
+            raise ValueError("no token of the draft begins with a token of the target")
 
     @property
     def coverage(self) -> float:

@@ -31,7 +31,7 @@ class Plan:
                 )
             parents = parents.contiguous()
         elif held:
-            raise ValueError(f"{held} nodes stand in the scratch: give the parents of all {total}")
+            raise ValueError(f"{held} nodes are in the scratch: give the parents of all {total}")
         self.batch, self.nodes = batch, nodes
         size, full = batch * nodes, batch * total
         self._row = torch.tensor([*rows], dtype=torch.int32)

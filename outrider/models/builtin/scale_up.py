@@ -4,20 +4,20 @@ No matrix of the big model is zero, sparse or structured in a way that a kernel 
 random weights (`python -m benchmarks.forward --random`). Let d be the source width, D the big width, and P [D, d] a matrix with
 orthonormal columns:
 
-residual    x' = P x, dense. RMSNorm sees the mean square of D numbers, d/D of the small one, so eps' = eps d/D, and the
-            factor sqrt(D/d) it gives too much goes into the next matrix.
+residual    x' = P x, dense. RMSNorm sees the mean square of D numbers, which is d/D of the small model's. So eps' = eps d/D,
+            and the next matrix takes back the extra factor sqrt(D/d).
 embedding   E P^T. Dense.
 q k v gate  sqrt(d/D) W diag(w) P^T + R (I - P P^T): the small matrix, plus noise of the same size that P x cannot see.
 up lm_head  Dense; the columns are divided by the big norm's own random weights g.
-q k         The big head turns more pairs of dimensions than the small one, at frequencies in between. In those pairs q is
-            random and k is random at 1e-12 of its size: dense, and below the rounding of any score. Scores are divided
-            by sqrt(head_dim), so q carries the ratio.
-v o         v' = B v with random B, orthonormal columns; o' = P (O / c + N) B^T + M (I - B B^T). The big model holds c
-            copies of a head, on other noise; N sums to zero over them, and M is what B v cannot see.
-gate up     Each small neuron has c copies, on other noise, shuffled; down' = P down / c + N, N zero in sum over copies.
+q k         The big head rotates more pairs of dimensions than the small one, at frequencies in between. In those pairs q is
+            random, and k is random at 1e-12 of its size: dense, and below the rounding of any score. Scores are divided
+            by sqrt(head_dim), so q contains the ratio.
+v o         v' = B v with a random B of orthonormal columns; o' = P (O / c + N) B^T + M (I - B B^T). The big model has c
+            copies of a head with different noise. N sums to zero over them, and B v cannot see M.
+gate up     Each small neuron has c shuffled copies with different noise; down' = P down / c + N, and N sums to zero over them.
 down
 new layers  Random q, k, v, gate and up of trained size; heads and neurons come in twins with the same rows, and the columns
-            of o and down that read twins are o and -o. What they add is zero to rounding, whatever the precision.
+            of o and down that read twins are o and -o. They add zero, up to rounding, at every precision.
 """
 
 from __future__ import annotations

@@ -322,11 +322,11 @@ def test_the_text_of_a_real_target_stays_its_own(folder: Path) -> None:
 
 def test_drafts_that_cannot_draft_are_refused_with_what_would_work(folder: Path) -> None:
     target = load("builtin:code")
-    with pytest.raises(ValueError, match=r"vocabulary of 50 .* 8192.*LlamaForCausalLM came without.*save_pretrained"):
+    with pytest.raises(ValueError, match=r"vocabulary of 50 .* 8192.*LlamaForCausalLM has none.*save_pretrained"):
         from_draft_model(load(tiny(50)), target, 1, 100)
     foreign = load(tiny(8), letters(*"中文字"))
     narrow = load(tiny(4), letters(*"abc"))
-    with pytest.raises(ValueError, match=r"no token of the draft stands for a text.*\"suffix\""):
+    with pytest.raises(ValueError, match=r"no token of the draft begins with a token.*\"suffix\""):
         from_draft_model(foreign, narrow, 1, 100)
 
 

@@ -160,7 +160,7 @@ def test_a_trace_holds_the_words_of_a_note(tmp_path: Path) -> None:
 def test_one_recorder_holds_one_run(tmp_path: Path) -> None:
     recorder, run = Recorder(tmp_path / "t"), loop()
     recorder.begin(describe(LOADED, SpeculativeConfig(), run))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a Recorder of its own"):
+    with pytest.raises(ValueError, match="its own Recorder"):
         recorder.begin(describe(LOADED, SpeculativeConfig(), run))  # type: ignore[arg-type]
     recorder.close()
     with pytest.raises(ValueError, match="one of counts, tokens, probs, got 'all'"):
