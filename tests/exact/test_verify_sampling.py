@@ -5,6 +5,7 @@
 """
 
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
@@ -143,10 +144,13 @@ def test_plain_decoding_has_the_targets_law():
     assert p_value(torch.stack(text, 1), plain(toy, 3)) > 1e-3
 
 
-def simulate_trees(toy, name, kind, seeds, apart=True):
+TREE_TOY = Markov(4)
+
+
+def simulate_trees(name, kind, seeds, apart=True):
     """int64 [samples, 3]: the first step over trees of two children with one each, as `children` draws them: tokens
     accepted, then the first two tokens (the second is 0 where only one was written)."""
-    p, q = toy.tables()
+    p, q = TREE_TOY.tables()
     batch = len(seeds)
     noise, position = ManyRows(seeds, torch.zeros_like(seeds)), torch.ones_like(seeds)
     tokens, parents = torch.zeros(batch, 5, dtype=torch.long), torch.tensor([-1, 0, 0, 1, 2]).expand(batch, -1)
@@ -161,14 +165,15 @@ def simulate_trees(toy, name, kind, seeds, apart=True):
     return torch.stack([verdict.accepted, *text[:, :2].T], 1)
 
 
-def tree_law(toy, name, kind):
+@cache
+def tree_law(name, kind):
     def program(choose):
-        tokens, parents, laws = grown_tree(by_level(2, 1), kind)(toy, (), choose)
+        tokens, parents, laws = grown_tree(by_level(2, 1), kind)(TREE_TOY, (), choose)
         texts = [()]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             texts.append((*texts[parent], token))
         rule = judging(name, kind)
-        path, token = rule(tokens, parents, lambda n: toy.p(texts[n]), lambda n: laws[n], choose)
+        path, token = rule(tokens, parents, lambda n: TREE_TOY.p(texts[n]), lambda n: laws[n], choose)
         return len(path) - 1, *(*(tokens[n] for n in path[1:]), token, 0)[:2]
 
     return distribution(program)
@@ -180,9 +185,8 @@ DRAWN = [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED]
 @pytest.mark.parametrize("kind", DRAWN, ids=lambda s: s.name)
 @pytest.mark.parametrize("name", ["rejection", "traversal"])
 def test_one_step_over_trees_has_the_law_that_the_oracle_says(name, kind):
-    toy = Markov(4)
-    seen = simulate_trees(toy, name, kind, torch.arange(2 * CHUNK))
-    assert p_value(seen, tree_law(toy, name, kind)) > 1e-3
+    seen = simulate_trees(name, kind, torch.arange(2 * CHUNK))
+    assert p_value(seen, tree_law(name, kind)) > 1e-3
 
 
 # Planted: noise that is shared or read again. Only a simulation sees these.
@@ -208,12 +212,10 @@ class OneCoin(ManyRows):
 
 def test_fault_the_nodes_of_a_level_draw_with_one_noise():
     """Right under rejection, which looks below one child only; under traversal a refused subtree gives the next away."""
-    toy, kind = Markov(4), Siblings.WITHOUT_REPLACEMENT
-    shared = {
-        name: simulate_trees(toy, name, kind, torch.arange(CHUNK), apart=False) for name in ("rejection", "traversal")
-    }
-    assert p_value(shared["rejection"], tree_law(toy, "rejection", kind)) > 1e-3
-    assert p_value(shared["traversal"], tree_law(toy, "traversal", kind)) < 1e-6
+    kind = Siblings.WITHOUT_REPLACEMENT
+    shared = {name: simulate_trees(name, kind, torch.arange(CHUNK), apart=False) for name in ("rejection", "traversal")}
+    assert p_value(shared["rejection"], tree_law("rejection", kind)) > 1e-3
+    assert p_value(shared["traversal"], tree_law("traversal", kind)) < 1e-6
 
 
 def test_fault_block_reads_its_coins_again():

@@ -223,11 +223,19 @@ def test_terminal_colours_and_ctrl_c() -> None:
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # a hidden cursor comes back
 
 
-def test_no_color_on_a_terminal() -> None:
-    code, shown = in_terminal("generate", PROMPT, "-m", SMALL, "-d", SMALL, "-n", "8", NO_COLOR="1")
-    assert code == 0
-    assert "\x1b" not in shown
-    assert "exact-tokens" in shown
+def test_no_color_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The streams of this process say that they are a terminal: escape codes without NO_COLOR, none with it."""
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = {}
+    for value in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", value)
+        assert not cli.app(["generate", PROMPT, *DRAWN, "-d", SMALL], standalone_mode=False)
+        shown[value] = capsys.readouterr()
+    assert "\x1b[32m" in shown[""].out
+    assert "\x1b" not in shown["1"].out + shown["1"].err
+    assert "exact-tokens" in shown["1"].out
 
 
 def test_interrupt_in_a_pipe_keeps_the_text(monkeypatch: pytest.MonkeyPatch, expected: str) -> None:
@@ -272,4 +280,4 @@ def test_layers_are_searched_and_used(tmp_path: Path) -> None:
     file.write_text("[]")
     broken = run("generate", "def f(x):", "--speculative-config", json.dumps(config))
     assert broken.exit_code == 2
-    assert "holds no layer set" in broken.stderr
+    assert "contains no layer set" in broken.stderr

@@ -8,7 +8,7 @@ next* may depend on anything drawn so far, so a tree may grow best first. Under 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def children(
     if width < 1:
         raise ValueError(f"a node that is expanded has at least one child, got width={width}; leave it out instead")
     if node is not None and stream is not Stream.TOKEN:
-        noise = Noise(noise.seed, noise.step + node * _STEPS)
+        noise = replace(noise, step=noise.step + node * _STEPS)
     if kind is Siblings.POINT:
         return _chosen(scores, width, noise, stream, position, greedy)
     probs = scores.softmax(1)
