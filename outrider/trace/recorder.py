@@ -79,9 +79,7 @@ class Recorder:
     def begin(self, header: RunRecord) -> None:
         """Write the first line, which `describe` makes; `detail` is the recorder's own. Raises ValueError the second time."""
         if self._whole:
-            raise ValueError(
-                f"{self.path} already has a run, and a file has one run; give each run its own Recorder"
-            )
+            raise ValueError(f"{self.path} already has a run, and a file has one run; give each run its own Recorder")
         self._write([header.model_copy(update={"detail": self.detail})])
 
     def keep(self, step: Step, rows: Sequence[Row]) -> None:

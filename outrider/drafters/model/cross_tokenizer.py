@@ -288,8 +288,8 @@ def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: 
         raise ValueError(
             f"the draft {draft.name} has a vocabulary of {sizes[0]} tokens and the target {target.name} one of {sizes[1]}; "
             f"a draft with other tokens needs the tokenizers of both, and {lacking} has none. Save a tokenizer in the "
-            "folder of its model (model.save_pretrained(FOLDER); tokenizer.save_pretrained(FOLDER)) and give the folder, or use a method "
-            'that needs no second model: {"method": "suffix"}'
+            "folder of its model (model.save_pretrained(FOLDER); tokenizer.save_pretrained(FOLDER)) and give the folder, "
+            'or use a method that needs no second model: {"method": "suffix"}'
         )
     if sizes[0] == sizes[1] and draft.tokenizer.get_vocab() == target.tokenizer.get_vocab():
         return ModelDrafter(draft.model, num_slots, max_length)
