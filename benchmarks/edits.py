@@ -19,7 +19,7 @@ import importlib.util
 import random
 import re
 import statistics
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import headline
 from outrider.bench.tune.replay_target import force_text
 from outrider.control import Fixed
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.models.base import BaseModel, LanguageModel, Output
 from outrider.models.nodes import Nodes
@@ -179,7 +179,7 @@ def run(
     numbers = [int(n) for n in shape.split("x")] if shape else [0]
     decoder = Decoder(target, drafter_of(name, target.vocab_size), controller=Fixed(*numbers), rows=1, max_length=None)
     params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
-    row = decoder.admit(Request(0, prompt, params, prediction=told))
+    row = decoder.admit(Sequence(0, prompt, params, prediction=told))
     total = {"tokens": 0.0, "steps": 0.0, "drafted": 0.0, "seconds": 0.0, "drafting": 0.0}
     while row.end is None:
         reading, started = bool(decoder.waiting), perf_counter()
@@ -200,8 +200,8 @@ def run(
 def measure(
     target: ForcedTarget,
     tokenizer: Any,
-    methods: Sequence[str],
-    work: Sequence[tuple[list[int], list[int], str]],
+    methods: abc.Sequence[str],
+    work: abc.Sequence[tuple[list[int], list[int], str]],
     plain: int,
 ) -> list[dict[str, Any]]:
     """One record a method. plain: tokens of each answer that plain decoding writes; all its tokens cost the same."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -24,8 +25,9 @@ from benchmarks.pairs import fingerprint
 from benchmarks.prompts import encoded
 from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
-from outrider.decode import Decoder, Request, Row
+from outrider.decode import Decoder, Sequence
 from outrider.drafters import Drafter, ModelDrafter, NoDraft, Noisy, Wrong, make_drafter
+from outrider.engine.scheduler import Scheduler
 from outrider.models.load import DATA, Loaded, load
 from outrider.params import SamplingParams
 
@@ -79,14 +81,14 @@ class Bench:
         return self._kept[key]
 
     def decode(
-        self, drafter: Drafter, guesses: int, requests: Sequence[Request], batch: int, width: int = 1
-    ) -> list[Row]:
+        self, drafter: Drafter, guesses: int, requests: abc.Sequence[Sequence], batch: int, width: int = 1
+    ) -> list[Sequence]:
         controller = Fixed(guesses, width, 2 * guesses if width > 1 else None)
         decoder = Decoder(self.target.model, drafter, controller=controller, rows=batch, max_length=LENGTH)
-        return decoder.generate(requests)
+        return Scheduler(decoder, raises=True).generate(requests)
 
 
-def requests_of(prompts: Sequence[list[int]], turn: int, tokens: int, temperature: float) -> list[Request]:
+def requests_of(prompts: abc.Sequence[list[int]], turn: int, tokens: int, temperature: float) -> list[Sequence]:
     """The texts of a round: prompts in pairs, so that no two rounds within a thousand begin alike."""
     out = []
     for i in range(TEXTS):
@@ -94,22 +96,22 @@ def requests_of(prompts: Sequence[list[int]], turn: int, tokens: int, temperatur
         first, second = prompts[n % len(prompts)], prompts[(n // len(prompts) + n) % len(prompts)]
         prompt = first if n < len(prompts) else [*second, *first][-(LENGTH - tokens - 1) :]
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-        out.append(Request(n, prompt, params, seed=n))
+        out.append(Sequence(n, prompt, params, seed=n))
     return out
 
 
-def garbled(text: Sequence[int]) -> list[int]:
+def garbled(text: abc.Sequence[int]) -> list[int]:
     """A prediction that is mostly right: every ninth token another one, every twentieth missing."""
     return [t + 1 if i % 9 == 8 and t else t for i, t in enumerate(text) if i % 20 != 19]
 
 
-def differing(got: Sequence[int], wanted: Sequence[int]) -> int:
+def differing(got: abc.Sequence[int], wanted: abc.Sequence[int]) -> int:
     """Tokens that are not what plain decoding gives, a missing one counted too."""
     return sum(a != b for a, b in zip(got, wanted, strict=False)) + abs(len(got) - len(wanted))
 
 
 def play(
-    bench: Bench, prompts: Sequence[list[int]], turn: int, tokens: int
+    bench: Bench, prompts: abc.Sequence[list[int]], turn: int, tokens: int
 ) -> Iterator[tuple[str, int, int, list[Any]]]:
     """One round: (drafter, tokens compared, tokens that differ, where) for every drafter and temperature."""
     for temperature in TEMPERATURES:
@@ -137,7 +139,7 @@ def play(
 
 
 def run(
-    benches: dict[str, Bench], prompts: Sequence[list[int]], total: int, tokens: int, state: dict[str, Any],
+    benches: dict[str, Bench], prompts: abc.Sequence[list[int]], total: int, tokens: int, state: dict[str, Any],
     after: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Rounds until `total` tokens are compared. `after` sees the state behind every round."""

@@ -28,7 +28,7 @@ from outrider.calibrate import calibrated, costs_of
 from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.stubs import Noisy, Wrong
@@ -59,10 +59,10 @@ def measure(
     plain = Decoder(target.model, NoDraft(), rows=1, max_length=LENGTH)
     fast = Decoder(target.model, drafter, controller=controller, rows=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    interleave({"plain": TimedRun(plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})
+    interleave({"plain": TimedRun(plain, Sequence(0, prompt, replace(params, max_tokens=STRETCH)))})
     groups, whole = list[Any](), np.zeros(2)
     for seed in range(texts):
-        request = Request(seed, prompt, params, seed)
+        request = Sequence(seed, prompt, params, seed)
         done = interleave({"plain": TimedRun(plain, request), "fast": TimedRun(fast, request)}, STRETCH)
         if done["plain"].row.output != done["fast"].row.output:
             raise AssertionError("a text is not plain decoding's")

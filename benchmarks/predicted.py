@@ -37,7 +37,7 @@ from outrider.bench.tune.simulate import observe_drafts, simulate_trees, steps_s
 from outrider.calibrate import calibrate
 from outrider.control import CostModel, Fixed
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.stubs import Wrong
 from outrider.llm import LLM
@@ -69,7 +69,7 @@ def sweep(
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
     cost = calibrate(target.model, lambda rows: llm.drafter, {}, limit, sampling=params)
     requests = [llm.requests(prompt.content, params)[0] for prompt in prompts]
-    answers = [row.output for row in LLM(target, max_num_seqs=1).decoder.generate(requests)]
+    answers = [row.output for row in LLM(target, max_num_seqs=1).scheduler.generate(requests)]
     seen = observe_drafts(target, llm.drafter, requests, answers, Budget(deepest), *([TREE] if limit.width > 1 else []))
     simulate_trees(seen, target, llm.drafter, requests, answers, *[b for b in budgets if b.width > 1])
     length = max(len(r.prompt) for r in requests) + tokens
@@ -99,7 +99,7 @@ def sweep(
 
 
 def measured(
-    decoders: dict[Budget | None, Decoder], requests: list[Request], repeats: int
+    decoders: dict[Budget | None, Decoder], requests: list[Sequence], repeats: int
 ) -> dict[Budget | None, float]:
     """Seconds in which each writes these texts, the median of the repeats stretch by stretch."""
     names = {str(budget): decoder for budget, decoder in decoders.items()}

@@ -18,7 +18,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,11 +36,12 @@ from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
 from outrider.control.cost_model import interpolate
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters import Drafter, make_drafter
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass, chains
 from outrider.drafters.combine.merge import NodeList, own_commit
 from outrider.drafters.combine.router import DrafterRouter
+from outrider.engine.scheduler import Scheduler
 from outrider.models.load import load
 from outrider.params import SamplingParams
 
@@ -98,21 +99,21 @@ class _Recorder(BaseDrafter):
         self.guesses: dict[str, list[list[int]]] = {name: [] for name in drafters}
         self.proposals: list[NodeList] = []
 
-    def propose(self, batch: DraftContext) -> Draft:
+    def propose(self, context: DraftContext) -> Draft:
         self.proposals = []
         for name, drafter in self.drafters.items():
-            made = drafter.propose(replace(batch, budgets=[Budget(DEEPEST)]))
+            made = drafter.propose(replace(context, budgets=[Budget(DEEPEST)]))
             self.proposals.append(made.host[0])
             self.guesses[name].append(made.tokens[0, 1:].tolist())
-        return chains(batch, [[]])
+        return chains(context, [[]])
 
-    def update(self, batch: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+    def update(self, context: DraftContext, commits: abc.Sequence[Commit], target: TargetPass) -> None:
         for drafter, proposal in zip(self.drafters.values(), self.proposals, strict=True):
-            drafter.update(batch, [own_commit(commits[0], proposal)], target)
+            drafter.update(context, [own_commit(commits[0], proposal)], target)
 
-    def release(self, row: int) -> None:
+    def release(self, slot: int) -> None:
         for drafter in self.drafters.values():
-            drafter.release(row)
+            drafter.release(slot)
 
 
 def record() -> dict[tuple[str, float], list[Recorded]]:
@@ -132,7 +133,7 @@ def record() -> dict[tuple[str, float], list[Recorded]]:
             for seed, text in enumerate(texts(workload, target.tokenizer, count)):
                 recorder = _Recorder(drafters)
                 decoder = Decoder(target.model, recorder, controller=Fixed(DEEPEST), rows=1, max_length=2048)
-                [row] = decoder.generate([Request(0, text.prompt, params, seed)])
+                [row] = Scheduler(decoder, raises=True).generate([Sequence(0, text.prompt, params, seed)])
                 found.setdefault((workload, temperature), []).append(
                     Recorded(len(text.prompt), row.output, recorder.guesses)
                 )
@@ -155,8 +156,8 @@ class _Replayed(BaseDrafter):
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.name = machine, name
 
-    def propose(self, batch: DraftContext) -> Draft:
-        draft = chains(batch, [self.machine.now.guesses[self.name][self.machine.at]])
+    def propose(self, context: DraftContext) -> Draft:
+        draft = chains(context, [self.machine.now.guesses[self.name][self.machine.at]])
         self.machine.levels += (draft.nodes - 1) * (self.name == "draft_model")
         return draft
 
@@ -176,7 +177,7 @@ class Machine:
             some = {name: _Replayed(self, name) for name in ("suffix", "draft_model")}
             self.drafter = DrafterRouter(some, {"draft_model": costs.bytes})
 
-    def write(self, controller: Controller, group: Sequence[Recorded], tokens: int) -> float:
+    def write(self, controller: Controller, group: abc.Sequence[Recorded], tokens: int) -> float:
         """Plain steps that so many tokens of each text take."""
         total = 0.0
         for self.now in group:
@@ -191,15 +192,15 @@ class Machine:
     def _step(self, controller: Controller, budget: Budget, written: list[int]) -> float:
         self.levels = 0
         view: Any = {"warp": None, "noise": None, "stream": None}  # nobody here draws
-        batch = DraftContext([0], [written], [budget], **view, needs_probs=False, prompt_lengths=[self.now.prompt])
-        draft = self.drafter.propose(batch) if budget.depth else chains(batch, [[]])
+        context = DraftContext([0], [written], [budget], **view, needs_probs=False, prompt_lengths=[self.now.prompt])
+        draft = self.drafter.propose(context) if budget.depth else chains(context, [[]])
         guesses = draft.tokens[0, 1:].tolist()
         right = next((n for n, t in enumerate(guesses) if t != self.now.text[self.at + n]), len(guesses))
         kept = Commit(self.now.text[self.at : self.at + right + 1], list(range(right + 1)), right)
         position = len(written)
         written += kept.tokens
         if budget.depth:
-            self.drafter.update(batch, [kept], TargetPass(draft, torch.empty(0)))
+            self.drafter.update(context, [kept], TargetPass(draft, torch.empty(0)))
         self.at += len(kept.tokens)
         target, drafting = self.costs.forward(len(guesses)), self.costs.level * self.levels
         self.slow ^= self.random.random() < 1 / 25
@@ -218,7 +219,7 @@ class Machine:
         return (target + slow) / 2 + drafting
 
 
-def fixed(costs: Costs, group: Sequence[Recorded], tokens: int, swing: float = 1.0) -> dict[str, float]:
+def fixed(costs: Costs, group: abc.Sequence[Recorded], tokens: int, swing: float = 1.0) -> dict[str, float]:
     """Plain steps of the fast phases by fixed drafter."""
     every = (("plain", "suffix", 0), *((f"{method} {k}", method, k) for method, k in FIXED))
     return {name: Machine(costs, method, swing).write(Fixed(k), group, tokens) for name, method, k in every}
@@ -228,7 +229,7 @@ def measure(
     machine: str,
     workload: str,
     temperature: float,
-    every: Sequence[Recorded],
+    every: abc.Sequence[Recorded],
     tokens: int,
     swing: float,
     jitter: float,
@@ -261,7 +262,7 @@ def measure(
     }
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+def table(records: abc.Sequence[dict[str, Any]]) -> str:
     head = ["costs of", "text", "texts x tokens", "best fixed", "over plain", "auto", "auto / best"]
     rows = [
         [

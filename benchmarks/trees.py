@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,8 +29,9 @@ from outrider.control import Fixed
 from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
 from outrider.core.tree import depth
 from outrider.core.types import Budget, Siblings, Step
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
@@ -81,7 +83,7 @@ ARMS = (
 )
 
 
-def by_rank(steps: Sequence[Step], width: int = WIDTH) -> list[float]:
+def by_rank(steps: abc.Sequence[Step], width: int = WIDTH) -> list[float]:
     """The chance that the child of rank r is the accepted one, at visited nodes that have it; made not increasing."""
     hit, seen = np.zeros(width), np.zeros(width)
     for step in steps:
@@ -97,7 +99,7 @@ def by_rank(steps: Sequence[Step], width: int = WIDTH) -> list[float]:
 
 
 def run(
-    arm: Arm, nodes: int, target: Loaded, draft: Any, prompts: Sequence[Sequence[int]], tokens: int, temperature: float,
+    arm: Arm, nodes: int, target: Loaded, draft: Any, prompts: abc.Sequence[abc.Sequence[int]], tokens: int, temperature: float,
     shape: Callable[[Budget], Shape] | None,
 ) -> list[Step]:  # fmt: skip
     """All steps of an arm over the prompts, one text at a time."""
@@ -106,12 +108,17 @@ def run(
     engine = Decoder(target.model, drafter, arm.verifier, Fixed(budget.depth, budget.width, budget.nodes), rows=1,
                      max_length=LENGTH)  # fmt: skip
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
-    return [step for step, _ in engine.steps(requests) if step is not None]
+    requests = [Sequence(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
+    return [step for step, _ in Scheduler(engine, raises=True).run(requests) if step is not None]
 
 
 def measure(
-    target: Loaded, draft: Any, prompts: Sequence[Sequence[int]], nodes: Sequence[int], tokens: int, temperature: float
+    target: Loaded,
+    draft: Any,
+    prompts: abc.Sequence[abc.Sequence[int]],
+    nodes: abc.Sequence[int],
+    tokens: int,
+    temperature: float,
 ) -> list[dict[str, Any]]:
     """One record per arm and node count: accepted tokens per step, and nodes drafted per step."""
     records = []
@@ -143,7 +150,7 @@ def measure(
     return records
 
 
-def best_here(target: Loaded, draft: Any, chances: Sequence[float], most: int = 16) -> dict[str, Any]:
+def best_here(target: Loaded, draft: Any, chances: abc.Sequence[float], most: int = 16) -> dict[str, Any]:
     """The tree that pays best on this machine: the optimal shape for these chances, sized by measured forwards."""
     of_target = seconds(target.model, range(1, most + 2))
     level = seconds(draft, [1])[1]
@@ -175,7 +182,7 @@ def seconds(model: Any, nodes: Iterable[int], context: int = 256, repeats: int =
     return out
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+def table(records: abc.Sequence[dict[str, Any]]) -> str:
     """Markdown: an arm a line, a column for each temperature and node count."""
     columns = sorted({(r["temperature"], r["nodes"]) for r in records})
     found = {(r["arm"], r["temperature"], r["nodes"]): r for r in records}

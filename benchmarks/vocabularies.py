@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from benchmarks import RESULTS, headline
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.control import Fixed
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import Drafter
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.vocabulary import Pairing, Vocabulary
+from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 
@@ -58,14 +60,16 @@ def arms(draft: Loaded, own: Loaded | None, both: Pairing) -> dict[str, tuple[Ca
 
 
 def run(
-    name: str, made: tuple[Callable[[], Drafter], str], target: Loaded, prompts: Sequence[list[int]], depth: int,
+    name: str, made: tuple[Callable[[], Drafter], str], target: Loaded, prompts: abc.Sequence[list[int]], depth: int,
     tokens: int, temperature: float,
 ) -> dict[str, Any]:  # fmt: skip
     drafter, verifier = made[0](), made[1]
     engine = Decoder(target.model, drafter, verifier, Fixed(depth), rows=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
-    steps = [s for s, _ in engine.steps(requests) if s is not None and s.budgets[0].depth == depth]
+    requests = [Sequence(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
+    steps = [
+        s for s, _ in Scheduler(engine, raises=True).run(requests) if s is not None and s.budgets[0].depth == depth
+    ]
     accepted = [int(s.verdict.accepted[0]) for s in steps]
     drafted = [int(s.draft.num_draft_tokens[0]) for s in steps]
     return {
@@ -75,7 +79,7 @@ def run(
     }  # fmt: skip
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+def table(records: abc.Sequence[dict[str, Any]]) -> str:
     """Markdown: an arm a line; for each temperature the chance that the first guess stands, and accepted tokens per step."""
     found = {(r["arm"], r["temperature"]): r for r in records}
     heats = sorted({r["temperature"] for r in records})

@@ -19,7 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -38,7 +39,7 @@ from outrider.bench.stats import interval
 from outrider.calibrate import calibrate
 from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters import Drafter, make_drafter
 from outrider.drafters.model.self_speculation import LayerSearch, search_layers
 from outrider.models.load import Loaded, load
@@ -130,18 +131,18 @@ class Runner:
         return self._made[method, forced]
 
     def run(
-        self, methods: Sequence[str], text: Text, tokens: int, temperature: float, seed: int
+        self, methods: abc.Sequence[str], text: Text, tokens: int, temperature: float, seed: int
     ) -> Mapping[str, TimedRun]:
         forced = text.answer is not None
         if text.answer is not None:
             self.forced.text, tokens = text.prompt + text.answer, min(LONGER * tokens, len(text.answer))
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-        request = Request(0, text.prompt, params, seed, prediction=text.prediction)
+        request = Sequence(0, text.prompt, params, seed, prediction=text.prediction)
         return interleave({m: TimedRun(self.decoder(m, forced), request) for m in methods})
 
 
 def measure(
-    runner: Runner, workload: str, methods: Sequence[str], count: int, tokens: int, temperature: float
+    runner: Runner, workload: str, methods: abc.Sequence[str], count: int, tokens: int, temperature: float
 ) -> Iterator[dict[str, Any]]:
     """A record per method: speed against plain decoding's, with its interval of 95 % over the stretches of all texts; for
     `auto` also against the fastest single method, plain decoding among them."""
@@ -185,7 +186,7 @@ def against(name: str, base: Any, ours: Any) -> dict[str, Any]:
     return {name: round(found.value, 3), f"{name}_95": [round(found.low, 3), round(min(found.high, 99.0), 3)]}
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+def table(records: abc.Sequence[dict[str, Any]]) -> str:
     """Markdown: a method a line, a workload and temperature a column; times plain decoding (acceptance length, efficiency)."""
     columns = sorted({(r["workload"], r["temperature"]) for r in records}, key=lambda c: (WORKLOADS.index(c[0]), c[1]))
     cells = {(r["method"], r["workload"], r["temperature"]): r for r in records}

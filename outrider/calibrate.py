@@ -10,8 +10,8 @@ import hashlib
 import itertools
 import json
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, median_low, stdev
@@ -23,7 +23,7 @@ from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller, Fixed
 from outrider.control.cost_model import CostModel
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Request, Row
+from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.combine.router import most_expensive
 from outrider.drafters.stubs import Wrong
@@ -139,7 +139,7 @@ def build_controller(
 def stored(
     names: dict[str, str],
     limit: Budget,
-    rows: Sequence[int] = (1,),
+    rows: abc.Sequence[int] = (1,),
     sampling: SamplingParams = GREEDY,
     quick: bool = False,
 ) -> CostModel | None:
@@ -161,7 +161,7 @@ def calibrated(
     drafter: Callable[[int], Drafter],
     names: dict[str, str],
     limit: Budget,
-    rows: Sequence[int] = (1,),
+    rows: abc.Sequence[int] = (1,),
     known: CostModel | None = None,
     sampling: SamplingParams = GREEDY,
     say: Callable[[str], None] = lambda message: None,
@@ -190,7 +190,7 @@ def calibrated(
 
 
 def _key(
-    names: dict[str, str], limit: Budget, rows: Sequence[int], sampling: SamplingParams, plan: MeasurementPlan
+    names: dict[str, str], limit: Budget, rows: abc.Sequence[int], sampling: SamplingParams, plan: MeasurementPlan
 ) -> dict[str, str]:
     return {
         **conditions(),
@@ -212,7 +212,7 @@ def calibrate(
     drafter: Callable[[int], Drafter],
     key: dict[str, str],
     limit: Budget,
-    rows: Sequence[int] = (1,),
+    rows: abc.Sequence[int] = (1,),
     known: CostModel | None = None,
     sampling: SamplingParams = GREEDY,
     quick: bool = False,
@@ -253,9 +253,9 @@ def _measure(
     judge: Workbench,
     draft: Workbench,
     plan: MeasurementPlan,
-    contexts: Sequence[int],
-    nodes: Mapping[int, Sequence[int]],
-    shapes: Sequence[Budget],
+    contexts: abc.Sequence[int],
+    nodes: Mapping[int, abc.Sequence[int]],
+    shapes: abc.Sequence[Budget],
     wait: bool,
 ) -> Measurements:
     """Rounds over all settings, until all are precise or the plan ends. nodes: by batch size. wait: take at least the plan's
@@ -272,7 +272,7 @@ def _measure(
     return times
 
 
-def _shapes(limit: Budget, depths: Sequence[int | None]) -> list[Budget]:
+def _shapes(limit: Budget, depths: abc.Sequence[int | None]) -> list[Budget]:
     """Chains up to the limit, and trees if it allows any."""
     if not limit.max_nodes:
         return []
@@ -281,7 +281,7 @@ def _shapes(limit: Budget, depths: Sequence[int | None]) -> list[Budget]:
     return [Budget(d) for d in chains] + (trees if limit.width > 1 else [])
 
 
-def derive_batches(one: CostModel, rows: Sequence[int], nodes: Sequence[int]) -> CostModel:
+def derive_batches(one: CostModel, rows: abc.Sequence[int], nodes: abc.Sequence[int]) -> CostModel:
     """Add the costs of batches to those of one sequence.
 
     A forward costs as much as one over the same number of nodes in one sequence. A draft grows like a step of so many nodes.
@@ -357,7 +357,7 @@ class Measurements:
         return all(cell.sure for cell in (*self.judged.values(), *self.drafted.values()))
 
     def visit(
-        self, judge: Workbench, draft: Workbench, r: int, c: int, nodes: Sequence[int], shapes: Sequence[Budget]
+        self, judge: Workbench, draft: Workbench, r: int, c: int, nodes: abc.Sequence[int], shapes: abc.Sequence[Budget]
     ) -> None:
         """Time every setting of batch size `r` at context `c` once, each between two plain steps."""
         before = judge.step(c, r)
@@ -373,7 +373,9 @@ class Measurements:
             self.plain[r, c].append(after.whole)
             times.add(took, getattr(took, part), beside)
 
-    def model(self, key: dict[str, str], readings: Sequence[tuple[int, float]], known: CostModel | None) -> CostModel:
+    def model(
+        self, key: dict[str, str], readings: abc.Sequence[tuple[int, float]], known: CostModel | None
+    ) -> CostModel:
         """Ratios times the usual plain step. known: a cost model of the target, which then gives that step."""
         usual = {
             at: trimmed_mean(s) if known is None else known.target_seconds(at[0], 1, at[1])
@@ -386,7 +388,7 @@ class Measurements:
         return CostModel(key, target if known is None else known.target, draft, reading, median(self.between))
 
 
-def trimmed_mean(values: Sequence[float]) -> float:
+def trimmed_mean(values: abc.Sequence[float]) -> float:
     """The mean without the highest and lowest tenth, where pauses are; of three values or more, at least one each."""
     cut = max(len(values) // 10, int(len(values) > 2))
     return mean(sorted(values)[cut : len(values) - cut])
@@ -411,12 +413,12 @@ class Workbench:
     """A decoder with `count` sequences for each context, which hold about so many tokens."""
 
     def __init__(
-        self, target: LanguageModel, drafter: Drafter, count: int, contexts: Sequence[int], sampling: SamplingParams
+        self, target: LanguageModel, drafter: Drafter, count: int, contexts: abc.Sequence[int], sampling: SamplingParams
     ) -> None:
         self.asked, self.count, self.sampling = Fixed(0), count, sampling
         length, rows = min(2 * max(contexts) + 256, target.max_length), count * len(contexts)
         self.decoder = Decoder(target, drafter, controller=self.asked, rows=rows, max_length=length)
-        self.rows: dict[int, list[Row]] = {c: [] for c in contexts}
+        self.rows: dict[int, list[Sequence]] = {c: [] for c in contexts}
         self.readings: list[tuple[int, float]] = []  # tokens read before the first draft, and seconds of that draft
 
     def step(self, context: int, rows: int, budget: Budget = PLAIN, after: int = 0) -> StepTime:
@@ -434,13 +436,13 @@ class Workbench:
     def _fill(self, context: int, room: int) -> None:
         """Replace sequences that have grown too long, or that have no room for so many tokens. The drafter reads the new ones."""
         decoder = self.decoder
-        rows = [r for r in self.rows[context] if not r.end and r.limit - r.ending.count >= room]
+        rows = [r for r in self.rows[context] if not r.finish and r.limit - len(r.output) >= room]
         if len(rows) == self.count and max(len(r.tokens) for r in rows) < context + max(context, 256):
             return
         self._release(context)
         prompt = [n % decoder.target.vocab_size for n in range(context)]
         params = replace(self.sampling, max_tokens=decoder.max_length - context)
-        self.rows[context] = [decoder.admit(Request(n, prompt, params)) for n in range(self.count)]
+        self.rows[context] = [decoder.admit(Sequence(n, prompt, params)) for n in range(self.count)]
         while decoder.waiting:
             decoder.prefill(decoder.waiting[0])
         self.asked.budget = Budget(1)
@@ -456,7 +458,7 @@ class Workbench:
             self._release(context)
 
 
-def _reading(readings: Sequence[tuple[int, float]], usual: float) -> float:
+def _reading(readings: abc.Sequence[tuple[int, float]], usual: float) -> float:
     """Seconds per token that a drafter reads: its first draft, which reads the whole prompt, less a usual one."""
     rates = [max(seconds - usual, 0.0) / tokens for tokens, seconds in readings]
     return median_low(rates) if rates else 0.0

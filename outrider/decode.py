@@ -7,9 +7,11 @@ token is the root of the next draft.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -19,12 +21,13 @@ from outrider.control import Controller, Fixed
 from outrider.core.noise import Noise
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState, TokenMask
 from outrider.core.stopping import FinishReason, StopChecker
-from outrider.core.types import Budget, Commit, Draft, Guarantee, Step, Verdict
+from outrider.core.types import Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel, Output
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
+from outrider.outputs import CompletionOutput, Delta, SpeculativeMetrics
 from outrider.params import SamplingParams
 from outrider.verify import VERIFIERS
 
@@ -33,58 +36,174 @@ PREFILL_CHUNK = 256  # prompt tokens per forward; rows that decode wait for one 
 
 
 @dataclass(eq=False)
-class Request:
-    """A prompt to continue. `id` is the caller's; prompt: token ids, not empty."""
+class Sequence:
+    """One text to write, from request to result. A sequence runs once; `fresh` makes another of the same request.
+
+    The request:
+    id: the caller's. prompt: token ids, not empty. bad_words: as token ids. prediction: tokens that the answer is expected to
+    repeat. mask: what a grammar allows. prefill_only: read the prompt and write nothing, for its log-probabilities.
+    client: sequences of different clients take turns in a queue. method: the drafter, None for the configured one, "none" for
+    none. num_speculative_tokens: draft tokens per step, None for the controller's choice. deadline: a `perf_counter` time.
+    sink: is called with every `Delta` by the thread that steps; None without a reader.
+    """
 
     id: int
     prompt: list[int]
     params: SamplingParams
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
-    prediction: tuple[int, ...] = ()  # tokens that the answer is expected to repeat
-    mask: TokenMask | None = None  # what may be written where, as by a grammar
-    prefill_only: bool = False  # read the prompt, write nothing: for its log-probabilities
+    prediction: tuple[int, ...] = ()
+    mask: TokenMask | None = None
+    prefill_only: bool = False
+    client: str = ""
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+    deadline: float = math.inf
+    sink: Callable[[Delta], None] | None = None
 
+    # The text.
+    slot: int = field(default=-1, init=False)  # of the cache; -1 without one
+    tokens: list[int] = field(init=False)  # committed: prompt, then output
+    state: SequenceState = field(init=False)
+    checker: StopChecker | None = field(default=None, init=False)  # None until it was admitted once
+    finish: FinishReason | None = field(default=None, init=False)
+    limit: int = field(default=0, init=False)  # output tokens at most
+    logprobs: list[dict[int, float]] = field(default_factory=list, init=False)
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list, init=False)
+    # Of the prompt while it is read, for the prefix cache: [token, feature] of each chunk.
+    features: list[torch.Tensor] = field(default_factory=list, init=False)
 
-@dataclass(eq=False)
-class Row:
-    """A request in a cache row, as it grows."""
+    # What it took. Times are `perf_counter` seconds.
+    cached: int = field(default=0, init=False)  # prompt tokens that the prefix cache had
+    drafted: list[int] = field(default_factory=list, init=False)  # draft tokens of each step
+    accepted: list[int] = field(default_factory=list, init=False)
+    preemptions: int = field(default=0, init=False)
+    undrafted: str | None = field(default=None, init=False)  # why its drafter was taken away, or None
+    drafted_by: str = field(default="none", init=False)  # the method, once it has ended
+    speculative: SpeculativeMetrics | None = field(default=None, init=False)  # the counts, once it has ended
+    cancelled: bool = field(default=False, init=False)
+    arrived: float = field(default_factory=perf_counter, init=False)
+    admitted: float | None = field(default=None, init=False)
+    first: float | None = field(default=None, init=False)  # of the first token
+    last: float | None = field(default=None, init=False)  # of the last step
+    done: float | None = field(default=None, init=False)
 
-    request: Request
-    slot: int
-    tokens: list[int]  # committed: prompt, then output
-    history: SequenceState
-    ending: StopChecker
-    limit: int  # output tokens that may be written at most
-    steps: int = 0
-    cached: int = 0  # prompt tokens that were not computed, because an earlier text began with them
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
-    features: list[torch.Tensor] = field(default_factory=list)  # of the prompt while it is read, for the prefix cache
-    arrived: float = field(default_factory=perf_counter)
-    first: float | None = None  # when the first token came
-    done: float | None = None
+    # How much of it was handed out by `delta`.
+    _tokens_out: int = field(default=0, init=False)
+    _characters_out: int = field(default=0, init=False)
+    _marks_out: int = field(default=0, init=False)
+    _from_draft: list[bool] = field(default_factory=list, init=False)  # for each output token
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    def fresh(self) -> Sequence:
+        """Another sequence of the same request."""
+        return replace(self)
+
+    @property
+    def steps(self) -> int:
+        """Draft-verify rounds so far."""
+        return len(self.drafted)
 
     @property
     def output(self) -> list[int]:
-        return self.tokens[len(self.request.prompt) :]
+        """The token ids written so far."""
+        return self.tokens[len(self.prompt) :]
 
     @property
-    def end(self) -> FinishReason | None:
-        return self.ending.end
+    def text(self) -> str:
+        """The text written so far, cut at a stop string. Empty without a tokenizer."""
+        return self.checker.text if self.checker else ""
+
+    @property
+    def queued(self) -> float:
+        """Seconds until it first had a slot."""
+        return (self.admitted or self.done or perf_counter()) - self.arrived
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival; None without a token."""
+        return None if self.first is None else self.first - self.arrived
+
+    @property
+    def total(self) -> float:
+        """Seconds from arrival to its end, or until now."""
+        return (self.done or perf_counter()) - self.arrived
+
+    def step_done(self, drafted: int, commit: Commit) -> None:
+        """Count a step."""
+        self.drafted.append(drafted)
+        self.accepted.append(commit.num_accepted)
+        self._from_draft += [i < commit.num_accepted for i in range(len(commit.tokens))]
+
+    def advance(self, tokens: abc.Sequence[int], steps: int) -> None:
+        """Take over what earlier steps wrote, as a replay does, before the sequence is read."""
+        assert self.checker is not None
+        for token in tokens:
+            self.checker.push(token)
+        self.tokens += tokens
+        self.drafted, self.accepted = [0] * steps, [0] * steps
+
+    def end(self, finish: str, reason: str | int | None = None) -> None:
+        """End it with what it has, if it has not ended. Text held back for a stop string is text now."""
+        if self.finish is None:
+            self.finish = FinishReason(finish, reason)
+            self.done = perf_counter()
+            if self.checker is not None:
+                self.checker.end = self.finish
+
+    def delta(self) -> Delta:
+        """What was written since the last call. Text that may still become a stop string is held back."""
+        if self.checker is None:
+            return Delta("", [])
+        text, marks = self.checker.settled, self.checker.marks
+        pieces, at = list[tuple[str, bool]](), self._characters_out
+        while self._marks_out < len(marks) and marks[self._marks_out] <= len(text):
+            mark = marks[self._marks_out]
+            pieces.append((text[at:mark], self._is_from_draft(self._marks_out)))
+            at = max(at, mark)
+            self._marks_out += 1
+        if self.finish is not None or not marks:
+            pieces.append((text[at:], self._is_from_draft(self._marks_out)))
+            at = len(text)
+        new, tokens = text[self._characters_out : at], self.output[self._tokens_out :]
+        logprobs = self.logprobs[self._tokens_out :]
+        self._characters_out, self._tokens_out = at, self._tokens_out + len(tokens)
+        counts = (self.drafted[-1], self.accepted[-1]) if self.drafted else (0, 0)
+        return Delta(new, tokens, [p for p in pieces if p[0]], 0, *counts, logprobs=logprobs)
+
+    def _is_from_draft(self, token: int) -> bool:
+        return self._from_draft[token] if token < len(self._from_draft) else False
+
+    def completion(self, guarantee: Guarantee, index: int = 0) -> CompletionOutput:
+        """What was written, as an output."""
+        asked = self.params.logprobs is not None
+        total = sum(x[t] for x, t in zip(self.logprobs, self.output, strict=False)) if asked else None
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=self.output,
+            finish_reason=self.finish.finish if self.finish else "abort",
+            stop_reason=self.finish.reason if self.finish else None,
+            seed=self.seed,
+            guarantee=guarantee,
+            logprobs=self.logprobs if asked else None,
+            cumulative_logprob=total,
+        )
 
 
 class PrefixSource(Protocol):
     """Keys and values of texts that were read before."""
 
-    def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> tuple[int, torch.Tensor | None]:
+    def fetch(self, cache: SlotCache, slot: int, tokens: abc.Sequence[int]) -> tuple[int, torch.Tensor | None]:
         """Put the longest known start of `tokens` into an empty slot and commit it.
 
         Returns its length, and the features [token, feature] of the tapped layers if they were kept.
         """
         ...
 
-    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], features: torch.Tensor | None) -> None:
+    def keep(self, cache: SlotCache, slot: int, tokens: abc.Sequence[int], features: torch.Tensor | None) -> None:
         """Remember a slot, which holds `tokens`. features: float [token, feature] of the tapped layers, None without taps."""
         ...
 
@@ -101,7 +220,7 @@ class Decoder:
         *,
         rows: int = 8,
         max_length: int | None = None,
-        end_ids: Sequence[int] = (),
+        end_ids: abc.Sequence[int] = (),
         tokenizer: Any | None = None,
         prefixes: PrefixSource | None = None,
     ) -> None:
@@ -115,8 +234,8 @@ class Decoder:
         self.prefixes, self.chunk = prefixes, PREFILL_CHUNK
         self.cache = target.new_cache(rows, self.max_length)
         self.free = list(range(rows))[::-1]
-        self.rows: dict[int, Row] = {}  # by slot, in order of admission
-        self.waiting: list[Row] = []  # rows whose prompt is not in the cache yet
+        self.rows: dict[int, Sequence] = {}  # by slot, in order of admission
+        self.waiting: list[Sequence] = []  # rows whose prompt is not in the cache yet
         self._batch: tuple[tuple[int, ...], LogitsWarper, torch.Tensor] | None = None
 
     @property
@@ -127,7 +246,7 @@ class Decoder:
             return Guarantee.EXACT_DISTRIBUTION
         return Guarantee.EXACT_TOKENS if isinstance(self.drafter, NoDraft) else self.verifier.guarantee
 
-    def check(self, request: Request) -> int:
+    def check(self, request: Sequence) -> int:
         """Raise ValueError if the request cannot be run; returns how many tokens may be written."""
         p, n = request.params, len(request.prompt)
         if not n:
@@ -149,18 +268,27 @@ class Decoder:
             )
         return self.max_length - n if p.max_tokens is None else p.max_tokens
 
-    def admit(self, request: Request) -> Row:
-        """Give the request a free row. Raises IndexError when there is none and ValueError for a bad request."""
-        limit = self.check(request)
-        p, tokens = request.params, list(request.prompt)
-        ends = (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
-        history = SequenceState(p, ends, request.bad_words, tokens, len(tokens), request.mask)
-        ending = StopChecker(p, self.end_ids, limit, self.tokenizer, tokens)
-        row = Row(request, -1, tokens, history, ending, limit)
-        self.resume(row)
-        return row
+    def admit(self, sequence: Sequence) -> Sequence:
+        """Give a new sequence a free slot; returns it.
 
-    def resume(self, row: Row) -> None:
+        Raises IndexError when no slot is free, and ValueError for a request that cannot run or for a sequence that ran.
+        """
+        limit = self.check(sequence)
+        if sequence.checker is not None:
+            raise ValueError(
+                f"sequence {sequence.id} was run already; sequence.fresh() makes another of the same request"
+            )
+        p, tokens = sequence.params, sequence.tokens
+        ends = (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
+        if not self.free:
+            raise IndexError("no slot is free; release one, or make the decoder with more")
+        sequence.limit, sequence.admitted = limit, perf_counter()
+        sequence.state = SequenceState(p, ends, sequence.bad_words, tokens, len(tokens), sequence.mask)
+        sequence.checker = StopChecker(p, self.end_ids, limit, self.tokenizer, tokens)
+        self.resume(sequence)
+        return sequence
+
+    def resume(self, row: Sequence) -> None:
         """Seat a row that `release` took out of the cache: what it holds is computed again, and its text goes on as if
         nothing had happened, for the noise is keyed by position. Raises IndexError when no slot is free."""
         row.slot = self.free.pop()
@@ -188,16 +316,16 @@ class Decoder:
         return self.round(live) if live else None
 
     @property
-    def live(self) -> list[Row]:
+    def live(self) -> list[Sequence]:
         """The rows that decode."""
-        return [row for row in self.rows.values() if row not in self.waiting and row.end is None]
+        return [row for row in self.rows.values() if row not in self.waiting and row.finish is None]
 
-    def round(self, live: list[Row]) -> Step:
+    def round(self, live: list[Sequence]) -> Step:
         """One draft-verify round of some of the rows that decode."""
         with native.one_torch_thread(self.target.device):
             return self._round(live)
 
-    def _round(self, live: list[Row]) -> Step:
+    def _round(self, live: list[Sequence]) -> Step:
         at = [len(row.tokens) for row in live]
         clock = [perf_counter()]
         batch = self._view(live)
@@ -208,54 +336,23 @@ class Decoder:
         clock.append(perf_counter())
         verdict = self.verifier(LogitsDistribution(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
         clock.append(perf_counter())
-        kept = self._commit(live, draft, verdict, out)
+        commits = self._commit(live, draft, verdict, out)
         if asked or self.drafter.taps:
-            self.drafter.update(batch, kept, TargetPass(draft, out.logits))
+            self.drafter.update(batch, commits, TargetPass(draft, out.logits))
         clock.append(perf_counter())
         times: dict[str, float] = dict(
             zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True)
         )
-        step = Step(draft, verdict, kept, batch.slots, at, batch.budgets, times, out.logits)
+        step = Step(draft, verdict, commits, batch.slots, at, batch.budgets, times, out.logits)
         self.controller.observe(step)
         return step
 
-    def steps(self, requests: Iterable[Request]) -> Iterator[tuple[Step | None, list[Row]]]:
-        """Run requests to their ends, as many at a time as there are rows. Yields each step with the rows it moved.
-
-        A reader that stops early leaves every row free.
-        """
-        queue, mine = iter(requests), set[int]()
-        following = next(queue, None)
-        try:
-            while following is not None or mine:
-                while following is not None and self.free:
-                    mine.add(self.admit(following).slot)
-                    following = next(queue, None)
-                step = self.step()
-                moved = [self.rows[slot] for slot in step.slots] if step else []
-                for row in moved:
-                    if row.end is not None:
-                        self.release(row.slot)
-                        mine.discard(row.slot)
-                yield step, moved
-        finally:
-            for slot in mine:
-                self.release(slot)
-
-    def generate(self, requests: Iterable[Request]) -> list[Row]:
-        """Run requests to their ends; the finished rows in the order of the requests."""
-        done: dict[int, Row] = {}
-        requests = list(requests)
-        for _, moved in self.steps(requests):
-            done.update({id(row.request): row for row in moved if row.end is not None})
-        return [done[id(r)] for r in requests]
-
-    def prefill(self, row: Row) -> None:
+    def prefill(self, row: Sequence) -> None:
         """Put the next chunk of a row's tokens, all but the last, into the cache."""
         tokens, last = row.tokens, len(row.tokens) - 1
-        wanted = row.request.params.prompt_logprobs
+        wanted = row.params.prompt_logprobs
         if row.output:
-            wanted = None  # a row that was resumed has told them
+            wanted = None  # a resumed sequence has them already
         done = self.cache.length[row.slot]
         if done == 0 and self.prefixes is not None and wanted is None:
             done, features = self.prefixes.fetch(self.cache, row.slot, tokens[:last])
@@ -281,25 +378,25 @@ class Decoder:
                 self.prefixes.keep(self.cache, row.slot, tokens[:last], features)
             row.features.clear()
             if wanted is not None:
-                row.prompt_logprobs.insert(0, None)  # the first token has no law
-            if row.request.prefill_only:
-                row.ending.end = FinishReason("length")
+                row.prompt_logprobs.insert(0, None)  # nothing predicts the first token
+            if row.prefill_only:
+                row.end("length")
 
-    def _started(self, row: Row, first: int, features: torch.Tensor) -> None:
+    def _started(self, row: Sequence, first: int, features: torch.Tensor) -> None:
         """Hand a chunk's features to the drafter, and keep them for the prefix cache until the prompt is read."""
         if self.prefixes is not None:
             row.features.append(features)
         self.drafter.start(row.slot, row.tokens, first, features)
 
-    def _view(self, live: list[Row]) -> DraftContext:
+    def _view(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
-        key = tuple(id(row.history) for row in live)  # the Warp keeps them alive: no id is used twice
+        key = tuple(id(row.state) for row in live)  # the warper keeps them alive: no id is used twice
         if self._batch is None or self._batch[0] != key:
-            seeds = torch.tensor([_signed(row.request.seed) for row in live], device=self.target.device)
-            self._batch = (key, LogitsWarper([row.history for row in live], self.target.device), seeds)
+            seeds = torch.tensor([signed(row.seed) for row in live], device=self.target.device)
+            self._batch = (key, LogitsWarper([row.state for row in live], self.target.device), seeds)
         _, warp, seeds = self._batch
         budgets = [
-            budget.clipped(row.limit - row.ending.count - 1)
+            budget.clipped(row.limit - len(row.output) - 1)
             for row, budget in zip(live, self.controller.budgets([r.slot for r in live]), strict=True)
         ]
         return DraftContext(
@@ -310,46 +407,47 @@ class Decoder:
             noise=Noise(seeds, torch.tensor([row.steps for row in live], device=seeds.device)),
             stream=self.verifier.draft_stream,
             needs_probs=self.verifier.needs_probs,
-            prompt_lengths=[len(row.request.prompt) for row in live],
-            predictions=[row.request.prediction for row in live],
+            prompt_lengths=[len(row.prompt) for row in live],
+            predictions=[row.prediction for row in live],
             cache=self.cache,
         )
 
-    def _commit(self, live: list[Row], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:
+    def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:
         """Move what was accepted into cache and text, cut at the first thing that ends it."""
-        tokens, paths = draft.tokens.tolist(), verdict.path.tolist()
-        kept = []
+        trees, paths = draft.host, verdict.path.tolist()
+        commits: list[Commit] = []
         for b, (row, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
             nodes = [n for n in path if n >= 0]
-            new = [*(tokens[b][n] for n in nodes[1:]), last]
-            end = None
+            new = [*(trees[b][n][0] for n in nodes[1:]), last]
+            end, checker = None, row.checker
+            assert checker is not None
             for count, token in enumerate(new, 1):
-                end = row.ending.push(token)
+                end = checker.push(token)
                 if end is not None:
                     new = new[:count]
                     break
             if new[-1] < 0:
-                new = new[:-1]  # a row without a law has no token
-            if (wanted := row.request.params.logprobs) is not None:
+                new = new[:-1]  # the distribution was empty: there is no token
+            if (wanted := row.params.logprobs) is not None:
                 row.logprobs += [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             now = perf_counter()
             row.first = row.first or now
-            row.done = now if end else None
+            row.done, row.finish = (now, end) if end else (None, None)
             row.tokens += new
-            row.steps += 1
-            drafted = min(len(new), len(nodes) - 1)
             held = nodes[: len(new)]
             features = None if out.features is None else out.features[b, held]
-            kept.append(Commit(new, held, drafted, end.finish if end else None, features))
-        self.cache.commit([row.slot for row in live], [k.nodes for k in kept])
-        return kept
+            commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
+            row.step_done(len(trees[b]) - 1, commit)
+            commits.append(commit)
+        self.cache.commit([row.slot for row in live], [commit.nodes for commit in commits])
+        return commits
 
 
 def logprobs(logits: torch.Tensor, token: int, alternatives: int) -> dict[int, float]:
-    """The log-probabilities, under the model's own law, of a token and of the likeliest `alternatives`."""
-    law = logits.float().log_softmax(-1)
-    best = law.topk(min(alternatives, len(law)))
-    return {token: float(law[token]), **dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))}
+    """The log-probabilities, by the model's own distribution, of a token and of the `alternatives` most likely ones."""
+    scores = logits.float().log_softmax(-1)
+    best = scores.topk(min(alternatives, len(scores)))
+    return {token: float(scores[token]), **dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))}
 
 
 def draw_seed() -> int:
@@ -367,10 +465,10 @@ def nth_seed(seed: int, n: int) -> int:
     return z ^ (z >> 31)
 
 
-def _signed(seed: int) -> int:
+def signed(seed: int) -> int:
     """64 unsigned bits as torch's int64 holds them."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-__all__ = ["Budget", "Decoder", "Request", "Row", "draw_seed", "logprobs", "nth_seed"]
+__all__ = ["Decoder", "Sequence", "draw_seed", "logprobs", "nth_seed", "signed"]

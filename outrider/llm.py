@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,18 +16,18 @@ from transformers import PreTrainedModel
 from outrider.calibrate import build_controller
 from outrider.config import SpeculativeConfig
 from outrider.control import Controller
-from outrider.core.types import Step
-from outrider.decode import Decoder, Request, Row, draw_seed, nth_seed
+from outrider.decode import Decoder, Sequence, draw_seed, nth_seed
 from outrider.drafters import make_drafter
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.drafters.registry import plugins
+from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
-from outrider.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
+from outrider.outputs import Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
 from outrider.trace import Recorder, describe
 
-Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, str]]
+Prompt = str | Mapping[str, Any] | abc.Sequence[Mapping[str, str]]
 
 
 class LLM:
@@ -101,10 +104,16 @@ class LLM:
             end_ids=self.loaded.end_ids,
             tokenizer=self.loaded.tokenizer,
         )
+        self.controller = controller
         self.trace = trace if trace is None or isinstance(trace, Recorder) else Recorder(trace)
         if self.trace is not None:
             self.trace.begin(describe(self.loaded, self.config, self.decoder))
         self._ids = itertools.count()
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """Runs the sequences of `generate` and `stream`."""
+        return Scheduler(self.decoder, trace=self.trace, raises=True)
 
     @property
     def tokenizer(self) -> Any | None:
@@ -112,8 +121,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | abc.Sequence[Prompt],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Continue one prompt or a list. A prompt is a string, a list of chat messages, or {"prompt_token_ids": [...]}.
 
@@ -123,63 +132,37 @@ class LLM:
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         params = self._params(sampling_params, len(many))
         groups = [self.requests(p, s) for p, s in zip(many, params, strict=True)]
-        meters = {id(r): Meter() for group in groups for r in group}
-        rows: dict[int, Row] = {}
-        for step, moved in self._steps([r for group in groups for r in group]):
-            for b, row in enumerate(moved):
-                assert step is not None
-                meters[id(row.request)].add(len_drafted(step, b), step.commits[b].num_accepted)
-                if row.end is not None:
-                    rows[id(row.request)] = row
-        return [
-            self._output(prompt, [rows[id(r)] for r in group], [meters[id(r)] for r in group])
-            for prompt, group in zip(many, groups, strict=True)
-        ]
+        for _ in self.scheduler.run([sequence for group in groups for sequence in group]):
+            pass
+        return [self._output(prompt, group) for prompt, group in zip(many, groups, strict=True)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Continue one prompt, given as to `generate`, and yield what each step adds to the text, from none to many tokens.
+        """Continue one prompt, given as to `generate`, and yield what each step adds to the text, from no tokens to many.
 
-        What may still become a stop string is held back until that is settled. The last delta carries the whole output.
+        Text that may still become a stop string is held back. The last delta carries the whole output.
         sampling_params: with n=1; None is `SamplingParams()`. Raises ValueError for a bad request, at the first `next`. A
-        reader that stops early leaves the row free.
+        reader that stops early leaves the slot free.
         """
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"stream writes one text, got n={params.n}; use generate for several")
-        [request] = self.requests(prompt, params)
-        meter, sent, marks, told = Meter(), 0, list[tuple[int, bool]](), 0
-        for step, moved in self._steps([request]):
-            for b, row in enumerate(moved):
-                assert step is not None
-                kept = step.commits[b]
-                meter.add(len_drafted(step, b), kept.num_accepted)
-                marks += [(at, i < kept.num_accepted) for i, at in enumerate(row.ending.marks[told:])]
-                told = len(row.ending.marks)
-                text = row.ending.settled
-                pieces = _pieces(text, sent, marks)
-                new, sent = text[sent:], max(sent, len(text))
-                marks = [mark for mark in marks if mark[0] > sent]  # borders still ahead
-                output = self._output(prompt, [row], [meter]) if row.end else None
-                yield Delta(new, kept.tokens, pieces, 0, meter.drafted[-1], meter.accepted[-1], output)
+        [sequence] = self.requests(prompt, params)
+        for _, moved in self.scheduler.run([sequence]):
+            if sequence in moved:
+                output = self._output(prompt, [sequence]) if sequence.finish else None
+                yield replace(sequence.delta(), output=output)
 
-    def _steps(self, requests: list[Request]) -> Iterator[tuple[Step | None, list[Row]]]:
-        """The loop's steps, written down if there is a trace."""
-        for step, moved in self.decoder.steps(requests):
-            if self.trace is not None and step is not None:
-                self.trace.keep(step, moved)
-            yield step, moved
+    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
+        """The sequences of one prompt: params.n of them, each with a number and a seed of its own.
 
-    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """What the decoder is given for one prompt: params.n requests, each with a number and a seed of its own.
-
-        The words to avoid and the prediction are token ids in them. Runs nothing. Raises ValueError for a prompt that cannot
+        Bad words and the prediction are token ids in them. Runs nothing. Raises ValueError for a prompt that cannot
         be encoded, and for what this model cannot do.
         """
         ids = self.encode(prompt)
         seed = draw_seed() if params.seed is None else params.seed
         bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
         told = self._prediction(params.prediction)
-        made = [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, told) for i in range(params.n)]
+        made = [Sequence(next(self._ids), ids, params, nth_seed(seed, i), bad, told) for i in range(params.n)]
         self.decoder.check(made[0])
         return made
 
@@ -202,7 +185,7 @@ class LLM:
         encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
-    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def _params(self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * count
         if len(given) != count:
@@ -213,7 +196,7 @@ class LLM:
         """Another drafter as this one is, for so many rows."""
         return make_drafter(self.config, self.loaded, rows=rows, max_length=self._length, device=self._device)
 
-    def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
+    def _prediction(self, given: str | abc.Sequence[int] | None) -> tuple[int, ...]:
         """The tokens of a prediction; none without one."""
         if not isinstance(given, str):
             return tuple(given or ())
@@ -221,7 +204,7 @@ class LLM:
             raise ValueError("a prediction given as text needs a tokenizer; give token ids, e.g. prediction=[17, 4]")
         return tuple(self.tokenizer(given, add_special_tokens=False)["input_ids"])
 
-    def _bad_word(self, word: str | Sequence[int]) -> list[tuple[int, ...]]:
+    def _bad_word(self, word: str | abc.Sequence[int]) -> list[tuple[int, ...]]:
         """The token sequences that write a forbidden word: at the start of a text and after a space."""
         if not isinstance(word, str):
             return [tuple(word)]
@@ -230,75 +213,28 @@ class LLM:
         forms = {tuple(self.tokenizer(f, add_special_tokens=False)["input_ids"]) for f in (word, " " + word.lstrip())}
         return [f for f in forms if f]
 
-    def _output(self, prompt: Prompt, rows: list[Row], meters: list[Meter]) -> RequestOutput:
-        outputs = []
-        for index, row in enumerate(rows):
-            end, asked = row.end, row.request.params.logprobs is not None
-            outputs.append(
-                CompletionOutput(
-                    index=index,
-                    text=row.ending.text,
-                    token_ids=row.output,
-                    finish_reason=end.finish if end else "abort",
-                    stop_reason=end.reason if end else None,
-                    seed=row.request.seed,
-                    guarantee=self.decoder.guarantee,
-                    logprobs=row.logprobs if asked else None,
-                    cumulative_logprob=sum(x[t] for x, t in zip(row.logprobs, row.output, strict=True))
-                    if asked
-                    else None,
-                )
-            )
-        first = rows[0]
-        speculative = None
-        if self.config.method != "none" and len(rows) == 1:
-            speculative = SpeculativeMetrics.of(meters[0].drafted, meters[0].accepted, self.config.budget.depth)
-        metrics = RequestMetrics(
-            time_to_first_token=None if first.first is None else first.first - first.arrived,
-            e2e_latency=max((r.done or r.arrived) - r.arrived for r in rows),
-            speculative_decoding=speculative,
-        )
-        wanted = first.request.params.prompt_logprobs is not None
+    def _output(self, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:
+        """The finished sequences of one prompt."""
+        first, speculative = sequences[0], None
+        drafts = self.config.enabled or not isinstance(self.decoder.drafter, NoDraft)
+        if len(sequences) == 1 and drafts:
+            speculative = SpeculativeMetrics.of(first.drafted, first.accepted, self.config.budget.depth)
         return RequestOutput(
-            request_id=str(first.request.id),
+            request_id=str(first.id),
             prompt=prompt,
-            prompt_token_ids=first.request.prompt,
-            outputs=outputs,
-            metrics=metrics,
-            prompt_logprobs=first.prompt_logprobs if wanted else None,
+            prompt_token_ids=first.prompt,
+            outputs=[s.completion(self.decoder.guarantee, index) for index, s in enumerate(sequences)],
+            metrics=RequestMetrics(
+                time_to_first_token=None if first.first is None else first.first - (first.admitted or 0.0),
+                e2e_latency=max((s.done or 0.0) - (s.admitted or 0.0) for s in sequences),
+                speculative_decoding=speculative,
+            ),
+            prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
         )
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-class Meter:
-    """Counts of one sequence: guesses and accepted guesses of each step."""
-
-    def __init__(self) -> None:
-        self.drafted: list[int] = []
-        self.accepted: list[int] = []
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.drafted.append(drafted)
-        self.accepted.append(accepted)
-
-
-def len_drafted(step: Any, b: int) -> int:
-    """Guesses made for one row of a step."""
-    return int((step.draft.parents[b] >= 0).sum())
-
-
-def _pieces(text: str, start: int, marks: Sequence[tuple[int, bool]]) -> list[tuple[str, bool]]:
-    """text[start:] cut at the token borders: (text, from the draft)."""
-    out, at = [], start
-    for border, drafted in marks:
-        border = min(border, len(text))
-        if border > at:
-            out.append((text[at:border], drafted))
-            at = border
-    return out
 
 
 def _is_one(prompts: Any) -> bool:

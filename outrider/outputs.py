@@ -113,8 +113,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a streamed text. pieces: (text, came from the draft) in order; drafted, accepted: guesses of
-    the step and how many were kept; output: set on the last one."""
+    """What one step added to a text.
+
+    pieces: (text, whether it came from the draft), cut at the borders of tokens. logprobs: of the new tokens, if asked for.
+    drafted, accepted: draft tokens of the step, and how many were accepted. ended: this is the last delta.
+    output: the whole output, on the last delta of `LLM.stream`.
+    """
 
     text: str
     token_ids: list[int]
@@ -123,3 +127,5 @@ class Delta:
     drafted: int = 0
     accepted: int = 0
     output: RequestOutput | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    ended: bool = False

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from outrider.bench.local import SampleRecorder
 from outrider.control import Controller
-from outrider.decode import Decoder, Request, Row
+from outrider.decode import Decoder, Sequence
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class TimedRun:
     """
 
     decoder: Decoder
-    request: Request
+    request: Sequence
     controller: Controller | None = None
     recorder: SampleRecorder | None = None
     prefill: float = 0.0
@@ -33,10 +33,10 @@ class TimedRun:
     steps: int = 0
     drafted: int = 0
     forwards: float = 0.0
-    _row: Row | None = None
+    _row: Sequence | None = None
 
     @property
-    def row(self) -> Row:
+    def row(self) -> Sequence:
         """The text and its state. Only after `start`."""
         assert self._row is not None
         return self._row
@@ -48,7 +48,7 @@ class TimedRun:
 
     @property
     def finished(self) -> bool:
-        return self.row.end is not None
+        return self.row.finish is not None
 
     def start(self) -> None:
         """Take a slot and read the prompt. Raises what `Decoder.admit` raises."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
@@ -11,8 +12,8 @@ from outrider.bench.prompts import Prompt
 from outrider.bench.run import Sample, Setting
 from outrider.core.origins import letters
 from outrider.core.types import Step
-from outrider.decode import Row
-from outrider.llm import LLM, len_drafted
+from outrider.decode import Sequence
+from outrider.llm import LLM
 from outrider.params import SamplingParams
 
 
@@ -24,7 +25,7 @@ class Local:
 
     @classmethod
     def load(
-        cls, settings: Sequence[Setting], model: str, sampling: Mapping[str, Any], slots: int, **options: Any
+        cls, settings: abc.Sequence[Setting], model: str, sampling: Mapping[str, Any], slots: int, **options: Any
     ) -> Local:
         """An LLM for each setting; all share the weights of the first. Fills in each setting's `guarantee`.
 
@@ -45,7 +46,7 @@ class Local:
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id}: {error}") from None
 
-    def warm(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+    def warm(self, setting: Setting, prompts: abc.Sequence[Prompt]) -> None:
         for sample in self.answer(setting, prompts, 0, 0):
             if sample.error:
                 raise RuntimeError(f"{setting.name} gives no answer: {sample.error}")
@@ -54,7 +55,7 @@ class Local:
         for llm in self.llms.values():
             llm.drafter.reset()
 
-    def answer(self, setting: Setting, prompts: Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
+    def answer(self, setting: Setting, prompts: abc.Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
         llm = self.llms[setting.name]
         requests = [llm.requests(p.content, self._params(p, repeat))[0] for p in prompts]
         recorders = {
@@ -65,11 +66,11 @@ class Local:
         }
         start = perf_counter()
         try:
-            for step, rows in llm.decoder.steps(requests):
+            for step, rows in llm.scheduler.run(requests):
                 now = perf_counter() - start
                 for b, row in enumerate(rows):
                     assert step is not None
-                    recorders[id(row.request)].add(step, b, row, now)
+                    recorders[id(row)].add(step, b, row, now)
         except Exception as error:
             for recorder in recorders.values():
                 recorder.sample.error = f"{type(error).__name__}: {error}"
@@ -94,7 +95,7 @@ class SampleRecorder:
         self.sample = sample
         sample.origins, sample.drafted, sample.accepted = "", [], []
 
-    def add(self, step: Step, b: int, row: Row, now: float) -> None:
+    def add(self, step: Step, b: int, row: Sequence, now: float) -> None:
         """b: index of the sequence in the step. now: seconds since the request."""
         sample, commit = self.sample, step.commits[b]
         assert sample.origins is not None
@@ -105,23 +106,24 @@ class SampleRecorder:
         else:
             sample.gaps.append((now - sample.seconds, len(commit.tokens)))
         sample.seconds = now
-        drafted = len_drafted(step, b)
+        drafted = len(step.draft.host[b]) - 1
         sample.drafted.append(drafted)
         sample.accepted.append(commit.num_accepted)
         sample.origins += origins(step, b, drafted)
         for name, seconds in step.seconds.items():
             sample.phases[name] = sample.phases.get(name, 0.0) + seconds
-        if row.end is not None:
+        if row.finish is not None:
             self._finish(row)
 
-    def _finish(self, row: Row) -> None:
-        sample, end, text = self.sample, row.end, row.ending.text
+    def _finish(self, row: Sequence) -> None:
+        sample, end, checker, text = self.sample, row.finish, row.checker, row.text
         assert end is not None
-        sample.prompt_tokens, sample.output_tokens = len(row.request.prompt), len(row.output)
+        assert checker is not None
+        sample.prompt_tokens, sample.output_tokens = len(row.prompt), len(row.output)
         sample.token_ids, sample.text, sample.finish_reason = row.output, text, end.finish
         sample.phases["rest"] = max(0.0, sample.seconds - sum(sample.phases.values()))
-        if row.ending.marks:
-            borders = [0, *(min(mark, len(text)) for mark in row.ending.marks)]
+        if checker.marks:
+            borders = [0, *(min(mark, len(text)) for mark in checker.marks)]
             borders[-1] = len(text)
             sample.pieces = [text[a:b] for a, b in itertools.pairwise(borders)]
         if end.finish == "error":

@@ -7,11 +7,12 @@ write meanwhile, the row goes without guesses until the engine has read most of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from time import perf_counter
 
 from outrider.core.types import Budget
-from outrider.decode import Row
+from outrider.decode import Sequence
 from outrider.drafters import ModelDrafter
 from outrider.drafters.combine.guard import PerRequestDrafter
 
@@ -23,12 +24,12 @@ log = logging.getLogger("outrider.engine")
 class Reading:
     """Who reads what. waiting: rows whose drafter is being brought level. spent: seconds of it, by row."""
 
-    def __init__(self, roster: PerRequestDrafter, rows: Mapping[int, Row]) -> None:
+    def __init__(self, roster: PerRequestDrafter, rows: Mapping[int, Sequence]) -> None:
         self.roster, self.rows = roster, rows
         self.waiting: list[int] = []
         self.spent: dict[int, float] = {}
 
-    def gated(self, rows: Sequence[int], budgets: Sequence[Budget]) -> list[Budget]:
+    def gated(self, rows: abc.Sequence[int], budgets: abc.Sequence[Budget]) -> list[Budget]:
         """The budgets, with none for rows whose drafter would have to read too much first. Nobody waits for a row alone."""
         self.waiting = []
         if len(self.rows) == 1:

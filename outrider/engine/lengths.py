@@ -10,12 +10,11 @@ from outrider.engine.draft_prefill import Reading
 
 
 class PerRow:
-    """A controller that lets single rows have a draft length of their own. reading: see there; set by the engine."""
+    """A controller that lets single rows have a draft length of their own. reading: keeps draft models level."""
 
-    def __init__(self, inner: Controller) -> None:
-        self.inner = inner
-        self.depth: dict[int, int] = {}  # by row
-        self.reading: Reading | None = None
+    def __init__(self, inner: Controller, reading: Reading) -> None:
+        self.inner, self.reading = inner, reading
+        self.depth: dict[int, int] = {}  # by slot
 
     def budgets(self, slots: list[int]) -> list[Budget]:
         budgets = self.inner.budgets(slots)
@@ -28,11 +27,11 @@ class PerRow:
                 else Budget(0)
                 for slot, b in zip(slots, budgets, strict=True)
             ]
-        return budgets if self.reading is None else self.reading.gated(slots, budgets)
+        return self.reading.gated(slots, budgets)
 
     def observe(self, step: Step) -> None:
         """Seconds of reading between steps count in the step that first drafts for the row, as if it had read there."""
-        if self.reading is not None and self.reading.spent:
+        if self.reading.spent:
             drafted = [slot for slot, budget in zip(step.slots, step.budgets, strict=True) if budget.depth]
             total, by_drafter = step.seconds["draft"], self.reading.roster.draft_seconds
             for slot in drafted:
@@ -43,6 +42,5 @@ class PerRow:
 
     def release(self, slot: int) -> None:
         self.depth.pop(slot, None)
-        if self.reading is not None:
-            self.reading.release(slot)
+        self.reading.release(slot)
         self.inner.release(slot)

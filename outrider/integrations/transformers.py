@@ -12,7 +12,8 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +28,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from outrider.config import SpeculativeConfig
 from outrider.control import Controller
 from outrider.core.types import Guarantee
-from outrider.decode import Request, Row, nth_seed
+from outrider.decode import Sequence, nth_seed
 from outrider.drafters.base import Drafter
-from outrider.llm import LLM, Meter, len_drafted
+from outrider.llm import LLM
 from outrider.outputs import SpeculativeMetrics
 from outrider.params import SamplingParams
 
@@ -119,7 +120,7 @@ class CustomGenerate:
         synced_gpus: bool = False,
         streamer: Any | None = None,
         *,
-        stop_strings: str | Sequence[str] | None = None,
+        stop_strings: str | abc.Sequence[str] | None = None,
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -176,34 +177,25 @@ class CustomGenerate:
     ) -> list[list[int]]:
         """New tokens of every row, padded to the longest."""
         words = tuple(wanted.bad_words)
-        requests = [Request(i, p, wanted.params, nth_seed(seed, i), words) for i, p in enumerate(prompts)]
-        for request in requests:
-            engine.decoder.check(request)
-        rows: dict[int, Row] = {}
-        meters = [Meter() for _ in requests]
+        requests = [Sequence(i, p, wanted.params, nth_seed(seed, i), words) for i, p in enumerate(prompts)]
         sent = 0
-        for step, moved in engine.decoder.steps(requests):
-            for b, row in enumerate(moved):
-                assert step is not None
-                rows[row.request.id] = row
-                meters[row.request.id].add(len_drafted(step, b), step.commits[b].num_accepted)
-            if streamer is not None and len(rows) == len(requests):
-                sent = _put(streamer, [rows[i] for i in range(len(rows))], sent, pad)
-        ordered = [rows[i] for i in range(len(requests))]
+        for _ in engine.scheduler.run(requests):
+            if streamer is not None and all(request.output for request in requests):
+                sent = _put(streamer, requests, sent, pad)
         if streamer is not None:
             streamer.end()
-        for row in ordered:
-            if row.end and row.end.finish == "error":
-                warnings.warn(f"row {row.request.id} was stopped: {row.end.reason}", RuntimeWarning, stacklevel=5)
+        for row in requests:
+            if row.finish and row.finish.finish == "error":
+                warnings.warn(f"row {row.id} was stopped: {row.finish.reason}", RuntimeWarning, stacklevel=5)
         spec = engine.config.budget.depth
         self.last = LastCall(
             engine.decoder.guarantee,
             seed,
-            [SpeculativeMetrics.of(m.drafted, m.accepted, spec) for m in meters],
-            [row.end.finish if row.end else "abort" for row in ordered],
+            [SpeculativeMetrics.of(s.drafted, s.accepted, spec) for s in requests],
+            [s.finish.finish if s.finish else "abort" for s in requests],
         )
-        longest = max(len(row.output) for row in ordered)
-        return [row.output + [pad] * (longest - len(row.output)) for row in ordered]
+        longest = max(len(s.output) for s in requests)
+        return [s.output + [pad] * (longest - len(s.output)) for s in requests]
 
 
 @dataclass
@@ -238,7 +230,11 @@ def check_config(config: GenerationConfig) -> None:
 
 
 def translate(
-    config: GenerationConfig, processors: Iterable[Any], criteria: Iterable[Any], length: int, stops: Sequence[str] = ()
+    config: GenerationConfig,
+    processors: Iterable[Any],
+    criteria: Iterable[Any],
+    length: int,
+    stops: abc.Sequence[str] = (),
 ) -> Wanted:
     """From transformers' prepared objects to parameters. length: tokens of the padded prompts. Raises ValueError."""
     given: dict[str, Any] = {
@@ -358,10 +354,10 @@ def _pad_id(config: GenerationConfig, params: SamplingParams, rows: int) -> int:
     return 0  # rows of one length, or a single one
 
 
-def _put(streamer: Any, rows: list[Row], sent: int, pad: int) -> int:
+def _put(streamer: Any, rows: list[Sequence], sent: int, pad: int) -> int:
     """Hand complete columns [row] to a streamer, as transformers does; a row that has ended is padded."""
     texts = [row.output for row in rows]
-    open_rows = [len(t) for t, row in zip(texts, rows, strict=True) if row.end is None]
+    open_rows = [len(t) for t, row in zip(texts, rows, strict=True) if row.finish is None]
     ready = min(open_rows) if open_rows else max(len(t) for t in texts)
     for i in range(sent, ready):
         streamer.put(torch.tensor([t[i] if i < len(t) else pad for t in texts]))

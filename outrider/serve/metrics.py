@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from outrider.core.types import Step
-from outrider.engine import Engine, Job, Result
+from outrider.decode import Sequence
+from outrider.engine import Engine
 from outrider.engine.prefix_cache import BLOCK
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -87,16 +88,16 @@ class Metrics:
                 for position in range(commit.num_accepted):
                     self._per_position.labels(self._model, ENGINE, str(position)).inc()
 
-    def finished(self, job: Job, result: Result) -> None:
+    def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
-        self.prompts.inc(result.prompt_tokens)
-        self._success.labels(self._model, ENGINE, str(result.output.finish_reason)).inc()
-        self.whole.observe(result.total)
-        self.queued.observe(result.queued)
-        if result.first is not None:
-            self.first.observe(result.first)
-            if (more := len(result.output.token_ids) - 1) > 0:
-                self.per_token.observe((result.total - result.first) / more)
+        self.prompts.inc(len(sequence.prompt))
+        self._success.labels(self._model, ENGINE, sequence.finish.finish if sequence.finish else "abort").inc()
+        self.whole.observe(sequence.total)
+        self.queued.observe(sequence.queued)
+        if sequence.time_to_first_token is not None:
+            self.first.observe(sequence.time_to_first_token)
+            if (more := len(sequence.output) - 1) > 0:
+                self.per_token.observe((sequence.total - sequence.time_to_first_token) / more)
 
     def collect(self) -> Iterable[Metric]:
         """The engine at this moment; called by the registry."""
@@ -135,7 +136,7 @@ class Metrics:
             "model_name": self._model,
             "engine": ENGINE,
             "block_size": str(BLOCK),
-            "num_gpu_blocks": str(engine.kv_limit // BLOCK),
+            "num_gpu_blocks": str(engine.scheduler.kv_limit // BLOCK),
             "num_cpu_blocks": "0",
             "cache_dtype": "auto",
             "enable_prefix_caching": str(engine.prefixes is not None),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import abc
+from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 from typing import Any
 
-from outrider.decode import Request
-from outrider.engine import Engine, EngineStopped, Job, QueueFull, Result, Update
+from outrider.decode import Sequence
+from outrider.engine import Engine, EngineStopped, QueueFull
+from outrider.outputs import Delta
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.protocol import StreamOptions
 from outrider.serve.responses import ResponseWriter
@@ -24,23 +26,23 @@ class PendingAnswer:
 
     def __init__(self, engine: Engine, writer: ResponseWriter) -> None:
         self.engine, self.writer = engine, writer
-        self.jobs, self.results = list[Job](), dict[int, Result]()
+        self.sequences, self.results = list[Sequence](), dict[int, Sequence]()
         self.on_end: Callable[[PendingAnswer], None] | None = None
-        self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
+        self._loop, self._deltas = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]]()
 
     def submit(
-        self, requests: Sequence[Request], client: str, method: str | None, depth: int | None, seconds: float
+        self, requests: abc.Sequence[Sequence], client: str, method: str | None, depth: int | None, seconds: float
     ) -> None:
-        """Queue the texts, all or none. See `Job` for client, method and depth. seconds: until the deadline.
+        """Queue the texts, all or none. seconds: until the deadline. depth: `Sequence.num_speculative_tokens`.
 
         Raises Refused if the queue is full, the engine has stopped, or the method does not exist.
         """
-        deadline = perf_counter() + seconds
-        self.jobs = [
-            Job(request, self._sink(index), client, method, depth, deadline) for index, request in enumerate(requests)
-        ]
+        self.sequences = list(requests)
+        for index, sequence in enumerate(self.sequences):
+            sequence.client, sequence.method, sequence.num_speculative_tokens = client, method, depth
+            sequence.deadline, sequence.sink = perf_counter() + seconds, self._sink(index)
         try:
-            self.engine.submit(self.jobs)
+            self.engine.submit(self.sequences)
         except QueueFull as full:
             raise Refused(str(full), 429, code="queue_full", retry=full.retry_after) from full
         except EngineStopped as stopped:
@@ -56,36 +58,36 @@ class PendingAnswer:
     async def whole(self) -> dict[str, Any]:
         """Wait for all texts. Raises Refused if one failed, or if all were aborted before their first token."""
         with self:
-            async for _, update in self.updates():
-                if update.result is not None:
-                    _check(update.result)
+            async for index, delta in self.deltas():
+                if delta.ended:
+                    _check(self.sequences[index])
         results = self._ordered()
-        if all(r.output.finish_reason == "abort" and not r.output.token_ids for r in results):
-            raise Refused(f"nothing was written: {results[0].output.stop_reason}", 503, code="aborted", retry=1)
+        if all(r.finish and r.finish.finish == "abort" and not r.output for r in results):
+            reason = results[0].finish and results[0].finish.reason
+            raise Refused(f"nothing was written: {reason}", 503, code="aborted", retry=1)
         return self.writer.whole(results)
 
     async def stream(self, options: StreamOptions | None, interval: float | None) -> AsyncIterator[bytes]:
         """Server-sent events, up to `[DONE]`. interval: see `Pace`."""
-        pace, choices = Pace(interval), [StreamedChoice(self.writer, i) for i in range(len(self.jobs))]
+        pace, choices = Pace(interval), [StreamedChoice(self.writer, i) for i in range(len(self.sequences))]
         counts = bool(options and options.continuous_usage_stats)
         for choice in choices:
             if not self.writer.opens_late and (chunk := choice.open()):
                 yield _event(chunk)
         try:
-            async for index, update in self.updates():
+            async for index, delta in self.deltas():
                 choice = choices[index]
-                if not choice.is_open:  # the engine has read the prompt before its first update
-                    row = self.jobs[index].row
-                    if chunk := choice.open(row.prompt_logprobs if row else ()):
-                        yield _event(chunk)
-                choice.count(update)
-                for part in pace.cut(update, self.writer.shows_tokens):
+                # The engine has read the prompt before its first delta.
+                if not choice.is_open and (chunk := choice.open(self.sequences[index].prompt_logprobs)):
+                    yield _event(chunk)
+                choice.count(delta)
+                for part in pace.cut(delta, self.writer.shows_tokens):
                     for chunk in choice.add(part):
                         await pace.tick()
                         yield _event({**chunk, "so_far": choice.so_far} if counts else chunk)
-                if update.result is not None:
-                    _check(update.result)
-                    *rest, end = choice.close(update.result)
+                if delta.ended:
+                    _check(self.sequences[index])
+                    *rest, end = choice.close(self.sequences[index])
                     for chunk in rest:
                         await pace.tick()
                         yield _event(chunk)
@@ -97,38 +99,38 @@ class PendingAnswer:
                 yield _event(self.writer.totals(self._ordered()))
         yield b"data: [DONE]\n\n"
 
-    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """Each update of each text with the text's index, until all texts have ended."""
-        while len(self.results) < len(self.jobs):
-            index, update = await self._updates.get()
-            if update.result is not None:
-                self.results[index] = update.result
-            yield index, update
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Each delta of each text with the text's index, until all texts have ended."""
+        while len(self.results) < len(self.sequences):
+            index, delta = await self._deltas.get()
+            if delta.ended:
+                self.results[index] = self.sequences[index]
+            yield index, delta
 
     def __enter__(self) -> PendingAnswer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if len(self.results) < len(self.jobs):
-            self.engine.cancel(self.jobs)
+        if len(self.results) < len(self.sequences):
+            self.engine.cancel(self.sequences)
         if self.on_end is not None:
             self.on_end(self)
             self.on_end = None
 
-    def _ordered(self) -> list[Result]:
-        return [self.results[i] for i in range(len(self.jobs))]
+    def _ordered(self) -> list[Sequence]:
+        return [self.results[i] for i in range(len(self.sequences))]
 
-    def _sink(self, index: int) -> Callable[[Update], None]:
-        """For the engine's thread: hands an update to the event loop."""
+    def _sink(self, index: int) -> Callable[[Delta], None]:
+        """For the engine's thread: hands a delta to the event loop."""
 
-        def hand_over(update: Update) -> None:
-            self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, update))
+        def hand_over(delta: Delta) -> None:
+            self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
         return hand_over
 
 
 class StreamedChoice:
-    """One choice of a stream: turns updates into chunks. so_far: the counts for `continuous_usage_stats`."""
+    """One choice of a stream: turns deltas into chunks. so_far: the counts for `continuous_usage_stats`."""
 
     def __init__(self, writer: ResponseWriter, index: int) -> None:
         self._writer, self._index = writer, index
@@ -137,24 +139,24 @@ class StreamedChoice:
         self.is_open = False
         self.so_far = {"tokens": 0, "drafted": 0, "accepted": 0}
 
-    def open(self, prompt_logprobs: Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
+    def open(self, prompt_logprobs: abc.Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
         """The first chunk, if the choice needs one."""
         self.is_open = True
         return self._writer.opening(self._index, prompt_logprobs)
 
-    def count(self, update: Update) -> None:
-        """Add an update to `so_far`."""
-        self.so_far["tokens"] += len(update.token_ids)
-        self.so_far["drafted"] += update.drafted
-        self.so_far["accepted"] += update.accepted
+    def count(self, delta: Delta) -> None:
+        """Add an delta to `so_far`."""
+        self.so_far["tokens"] += len(delta.token_ids)
+        self.so_far["drafted"] += delta.drafted
+        self.so_far["accepted"] += delta.accepted
 
-    def add(self, update: Update) -> list[dict[str, Any]]:
+    def add(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks for more text: its content, then the tool calls that it completes."""
-        chunks = self._read(update.text, update)
-        self._offset += len(update.text)
+        chunks = self._read(delta.text, delta)
+        self._offset += len(delta.text)
         return chunks
 
-    def close(self, result: Result) -> list[dict[str, Any]]:
+    def close(self, result: Sequence) -> list[dict[str, Any]]:
         """The chunks for what is still held back, then the last chunk."""
         called = self._read("", None, last=True)
         return [
@@ -162,11 +164,11 @@ class StreamedChoice:
             self._writer.closing(self._index, result, self._reader is not None and self._reader.called > 0),
         ]
 
-    def _read(self, text: str, update: Update | None, last: bool = False) -> list[dict[str, Any]]:
+    def _read(self, text: str, delta: Delta | None, last: bool = False) -> list[dict[str, Any]]:
         reader, writer, index = self._reader, self._writer, self._index
         content, calls = reader.feed(text, last) if reader else (text, [])
-        tokens = update is not None and update.token_ids and writer.shows_tokens
-        chunks = [writer.piece(index, content, update, self._offset)] if content or tokens else []
+        tokens = delta is not None and delta.token_ids and writer.shows_tokens
+        chunks = [writer.piece(index, content, delta, self._offset)] if content or tokens else []
         first = reader.called - len(calls) if reader else 0
         return chunks + [writer.call(index, number, call) for number, call in enumerate(calls, first)]
 
@@ -181,14 +183,14 @@ class Pace:
     def __init__(self, interval: float | None) -> None:
         self.interval, self._start = interval, perf_counter()
 
-    def cut(self, update: Update, tokens: bool = True) -> list[Update]:
-        """One update for each event. tokens: a token without text needs an event, too."""
+    def cut(self, delta: Delta, tokens: bool = True) -> list[Delta]:
+        """One delta for each event. tokens: a token without text needs an event, too."""
         if self.interval is None:
-            return [update] if update.text or (tokens and update.token_ids) else []
-        count = max(len(update.pieces), len(update.token_ids) if tokens else 0)
-        pieces = [*update.pieces, *[""] * (count - len(update.pieces))]
+            return [delta] if delta.text or (tokens and delta.token_ids) else []
+        count = max(len(delta.pieces), len(delta.token_ids) if tokens else 0)
+        pieces = [*delta.pieces, *[("", False)] * (count - len(delta.pieces))]
         return [
-            Update(piece, update.token_ids[i : i + 1], [piece], update.logprobs[i : i + 1])
+            Delta(piece[0], delta.token_ids[i : i + 1], [piece], logprobs=delta.logprobs[i : i + 1])
             for i, piece in enumerate(pieces)
         ]
 
@@ -199,9 +201,9 @@ class Pace:
             await asyncio.sleep(self.interval - late)
 
 
-def _check(result: Result) -> None:
-    if result.output.finish_reason == "error":
-        raise Refused(f"the text could not be written: {result.output.stop_reason}", 500, code="generation_failed")
+def _check(result: Sequence) -> None:
+    if result.finish and result.finish.finish == "error":
+        raise Refused(f"the text could not be written: {result.finish.reason}", 500, code="generation_failed")
 
 
 def _event(body: dict[str, Any]) -> bytes:

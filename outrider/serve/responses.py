@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider._version import __version__
 from outrider.core.types import Guarantee
-from outrider.engine import Result, Update
+from outrider.decode import Sequence
+from outrider.engine.scheduler import PREDICTION
+from outrider.outputs import Delta
 from outrider.serve.tools import ToolCall, ToolCallReader
 
 _LEAST = -9999.0  # JSON has no minus infinity
@@ -47,9 +50,9 @@ class ResponseWriter:
         model: str,
         chat: bool,
         guarantee: Guarantee,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[abc.Sequence[int]], str],
         shown: Shown,
-        prompts: Sequence[list[int]],
+        prompts: abc.Sequence[list[int]],
         n: int = 1,
         reader: Callable[[], ToolCallReader] | None = None,
     ) -> None:
@@ -74,24 +77,24 @@ class ResponseWriter:
         """The first chunk of a choice has to wait for the log-probabilities of its prompt."""
         return self._shown.echo and self._shown.logprobs is not None
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def whole(self, results: abc.Sequence[Sequence]) -> dict[str, Any]:
         """The response in one piece."""
         choices = []
         for index, (result, echo) in enumerate(zip(results, self.echoes, strict=True)):
-            out, known = result.output, result.prompt_logprobs or []
-            tokens, logprobs, offset = out.token_ids, out.logprobs, len(echo)
+            known, tokens, offset = result.prompt_logprobs, result.output, len(echo)
+            logprobs = result.logprobs if result.params.logprobs is not None else None
             before, shown = self._prompt(index, known), self._logprobs(tokens, logprobs, offset)
             if before is not None and shown is not None:
                 shown = {name: before[name] + shown[name] for name in shown}
             choice: dict[str, Any] = {"index": index, "logprobs": shown}
-            content, calls = self.reader().feed(out.text, True) if self.reader else (echo + out.text, [])
+            content, calls = self.reader().feed(result.text, True) if self.reader else (echo + result.text, [])
             if self.chat:
                 message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
                 choice["message"] = {**message, "tool_calls": [c.shape for c in calls]} if calls else message
             else:
                 choice["text"] = content
             choice |= self._end(result, bool(calls))
-            if self._shown.prompt_logprobs is not None and result.prompt_logprobs is not None:
+            if self._shown.prompt_logprobs is not None and result.params.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = [
                     None if x is None else {str(t): max(v, _LEAST) for t, v in x.items()}
                     for x in self._cut(index, known, self._shown.prompt_logprobs)
@@ -107,7 +110,7 @@ class ResponseWriter:
             body["prompt_token_ids"] = self._prompts[0]
         return {**body, **self._counts(results)}
 
-    def opening(self, index: int, known: Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
+    def opening(self, index: int, known: abc.Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
         """The first chunk of a choice, if it needs one: the role, the echo, the ids of the prompt. known: the
         log-probabilities of the prompt, if the choice `opens_late`."""
         ids = {"prompt_token_ids": self._prompts[index]} if self._shown.token_ids else {}
@@ -118,10 +121,10 @@ class ResponseWriter:
             return None
         return self._chunk([{**choice, "text": self.echoes[index], "logprobs": self._prompt(index, known), **ids}])
 
-    def piece(self, index: int, text: str, update: Update | None, offset: int = 0) -> dict[str, Any]:
-        """A chunk of text, with what the update says of its tokens."""
-        tokens = update.token_ids if update else []
-        logprobs = self._logprobs(tokens, update.logprobs, offset) if update and update.logprobs else None
+    def piece(self, index: int, text: str, delta: Delta | None, offset: int = 0) -> dict[str, Any]:
+        """A chunk of text, with what the delta says of its tokens."""
+        tokens = delta.token_ids if delta else []
+        logprobs = self._logprobs(tokens, delta.logprobs, offset) if delta and delta.logprobs else None
         content = {"delta": {"content": text}} if self.chat else {"text": text}
         ids = {"token_ids": tokens} if self._shown.token_ids else {}
         return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None, **ids}])
@@ -131,37 +134,39 @@ class ResponseWriter:
         delta = {"tool_calls": [{"index": number, **call.shape}]}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def closing(self, index: int, result: Result, called: bool = False) -> dict[str, Any]:
+    def closing(self, index: int, result: Sequence, called: bool = False) -> dict[str, Any]:
         """The last chunk of a choice. called: the choice has tool calls."""
         content: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
         chunk = self._chunk([{"index": index, **content, "logprobs": None, **self._end(result, called)}])
         return {**chunk, "guarantee": self.guarantee.value}
 
-    def totals(self, results: Sequence[Result]) -> dict[str, Any]:
+    def totals(self, results: abc.Sequence[Sequence]) -> dict[str, Any]:
         """The chunk after all choices that carries usage and metrics."""
         return {**self._chunk([]), "guarantee": self.guarantee.value, **self._counts(results)}
 
-    def _counts(self, results: Sequence[Result]) -> dict[str, Any]:
+    def _counts(self, results: abc.Sequence[Sequence]) -> dict[str, Any]:
         return {"usage": usage(results, self._n), "metrics": metrics(results, self._shown.details)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def _end(self, result: Result, called: bool) -> dict[str, Any]:
-        out = result.output
-        finish = "tool_calls" if called and out.finish_reason == "stop" else out.finish_reason
-        end = {"finish_reason": finish, "stop_reason": out.stop_reason, "seed": out.seed}
+    def _end(self, result: Sequence, called: bool) -> dict[str, Any]:
+        assert result.finish is not None
+        finish = "tool_calls" if called and result.finish.finish == "stop" else result.finish.finish
+        end = {"finish_reason": finish, "stop_reason": result.finish.reason, "seed": result.seed}
         return end if result.undrafted is None else {**end, "note": result.undrafted}
 
-    def _prompt(self, index: int, known: Sequence[dict[int, float] | None]) -> dict[str, Any] | None:
+    def _prompt(self, index: int, known: abc.Sequence[dict[int, float] | None]) -> dict[str, Any] | None:
         """The log-probabilities of an echoed prompt, its first token without one; None if they are not shown."""
         count = self._shown.logprobs
         if not self._shown.echo or count is None:
             return None
         return self._logprobs(self._prompts[index], self._cut(index, known, count))
 
-    def _cut(self, index: int, known: Sequence[dict[int, float] | None], count: int) -> list[dict[int, float] | None]:
+    def _cut(
+        self, index: int, known: abc.Sequence[dict[int, float] | None], count: int
+    ) -> list[dict[int, float] | None]:
         """The log-probabilities of a prompt with `count` alternatives each. None for all of them if the prompt was
         not read to its end."""
         prompt = self._prompts[index]
@@ -170,7 +175,7 @@ class ResponseWriter:
         return [None if x is None else {t: x[t], **_likeliest(x, count)} for t, x in zip(prompt, known, strict=True)]
 
     def _logprobs(
-        self, tokens: Sequence[int], logprobs: Sequence[dict[int, float] | None] | None, offset: int = 0
+        self, tokens: abc.Sequence[int], logprobs: abc.Sequence[dict[int, float] | None] | None, offset: int = 0
     ) -> dict[str, Any] | None:
         """Log-probabilities as OpenAI shows them. logprobs: of each token and its alternatives, None where there is
         none. offset: where the text of the tokens begins in the text of the choice."""
@@ -208,20 +213,21 @@ class ResponseWriter:
         return out
 
 
-def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
+def usage(results: abc.Sequence[Sequence], n: int) -> dict[str, Any]:
     """OpenAI's token counts. A prompt counts once for its `n` texts.
 
     Draft tokens do not count, with one exception: as at OpenAI, the rejected tokens of the request's own prediction do.
     """
     firsts = results[::n]
-    asked, written = sum(r.prompt_tokens for r in firsts), sum(len(r.output.token_ids) for r in results)
-    accepted = sum(r.prediction[0] for r in results if r.prediction)
-    rejected = sum(r.prediction[1] for r in results if r.prediction)
+    asked, written = sum(len(r.prompt) for r in firsts), sum(len(r.output) for r in results)
+    predicted = [r for r in results if r.drafted_by == PREDICTION]
+    accepted = sum(sum(r.accepted) for r in predicted)
+    rejected = sum(sum(r.drafted) for r in predicted) - accepted
     return {
         "prompt_tokens": asked,
         "completion_tokens": written + rejected,
         "total_tokens": asked + written + rejected,
-        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in firsts)},
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached for r in firsts)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": accepted,
@@ -230,10 +236,10 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
     }
 
 
-def metrics(results: Sequence[Result], details: bool) -> dict[str, Any]:
+def metrics(results: abc.Sequence[Sequence], details: bool) -> dict[str, Any]:
     """The times of an answer, in milliseconds under vLLM's names and in seconds under ours, and vLLM's
     `speculative_decoding`. What vLLM counts for one text only is null for several."""
-    first = [r.first for r in results if r.first is not None]
+    first = [r.time_to_first_token for r in results if r.time_to_first_token is not None]
     return {
         "time_to_first_token": min(first, default=None),
         "time_in_queue": min(r.queued for r in results),
@@ -247,10 +253,10 @@ def metrics(results: Sequence[Result], details: bool) -> dict[str, Any]:
 _TIMING = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 
 
-def _timing(result: Result) -> dict[str, float | None]:
+def _timing(result: Sequence) -> dict[str, float | None]:
     """vLLM's times: the first token and tokens_per_second count from the moment the request left the queue."""
-    count, queue = len(result.output.token_ids), 1000 * result.queued
-    first, end = None if result.first is None else 1000 * result.first, 1000 * result.total
+    count, queue = len(result.output), 1000 * result.queued
+    first, end = None if result.time_to_first_token is None else 1000 * result.time_to_first_token, 1000 * result.total
     decode = None if first is None else end - first
     return {
         "time_to_first_token_ms": None if first is None else first - queue,
@@ -261,7 +267,7 @@ def _timing(result: Result) -> dict[str, float | None]:
     }
 
 
-def _speculative(result: Result, details: bool) -> dict[str, Any] | None:
+def _speculative(result: Sequence, details: bool) -> dict[str, Any] | None:
     if result.speculative is None:
         return None
     counts = asdict(result.speculative)

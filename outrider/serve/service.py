@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import time
 from typing import Any, TypeVar
 
 from outrider.core.grammar import GrammarMask, Grammars, available
-from outrider.decode import Request, draw_seed
+from outrider.decode import Sequence, draw_seed
 from outrider.engine import Engine
 from outrider.llm import LLM
 from outrider.params import SamplingParams
@@ -44,7 +45,7 @@ class Service:
         """The token ids of a text, of chat messages or of {"prompt_token_ids": ...}. Does not block the event loop."""
         return await self._try(self._encoder, lambda: self._encode(prompt, **options))
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: abc.Sequence[int]) -> str:
         """The text of token ids; empty without a tokenizer."""
         return "" if self.llm.tokenizer is None else self.llm.tokenizer.decode(list(tokens))
 
@@ -140,7 +141,7 @@ class Service:
 
     def _requests(
         self, prompt: list[int], params: SamplingParams, mask: MaskMaker | None, prefill_only: bool
-    ) -> list[Request]:
+    ) -> list[Sequence]:
         """The engine's requests for one prompt. Raises ValueError for what the model cannot do."""
         if params.seed is None:
             params = params.with_(seed=draw_seed() % 2**53)  # numbers in JSON are exact up to there

@@ -59,7 +59,7 @@ class Spans:
         self, pending: PendingAnswer, model: str, body: CompletionRequest | ChatRequest, headers: Mapping[str, str]
     ) -> None:
         """Make a span of a request when it ends. headers: those of the request."""
-        began = time_ns() - int((perf_counter() - pending.jobs[0].submitted) * 1e9)
+        began = time_ns() - int((perf_counter() - pending.sequences[0].arrived) * 1e9)
         operation = "chat" if hasattr(body, "messages") else "text_completion"
         asked: dict[str, Any] = {
             "gen_ai.operation.name": operation,
@@ -89,7 +89,7 @@ class Spans:
 
 
 def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> dict[str, Any]:
-    params = pending.jobs[0].request.params
+    params = pending.sequences[0].params
     form = body.response_format
     found: dict[str, Any] = {name: getattr(body, field) for name, field in _ASKED.items()}
     return {
@@ -105,23 +105,23 @@ def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> d
 
 def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
     results = [pending.results[i] for i in sorted(pending.results)]
-    prompts = {id(job.request.prompt): len(job.request.prompt) for job in pending.jobs}  # its n texts share a prompt
+    prompts = {id(s.prompt): len(s.prompt) for s in pending.sequences}  # its n texts share a prompt
     counts = [r.speculative for r in results if r.speculative is not None]
     steps, drafted = sum(s.num_spec_steps for s in counts), sum(s.num_draft_tokens for s in counts)
     accepted = sum(s.num_accepted_draft_tokens for s in counts)
-    firsts = [r.first for r in results if r.first is not None]
+    firsts = [r.time_to_first_token for r in results if r.time_to_first_token is not None]
     decoder = pending.engine.decoder
     return {
         "gen_ai.response.id": pending.writer.id,
         "gen_ai.response.model": model,
-        "gen_ai.response.finish_reasons": [str(r.output.finish_reason) for r in results] or None,
+        "gen_ai.response.finish_reasons": [r.finish.finish for r in results if r.finish] or None,
         "gen_ai.response.time_to_first_chunk": min(firsts, default=None),
         "gen_ai.usage.input_tokens": sum(prompts.values()),
-        "gen_ai.usage.output_tokens": sum(len(r.output.token_ids) for r in results),
-        "gen_ai.usage.cache_read.input_tokens": sum(r.cached_tokens for r in results),
+        "gen_ai.usage.output_tokens": sum(len(r.output) for r in results),
+        "gen_ai.usage.cache_read.input_tokens": sum(r.cached for r in results),
         "outrider.guarantee": decoder.guarantee.value,
         "outrider.verifier": decoder.verifier.name,
-        "outrider.speculation.method": pending.engine.method(pending.jobs[0]),
+        "outrider.speculation.method": pending.engine.scheduler.method(pending.sequences[0]),
         "outrider.speculation.steps": steps,
         "outrider.speculation.draft_tokens": drafted,
         "outrider.speculation.accepted_tokens": accepted,
@@ -134,9 +134,9 @@ def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
 
 def _problem(pending: PendingAnswer) -> str | None:
     """Why there is no answer: generation_failed, aborted (deadline or shutdown), cancelled (the client left)."""
-    reasons = [r.output.finish_reason for r in pending.results.values()]
+    reasons = [r.finish.finish for r in pending.results.values() if r.finish]
     if "error" in reasons:
         return "generation_failed"
-    if len(reasons) < len(pending.jobs):
+    if len(reasons) < len(pending.sequences):
         return "cancelled"
     return "aborted" if "abort" in reasons else None

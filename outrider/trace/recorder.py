@@ -10,7 +10,7 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Sequence
+from collections import abc
 from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from outrider._version import __version__
 from outrider.config import SpeculativeConfig
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
 from outrider.core.types import Draft, Step
-from outrider.decode import Decoder, Row
+from outrider.decode import Decoder, Sequence
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded
 from outrider.params import SamplingParams
@@ -55,7 +55,7 @@ class Recorder:
 
         with Recorder("run.jsonl", Detail.COUNTS) as trace:
             trace.begin(describe(...))
-            for step, rows in decoder.steps(requests):
+            for step, rows in scheduler.run(sequences):
                 if step is not None:
                     trace.keep(step, rows)
     """
@@ -82,7 +82,7 @@ class Recorder:
             raise ValueError(f"{self.path} already has a run, and a file has one run; give each run its own Recorder")
         self._write([header.model_copy(update={"detail": self.detail})])
 
-    def keep(self, step: Step, rows: Sequence[Row]) -> None:
+    def keep(self, step: Step, rows: abc.Sequence[Sequence]) -> None:
         """Write a step. rows: its rows, in its order. It copies what it needs: the step's tensors may change later."""
         if self._file is None:
             return
@@ -90,7 +90,7 @@ class Recorder:
             lines = list[TraceLine]()
             read = [t.tolist() for t in (step.draft.tokens, step.draft.parents, step.verdict.path, step.verdict.token)]
             for b, row in enumerate(rows):
-                at, asked = step.positions[b], row.request
+                at, asked = step.positions[b], row
                 if asked.id not in self._due and at == len(asked.prompt):
                     self._due[asked.id] = at
                     lines.append(self._request(row))
@@ -102,17 +102,17 @@ class Recorder:
                     continue
                 lines.append(self._step(step, b, row, *(rows_of[b] for rows_of in read)))
                 self._due[asked.id] = at + len(step.commits[b].tokens)
-                if row.end is not None:
-                    lines.append(self._end(row, row.end.finish))
+                if row.finish is not None:
+                    lines.append(self._end(row, row.finish.finish))
             self._round += 1
         except Exception as error:  # an error in a trace must not end a request
             self._fail(f"a step could not be written: {error!r}")
         else:
             self._write(lines)
 
-    def end(self, row: Row, finish: str) -> None:
+    def end(self, row: Sequence, finish: str) -> None:
         """Write the end of a request that did not end in a step: cancelled, late or failed. The second time does nothing."""
-        if row.request.id in self._due:
+        if row.id in self._due:
             self._write([self._end(row, finish)])
 
     def close(self) -> None:
@@ -130,8 +130,8 @@ class Recorder:
 
     # -- lines ------------------------------------------------------------------------------------------------------
 
-    def _request(self, row: Row) -> TraceLine:
-        asked, tokens = row.request, self.detail is not Detail.COUNTS
+    def _request(self, row: Sequence) -> TraceLine:
+        asked, tokens = row, self.detail is not Detail.COUNTS
         return RequestRecord(
             request=asked.id,
             prompt_tokens=len(asked.prompt),
@@ -143,7 +143,7 @@ class Recorder:
         )
 
     def _step(
-        self, step: Step, b: int, row: Row, tokens: list[int], parents: list[int], path: list[int], token: int
+        self, step: Step, b: int, row: Sequence, tokens: list[int], parents: list[int], path: list[int], token: int
     ) -> TraceLine:
         commit, draft, nodes = step.commits[b], step.draft, sum(up >= -1 for up in parents)
         parents, path = parents[:nodes], [n for n in path if n >= 0]
@@ -151,7 +151,7 @@ class Recorder:
         for n, up in enumerate(parents[1:], 1):
             levels[n] = levels[up] + 1
         counts: dict[str, Any] = {
-            "request": row.request.id,
+            "request": row.id,
             "round": self._round,
             "step": row.steps - 1,
             "position": step.positions[b],
@@ -179,14 +179,14 @@ class Recorder:
             more |= self._probs(step, b, row, nodes)
         return StepRecord(**counts, **more)
 
-    def _probs(self, step: Step, b: int, row: Row, nodes: int) -> dict[str, Any]:
+    def _probs(self, step: Step, b: int, row: Sequence, nodes: int) -> dict[str, Any]:
         draft, out = step.draft, dict[str, Any]()
         if draft.confidence is not None:
             out["chances"] = draft.confidence[b, :nodes].tolist()
         if draft.probs is not None:
             out["draft_law"] = [top(probs) for probs in draft.probs[b, :nodes]]
         if step.logits is not None:
-            old, at = row.history, step.positions[b]  # as it stood before the step
+            old, at = row.state, step.positions[b]  # as it stood before the step
             before = SequenceState(old.params, old.end_ids, old.bad_words, old.tokens[:at], old.prompt_length, old.mask)
             own = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes])
             out["target_law"] = target_probs(
@@ -194,10 +194,10 @@ class Recorder:
             )
         return out
 
-    def _end(self, row: Row, finish: str) -> TraceLine:
-        self._due.pop(row.request.id, None)
+    def _end(self, row: Sequence, finish: str) -> TraceLine:
+        self._due.pop(row.id, None)
         return EndRecord(
-            request=row.request.id,
+            request=row.id,
             finish=finish,
             output_tokens=len(row.output),
             steps=row.steps,
@@ -207,7 +207,7 @@ class Recorder:
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
-    def _write(self, lines: Sequence[TraceLine]) -> None:
+    def _write(self, lines: abc.Sequence[TraceLine]) -> None:
         data = b"".join(line.json_line() for line in lines)
         with self._lock:
             if self._file is None:

@@ -8,7 +8,7 @@ propose the tree that was recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor
 from outrider.core.noise import Noise
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, TokenMask
 from outrider.core.types import Budget, Draft, Siblings, Verdict
-from outrider.decode import Decoder, Row, _signed
-from outrider.decode import Request as Asked
+from outrider.decode import Decoder, Sequence, signed
 from outrider.drafters.base import DraftContext
 from outrider.models.nodes import Nodes
 from outrider.trace.explain import ExplainedNode, explain
@@ -69,10 +68,7 @@ def replay(
     asked = _asked(text, mask)
     row = decoder.admit(asked)
     try:
-        for token in (t for earlier in text.steps[:step] for t in earlier.written):
-            row.ending.push(token)
-            row.tokens.append(token)
-        row.steps = recorded.step
+        row.advance([t for earlier in text.steps[:step] for t in earlier.written], recorded.step)
         while row in decoder.waiting:
             decoder.prefill(row)
         return _computed(trace, text, recorded, decoder, row)
@@ -98,21 +94,21 @@ def _check(trace: Trace, text: TracedText, decoder: Decoder, mask: TokenMask | N
         )
 
 
-def _asked(text: TracedText, mask: TokenMask | None) -> Asked:
-    """The request, in the form that the loop takes."""
+def _asked(text: TracedText, mask: TokenMask | None) -> Sequence:
+    """The request, as the loop takes it."""
     bad = tuple(tuple(word) for word in text.request.bad_words or ())
     params = text.request.sampling.with_(prompt_logprobs=None, logprobs=None)
-    return Asked(text.id, text.prompt, params, text.request.seed, bad, (), mask)
+    return Sequence(text.id, text.prompt, params, text.request.seed, bad, (), mask)
 
 
-def _computed(trace: Trace, text: TracedText, step: StepRecord, decoder: Decoder, row: Row) -> Replay:
+def _computed(trace: Trace, text: TracedText, step: StepRecord, decoder: Decoder, row: Sequence) -> Replay:
     assert step.tokens is not None
     assert step.parents is not None
     assert step.budget is not None
     device, verifier = decoder.target.device, VERIFIERS[trace.header.verifier]
     draft = Draft(torch.tensor([step.tokens]), torch.tensor([step.parents]))
-    warp = LogitsWarper([row.history], device)
-    seed = torch.tensor([_signed(text.request.seed)], device=device)
+    warp = LogitsWarper([row.state], device)
+    seed = torch.tensor([signed(text.request.seed)], device=device)
     noise = Noise(seed, torch.tensor([row.steps], device=device))
     before = list(row.tokens)
     if step.tokens[0] != before[-1]:
@@ -162,11 +158,12 @@ def _proposed(decoder: Decoder, context: DraftContext, recorded: Draft, step: St
     return replace(draft, notes=())
 
 
-def _written(row: Row, new: Sequence[int]) -> list[int]:
+def _written(row: Sequence, new: abc.Sequence[int]) -> list[int]:
     """The new tokens, up to the first that ends the text."""
     out = list[int]()
     for token in new:
-        end = row.ending.push(token)
+        assert row.checker is not None
+        end = row.checker.push(token)
         if token >= 0:
             out.append(token)
         if end is not None:
@@ -206,6 +203,6 @@ def _tops(probs: Tensor | None) -> list[list[tuple[int, float]]] | None:
     return None if probs is None else [top(distribution) for distribution in probs[0]]
 
 
-def _gap(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) -> float:
+def _gap(one: abc.Sequence[tuple[int, float]], other: abc.Sequence[tuple[int, float]]) -> float:
     a, b = dict(one), dict(other)
     return max((abs(a.get(t, 0.0) - b.get(t, 0.0)) for t in a.keys() | b.keys()), default=0.0)

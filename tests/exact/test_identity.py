@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from helpers import counts
+from helpers import Loop, counts
 
 from outrider.control import Fixed
-from outrider.decode import Decoder, Request
+from outrider.decode import Sequence
 from outrider.drafters import ModelDrafter, NgramDrafter, NoDraft, Noisy, SuffixDrafter, Wrong
 from outrider.drafters.base import Drafter
 from outrider.kernels import cpu as native
@@ -36,12 +36,12 @@ def target(weights: str) -> Loaded:
     return load("builtin:code", dtype=weights)
 
 
-def requests(loaded: Loaded) -> list[Request]:
+def requests(loaded: Loaded) -> list[Sequence]:
     """Half greedy, half sampled, side by side in the batches."""
     out = []
     for i, start in enumerate(STARTS):
         params = SamplingParams(temperature=i % 2, max_tokens=TOKENS, ignore_eos=True)
-        out.append(Request(i, loaded.tokenizer(start)["input_ids"], params, seed=i))  # type: ignore[misc]
+        out.append(Sequence(i, loaded.tokenizer(start)["input_ids"], params, seed=i))  # type: ignore[misc]
     return out
 
 
@@ -49,7 +49,7 @@ def requests(loaded: Loaded) -> list[Request]:
 def expected(weights: str) -> list[list[int]]:
     """Plain decoding, one sequence at a time."""
     loaded = target(weights)
-    engine = Decoder(loaded.model, NoDraft(), rows=1, max_length=LENGTH)
+    engine = Loop(loaded.model, NoDraft(), rows=1, max_length=LENGTH)
     return [row.output for row in engine.generate(requests(loaded))]
 
 
@@ -74,11 +74,11 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_no_token_differs(weights: str, name: str) -> None:
     loaded = target(weights)
-    engine = Decoder(loaded.model, DRAFTERS[name](weights), controller=Fixed(5), rows=ROWS, max_length=LENGTH)
+    engine = Loop(loaded.model, DRAFTERS[name](weights), controller=Fixed(5), rows=ROWS, max_length=LENGTH)
     rows, steps = {}, []
     for step, moved in engine.steps(requests(loaded)):
         steps += [step] if step else []
-        rows.update({row.request.id: row.output for row in moved if row.end is not None})
+        rows.update({row.id: row.output for row in moved if row.finish is not None})
     assert [rows[i] for i in range(len(STARTS))] == expected(weights)
     drafted, accepted = counts(steps)
     if name == "self":

@@ -12,9 +12,10 @@ from helpers import VOCAB, request, toy_drafters
 
 from outrider.control import Fixed
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import Drafter
-from outrider.engine import Engine, Job, Result, Update
+from outrider.engine import Engine
+from outrider.outputs import Delta
 from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
 
@@ -24,27 +25,27 @@ LONG = SamplingParams(max_tokens=380, ignore_eos=True)
 
 @dataclass
 class Reader:
-    """Collects what a job is told."""
+    """Collects the deltas of a sequence."""
 
-    updates: queue.Queue = field(default_factory=queue.Queue)
+    sequence: Sequence
+    deltas: queue.Queue = field(default_factory=queue.Queue)
     tokens: list[int] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    ended: bool = False
 
-    def __call__(self, update: Update) -> None:
-        self.updates.put(update)
+    def __call__(self, delta: Delta) -> None:
+        self.deltas.put(delta)
 
-    def next(self) -> Update:
-        update = self.updates.get(timeout=30)
-        self.tokens += update.token_ids
-        if update.result is not None:
-            self.results.append(update.result)
-        return update
+    def next(self) -> Delta:
+        delta = self.deltas.get(timeout=30)
+        self.tokens += delta.token_ids
+        self.ended |= delta.ended
+        return delta
 
-    def result(self) -> Result:
-        while not self.results:
+    def result(self) -> Sequence:
+        while not self.ended:
             self.next()
-        assert self.updates.empty(), "an update after the result"
-        return self.results[0]
+        assert self.deltas.empty(), "a delta after the last"
+        return self.sequence
 
 
 def engine(
@@ -53,7 +54,8 @@ def engine(
     drafter = drafter or toy_drafters(target, rows)["draft_model"]()
     decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth, width), rows=rows, end_ids=(0,))
     config = SimpleNamespace(methods=["mine"], budget=Budget(depth, width))
-    return Engine(SimpleNamespace(decoder=decoder, config=config, drafter=drafter), **options)  # type: ignore[arg-type]
+    llm = SimpleNamespace(decoder=decoder, config=config, drafter=drafter, controller=decoder.controller)
+    return Engine(llm, **options)  # type: ignore[arg-type]
 
 
 class Gated(ToyModel):
@@ -70,25 +72,34 @@ class Gated(ToyModel):
         return super().forward(nodes, **options)
 
 
-def job(asked: Request, **options) -> Job:
-    return Job(asked, Reader(), **options)
+def read(asked: Sequence, **options) -> Reader:
+    """A fresh sequence of a request, with a reader. options: fields of the sequence."""
+    sequence = asked.fresh()
+    for name, value in options.items():
+        setattr(sequence, name, value)
+    sequence.sink = reader = Reader(sequence)
+    return reader
 
 
-def run(eng: Engine, jobs: list[Job]) -> list[Result]:
-    eng.submit(jobs)
-    return [j.sink.result() for j in jobs]  # type: ignore[attr-defined]
+def submit(eng: Engine, readers: list[Reader]) -> list[Reader]:
+    eng.submit([reader.sequence for reader in readers])
+    return readers
+
+
+def run(eng: Engine, readers: list[Reader]) -> list[Sequence]:
+    return [reader.result() for reader in submit(eng, readers)]
 
 
 def settled(eng: Engine) -> None:
     """Stop the engine; nothing may be left in its tables."""
     eng.close()
-    assert eng.integrity() == []
+    assert eng.scheduler.problems() == []
     assert not eng.decoder.rows
-    assert not eng.running
+    assert not eng.scheduler.running
     assert sum(eng.decoder.cache.length) == 0
 
 
-def mixed(count: int, seed: int) -> list[Request]:
+def mixed(count: int, seed: int) -> list[Sequence]:
     """Requests of every kind: parameters, lengths, seeds."""
     draw = random.Random(seed)
     out = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from outrider.control.expectation import optimal_shape
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Step
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.lookup.prediction import PredictionDrafter
@@ -21,6 +22,7 @@ from outrider.drafters.lookup.suffix import SuffixDrafter
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.stubs import Echo, Noisy, Wrong
+from outrider.engine.scheduler import Scheduler
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
@@ -30,7 +32,7 @@ VOCAB = 11
 _ids = itertools.count()
 
 
-def path_to(parents: Sequence[int], node: int) -> list[int]:
+def path_to(parents: abc.Sequence[int], node: int) -> list[int]:
     """The nodes from the root down to `node`."""
     path = [node]
     while parents[path[-1]] >= 0:
@@ -95,17 +97,27 @@ class TargetTree(BaseDrafter):
         return Draft(*tree(rows))
 
 
-def request(prompt: list[int], params: SamplingParams, seed: int = 0) -> Request:
-    return Request(next(_ids), prompt, params, seed, tuple(tuple(w) for w in params.bad_words))  # pyright: ignore
+def request(prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
+    return Sequence(next(_ids), prompt, params, seed, tuple(tuple(w) for w in params.bad_words))  # pyright: ignore
 
 
-def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 4, rows: int = 4, **options) -> Decoder:
+class Loop(Decoder):
+    """A decoder that runs sequences by itself, as a library's user would with a scheduler."""
+
+    def steps(self, sequences: Iterable[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
+        return Scheduler(self, raises=True).run(sequences)
+
+    def generate(self, requests: Iterable[Sequence]) -> list[Sequence]:
+        return Scheduler(self, raises=True).generate(requests)
+
+
+def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 4, rows: int = 4, **options) -> Loop:
     budget = options.pop("budget", Budget(depth))
     controller = Fixed(budget.depth, budget.width, budget.nodes)
-    return Decoder(target, drafter, controller=controller, rows=rows, end_ids=options.pop("end_ids", (0,)), **options)
+    return Loop(target, drafter, controller=controller, rows=rows, end_ids=options.pop("end_ids", (0,)), **options)
 
 
-def plain_texts(target: LanguageModel, requests: list[Request], **options) -> list[list[int]]:
+def plain_texts(target: LanguageModel, requests: list[Sequence], **options) -> list[list[int]]:
     """One at a time, no drafter: the definition of what every text must be."""
     return [decoder(target, NoDraft(), rows=1, **options).generate([r])[0].output for r in requests]
 

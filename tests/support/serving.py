@@ -68,4 +68,4 @@ def serving(llm: LLM, settings: Settings | None = None, spans: Any = None, **eng
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
-        assert engine.integrity() == []
+        assert engine.scheduler.problems() == []

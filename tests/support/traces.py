@@ -10,7 +10,7 @@ from helpers import VOCAB, RandomTree, decoder, request, toy_drafters
 
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Request, Row
+from outrider.decode import Decoder, Sequence
 from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
 from outrider.trace import Detail, Recorder, Replay, Trace, describe, replay
@@ -30,20 +30,20 @@ def loop(drafter: str = "draft_model", verifier: str = "match", width: int = 1, 
     return decoder(TARGET, made, rows=rows, verifier=verifier, budget=Budget(4, width))
 
 
-def record(path: Path, run: Decoder, requests: list[Request], detail: Detail = Detail.TOKENS) -> list[Row]:
+def record(path: Path, run: Decoder, requests: list[Sequence], detail: Detail = Detail.TOKENS) -> list[Sequence]:
     """Run the requests with a trace; the finished rows in the order of the requests."""
-    done: dict[int, Row] = {}
+    done: dict[int, Sequence] = {}
     with Recorder(path, detail) as trace:
         trace.begin(describe(LOADED, SpeculativeConfig(), run))  # type: ignore[arg-type]
         for step, rows in run.steps(requests):
             if step is not None:
                 trace.keep(step, rows)
-                done.update({row.request.id: row for row in rows if row.end is not None})
+                done.update({row.id: row for row in rows if row.finish is not None})
         assert trace.problem is None
     return [done[r.id] for r in requests]
 
 
-def traced(path: Path, run: Decoder, requests: list[Request], seen=lambda rows: rows) -> str | None:
+def traced(path: Path, run: Decoder, requests: list[Sequence], seen=lambda rows: rows) -> str | None:
     """Run the requests with a trace that may fail; why it did."""
     with Recorder(path) as trace:
         trace.begin(describe(LOADED, SpeculativeConfig(), run))  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def traced(path: Path, run: Decoder, requests: list[Request], seen=lambda rows: 
     return trace.problem
 
 
-def three(params: SamplingParams = SAMPLED) -> list[Request]:
+def three(params: SamplingParams = SAMPLED) -> list[Sequence]:
     return [request([1, 2, 3, n], params.with_(max_tokens=12 + 4 * n), seed=n) for n in range(3)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from helpers import VOCAB, plain_texts, request
+from helpers import VOCAB, Loop, plain_texts, request
 
 from benchmarks.edits import MODULES, ForcedTarget, edit_workload, edits, measure, run
 from outrider.models.load import load
@@ -64,8 +64,7 @@ def test_a_forced_target_writes_the_answer_and_pays_for_its_forwards() -> None:
 
 
 def test_a_target_without_a_text_to_write_writes_its_own() -> None:
-    from outrider.decode import Decoder
 
     model = ToyModel(VOCAB)
     one = request([1, 2], SamplingParams(max_tokens=12, ignore_eos=True), 3)
-    assert Decoder(ForcedTarget(model), rows=1).generate([one])[0].output == plain_texts(model, [one])[0]
+    assert Loop(ForcedTarget(model), rows=1).generate([one])[0].output == plain_texts(model, [one])[0]

@@ -8,30 +8,27 @@ from collections import Counter
 from serving import builtin, serving
 
 from benchmarks.serve_soak import soak
-from outrider.engine import Job
+from outrider.decode import Sequence
 
 
 def test_nothing_is_lost_leaked_or_answered_twice() -> None:
     ends: Counter[int] = Counter()
-    jobs: list[Job] = []
+    jobs: list[Sequence] = []
     with serving(builtin(3), max_queue=4, kv_tokens=1700, prefix_bytes=2 << 20) as live:
         engine = live.service.engine
         submit = engine.submit
 
-        def counted(new: list[Job]) -> None:
+        def counted(new: list[Sequence]) -> None:
             for job in new:
                 tell = job.sink
-                job.sink = lambda update, job=job, tell=tell: (
-                    ends.update([id(job)] * (update.result is not None)),
-                    tell(update),
-                )[1]
+                job.sink = lambda delta, job=job, tell=tell: (ends.update([id(job)] * delta.ended), tell(delta))[1]
             submit(new)
             jobs.extend(new)
 
         engine.submit = counted  # type: ignore[method-assign]
         told, wrong = asyncio.run(soak(live.port, 2.0, 14, 1))
         assert wrong == []
-        assert engine.integrity() == []
+        assert engine.scheduler.problems() == []
         assert engine.problem is None
         assert len(engine.decoder.free) == 3
     assert len(jobs) == told["texts accepted"] == told["texts answered"] > 0

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engines import LONG, TARGET, Reader, engine, job, mixed, run, settled
+from engines import LONG, TARGET, engine, mixed, run, settled, submit
+from engines import read as reader
 from helpers import decoder, request
 from serving import PAIR, builtin, serving
 from traces import LOADED
@@ -18,7 +19,6 @@ from typer.testing import CliRunner
 
 from outrider.cli import main as cli
 from outrider.config import SpeculativeConfig
-from outrider.engine import Job
 from outrider.params import SamplingParams
 from outrider.trace import Detail, Recorder, describe, read, replay
 
@@ -28,13 +28,13 @@ def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> 
     trace = Recorder(tmp_path / "t")
     eng = engine(kv_tokens=500, rows=4, trace=trace)
     trace.begin(describe(LOADED, SpeculativeConfig(), eng.decoder))  # type: ignore[arg-type]
-    jobs = [job(r) for r in mixed(14, 3)]
+    jobs = [reader(r) for r in mixed(14, 3)]
     results = run(eng, jobs)
-    gone = Job(request([1, 2, 3], LONG), Reader())
-    eng.submit([gone])
-    gone.sink.next()  # type: ignore[attr-defined]
-    eng.cancel([gone])
-    assert gone.sink.result().output.finish_reason == "abort"  # type: ignore[attr-defined]
+    gone = reader(request([1, 2, 3], LONG))
+    submit(eng, [gone])
+    gone.next()
+    eng.cancel([gone.sequence])
+    assert gone.result().finish.finish == "abort"
     settled(eng)
     trace.close()
     found = read(tmp_path / "t")
@@ -43,8 +43,8 @@ def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> 
     assert sum(r.preemptions for r in results) > 0
     for asked, result in zip(jobs, results, strict=True):
         text = found.text(asked.request.id)
-        assert text.tokens == result.output.token_ids
-        assert text.finish == result.output.finish_reason
+        assert text.tokens == result.output
+        assert text.finish == result.finish.finish
         assert result.speculative is not None
         assert text.metrics.per_step_accepted == result.speculative.per_step_accepted
         assert text.metrics.per_step_drafted == result.speculative.per_step_drafted

@@ -9,7 +9,7 @@ import torch
 from helpers import VOCAB, RandomTree, TargetTree, counts, decoder, plain_texts, request, toy_drafters
 
 from outrider.core.types import Budget, Draft, Guarantee
-from outrider.decode import Request
+from outrider.decode import Sequence
 from outrider.drafters.base import DraftContext
 from outrider.drafters.stubs import Echo, Wrong
 from outrider.kernels import cpu as native
@@ -76,8 +76,8 @@ def test_text_does_not_depend_on_company_or_on_when_rows_join(trial: int) -> Non
             engine.admit(waiting.pop())
         engine.step()
         for row in list(engine.rows.values()):
-            if row.end is not None:
-                found[row.request.id] = row.output
+            if row.finish is not None:
+                found[row.id] = row.output
                 engine.release(row.slot)
     assert found == expected
 
@@ -88,7 +88,7 @@ def test_a_decoder_used_again_remembers_nothing() -> None:
     expected = plain_texts(TARGET, requests)
     engine = decoder(TARGET, rows=1)
     for one, text in zip(requests, expected, strict=True):
-        assert engine.generate([Request(0, one.prompt, one.params, one.seed, one.bad_words)])[0].output == text
+        assert engine.generate([Sequence(0, one.prompt, one.params, one.seed, one.bad_words)])[0].output == text
 
 
 def test_a_row_that_leaves_early_disturbs_nobody() -> None:
@@ -99,8 +99,8 @@ def test_a_row_that_leaves_early_disturbs_nobody() -> None:
     for _ in range(6):
         engine.step()
     engine.release(rows[1].slot)
-    again = engine.admit(Request(99, requests[1].prompt, requests[1].params, requests[1].seed))
-    while any(r.end is None for r in (rows[0], rows[2], again)):
+    again = engine.admit(Sequence(99, requests[1].prompt, requests[1].params, requests[1].seed))
+    while any(r.finish is None for r in (rows[0], rows[2], again)):
         engine.step()
     assert [rows[0].output, again.output, rows[2].output] == expected
 
@@ -176,8 +176,8 @@ def test_a_broken_row_stops_alone() -> None:
     rows = engine.generate(requests)
     assert [r.output for r in rows if r.slot != 1] == [t for r, t in zip(rows, expected, strict=True) if r.slot != 1]
     [broken] = [r for r in rows if r.slot == 1]
-    assert broken.end is not None
-    assert (broken.end.finish, broken.output) == ("error", [])
+    assert broken.finish is not None
+    assert (broken.finish.finish, broken.output) == ("error", [])
 
 
 def test_end_tokens_inside_an_accepted_run_end_the_text_there() -> None:
@@ -190,7 +190,7 @@ def test_end_tokens_inside_an_accepted_run_end_the_text_there() -> None:
         far = Long({(1,): [1, *text, *[3] * 9]})
         row = decoder(TARGET, far, 8).generate([request([1], params, seed)])[0]
         assert row.output == text
-        assert (row.end.finish == "stop") == (text[-1] == 0)  # type: ignore[union-attr]
+        assert (row.finish.finish == "stop") == (text[-1] == 0)  # type: ignore[union-attr]
 
 
 def test_bad_requests_say_what_would_work() -> None:

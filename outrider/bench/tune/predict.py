@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from typing import Any
 
 from outrider.bench.prompts import Prompt
@@ -17,7 +18,7 @@ from outrider.bench.tune.simulate import (
 from outrider.calibrate import calibrated, costs_of
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
-from outrider.decode import Request
+from outrider.decode import Sequence
 from outrider.drafters.registry import find
 from outrider.llm import LLM
 from outrider.params import SamplingParams
@@ -40,7 +41,7 @@ class Predictor:
     """
 
     def __init__(
-        self, racer: Racer, plain: Candidate, pilots: Sequence[Prompt], methods: Sequence[MethodTrial]
+        self, racer: Racer, plain: Candidate, pilots: abc.Sequence[Prompt], methods: abc.Sequence[MethodTrial]
     ) -> None:
         self.racer, self.plain, self.pilots, self.methods = racer, plain, list(pilots), methods
         self.candidates = list[Candidate]()
@@ -92,11 +93,11 @@ class Predictor:
         speedup = (method.best.predicted or 0.0) / plain
         yield f"{method.best.name}: {method.best.predicted:.0f} tokens/s predicted, {speedup:.2f} x plain decoding"
 
-    def _answered(self, count: int) -> tuple[list[Request], list[list[int]]]:
+    def _answered(self, count: int) -> tuple[list[Sequence], list[list[int]]]:
         """The first requests, and the answers of plain decoding."""
         return self.racer.requests(self.pilots[:count]), [s.token_ids or [] for s in self.plain.samples[:count]]
 
-    def _observe(self, method: MethodTrial, prompts: Sequence[Prompt], shapes: Sequence[Budget]) -> None:
+    def _observe(self, method: MethodTrial, prompts: abc.Sequence[Prompt], shapes: abc.Sequence[Budget]) -> None:
         """Observe the method's drafts along the answers of plain decoding, and the speed of the machine in them."""
         assert method.llm is not None
         assert method.cost is not None
@@ -140,7 +141,7 @@ def budget_config(budget: Budget) -> dict[str, Any]:
     return {"num_speculative_tokens": budget.depth, **tree}
 
 
-def neighbours(candidates: Sequence[Candidate]) -> list[Candidate]:
+def neighbours(candidates: abc.Sequence[Candidate]) -> list[Candidate]:
     """The candidates of one method to measure. candidates: the fastest first.
 
     The best one, chains of half and of one and a half times its length, and the best of the other kind, chain or tree. If the

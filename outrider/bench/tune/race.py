@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from outrider.bench.run import Sample
 from outrider.bench.tune.simulate import DraftStatistics
 from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters import ModelDrafter, NoDraft
 from outrider.llm import LLM
 from outrider.models.load import Loaded
@@ -81,7 +82,7 @@ class Racer:
         self.target, self.sampling, self.turn = target, sampling, 0
         self.plain = LLM(target, max_num_seqs=1)
 
-    def race(self, candidates: Sequence[Candidate], prompt: Prompt, repeat: int) -> None:
+    def race(self, candidates: abc.Sequence[Candidate], prompt: Prompt, repeat: int) -> None:
         """Each candidate answers the prompt, and gets one more sample."""
         runs = dict[str, TimedRun]()
         [request] = self.requests([prompt], repeat)
@@ -98,13 +99,13 @@ class Racer:
         for c in candidates:
             c.samples.append(samples[c.name])
 
-    def reset(self, candidates: Sequence[Candidate]) -> None:
+    def reset(self, candidates: abc.Sequence[Candidate]) -> None:
         """Make their drafters forget the answers they have seen."""
         for candidate in candidates:
             if candidate.decoder is not None:
                 candidate.decoder.drafter.reset()
 
-    def requests(self, prompts: Sequence[Prompt], repeat: int = 0) -> list[Request]:
+    def requests(self, prompts: abc.Sequence[Prompt], repeat: int = 0) -> list[Sequence]:
         return [
             request
             for p in prompts

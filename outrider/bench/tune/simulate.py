@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outrider.bench.tune.replay_target import KnownTextTarget
@@ -16,12 +17,12 @@ from outrider.control import CostModel, Fixed
 from outrider.control.acceptance import RankAcceptance
 from outrider.core.tree import depth as depths
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Request
+from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import Drafter
 from outrider.drafters.combine.guard import trusted
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.self_speculation import QuantizedSelfDrafter
-from outrider.llm import len_drafted
+from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded
 
 # Tokens of context where one number must be enough.
@@ -68,16 +69,16 @@ class DraftStatistics:
         self.tree_drafts = list[tuple[int, list[int]]]()
         self.tree_steps: dict[Budget, list[tuple[int, int]]] = {}
 
-    def observe(self, decoder: Decoder, request: Request, budget: Budget) -> None:
+    def observe(self, decoder: Decoder, request: Sequence, budget: Budget) -> None:
         """Answer with this budget in every step, and add what the steps show."""
         decoder.controller = Fixed(*budget.parts)
         text = DraftedText(len(request.prompt))
-        for step, _ in decoder.steps([request]):
+        for step, _ in Scheduler(decoder, raises=True).run([request.fresh()]):
             if step is None:
                 continue
             [commit], [given] = step.commits, step.budgets
             if budget.width == 1:
-                text.add(given.depth, len_drafted(step, 0), commit.num_accepted, len(commit.tokens))
+                text.add(given.depth, len(step.draft.host[0]) - 1, commit.num_accepted, len(commit.tokens))
             elif commit.finish is None:
                 hits = self.ranks.observe(step.draft, 0, commit.nodes, given)
                 levels = depths(step.draft.parents)[0][step.draft.parents[0] >= 0].tolist()
@@ -88,11 +89,12 @@ class DraftStatistics:
         if budget.width == 1:
             self.texts.append(text)
 
-    def observe_tree(self, decoder: Decoder, request: Request, budget: Budget) -> None:
+    def observe_tree(self, decoder: Decoder, request: Sequence, budget: Budget) -> None:
         """Answer with this tree, and record its steps. They are then known, not estimated."""
         decoder.controller = Fixed(*budget.parts)
         steps = self.tree_steps.setdefault(budget, [])
-        steps += [(len_drafted(step, 0), step.positions[0]) for step, _ in decoder.steps([request]) if step is not None]
+        run = Scheduler(decoder, raises=True).run([request.fresh()])
+        steps += [(len(step.draft.host[0]) - 1, step.positions[0]) for step, _ in run if step is not None]
 
     def chain_steps(self, depth: int) -> list[tuple[int, int]]:
         """Every step that chains of this depth would take, as (draft tokens, context)."""
@@ -148,7 +150,11 @@ class KnownTexts:
     """
 
     def __init__(
-        self, target: Loaded, drafter: Drafter, requests: Sequence[Request], answers: Sequence[Sequence[int]]
+        self,
+        target: Loaded,
+        drafter: Drafter,
+        requests: abc.Sequence[Sequence],
+        answers: abc.Sequence[abc.Sequence[int]],
     ) -> None:
         self.needs_target = reads_target(drafter)
         self._texts, self._known = list(zip(requests, answers, strict=True)), KnownTextTarget(target.model)
@@ -162,7 +168,7 @@ class KnownTexts:
             tokenizer=target.tokenizer,
         )
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[Sequence]:
         """One by one: answer each before you take the next. The drafter first forgets other texts."""
         self.decoder.drafter.reset()
         for request, answer in self._texts:
@@ -171,7 +177,11 @@ class KnownTexts:
 
 
 def observe_drafts(
-    target: Loaded, drafter: Drafter, requests: Sequence[Request], answers: Sequence[Sequence[int]], *budgets: Budget
+    target: Loaded,
+    drafter: Drafter,
+    requests: abc.Sequence[Sequence],
+    answers: abc.Sequence[abc.Sequence[int]],
+    *budgets: Budget,
 ) -> DraftStatistics:
     """What a drafter's tokens are worth along the answers of plain decoding.
 
@@ -189,8 +199,8 @@ def simulate_trees(
     found: DraftStatistics,
     target: Loaded,
     drafter: Drafter,
-    requests: Sequence[Request],
-    answers: Sequence[Sequence[int]],
+    requests: abc.Sequence[Sequence],
+    answers: abc.Sequence[abc.Sequence[int]],
     *trees: Budget,
 ) -> bool:
     """Record the steps of these trees, instead of estimating them from the largest tree.
@@ -224,7 +234,9 @@ def steps_seconds(found: DraftStatistics, cost: CostModel, budget: Budget) -> fl
     )
 
 
-def best_depths(found: DraftStatistics, cost: CostModel, batch_sizes: Sequence[int], deepest: int) -> dict[int, int]:
+def best_depths(
+    found: DraftStatistics, cost: CostModel, batch_sizes: abc.Sequence[int], deepest: int
+) -> dict[int, int]:
     """The fastest chain for each batch size, 0 where plain decoding is fastest."""
     best = dict[int, int]()
     for batch_size in batch_sizes:

@@ -107,7 +107,7 @@ def test_what_was_accepted_shapes_no_text_under_a_law(verifier: str) -> None:
         engine = decoder(target, drafter, rows=rows, budget=budget, verifier=verifier)
         done = dict[int, list[int]]()
         for count, (_, moved) in enumerate(engine.steps(requests)):
-            done |= {row.request.seed: row.output for row in moved}
+            done |= {row.seed: row.output for row in moved}
             if resumed and count % 10 == 9:
                 for row in [r for r in engine.rows.values() if r.end is None]:
                     engine.release(row.slot)

@@ -78,7 +78,7 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
     roster = PerRequestDrafter({"bad": Bad(wrong, Echo(texts))}, "bad", VOCAB, told.append)
     steps = []
     run = decoder(TARGET, roster, budget=Budget(4), rows=3)
-    rows = {id(row.request): row for step, moved in run.steps(requests) if steps.append(step) is None for row in moved}
+    rows = {id(row): row for step, moved in run.steps(requests) if steps.append(step) is None for row in moved}
     assert [rows[id(r)].output for r in requests] == plain
     assert len(told) == 1
     assert "the drafter 'bad' failed: " in told[0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Budget
-from outrider.decode import Request
+from outrider.decode import Sequence
 from outrider.drafters.lookup.prediction import Alignment, PredictionDrafter
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
@@ -154,11 +154,11 @@ def test_text_is_plain_decodings_whatever_is_predicted(changes: int) -> None:
         guess = list(text)
         for _ in range(changes):
             guess[draw.randrange(24)] = draw.randrange(VOCAB)
-        told.append(Request(one.id, one.prompt, params, one.seed, prediction=tuple(guess)))
+        told.append(Sequence(one.id, one.prompt, params, one.seed, prediction=tuple(guess)))
     steps, rows = [], {}
     for step, moved in decoder(TARGET, PredictionDrafter(), 8).steps(told):
         steps += [step] if step else []
-        rows.update({row.request.id: row.output for row in moved})
+        rows.update({row.id: row.output for row in moved})
     assert [rows[r.id] for r in told] == expected
     if not changes:
         assert counts(steps)[1] >= 3 * 21

@@ -135,7 +135,7 @@ def test_one_that_boasts_does_not_crowd_out_the_others(temperature: float) -> No
     kept = []
     for drafter in (model(), DrafterRouter({"boasting": Boasting(3), "draft": model()}, {"draft": 0.01})):
         run = decoder(TARGET, drafter, budget=Budget(3, 2, 4), rows=1)
-        steps = [s for s, _ in run.steps([asked]) if s]
+        steps = [s for s, _ in run.steps([asked.fresh()]) if s]
         kept.append(sum(s.commits[0].num_accepted for s in steps[30:]) / len(steps[30:]))
     assert kept[1] > 0.9 * kept[0] > 0.9
 

@@ -8,13 +8,12 @@ from contextlib import closing
 
 import pytest
 import torch
-from engines import job, run
-from helpers import RandomTree, TargetTree, plain_texts, request
+from engines import read, run
+from helpers import Loop, RandomTree, TargetTree, plain_texts, request
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.decode import Decoder
 from outrider.drafters import BaseDrafter, DrafterRouter, NgramDrafter, NoDraft, Tapped, Wrong
 from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.engine import Engine
@@ -71,7 +70,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("chunk", [1, 5, 256])
 def test_each_position_is_seen_once_in_order(name: str, chunk: int) -> None:
     drafter = tapped(DRAFTERS[name]())
-    run_ = Decoder(BUILTIN.model, drafter, controller=Fixed(3, 2, 5), rows=3, max_length=128)
+    run_ = Loop(BUILTIN.model, drafter, controller=Fixed(3, 2, 5), rows=3, max_length=128)
     run_.chunk = chunk
     asked = requests()
     rows = run_.generate(asked)
@@ -81,7 +80,7 @@ def test_each_position_is_seen_once_in_order(name: str, chunk: int) -> None:
 
 def test_steps_without_a_budget_are_seen_too() -> None:
     drafter = tapped(Wrong())
-    rows = Decoder(BUILTIN.model, drafter, controller=Fixed(0), rows=2, max_length=128).generate(requests())
+    rows = Loop(BUILTIN.model, drafter, controller=Fixed(0), rows=2, max_length=128).generate(requests())
     assert drafter.positions == sum(len(row.tokens) - 1 for row in rows)
 
 
@@ -94,13 +93,13 @@ def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
         if kind == "router"
         else PerRequestDrafter(drafters, "first", BUILTIN.model.vocab_size, print)
     )
-    run_ = Decoder(BUILTIN.model, combined, controller=Fixed(3, 3, 9), rows=2, max_length=128)
+    run_ = Loop(BUILTIN.model, combined, controller=Fixed(3, 3, 9), rows=2, max_length=128)
     asked = requests(2)
     seats = [run_.admit(r) for r in asked]
     if kind == "per request":
         for row, name in zip(seats, ["first", "second"], strict=True):
             combined.assign(row.slot, name)
-    while any(row.end is None for row in seats):
+    while any(row.finish is None for row in seats):
         run_.step()
     assert [row.output for row in seats] == plain_texts(BUILTIN.model, asked)
     positions = [len(row.tokens) - 1 for row in seats]
@@ -114,10 +113,10 @@ def test_prefix_cache_and_preemption() -> None:
     llm = LLM(BUILTIN, drafter=drafter, max_num_seqs=3, max_model_len=160)
     with closing(Engine(llm, kv_tokens=240, prefill_chunk=16)) as eng:
         params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
-        jobs = [job(request(PROMPT[:n], params)) for n in (48, 64, 50, 70)]
+        jobs = [read(request(PROMPT[:n], params)) for n in (48, 64, 50, 70)]
         texts = run(eng, jobs)
-        assert eng.preemptions > 0
+        assert eng.scheduler.preemptions > 0
         assert eng.stats.prefix_hits > 0
         assert eng.roster.failures == 0
     assert not drafter.seen
-    assert [t.output.token_ids for t in texts] == plain_texts(BUILTIN.model, [j.request for j in jobs])
+    assert [t.output for t in texts] == plain_texts(BUILTIN.model, [j.sequence for j in jobs])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines import LONG, TARGET, engine, job, run, settled
+from engines import LONG, TARGET, engine, read, run, settled
 from helpers import VOCAB, plain_texts, request
 from vocabularies import TOY_DRAFT, pairing
 
@@ -64,22 +64,22 @@ def test_no_step_waits_for_a_drafter_to_read_a_prompt(monkeypatch: pytest.Monkey
     eng = engine(target, drafter, depth=depth, prefix_bytes=0)
     requests = [request([1, 2], LONG.with_(max_tokens=60))]
     requests += [request([i + 1, 3] * 160, LONG.with_(max_tokens=40), i) for i in range(5)]
-    results = run(eng, [job(r) for r in requests])
-    assert [r.output.token_ids for r in results] == plain_texts(TARGET, requests)
+    results = run(eng, [read(r) for r in requests])
+    assert [r.output for r in results] == plain_texts(TARGET, requests)
     guessing = 4 * (1 + depth * (1 + (kind == "slem")))  # a root and the guesses of each row
     assert max(draft.turns) <= 96 + 16 + guessing
     assert max(draft.turns) > 16 + guessing  # pieces are read
     assert all(r.speculative is not None and r.speculative.num_draft_tokens > 0 for r in results)
     settled(eng)
-    assert not eng.reading.spent
+    assert not eng.scheduler.reading.spent
 
 
 def test_a_row_alone_is_drafted_for_from_its_first_step() -> None:
     target, draft = pair()
     eng = engine(target, ModelDrafter(draft, 4, 400), prefix_bytes=0)
-    alone = job(request([1, 3] * 150, LONG.with_(max_tokens=20)))
+    alone = read(request([1, 3] * 150, LONG.with_(max_tokens=20)))
     run(eng, [alone])
-    assert alone.drafted[0] == 4
+    assert alone.sequence.drafted[0] == 4
     settled(eng)
 
 
@@ -92,8 +92,8 @@ def test_a_drafter_that_cannot_read_loses_the_row_and_not_the_text() -> None:
 
     eng = engine(TARGET, ModelDrafter(Failing(), 4, 400), prefix_bytes=0)
     requests = [request([1, 2], LONG.with_(max_tokens=60)), request([4, 3] * 150, LONG.with_(max_tokens=30), 1)]
-    results = run(eng, [job(r) for r in requests])
-    assert [r.output.token_ids for r in results] == plain_texts(TARGET, requests)
+    results = run(eng, [read(r) for r in requests])
+    assert [r.output for r in results] == plain_texts(TARGET, requests)
     assert results[0].undrafted is None
     assert results[1].undrafted is not None
     assert "secret" not in results[1].undrafted
@@ -104,9 +104,9 @@ def test_the_controller_is_told_what_reading_cost() -> None:
     target, draft = pair()
     eng = engine(target, ModelDrafter(draft, 4, 400), prefix_bytes=0)
     adaptive = Adaptive(Budget(4))
-    eng._lengths.inner = adaptive
+    eng.scheduler.lengths.inner = adaptive
     requests = [request([i + 1, 3] * 150, LONG.with_(max_tokens=90), i) for i in range(6)]
-    results = run(eng, [job(r) for r in requests])
-    assert [r.output.token_ids for r in results] == plain_texts(TARGET, requests)
+    results = run(eng, [read(r) for r in requests])
+    assert [r.output for r in results] == plain_texts(TARGET, requests)
     assert adaptive.looked
     settled(eng)

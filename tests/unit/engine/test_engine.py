@@ -7,7 +7,7 @@ from time import perf_counter
 
 import pytest
 import torch
-from engines import LONG, TARGET, Gated, engine, job, mixed, run, settled
+from engines import LONG, TARGET, Gated, engine, mixed, read, run, settled, submit
 from helpers import VOCAB, RandomTree, plain_texts, request, toy_drafters
 
 from outrider.core.types import Guarantee
@@ -29,21 +29,24 @@ def test_64_mixed_requests_in_any_order_have_the_texts_of_plain_decoding_one_by_
         drafter=drafters[kv_tokens is None](), rows=5, width=3, max_queue=64, kv_tokens=kv_tokens, prefix_bytes=20_000
     )
     jobs = [
-        job(r, method=draw.choice([None, None, "ngram", "suffix", "none"]), depth=draw.choice([None, None, 0, 1, 8]))
+        read(
+            r,
+            method=draw.choice([None, None, "ngram", "suffix", "none"]),
+            num_speculative_tokens=draw.choice([None, None, 0, 1, 8]),
+        )
         for r in requests
     ]
     order = draw.sample(range(64), 64)
     while order:  # arrivals between steps: whenever some job has progressed
         some = [order.pop() for _ in range(min(len(order), draw.randrange(1, 9)))]
-        eng.submit([jobs[i] for i in some])
-        jobs[some[0]].sink.next()  # type: ignore[attr-defined]
-    results = [j.sink.result() for j in jobs]  # type: ignore[attr-defined]
-    assert [r.output.token_ids for r in results] == expected
-    assert [j.sink.tokens for j in jobs] == expected  # type: ignore[attr-defined]
-    assert all(r.output.guarantee is Guarantee.EXACT_TOKENS and r.undrafted is None for r in results)
-    assert all(
-        (r.speculative is None) == (j.method == "none" or j.depth == 0) for j, r in zip(jobs, results, strict=True)
-    )
+        submit(eng, [jobs[i] for i in some])
+        jobs[some[0]].next()
+    results = [j.result() for j in jobs]
+    assert [r.output for r in results] == expected
+    assert [j.tokens for j in jobs] == expected
+    assert all(eng.decoder.guarantee is Guarantee.EXACT_TOKENS and r.undrafted is None for r in results)
+    off = [r.method == "none" or r.num_speculative_tokens == 0 for r in results]
+    assert [r.speculative is None for r in results] == off
     assert (eng.stats.preemptions > 0) == (kv_tokens is not None)
     assert eng.stats.prefix_hits > 0
     settled(eng)
@@ -53,12 +56,14 @@ def test_64_mixed_requests_in_any_order_have_the_texts_of_plain_decoding_one_by_
 def test_drafters_of_both_kinds_share_a_batch_under_every_verifier(verifier: str) -> None:
     requests = [request([1, 2, 3, 1, 2, 3, i % 5 + 1], LONG.with_(max_tokens=40), i) for i in range(8)]
     eng = engine(verifier=verifier)
-    results = run(eng, [job(r, method=m) for r, m in zip(requests, [None, "ngram", "none", "suffix"] * 2, strict=True)])
-    assert all(len(r.output.token_ids) == 40 and r.undrafted is None for r in results)
-    assert all(r.output.guarantee is Guarantee.EXACT_DISTRIBUTION for r in results)
+    results = run(
+        eng, [read(r, method=m) for r, m in zip(requests, [None, "ngram", "none", "suffix"] * 2, strict=True)]
+    )
+    assert all(len(r.output) == 40 and r.undrafted is None for r in results)
+    assert all(eng.decoder.guarantee is Guarantee.EXACT_DISTRIBUTION for r in results)
     greedy = [request(r.prompt, r.params.with_(temperature=0)) for r in requests]
-    again = run(eng, [job(r, method=m) for r, m in zip(greedy, [None, "ngram", "none", "suffix"] * 2, strict=True)])
-    assert [r.output.token_ids for r in again] == plain_texts(TARGET, greedy)
+    again = run(eng, [read(r, method=m) for r, m in zip(greedy, [None, "ngram", "none", "suffix"] * 2, strict=True)])
+    assert [r.output for r in again] == plain_texts(TARGET, greedy)
     settled(eng)
 
 
@@ -74,16 +79,16 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again() -> Non
     eng = engine(target)
     draw = random.Random(3)
     first = [draw.randrange(1, VOCAB) for _ in range(203)]
-    [one] = run(eng, [job(request(first, LONG.with_(max_tokens=40)))])
-    assert (one.cached_tokens, target.read) == (0, 202)
-    second = [*first, *one.output.token_ids, 5, 6]  # the next turn of a chat
-    [two] = run(eng, [job(request(second, LONG.with_(max_tokens=30), 9))])
-    assert two.cached_tokens == BLOCK * ((203 + 39) // BLOCK)
-    assert target.read == 202 + len(second) - 1 - two.cached_tokens
-    assert [two.output.token_ids] == plain_texts(TARGET, [request(second, LONG.with_(max_tokens=30), 9)])
+    [one] = run(eng, [read(request(first, LONG.with_(max_tokens=40)))])
+    assert (one.cached, target.read) == (0, 202)
+    second = [*first, *one.output, 5, 6]  # the next turn of a chat
+    [two] = run(eng, [read(request(second, LONG.with_(max_tokens=30), 9))])
+    assert two.cached == BLOCK * ((203 + 39) // BLOCK)
+    assert target.read == 202 + len(second) - 1 - two.cached
+    assert [two.output] == plain_texts(TARGET, [request(second, LONG.with_(max_tokens=30), 9)])
     wanted = request(first, LONG.with_(max_tokens=2, prompt_logprobs=0))
-    [three] = run(eng, [job(wanted)])
-    assert three.cached_tokens == 0  # whoever wants the prompt's log-probabilities must have it read
+    [three] = run(eng, [read(wanted)])
+    assert three.cached == 0  # whoever wants the prompt's log-probabilities must have it read
     assert three.prompt_logprobs is not None
     assert len(three.prompt_logprobs) == 203
     settled(eng)
@@ -122,81 +127,81 @@ def test_the_prefix_store_gives_back_what_was_kept_within_its_limit(trial: int) 
 def test_a_full_queue_says_when_to_come_back_and_clients_take_turns() -> None:
     target = Gated()
     eng = engine(target, rows=1, max_queue=2)
-    slow = [job(request([1], LONG, i)) for i in range(3)]
-    eng.submit(slow[:1])
-    slow[0].sink.next()  # type: ignore[attr-defined]
-    eng.submit(slow[1:])
+    slow = [read(request([1], LONG, i)) for i in range(3)]
+    submit(eng, slow[:1])
+    slow[0].next()
+    submit(eng, slow[1:])
     with pytest.raises(QueueFull, match="2 requests are waiting") as full:
-        eng.submit([job(request([1], LONG))])
+        submit(eng, [read(request([1], LONG))])
     assert full.value.retry_after >= 1
-    eng.cancel(slow)
+    eng.cancel([r.sequence for r in slow])
     target.gate.set()
-    assert [j.sink.result().output.finish_reason for j in slow] == ["abort"] * 3  # type: ignore[attr-defined]
+    assert [j.result().finish.finish for j in slow] == ["abort"] * 3
     settled(eng)
     line = FairQueue(9)
     for number, client in enumerate("aaabbc"):
-        line.put(job(request([1], LONG, number), client=client))
-    assert [line.pop().request.seed for _ in range(2)] == [0, 3]
-    back = job(request([1], LONG, 7), client="a")
+        line.put(read(request([1], LONG, number), client=client).sequence)
+    assert [line.pop().seed for _ in range(2)] == [0, 3]
+    back = read(request([1], LONG, 7), client="a").sequence
     line.put_back(back)
-    assert [line.pop().request.seed for _ in range(len(line))] == [7, 5, 4, 1, 2]
+    assert [line.pop().seed for _ in range(len(line))] == [7, 5, 4, 1, 2]
 
 
 def test_cancelled_and_late_jobs_leave_and_disturb_nobody() -> None:
     target = Gated()
     eng = engine(target, rows=2)
-    stays, goes, late = (job(request([1, i], LONG.with_(max_tokens=100), i)) for i in range(3))
-    late.deadline = perf_counter() - 1
-    eng.submit([stays, goes, late])
-    goes.sink.next()  # type: ignore[attr-defined]
-    eng.cancel([goes])
+    stays, goes, late = (read(request([1, i], LONG.with_(max_tokens=100), i)) for i in range(3))
+    late.sequence.deadline = perf_counter() - 1
+    submit(eng, [stays, goes, late])
+    goes.next()
+    eng.cancel([goes.sequence])
     target.gate.set()
-    assert goes.sink.result().output.finish_reason == "abort"  # type: ignore[attr-defined]
-    assert "deadline" in late.sink.result().output.stop_reason  # type: ignore[attr-defined]
-    assert [stays.sink.result().output.token_ids] == plain_texts(TARGET, [stays.request])  # type: ignore[attr-defined]
+    assert goes.result().finish.finish == "abort"
+    assert "deadline" in late.result().finish.reason
+    assert [stays.result().output] == plain_texts(TARGET, [stays.sequence])
     settled(eng)
 
 
 def test_draining_hands_back_partial_text_and_takes_nobody_new() -> None:
     target = Gated()
     eng = engine(target, rows=1)
-    running, waiting = job(request([1], LONG)), job(request([2], LONG))
-    eng.submit([running, waiting])
-    running.sink.next()  # type: ignore[attr-defined]
+    running, waiting = read(request([1], LONG)), read(request([2], LONG))
+    submit(eng, [running, waiting])
+    running.next()
     eng.drain(0)
     target.gate.set()
-    partial = running.sink.result().output  # type: ignore[attr-defined]
-    assert (partial.finish_reason, partial.stop_reason) == ("abort", "the server is shutting down")
-    assert partial.token_ids == plain_texts(TARGET, [running.request])[0][: len(partial.token_ids)] != []
-    assert waiting.sink.result().output.token_ids == []  # type: ignore[attr-defined]
+    partial = running.result()
+    assert (partial.finish.finish, partial.finish.reason) == ("abort", "the server is shutting down")
+    assert partial.output == plain_texts(TARGET, [running.sequence])[0][: len(partial.output)] != []
+    assert waiting.result().output == []
     with pytest.raises(EngineStopped, match="shutting down"):
-        eng.submit([job(request([1], LONG))])
+        submit(eng, [read(request([1], LONG))])
     settled(eng)
 
 
 def test_what_cannot_run_is_refused_before_it_waits() -> None:
     eng = engine(kv_tokens=50)
     for bad, words in (
-        (job(request([1] * 60, SamplingParams(max_tokens=1))), "60 tokens and the model holds 50"),
-        (job(request([1], SamplingParams(max_tokens=60))), "max_tokens=49 or less"),
-        (job(request([1], SamplingParams()), method="magic"), "no drafter 'magic' here; there are none, ngram"),
+        (read(request([1] * 60, SamplingParams(max_tokens=1))), "60 tokens and the model holds 50"),
+        (read(request([1], SamplingParams(max_tokens=60))), "max_tokens=49 or less"),
+        (read(request([1], SamplingParams()), method="magic"), "no drafter 'magic' here; there are none, ngram"),
     ):
         with pytest.raises(ValueError, match=words):
-            eng.submit([job(request([1], SamplingParams())), bad])
-    assert not len(eng.queue)
+            submit(eng, [read(request([1], SamplingParams())), bad])
+    assert not len(eng.scheduler.queue)
     settled(eng)
 
 
 def test_a_long_prompt_does_not_stop_those_who_write() -> None:
     eng = engine(rows=2, prefill_chunk=16, prefix_bytes=0)
-    writer = job(request([1], LONG.with_(max_tokens=300)))
-    eng.submit([writer])
-    writer.sink.next()  # type: ignore[attr-defined]
-    reader = job(request([2] * 200, LONG.with_(max_tokens=1)))
-    eng.submit([reader])
-    reader.sink.result()  # type: ignore[attr-defined]
-    told = writer.sink.updates.qsize()  # type: ignore[attr-defined]
+    writer = read(request([1], LONG.with_(max_tokens=300)))
+    submit(eng, [writer])
+    writer.next()
+    reader = read(request([2] * 200, LONG.with_(max_tokens=1)))
+    submit(eng, [reader])
+    reader.result()
+    told = writer.deltas.qsize()
     assert told >= 199 // 16  # a step of the writer after every chunk of the reader
-    eng.cancel([writer])
-    writer.sink.result()  # type: ignore[attr-defined]
+    eng.cancel([writer.sequence])
+    writer.result()
     settled(eng)

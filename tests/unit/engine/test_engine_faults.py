@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engines import LONG, TARGET, Gated, engine, job, run, settled
+from engines import LONG, TARGET, Gated, engine, read, run, settled, submit
 from helpers import VOCAB, plain_texts, request, toy_drafters
 
 from outrider.core.tree import chain
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
-from outrider.engine import EngineStopped, Job, Update
+from outrider.engine import EngineStopped
+from outrider.outputs import Delta
 from outrider.testing.toy import ToyModel
 
 
@@ -54,8 +55,8 @@ NONSENSE = {
 def test_a_drafter_that_fails_loses_the_row_and_not_the_text(kind: str) -> None:
     requests = [request([first, 2, 3], LONG.with_(max_tokens=50), first) for first in (1, 9, 2)]
     eng = engine(drafter=Raises(toy_drafters(TARGET)["self"](), NONSENSE[kind]))
-    results = run(eng, [job(r) for r in requests])
-    assert [r.output.token_ids for r in results] == plain_texts(TARGET, requests)
+    results = run(eng, [read(r) for r in requests])
+    assert [r.output for r in results] == plain_texts(TARGET, requests)
     assert results[0].undrafted is None is results[2].undrafted
     assert results[1].undrafted is not None
     assert "failed" in results[1].undrafted
@@ -72,7 +73,7 @@ def test_a_law_that_is_no_law_loses_the_row_too() -> None:
         return Draft(draft.tokens, draft.parents, draft.probs * float("nan"), draft.siblings)
 
     eng = engine(drafter=Raises(toy_drafters(TARGET)["draft_model"](), spoil), verifier="rejection")
-    results = run(eng, [job(request([first, 2], LONG.with_(max_tokens=20))) for first in (9, 1)])
+    results = run(eng, [read(request([first, 2], LONG.with_(max_tokens=20))) for first in (9, 1)])
     assert [r.undrafted is None for r in results] == [False, True]
     settled(eng)
 
@@ -108,11 +109,11 @@ def test_a_request_that_breaks_the_model_fails_alone(how: Callable, words: str, 
         request([3], LONG, 2),
     ]
     eng = engine(broken(how))
-    results = run(eng, [job(r) for r in requests])
-    assert [results[0].output.token_ids, results[2].output.token_ids] == plain_texts(TARGET, [requests[0], requests[2]])
-    assert results[1].output.finish_reason == "error"
-    assert results[1].output.token_ids == []
-    assert re.search(words, str(results[1].output.stop_reason))
+    results = run(eng, [read(r) for r in requests])
+    assert [results[0].output, results[2].output] == plain_texts(TARGET, [requests[0], requests[2]])
+    assert results[1].finish.finish == "error"
+    assert results[1].output == []
+    assert re.search(words, str(results[1].finish.reason))
     assert eng.alive
     assert eng.problem is None
     settled(eng)
@@ -128,28 +129,30 @@ def test_when_the_thread_dies_everybody_is_told() -> None:
 
     target = Deadly()
     eng = engine(target, rows=1)
-    jobs = [job(request([i + 1], LONG)) for i in range(3)]
-    eng.submit(jobs)
-    jobs[0].sink.next()  # type: ignore[attr-defined]
+    jobs = [read(request([i + 1], LONG)) for i in range(3)]
+    submit(eng, jobs)
+    jobs[0].next()
     target.gate.set()
-    results = [j.sink.result().output for j in jobs]  # type: ignore[attr-defined]
-    assert [r.finish_reason for r in results] == ["error"] * 3
-    assert results[0].stop_reason == "the engine has died (SystemExit)"
-    eng._thread.join()
+    results = [j.result() for j in jobs]
+    assert [r.finish.finish for r in results] == ["error"] * 3
+    assert results[0].finish.reason == "the engine has died (SystemExit)"
+    eng.close()
     assert not eng.alive
     with pytest.raises(EngineStopped, match="has died"):
-        eng.submit(jobs)
+        submit(eng, jobs)
 
 
 def test_a_sink_that_raises_is_a_reader_that_has_gone() -> None:
     eng = engine(rows=1)
-    left, done = threading.Event(), job(request([2], LONG.with_(max_tokens=20)))
+    left, done = threading.Event(), read(request([2], LONG.with_(max_tokens=20)))
 
-    def gone(update: Update) -> None:
+    def gone(delta: Delta) -> None:
         left.set()
         raise OSError("connection lost")
 
-    eng.submit([Job(request([1], LONG), gone), done])
+    lost = request([1], LONG)
+    lost.sink = gone
+    eng.submit([lost, done.sequence])
     assert left.wait(30)
-    assert len(done.sink.result().output.token_ids) == 20  # type: ignore[attr-defined]
+    assert len(done.result().output) == 20
     settled(eng)

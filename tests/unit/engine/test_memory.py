@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from engines import LONG, engine, job, run, settled
+from engines import LONG, engine, read, run, settled
 from helpers import VOCAB, request
 
 from outrider.drafters import ModelDrafter
@@ -29,7 +29,7 @@ def test_what_fits_is_taken_at_once_and_never_grows() -> None:
     eng = engine(target, drafter, rows=3, memory=need(target, drafter) + 5000, prefix_bytes=5000)
     taken = eng.stats.kv_bytes
     assert taken == need(target, drafter) == eng.stats.memory_limit - 5000  # type: ignore[operator]
-    run(eng, [job(request([1, 2, i + 1] * 20, LONG.with_(max_tokens=130), i)) for i in range(5)])
+    run(eng, [read(request([1, 2, i + 1] * 20, LONG.with_(max_tokens=130), i)) for i in range(5)])
     assert eng.stats.kv_bytes == taken
     assert 0 < eng.stats.prefix_bytes <= 5000
     settled(eng)

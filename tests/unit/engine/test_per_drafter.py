@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from time import sleep
 
-from engines import Reader
+from engines import read, run
 
+from outrider.decode import Sequence
 from outrider.drafters.stubs import Wrong
 from outrider.engine import Engine
-from outrider.engine.queue import Job
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 
@@ -21,13 +21,10 @@ class SlowAndWrong(Wrong):
         return super().propose(context)
 
 
-def ask(eng: Engine, prediction: list[int] | None = None, method: str | None = None) -> Job:
+def ask(eng: Engine, prediction: list[int] | None = None, method: str | None = None) -> Sequence:
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, prediction=prediction)
     [asked] = eng.llm.requests("def area(r):\n", params)
-    job = Job(asked, Reader(), method=method)
-    eng.submit([job])
-    job.sink.result()  # type: ignore[attr-defined]
-    return job
+    return run(eng, [read(asked, method=method)])[0]
 
 
 def test_a_prediction_is_used_on_a_server_whose_draft_model_does_not_pay() -> None:
@@ -40,9 +37,9 @@ def test_a_prediction_is_used_on_a_server_whose_draft_model_does_not_pay() -> No
             given_up = ask(eng)
         assert sum(given_up.accepted) == 0
         assert sum(given_up.drafted) < 30
-        told = ask(eng, prediction=plain.row.output)
-        assert told.row.output == plain.row.output
+        told = ask(eng, prediction=plain.output)
+        assert told.output == plain.output
         assert sum(told.accepted) > 60
     finally:
         eng.close()
-    assert eng.integrity() == []
+    assert eng.scheduler.problems() == []

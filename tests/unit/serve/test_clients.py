@@ -11,8 +11,8 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM, Guarantee, SamplingParams
-from outrider.engine import Update
 from outrider.models.load import load
+from outrider.outputs import Delta
 from outrider.serve.responses import ResponseWriter, Shown
 from outrider.serve.settings import Settings
 
@@ -119,7 +119,7 @@ def test_no_tokens_are_written_where_only_the_prompt_is_scored(live: Live, plain
 def test_of_two_tokens_with_one_text_the_likelier_is_shown() -> None:
     """lm-eval calls a token greedy if its log-probability is the largest of its alternatives."""
     halves = ResponseWriter("x", 0, "code", False, Guarantee.EXACT_TOKENS, lambda tokens: "\ufffd", Shown(2), [[1]])
-    result = Update("", [7], [], [{7: -0.1, 8: -2.0, 9: -3.0}])
+    result = Delta("", [7], logprobs=[{7: -0.1, 8: -2.0, 9: -3.0}])
     assert halves.piece(0, "", result)["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1}]
 
 
@@ -223,7 +223,11 @@ def test_prometheus_reads_vllms_labels_and_the_cache_configuration(live: Live) -
     assert all('engine="0"' in line for line in samples if not line.startswith("vllm:http_requests_total"))
     [info] = [line for line in samples if line.startswith("vllm:cache_config_info")]
     engine = live.service.engine
-    for label in ('block_size="16"', f'num_gpu_blocks="{engine.kv_limit // 16}"', 'enable_prefix_caching="True"'):
+    for label in (
+        'block_size="16"',
+        f'num_gpu_blocks="{engine.scheduler.kv_limit // 16}"',
+        'enable_prefix_caching="True"',
+    ):
         assert label in info
     assert info.endswith(" 1.0")
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from helpers import RandomTree
+from helpers import Loop, RandomTree
 from serving import PAIR
 
 from outrider import LLM, SamplingParams
@@ -17,7 +17,7 @@ from outrider.core.grammar import MAX_DEPTH, Grammars
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Request
+from outrider.decode import Sequence
 from outrider.drafters.base import DraftContext, NoDraft
 from outrider.drafters.combine.guard import PerRequestDrafter, legal
 
@@ -62,16 +62,16 @@ def test_text_under_a_grammar_is_plain_decodings_for_random_trees(llm: LLM, gram
 
     def write(drafter, budget: Budget) -> list[list[int]]:
         options = {"rows": 2, "end_ids": llm.loaded.end_ids, "tokenizer": llm.tokenizer}
-        decoder = Decoder(target, drafter, controller=Fixed(*budget.parts), **options)
+        decoder = Loop(target, drafter, controller=Fixed(*budget.parts), **options)
         compiled = grammars.regex(PATTERN)
         requests = [
-            Request(
+            Sequence(
                 i, llm.encode("x = "), SamplingParams(temperature=t, max_tokens=20), i, mask=grammars.mask(compiled)
             )
             for i, t in enumerate([0, 1, 1.5])
         ]
         rows = decoder.generate(requests)
-        assert all(re.fullmatch(PATTERN, row.ending.text) or row.end.finish == "length" for row in rows)  # type: ignore[union-attr]
+        assert all(re.fullmatch(PATTERN, row.checker.text) or row.finish.finish == "length" for row in rows)  # type: ignore[union-attr]
         return [row.output for row in rows]
 
     expected = write(NoDraft(), Budget(0))

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi import checks as openapi
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
-from outrider.engine import Update
+from outrider.outputs import Delta
 from outrider.serve import logs
 from outrider.serve.app import create_app
 from outrider.serve.pending import Pace
@@ -172,7 +172,10 @@ def test_a_client_that_leaves_takes_its_text_with_it(llm: LLM) -> None:
         while live.service.engine.stats.running + live.service.engine.stats.waiting < 2:
             httpx.get(live.url + "/health")  # the loop gets round to it
         hangs.close()
-        while not all(job.cancelled for job in [*live.service.engine.running.values(), *live.service.engine.queue]):
+        while not all(
+            job.cancelled
+            for job in [*live.service.engine.scheduler.running.values(), *live.service.engine.scheduler.queue]
+        ):
             httpx.get(live.url + "/health")
         gate.open.set()
         assert post(live, prompt=PROMPT, max_tokens=3).status_code == 200
@@ -247,7 +250,7 @@ def test_a_deadline_hands_back_what_was_written(llm: LLM) -> None:
             thread = threading.Thread(target=lambda: answer.update(post(live, **LONG).json()))
             thread.start()
             assert gate.reached.wait(30)
-            [job] = live.service.engine.running.values()
+            [job] = live.service.engine.scheduler.running.values()
             job.deadline = 0.0
             gate.open.set()
             thread.join(30)
@@ -331,7 +334,7 @@ def test_when_the_engine_dies_health_tells_and_everybody_is_answered(llm: LLM) -
         events = [line for line in response.iter_lines() if line]
         gate.forward = forward
         assert "the engine has died" in events[-2]
-        live.service.engine._thread.join(30)
+        live.service.engine.close()
         sick = httpx.get(live.url + "/health")
         assert (sick.status_code, sick.json()["error"]["message"]) == (503, "the engine has died (SystemExit)")
         assert post(live, prompt=PROMPT).status_code == 503
@@ -366,7 +369,7 @@ def test_a_padded_stream_sends_one_token_an_event_on_an_even_clock(llm: LLM) -> 
     expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0].outputs[0].text
     assert "".join(texts) == expected
     pace = Pace(1.0)
-    several = Update("abc", [1, 2, 3], ["a", "b", "c"], [{1: -0.5}, {2: -0.1}, {3: -0.2}])
+    several = Delta("abc", [1, 2, 3], [(c, False) for c in "abc"], logprobs=[{1: -0.5}, {2: -0.1}, {3: -0.2}])
     assert [(u.text, u.token_ids, u.logprobs) for u in pace.cut(several)] == [
         ("a", [1], [{1: -0.5}]), ("b", [2], [{2: -0.1}]), ("c", [3], [{3: -0.2}])
     ]  # fmt: skip

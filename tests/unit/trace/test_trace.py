@@ -12,7 +12,7 @@ from traces import GREEDY, LOADED, RICH, SAMPLED, TARGET, loop, record, replays,
 
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
-from outrider.decode import Request
+from outrider.decode import Sequence
 from outrider.drafters.combine.router import DrafterRouter
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.outputs import SpeculativeMetrics
@@ -251,7 +251,7 @@ def test_what_cannot_be_computed_is_said(tmp_path: Path) -> None:
 
             return torch.arange(VOCAB) % 2 == 1
 
-    asked = Request(123, [1, 2], SAMPLED, 0, mask=Odd())
+    asked = Sequence(123, [1, 2], SAMPLED, 0, mask=Odd())
     record(tmp_path / "g", loop(), [asked], Detail.PROBS)
     held = read(tmp_path / "g")
     with pytest.raises(ValueError, match="grammar"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from traces import GREEDY, LOADED, RICH, SAMPLED, loop, record, three, traced
 
 from outrider.config import SpeculativeConfig
-from outrider.decode import Row
+from outrider.decode import Sequence
 from outrider.trace import Detail, Recorder, describe, read, replay
 
 
@@ -138,7 +138,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_text() -> None:
     with Recorder("/dev/full") as trace, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trace.begin(describe(LOADED, SpeculativeConfig(), run))  # type: ignore[arg-type]
-        rows = list[Row]()
+        rows = list[Sequence]()
         for step, moved in run.steps([asked]):
             assert step is not None
             trace.keep(step, moved)

@@ -1,0 +1,353 @@
+"""The scheduler: which sequences wait, run, give way and leave. One class, whether a server or a loop steps it.
+
+One step drops what was cancelled or is late, seats waiting sequences while slots and memory last, reads a chunk of the oldest
+unread prompt and one for the draft model, runs one draft-verify round of all sequences that decode, and hands out what was
+written. Noise is keyed by position. So neither its neighbours, nor when it joined, nor a preemption changes a text.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import abc
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from time import perf_counter
+from typing import Protocol
+
+from outrider.control import Adaptive, Controller, PerDrafter
+from outrider.core.types import Step
+from outrider.decode import Decoder, Sequence
+from outrider.drafters import NoDraft
+from outrider.drafters.combine.guard import PerRequestDrafter
+from outrider.engine.draft_prefill import Reading
+from outrider.engine.lengths import PerRow
+from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.queue import FairQueue, QueueFull
+from outrider.outputs import SpeculativeMetrics
+from outrider.trace import Recorder
+
+LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
+PREDICTION = "prediction"  # the method of a request that brings its own prediction
+HEADROOM = 32  # tokens that a seated sequence must be able to grow by
+log = logging.getLogger("outrider.engine")
+
+
+class Observer(Protocol):
+    """Counts steps and sequences. Called by the thread that steps; must be quick."""
+
+    def step(self, step: Step, seconds: list[float | None]) -> None:
+        """seconds: since each sequence's step before this one, None where it was the first."""
+        ...
+
+    def finished(self, sequence: Sequence) -> None:
+        """A sequence has ended, with or without a text."""
+        ...
+
+
+class Scheduler:
+    """Runs sequences on a decoder. `add` and `cancel` may be called by any thread, `step` by one.
+
+    Where the decoder's drafter is a `PerRequestDrafter`, each sequence may choose a method and a draft length.
+    max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for as many as fit. When it
+    runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
+    others decode, None for the decoder's own. max_draft_tokens: per step and sequence, for the counts. observer: counts.
+    trace: where every step is written.
+    raises: an exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_queue: float = math.inf,
+        kv_limit: int | None = None,
+        prefixes: PrefixCache | None = None,
+        prefill_chunk: int | None = None,
+        max_draft_tokens: int = 0,
+        observer: Observer | None = None,
+        trace: Recorder | None = None,
+        raises: bool = False,
+    ) -> None:
+        self.decoder, self.prefixes = decoder, prefixes
+        self.kv_limit = decoder.cache.num_slots * decoder.max_length if kv_limit is None else kv_limit
+        self.drafter = decoder.drafter if isinstance(decoder.drafter, PerRequestDrafter) else None
+        self.reading = self.lengths = None
+        if self.drafter is not None:
+            self.reading = Reading(self.drafter, decoder.rows)
+            self.lengths = decoder.controller = PerRow(self._controller(self.drafter), self.reading)
+        self.observer, self.trace, self.raises = observer, trace, raises
+        self.max_draft_tokens = max_draft_tokens
+        self._chunk_alone = max(prefill_chunk or 0, decoder.chunk)
+        self._chunk = prefill_chunk or decoder.chunk
+        self.queue, self.running = FairQueue(max_queue), dict[int, Sequence]()  # by slot
+        self.preemptions = self.accepted = 0
+        self.lock = threading.RLock()  # of the queue
+        self.stop_at = math.inf  # when sequences that are left end with what they have
+        self._seconds = 1.0  # of a sequence, lately
+
+    def _controller(self, drafter: PerRequestDrafter) -> Controller:
+        """What the controller learns of one drafter must not be held against another."""
+        controller = self.decoder.controller
+        if not isinstance(controller, Adaptive):
+            return controller
+        return PerDrafter(controller, drafter.default, drafter.method, lambda: drafter.draft_seconds)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return not self.running and not len(self.queue)
+
+    def method(self, sequence: Sequence) -> str:
+        """The drafter of a sequence. A request with a prediction of its own, and no other wish, gets "prediction"."""
+        if sequence.num_speculative_tokens == 0:
+            return "none"
+        if self.drafter is None:
+            return "none" if isinstance(self.decoder.drafter, NoDraft) else type(self.decoder.drafter).__name__
+        own = PREDICTION if sequence.prediction and PREDICTION in self.drafter.drafters else self.drafter.default
+        return sequence.method or own
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise ValueError if the sequence could never run."""
+        self.decoder.check(sequence)
+        known = self.drafter.drafters if self.drafter else {}
+        if sequence.method not in (None, "none", *known):
+            raise ValueError(f"there is no drafter {sequence.method!r} here; there are none, {', '.join(known)}")
+
+    def add(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Queue sequences, all or none. Raises ValueError or QueueFull."""
+        for sequence in sequences:
+            self.check(sequence)
+        with self.lock:
+            waiting = len(self.queue)
+            if len(sequences) > self.queue.limit + len(self.decoder.free) - waiting:
+                slots = self.decoder.cache.num_slots
+                raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / slots)))
+            self.accepted += len(sequences)
+            for sequence in sequences:
+                self.queue.put(sequence)
+
+    def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
+        """These have no reader any more. They leave before the next step."""
+        for sequence in sequences:
+            sequence.cancelled = True
+
+    def step(self) -> tuple[Step | None, list[Sequence]]:
+        """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
+        now = perf_counter()
+        with self.lock:
+            late = [s for s in self.queue if s.cancelled or min(s.deadline, self.stop_at) <= now]
+            for sequence in late:
+                self.queue.remove(sequence)
+        running = (s for s in self.running.values() if s.cancelled or min(s.deadline, self.stop_at) <= now)
+        for sequence in [*late, *running]:
+            self.finish(
+                sequence, "abort", "cancelled" if sequence.cancelled else LATE if sequence.deadline <= now else CLOSING
+            )
+        self._seat()
+        self._preempt()
+        if self.decoder.waiting:
+            self._prefill(self.decoder.waiting[0])
+        if self.reading is not None:
+            self.reading.read()
+        live = self.decoder.live
+        return (self._round(live) if live else None), live
+
+    def run(self, sequences: Iterable[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
+        """Run sequences to their ends and yield each step as `step` returns it. A reader may stop early."""
+        mine = list(sequences)
+        self.add(mine)
+        try:
+            while any(sequence.finish is None for sequence in mine):
+                yield self.step()
+        finally:
+            left = [sequence for sequence in mine if sequence.finish is None]
+            if left:
+                self.cancel(left)
+                for sequence in left:
+                    if sequence in self.queue:
+                        self.queue.remove(sequence)
+                    self.finish(sequence, "abort", "cancelled")
+
+    def generate(self, requests: Iterable[Sequence]) -> list[Sequence]:
+        """Run fresh sequences of these requests to their ends; returns them in the same order."""
+        sequences = [request.fresh() for request in requests]
+        for _ in self.run(sequences):
+            pass
+        return sequences
+
+    def close(self, finish: str, reason: str) -> None:
+        """End every sequence that is left."""
+        with self.lock:
+            left = [*self.running.values(), *self.queue]
+            self.queue = FairQueue(0)
+        for sequence in left:
+            self.finish(sequence, finish, reason)
+
+    def finish(self, sequence: Sequence, finish: str, reason: str | int | None) -> None:
+        """End a sequence with what it has. Frees its slot and hands out the last delta."""
+        if sequence.finish is None and self.trace and sequence.checker is not None:
+            self.trace.end(sequence, finish)
+        sequence.end(finish, reason)
+        slot = sequence.slot
+        if self.running.get(slot) is sequence:
+            del self.running[slot]
+            self._note_loss(sequence)
+            if self.prefixes is not None and not self.decoder.drafter.taps and finish in ("stop", "length"):
+                held = self.decoder.cache.length[slot]
+                self.prefixes.keep(self.decoder.cache, slot, sequence.tokens[:held])
+            self.decoder.release(slot)
+        sequence.drafted_by = self.method(sequence)
+        if sequence.drafted_by != "none":
+            depth = (
+                self.max_draft_tokens if sequence.num_speculative_tokens is None else sequence.num_speculative_tokens
+            )
+            sequence.speculative = SpeculativeMetrics.of(sequence.drafted, sequence.accepted, depth)
+        self._seconds += 0.2 * (sequence.total - sequence.queued - self._seconds)
+        self._tell(sequence)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the tables between two steps. Empty, unless there is a bug."""
+        d, wrong = self.decoder, list[str]()
+        seats = sorted([*d.free, *d.rows])
+        if seats != list(range(d.cache.num_slots)):
+            wrong.append(f"free slots {d.free} and used slots {list(d.rows)} are not the {d.cache.num_slots} slots")
+        if set(self.running) != set(d.rows):
+            wrong.append(f"sequences run in slots {list(self.running)}, the decoder has {list(d.rows)}")
+        wrong += [f"free slot {s} holds {d.cache.length[s]} tokens" for s in d.free if d.cache.length[s]]
+        for slot, sequence in d.rows.items():
+            held, last = d.cache.length[slot], len(sequence.tokens) - 1
+            if sequence.slot != slot or held > last or (held < last) != (sequence in d.waiting):
+                wrong.append(f"slot {slot} holds {held} of {last} tokens")
+        left = set[int]()
+        if self.drafter and self.lengths and self.reading:
+            left |= {*self.drafter.assigned, *self.lengths.depth, *self.drafter.lost, *self.reading.spent}
+        if not left <= set(d.rows):
+            wrong.append(f"the drafters remember slots {sorted(left - set(d.rows))}, which are free")
+        return wrong + (self.prefixes.check() if self.prefixes else [])
+
+    def _seat(self) -> None:
+        """Give free slots to the sequences whose turn it is, while they fit."""
+        while self.decoder.free:
+            with self.lock:
+                if not len(self.queue):
+                    return
+                sequence = self.queue.peek()
+                needed = len(sequence.tokens) + HEADROOM * (len(self.running) + 1)
+                if self.running and self._held() + needed > self.kv_limit:
+                    return
+                self.queue.pop()
+            try:
+                if sequence.checker is None:
+                    self.decoder.admit(sequence)
+                else:
+                    self.decoder.resume(sequence)
+            except Exception as error:
+                self._fail(sequence, error)
+                continue
+            slot = sequence.slot
+            self.running[slot] = sequence
+            if self.drafter and self.lengths:
+                self.drafter.assign(slot, "none" if sequence.undrafted else self.method(sequence))
+                if sequence.num_speculative_tokens is not None:
+                    self.lengths.depth[slot] = sequence.num_speculative_tokens
+
+    def _held(self) -> int:
+        """Tokens that the seated sequences hold, or will hold once they are read."""
+        return sum(len(sequence.tokens) for sequence in self.decoder.rows.values())
+
+    def _preempt(self) -> None:
+        """Free slots, the youngest first, until the next step fits. One sequence alone always does."""
+        while len(self.running) > 1 and self._held() + HEADROOM * len(self.running) > self.kv_limit:
+            slot = list(self.decoder.rows)[-1]
+            sequence = self.running.pop(slot)
+            self._note_loss(sequence)
+            self.decoder.release(slot)
+            sequence.preemptions += 1
+            self.preemptions += 1
+            with self.lock:
+                self.queue.put_back(sequence)
+
+    def _note_loss(self, sequence: Sequence) -> None:
+        """Keep why a drafter lost the sequence, before the slot is free."""
+        if self.drafter is not None:
+            sequence.undrafted = self.drafter.lost.get(sequence.slot, sequence.undrafted)
+
+    def _prefill(self, sequence: Sequence) -> None:
+        self.decoder.chunk = self._chunk if len(self.running) > 1 else self._chunk_alone
+        try:
+            self.decoder.prefill(sequence)
+        except Exception as error:
+            self._fail(sequence, error)
+            return
+        if sequence.finish is not None:  # a request that is only read
+            self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
+
+    def _round(self, live: list[Sequence]) -> Step | None:
+        try:
+            step = self.decoder.round(live)
+        except Exception as error:
+            if self.raises:
+                raise
+            if len(live) > 1:
+                log.warning("a step failed (%s); its sequences are run one by one", type(error).__name__)
+                self._one_by_one(live)
+            else:
+                self._fail(live[0], error)
+            return None
+        if self.trace:
+            self.trace.keep(step, live)
+        if self.observer:
+            now = perf_counter()
+            self.observer.step(step, [None if s.last is None else now - s.last for s in live])
+        for sequence in live:
+            self._progress(sequence)
+        return step
+
+    def _one_by_one(self, live: list[Sequence]) -> None:
+        """After a step that failed: each sequence alone, so that only the cause is lost. A text is the same alone."""
+        for sequence in live:
+            held, checker = self.decoder.cache.length[sequence.slot], sequence.checker
+            assert checker is not None
+            if checker.count != len(sequence.output) or held > len(sequence.tokens) - 1:
+                self._fail(sequence, RuntimeError("its step failed half-way"))
+            elif sequence.finish is not None or held < len(sequence.tokens) - 1:
+                # It was judged before the failure, and is not in the cache yet.
+                if sequence.finish is None:
+                    self.decoder.waiting.append(sequence)
+                self._progress(sequence)
+            else:
+                self._round([sequence])
+
+    def _progress(self, sequence: Sequence) -> None:
+        """Hand out what a step wrote, and free the slot if that was the end."""
+        sequence.last = perf_counter()
+        if sequence.finish is not None:
+            self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
+        else:
+            self._tell(sequence)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if self.raises:
+            raise error
+        log.error("request %s failed: %s", sequence.id, error, exc_info=error)
+        memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
+        sequence.finish = None
+        self.finish(
+            sequence, "error", "the server ran out of memory" if memory else "the server failed on this request"
+        )
+
+    def _tell(self, sequence: Sequence) -> None:
+        """Hand out what is new. Exactly one delta says that the sequence ended."""
+        sink = sequence.sink
+        if sequence.finish is not None:
+            sequence.sink = None
+            if sink is not None and self.observer:
+                self.observer.finished(sequence)
+        if sink is None:
+            return
+        try:
+            sink(replace(sequence.delta(), ended=sequence.finish is not None))
+        except Exception:  # the reader is gone
+            sequence.cancelled = True
