@@ -55,6 +55,7 @@ NAMES = {
     },
     "outrider.core.stopping": {"End": "FinishReason", "Ending": "StopChecker"},
     "outrider.core.types": {"Kept": "Commit"},
+    "outrider.decode": {"Request": "Sequence", "Row": "Sequence"},
     "outrider.drafters": {
         "Batch": "DraftContext",
         "RecyclingDrafter": "TokenRecyclingDrafter",

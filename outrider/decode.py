@@ -13,10 +13,11 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from outrider._deprecated import renamed
 from outrider.control import Controller, Fixed
 from outrider.core.noise import Noise
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState, TokenMask
@@ -472,3 +473,6 @@ def signed(seed: int) -> int:
 
 
 __all__ = ["Decoder", "Sequence", "draw_seed", "logprobs", "nth_seed", "signed"]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__)

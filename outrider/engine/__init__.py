@@ -3,5 +3,6 @@
 from outrider.engine.engine import Engine, Stats
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import EngineStopped, QueueFull
+from outrider.engine.scheduler import Scheduler
 
-__all__ = ["Engine", "EngineStopped", "PrefixCache", "QueueFull", "Stats"]
+__all__ = ["Engine", "EngineStopped", "PrefixCache", "QueueFull", "Scheduler", "Stats"]

@@ -21,8 +21,7 @@ from outrider.core.types import Step
 from outrider.decode import Decoder, Sequence
 from outrider.drafters import NoDraft
 from outrider.drafters.combine.guard import PerRequestDrafter
-from outrider.engine.draft_prefill import Reading
-from outrider.engine.lengths import PerRow
+from outrider.engine.draft_prefill import DraftPrefill, RequestBudgets
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import FairQueue, QueueFull
 from outrider.outputs import SpeculativeMetrics
@@ -75,8 +74,8 @@ class Scheduler:
         self.drafter = decoder.drafter if isinstance(decoder.drafter, PerRequestDrafter) else None
         self.reading = self.lengths = None
         if self.drafter is not None:
-            self.reading = Reading(self.drafter, decoder.rows)
-            self.lengths = decoder.controller = PerRow(self._controller(self.drafter), self.reading)
+            self.reading = DraftPrefill(self.drafter, decoder.rows)
+            self.lengths = decoder.controller = RequestBudgets(self._controller(self.drafter), self.reading)
         self.observer, self.trace, self.raises = observer, trace, raises
         self.max_draft_tokens = max_draft_tokens
         self._chunk_alone = max(prefill_chunk or 0, decoder.chunk)

@@ -42,13 +42,13 @@ def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> 
     assert trace.problem is None
     assert sum(r.preemptions for r in results) > 0
     for asked, result in zip(jobs, results, strict=True):
-        text = found.text(asked.request.id)
+        text = found.text(asked.sequence.id)
         assert text.tokens == result.output
         assert text.finish == result.finish.finish
         assert result.speculative is not None
         assert text.metrics.per_step_accepted == result.speculative.per_step_accepted
         assert text.metrics.per_step_drafted == result.speculative.per_step_drafted
-    assert found.text(gone.request.id).finish == "abort"
+    assert found.text(gone.sequence.id).finish == "abort"
     again = decoder(TARGET, rows=1, depth=4)
     for text in list(found.texts.values())[::4]:
         assert all(replay(found, again, n, text.id).same for n in range(0, len(text.steps), 3))

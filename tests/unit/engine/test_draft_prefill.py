@@ -9,7 +9,7 @@ from engines import LONG, TARGET, engine, read, run, settled
 from helpers import VOCAB, plain_texts, request
 from vocabularies import TOY_DRAFT, pairing
 
-from outrider.control import Adaptive
+from outrider.control import Adaptive, Fixed
 from outrider.core.types import Budget
 from outrider.drafters import ModelDrafter, SuffixDrafter
 from outrider.drafters.combine.router import DrafterRouter
@@ -109,4 +109,18 @@ def test_the_controller_is_told_what_reading_cost() -> None:
     results = run(eng, [read(r) for r in requests])
     assert [r.output for r in results] == plain_texts(TARGET, requests)
     assert adaptive.looked
+    settled(eng)
+
+
+def test_a_request_with_a_draft_length_of_its_own_keeps_the_tree() -> None:
+    """Eight levels on a server of trees four wide with 16 nodes: still 16 nodes, not 32."""
+    eng = engine(width=4, depth=4)
+    eng.decoder.controller.inner = Fixed(4, 4, 16)
+    asked = read(request([1, 2], LONG.with_(max_tokens=20)), num_speculative_tokens=8)
+    run(eng, [asked])
+    budgets = eng.scheduler.lengths
+    budgets.depth[0] = 8
+    assert budgets.budgets([0]) == [Budget(8, 4, 16)]
+    settled_slot = budgets.depth.pop(0)
+    assert settled_slot == 8
     settled(eng)

@@ -148,10 +148,10 @@ def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(l
             made = grammars.regex(grammar["regex"]) if "regex" in grammar else grammars.choice(grammar["choice"])
             [asked] = plain.requests(body["prompt"], SamplingParams(**named))
             mask = grammars.mask(made)
-            [row] = plain.decoder.generate(
+            [row] = plain.scheduler.generate(
                 [Sequence(0, asked.prompt, asked.params, asked.seed, asked.bad_words, (), mask)]
             )
-            expected.append((row.checker.text, row.finish.finish))  # type: ignore[union-attr]
+            expected.append((row.text, row.finish.finish))  # type: ignore[union-attr]
     kinds = {"structured_outputs" in body for body in bodies}
     assert kinds == {True, False}
     drafting = [{}, {}, {"disable_spec_decode": True}, {"num_speculative_tokens": 8}, {"method": "ngram"}]

@@ -134,7 +134,7 @@ def test_health_tells_of_tables_that_are_wrong(llm: LLM) -> None:
         assert post(live, prompt=PROMPT, max_tokens=2).status_code == 200
         while (sick := httpx.get(live.url + "/health")).status_code == 200:
             pass
-        assert "remember rows [99]" in sick.json()["error"]["message"]
+        assert "remember slots [99]" in sick.json()["error"]["message"]
         del live.service.engine.roster.lost[99]
 
 
