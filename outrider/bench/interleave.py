@@ -52,7 +52,7 @@ class TimedRun:
 
     def start(self) -> None:
         """Take a slot and read the prompt. Raises what `Decoder.admit` raises."""
-        self._row = self.decoder.admit(self.request)
+        self._row = self.decoder.admit(self.request.fresh())
         began = perf_counter()
         while self.row in self.decoder.waiting:
             self.decoder.prefill(self.row)

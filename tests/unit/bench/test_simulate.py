@@ -147,7 +147,7 @@ def test_along_a_text_that_is_known_guesses_are_worth_what_they_are_worth_to_the
     config = {"method": method, "controller": "fixed", **more}
     llm = LLM("builtin:code", speculative_config=config, max_num_seqs=1)
     asked = [*requests(llm, 0.0)[:2], *requests(llm, 1.0)[2:]]
-    answers = [row.output for row in LLM(llm.loaded, max_num_seqs=1).decoder.generate(asked)]
+    answers = [row.output for row in LLM(llm.loaded, max_num_seqs=1).scheduler.generate(asked)]
     found = observe_drafts(llm.loaded, llm.drafter, asked, answers, Budget(6), TREE)
     real = DraftStatistics(found.limit)
     for budget in (Budget(6), TREE):

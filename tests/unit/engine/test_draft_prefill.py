@@ -14,6 +14,7 @@ from outrider.core.types import Budget
 from outrider.drafters import ModelDrafter, SuffixDrafter
 from outrider.drafters.combine.router import DrafterRouter
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
+from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.engine import draft_prefill as reading
 from outrider.testing.toy import ToyModel
 
@@ -114,13 +115,7 @@ def test_the_controller_is_told_what_reading_cost() -> None:
 
 def test_a_request_with_a_draft_length_of_its_own_keeps_the_tree() -> None:
     """Eight levels on a server of trees four wide with 16 nodes: still 16 nodes, not 32."""
-    eng = engine(width=4, depth=4)
-    eng.decoder.controller.inner = Fixed(4, 4, 16)
-    asked = read(request([1, 2], LONG.with_(max_tokens=20)), num_speculative_tokens=8)
-    run(eng, [asked])
-    budgets = eng.scheduler.lengths
-    budgets.depth[0] = 8
-    assert budgets.budgets([0]) == [Budget(8, 4, 16)]
-    settled_slot = budgets.depth.pop(0)
-    assert settled_slot == 8
-    settled(eng)
+    reads = reading.DraftPrefill(PerRequestDrafter({}, "none", VOCAB), {})
+    budgets = reading.RequestBudgets(Fixed(4, 4, 16), reads)
+    budgets.depth |= {1: 8, 2: 0}
+    assert budgets.budgets([0, 1, 2]) == [Budget(4, 4, 16), Budget(8, 4, 16), Budget(0)]
