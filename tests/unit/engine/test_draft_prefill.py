@@ -12,9 +12,9 @@ from vocabularies import TOY_DRAFT, pairing
 from outrider.control import Adaptive, Fixed
 from outrider.core.types import Budget
 from outrider.drafters import ModelDrafter, SuffixDrafter
+from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.drafters.combine.router import DrafterRouter
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
-from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.engine import draft_prefill as reading
 from outrider.testing.toy import ToyModel
 
