@@ -50,7 +50,7 @@ def test_a_coin_is_the_clipped_ratio(part, whole, chance):
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [], [2, -1]])
-def test_no_law_is_refused(weights):
+def test_no_distribution_is_refused(weights):
     with pytest.raises(AssertionError):
         Oracle().pick(weights)
 
@@ -64,7 +64,7 @@ def test_reused_coins_are_one_uniform():
     assert reused == {(True, True): F(1, 3), (False, True): F(1, 3), (False, False): F(1, 3)}
 
 
-def test_plain_is_the_law_of_the_plain_program():
+def test_plain_is_the_distribution_of_the_plain_program():
     toy = Toy(3, "zeros")
 
     def program(choose):
@@ -77,7 +77,7 @@ def test_plain_is_the_law_of_the_plain_program():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_composing_steps_gives_the_law_of_the_whole_program(rule):
+def test_composing_steps_gives_the_distribution_of_the_whole_program(rule):
     for toy in toys(7):
         for drafter in (drawn_chain(1), chosen_chain(2)):
             assert composed(toy, RULES[rule], drafter, 3) == distribution(speculate(toy, RULES[rule], drafter, 3))

@@ -1,6 +1,6 @@
-"""The proofs: the law of speculative decoding equals the law of plain decoding, in exact fractions.
+"""The proofs: the distribution of speculative decoding equals the distribution of plain decoding, in exact fractions.
 
-Every test compares the joint law of several tokens, written in as many steps as it takes, on context-dependent toys.
+Every test compares the joint distribution of several tokens, written in as many steps as it takes, on context-dependent toys.
 """
 
 from fractions import Fraction
@@ -29,19 +29,19 @@ from outrider.testing.oracle import (
 F = Fraction
 
 
-def ends_at_random(text, guesses, choose):
+def ends_at_random(text, drafted, choose):
     """Lengths 0 to gamma, decided by a coin of its own."""
     return choose.pick([1, 2]) == 0
 
 
-def ends_after_a_zero(text, guesses, choose):
-    """Stops *after* a token it drew: the length depends on the guesses, and none is un-drawn."""
-    return bool(guesses) and guesses[-1] == 0
+def ends_after_a_zero(text, drafted, choose):
+    """Stops *after* a token it drew: the length depends on the draft tokens, and none is un-drawn."""
+    return bool(drafted) and drafted[-1] == 0
 
 
-def ends_by_text(text, guesses, choose):
-    """Some texts get no guess at all."""
-    return len(guesses) >= (sum(text) + len(text)) % 3
+def ends_by_text(text, drafted, choose):
+    """Some texts get no draft token at all."""
+    return len(drafted) >= (sum(text) + len(text)) % 3
 
 
 CHAINS = {
@@ -56,19 +56,19 @@ CHAINS = {
 
 @pytest.mark.parametrize("drafter", CHAINS)
 @pytest.mark.parametrize("rule", RULES)
-def test_chains_keep_the_law(rule, drafter):
+def test_chains_keep_the_distribution(rule, drafter):
     for toy in toys(42):
         assert composed(toy, RULES[rule], CHAINS[drafter], 3) == plain(toy, 3), toy.kind
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
-def test_four_tokens_keep_the_law(rule):
+def test_four_tokens_keep_the_distribution(rule):
     for toy in toys(14, vocab=4):
         assert composed(toy, RULES[rule], drawn_chain(2), 3) == plain(toy, 3), toy.kind
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
-def test_longer_chains_keep_the_law(rule):
+def test_longer_chains_keep_the_distribution(rule):
     for toy in toys(7):
         assert composed(toy, RULES[rule], drawn_chain(3, ends_after_a_zero), 4) == plain(toy, 4), toy.kind
     toy = Toy(2, "zeros")
@@ -76,7 +76,7 @@ def test_longer_chains_keep_the_law(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_whole_program_keeps_the_law(rule):
+def test_the_whole_program_keeps_the_distribution(rule):
     for toy in toys(7):
         assert distribution(speculate(toy, RULES[rule], drawn_chain(1), 3)) == plain(toy, 3), toy.kind
 
@@ -104,7 +104,7 @@ SHAPES = {
 @pytest.mark.parametrize("siblings", list(Siblings), ids=lambda s: s.name)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", ["match", "rejection", "traversal"])
-def test_trees_keep_the_law(rule, shape, siblings):
+def test_trees_keep_the_distribution(rule, shape, siblings):
     width, length = SHAPES[shape]
     for toy in toys(42 if length == 2 else 7):
         drafter = grown_tree(width, siblings, length)
@@ -112,7 +112,7 @@ def test_trees_keep_the_law(rule, shape, siblings):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_trees_that_overshoot_keep_the_law(rule):
+def test_trees_that_overshoot_keep_the_distribution(rule):
     """No clipping at the end of the text: the last step may write more than is wanted."""
     for siblings in Siblings:
         for toy in toys(7):
@@ -121,7 +121,7 @@ def test_trees_that_overshoot_keep_the_law(rule):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_trees_of_four_tokens_keep_the_law(rule):
+def test_trees_of_four_tokens_keep_the_distribution(rule):
     for siblings in Siblings:
         for toy in toys(7, vocab=4):
             tree = grown_tree(by_level(3), siblings)
@@ -155,14 +155,14 @@ def best_first(siblings, expansions, drop=False):
 
 @pytest.mark.parametrize("siblings", list(Siblings), ids=lambda s: s.name)
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_trees_grown_best_first_keep_the_law(rule, siblings):
+def test_trees_grown_best_first_keep_the_distribution(rule, siblings):
     for toy in toys(7):
         assert composed(toy, judging(rule, siblings), best_first(siblings, 2), 3) == plain(toy, 3), toy.kind
 
 
 @pytest.mark.parametrize("siblings", [Siblings.IID, Siblings.WITHOUT_REPLACEMENT], ids=lambda s: s.name)
 def test_a_child_left_out_after_it_was_seen(siblings):
-    """Biased under the rules that read a law, exact under match."""
+    """Biased under the rules that read a distribution, exact under match."""
     wrong = {
         rule: sum(
             composed(toy, judging(rule, siblings), best_first(siblings, 1, drop=True), 2) != plain(toy, 2)
@@ -179,7 +179,7 @@ def test_match_writes_the_targets_own_tokens_for_a_drafter_that_sees_them(habit)
     """The target's choice at every text is fixed first, as noise fixes it; an adversary looks at all of them.
 
     So the drafter may be any function of the noise, a coupled one included: the tokens are those of plain decoding in
-    every single branch, and their law is the target's.
+    every single branch, and their distribution is the target's.
     """
 
     def program_of(toy, length):
@@ -239,11 +239,11 @@ def node_text(text, tokens, parents, node):
 
 
 def test_coupled_match_is_exact_with_one_noise_for_both():
-    """Drafter and target read the same number at a position: u uniform on four points, token = inverse CDF of a law in
-    quarters. Enumerated over every u: same text as plain decoding, and its law is the target's."""
+    """Drafter and target read the same number at a position: u uniform on four points, token = inverse CDF of a distribution in
+    quarters. Enumerated over every u: same text as plain decoding, and its distribution is the target's."""
 
-    def cdf(u, law):
-        return next(token for token in range(len(law)) if u < int(4 * sum(law[: token + 1])))
+    def cdf(u, probs):
+        return next(token for token in range(len(probs)) if u < int(4 * sum(probs[: token + 1])))
 
     for seed in range(42):
         toy = QuartersToy(seed)
@@ -252,10 +252,10 @@ def test_coupled_match_is_exact_with_one_noise_for_both():
             noise = {}
 
             def drafter(toy, text, choose):
-                guesses = ()
-                while len(guesses) < min(2, 3 - len(text)):
-                    guesses += (cdf(u(len(text + guesses)), toy.q(text + guesses)),)
-                return [0, *guesses], list(range(-1, len(guesses))), []
+                drafted = ()
+                while len(drafted) < min(2, 3 - len(text)):
+                    drafted += (cdf(u(len(text + drafted)), toy.q(text + drafted)),)
+                return [0, *drafted], list(range(-1, len(drafted))), []
 
             def u(position):
                 if position not in noise:
@@ -322,8 +322,8 @@ def test_block_keeps_at_least_as_much_as_rejection():
     assert sum(gain > 0 for gain in gains) >= 6
 
 
-def test_all_rules_agree_on_chosen_guesses():
-    """With one-hot q the ratio test keeps a guess with probability p(x), as matching does, and block gains nothing."""
+def test_all_rules_agree_on_chosen_draft_tokens():
+    """With one-hot q the ratio test keeps a draft token with probability p(x), as matching does, and block gains nothing."""
     for toy in toys(14):
         drafter = chosen_chain(2)
         outcome = [

@@ -54,7 +54,7 @@ def caught(rule, drafter, honest="rejection", toys=TOYS, length=3):
 
 
 def flattened(q):
-    """Another law on the same tokens: what a drafter returns that reports its logits before temperature."""
+    """Another distribution on the same tokens: what a drafter returns that reports its logits before temperature."""
     return normal([0 if mass == 0 else int(60 * mass) + 10 for mass in q])
 
 
@@ -67,10 +67,10 @@ def test_wrong_q(honest):
 
 
 @pytest.mark.parametrize("honest", ["rejection", "block", "traversal"])
-def test_guesses_drawn_but_judged_as_chosen(honest):
-    """q taken as all mass on the guess: right for n-grams, wrong for a guess that was drawn... and yet exact.
+def test_draft_tokens_drawn_but_judged_as_chosen(honest):
+    """q taken as all mass on the draft token: right for n-grams, wrong for a draft token that was drawn... and yet exact.
 
-    A guess that does not look at the coins may be any function of anything, so this costs acceptance, never the law.
+    A draft token that ignores the coins may depend on anything. So this costs acceptance and never changes the distribution.
     """
 
     def rule(tokens, parents, target, drafter, choose):
@@ -80,22 +80,22 @@ def test_guesses_drawn_but_judged_as_chosen(honest):
     assert caught(rule, drawn_chain(2), honest) == 0
 
 
-def test_guesses_chosen_but_judged_as_drawn():
-    """argmax guesses with the soft q in the ratio: transformers #47932 and `jaymody` #3."""
+def test_draft_tokens_chosen_but_judged_as_drawn():
+    """argmax draft tokens with the soft q in the ratio: transformers #47932 and `jaymody` #3."""
 
     def drafter(toy, text, choose):
-        guesses, laws = (), []
+        drafted, distributions = (), []
         for _ in range(2):
-            laws.append(toy.q(text + guesses))
-            guesses += (laws[-1].index(max(laws[-1])),)
-        return [0, *guesses], [-1, 0, 1], laws
+            distributions.append(toy.q(text + drafted))
+            drafted += (distributions[-1].index(max(distributions[-1])),)
+        return [0, *drafted], [-1, 0, 1], distributions
 
     assert caught(reference_rejection, drafter) >= 9
     assert caught(reference_block, drafter, "block") >= 9
 
 
 def test_argmax_accept():
-    """Keep the guess if it is the target's most likely token, as under greedy decoding, and else redraw."""
+    """Keep the draft token if it is the target's most likely token, as under greedy decoding, and else redraw."""
 
     def rule(tokens, parents, target, drafter, choose):
         for n in range(len(tokens) - 1):
@@ -145,10 +145,10 @@ def block_with(first_failure=False, token_residual=False, mass_of=leftover):
                 kept, kept_weight = n, weight
             elif first_failure:
                 break
-        law = target(last) if kept == last else residual(kept_weight, target(kept), drafter(kept))
+        probs = target(last) if kept == last else residual(kept_weight, target(kept), drafter(kept))
         if token_residual and kept < last:
-            law = residual(1, target(kept), drafter(kept))
-        return list(range(kept + 1)), choose.token(law, depth=kept + 1)
+            probs = residual(1, target(kept), drafter(kept))
+        return list(range(kept + 1)), choose.token(probs, depth=kept + 1)
 
     return rule
 
@@ -218,7 +218,7 @@ def test_siblings_that_were_made_in_another_way_than_the_draft_says(rule, drawn,
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_drawn_child_judged_after_the_chosen_ones(rule):
-    """Top-then-sampled in the order of its tokens, with q as it was: the second child's law is not what is left."""
+    """Top-then-sampled in the order of its tokens, with q as it was: the second child's distribution is not what is left."""
 
     def faulty(tokens, parents, target, drafter, choose):
         return RULES[rule](tokens, parents, target, drafter, choose, Siblings.IID)
@@ -295,19 +295,19 @@ def test_traversal_that_forgets(fault):
 
 
 def un_drawing(toy, text, choose):
-    """Draws two guesses and drops the second where q was not sure of it."""
-    tokens, parents, laws = drawn_chain(2)(toy, text, choose)
-    if laws[1][tokens[2]] < Fraction(1, 3):
-        tokens, parents, laws = tokens[:2], parents[:2], laws[:1]
-    return tokens, parents, laws
+    """Draws two tokens and drops the second where q was not sure of it."""
+    tokens, parents, distributions = drawn_chain(2)(toy, text, choose)
+    if distributions[1][tokens[2]] < Fraction(1, 3):
+        tokens, parents, distributions = tokens[:2], parents[:2], distributions[:1]
+    return tokens, parents, distributions
 
 
-def test_a_guess_un_drawn():
-    """Dropping a guess after seeing it is biased under the ratio tests and exact under match."""
+def test_a_draft_token_un_drawn():
+    """Dropping a draft token after seeing it is biased under the ratio tests and exact under match."""
 
     def first_un_drawn(toy, text, choose):
-        tokens, parents, laws = drawn_chain(1)(toy, text, choose)
-        return (tokens, parents, laws) if laws[0][tokens[1]] >= Fraction(1, 3) else ([0], [-1], [])
+        tokens, parents, distributions = drawn_chain(1)(toy, text, choose)
+        return (tokens, parents, distributions) if distributions[0][tokens[1]] >= Fraction(1, 3) else ([0], [-1], [])
 
     for rule in ("rejection", "block", "traversal"):
         assert caught(RULES[rule], first_un_drawn, rule) >= 7
@@ -319,7 +319,7 @@ def test_a_guess_un_drawn():
 @pytest.mark.parametrize("rule", [reference_rejection, reference_block])
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_weak_inequality_keeps_what_the_target_never_says(rule, strict):
-    """u <= h with a coin that can be 0, as `torch.rand` can: a guess with p = 0 gets through. With u < h it cannot."""
+    """u <= h with a coin that can be 0, as `torch.rand` can: a draft token with p = 0 gets through. With u < h it cannot."""
 
     class Zero(Oracle):
         def coin(self, part, whole, *, depth, node):

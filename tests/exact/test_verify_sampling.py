@@ -23,20 +23,20 @@ VOCAB, GAMMA, SAMPLES, CHUNK = 4, 2, 320_000, 40_000
 
 
 class Markov(Toy):
-    """A toy whose laws look at the last token only (0 before the first), so that a table holds them all."""
+    """A toy whose distributions look at the last token only (0 before the first), so that a table holds them all."""
 
     def __init__(self, seed):
         super().__init__(seed, vocab=VOCAB)
         self.rows = [Toy(seed, "zeros" if t == 3 else "random", VOCAB).p((t,)) for t in range(VOCAB)]
-        self.guesses = [Toy(seed + 1, "random", VOCAB).q((t,)) for t in range(VOCAB)]
+        self.drafted = [Toy(seed + 1, "random", VOCAB).q((t,)) for t in range(VOCAB)]
 
     def _at(self, text):
         last = text[-1] if text else 0
-        return self.rows[last], self.guesses[last]
+        return self.rows[last], self.drafted[last]
 
     def tables(self):
         """p, q: float32 [vocab, vocab], a row for each last token."""
-        return (torch.tensor([[float(x) for x in row] for row in rows]) for rows in (self.rows, self.guesses))
+        return (torch.tensor([[float(x) for x in row] for row in rows]) for rows in (self.rows, self.drafted))
 
 
 class ManyRows(Noise):
@@ -84,7 +84,7 @@ def _simulate(toy, name, steps, stream, ragged, seeds, noise_type):
 
 
 def p_value(samples, expected):
-    """G-test of rows of integers against a law {tuple: probability}. An outcome without probability gives 0."""
+    """G-test of rows of integers against a distribution {tuple: probability}. An outcome without probability gives 0."""
     rows, counts = np.unique(samples.numpy(), axis=0, return_counts=True)
     seen = {tuple(row.tolist()): int(n) for row, n in zip(rows, counts, strict=True)}
     if any(outcome not in expected for outcome in seen):
@@ -96,21 +96,21 @@ def p_value(samples, expected):
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_joint_law_of_three_tokens(name, ragged):
+def test_joint_distribution_of_three_tokens(name, ragged):
     toy = Markov(1)
     texts, _ = simulate(toy, name, 3, ragged=ragged, samples=SAMPLES // 2 if ragged else SAMPLES)
     assert p_value(texts, plain(toy, 3)) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "match"])
-def test_one_step_has_the_law_that_the_oracle_says(name):
-    """Accepted count, kept guesses and new token jointly: the batched form with noise against exact enumeration."""
+def test_one_step_has_the_distribution_that_the_oracle_says(name):
+    """Accepted count, accepted tokens and new token jointly: the batched form with noise against exact enumeration."""
     toy = Markov(2)
 
     def program(choose):
-        tokens, parents, laws = drawn_chain(GAMMA)(toy, (), choose)
+        tokens, parents, distributions = drawn_chain(GAMMA)(toy, (), choose)
         texts = [tuple(tokens[1 : n + 1]) for n in range(GAMMA + 1)]
-        path, token = RULES[name](tokens, parents, lambda n: toy.p(texts[n]), lambda n: laws[n], choose)
+        path, token = RULES[name](tokens, parents, lambda n: toy.p(texts[n]), lambda n: distributions[n], choose)
         kept = [tokens[n] for n in path[1:]]
         return (len(kept), *kept, *[0] * (GAMMA - len(kept)), token)
 
@@ -128,11 +128,12 @@ def test_match_writes_the_tokens_of_plain_decoding(stream):
     for i in range(3):
         last = draw(p[last], ManyRows(seeds, step), Stream.TOKEN, torch.full_like(seeds, 1 + i))
         assert torch.equal(last, texts[:, i])
-    kept = (first[:, 0] > 0).double().mean()  # guesses were kept, coupled ones more often: the equality is not empty
+    # draft tokens were accepted, coupled ones more often: the equality is not empty
+    kept = (first[:, 0] > 0).double().mean()
     assert 0.4 < kept < 0.6 if stream is Stream.TOKEN else 0.1 < kept < 0.3
 
 
-def test_plain_decoding_has_the_targets_law():
+def test_plain_decoding_has_the_targets_distribution():
     """And so has match, whose tokens are these. Positions one after another share a seed."""
     toy = Markov(4)
     p, _ = toy.tables()
@@ -155,8 +156,8 @@ def simulate_trees(name, kind, seeds, apart=True):
     noise, position = ManyRows(seeds, torch.zeros_like(seeds)), torch.ones_like(seeds)
     tokens, parents = torch.zeros(batch, 5, dtype=torch.long), torch.tensor([-1, 0, 0, 1, 2]).expand(batch, -1)
     for node, below in enumerate(([1, 2], [3], [4])):
-        law, here = q[tokens[:, node]].log(), torch.full_like(seeds, node if apart else 0)
-        drawn = children(law, len(below), kind, noise, Stream.DRAFT, position + min(node, 1), node=here)
+        probs, here = q[tokens[:, node]].log(), torch.full_like(seeds, node if apart else 0)
+        drawn = children(probs, len(below), kind, noise, Stream.DRAFT, position + min(node, 1), node=here)
         tokens[:, below] = drawn.tokens
     verdict = VERIFIERS[name](FixedDistribution(p[tokens]), Draft(tokens, parents, q[tokens], kind), noise, position)
     kept = tokens.gather(1, verdict.path.clamp_min(0))
@@ -166,14 +167,14 @@ def simulate_trees(name, kind, seeds, apart=True):
 
 
 @cache
-def tree_law(name, kind):
+def tree_distribution(name, kind):
     def program(choose):
-        tokens, parents, laws = grown_tree(by_level(2, 1), kind)(TREE_TOY, (), choose)
+        tokens, parents, distributions = grown_tree(by_level(2, 1), kind)(TREE_TOY, (), choose)
         texts = [()]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             texts.append((*texts[parent], token))
         rule = judging(name, kind)
-        path, token = rule(tokens, parents, lambda n: TREE_TOY.p(texts[n]), lambda n: laws[n], choose)
+        path, token = rule(tokens, parents, lambda n: TREE_TOY.p(texts[n]), lambda n: distributions[n], choose)
         return len(path) - 1, *(*(tokens[n] for n in path[1:]), token, 0)[:2]
 
     return distribution(program)
@@ -184,9 +185,9 @@ DRAWN = [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED]
 
 @pytest.mark.parametrize("kind", DRAWN, ids=lambda s: s.name)
 @pytest.mark.parametrize("name", ["rejection", "traversal"])
-def test_one_step_over_trees_has_the_law_that_the_oracle_says(name, kind):
+def test_one_step_over_trees_has_the_distribution_that_the_oracle_says(name, kind):
     seen = simulate_trees(name, kind, torch.arange(2 * CHUNK))
-    assert p_value(seen, tree_law(name, kind)) > 1e-3
+    assert p_value(seen, tree_distribution(name, kind)) > 1e-3
 
 
 # Planted: noise that is shared or read again. Only a simulation sees these.
@@ -214,8 +215,8 @@ def test_fault_the_nodes_of_a_level_draw_with_one_noise():
     """Right under rejection, which looks below one child only; under traversal a refused subtree gives the next away."""
     kind = Siblings.WITHOUT_REPLACEMENT
     shared = {name: simulate_trees(name, kind, torch.arange(CHUNK), apart=False) for name in ("rejection", "traversal")}
-    assert p_value(shared["rejection"], tree_law("rejection", kind)) > 1e-3
-    assert p_value(shared["traversal"], tree_law("traversal", kind)) < 1e-6
+    assert p_value(shared["rejection"], tree_distribution("rejection", kind)) > 1e-3
+    assert p_value(shared["traversal"], tree_distribution("traversal", kind)) < 1e-6
 
 
 def test_fault_block_reads_its_coins_again():
@@ -225,7 +226,7 @@ def test_fault_block_reads_its_coins_again():
 
 
 def test_the_test_itself_sees_a_hundredth():
-    """The G-test refuses samples of a law 0.01 away, and accepts the law itself."""
+    """The G-test refuses samples of a distribution 0.01 away, and accepts the distribution itself."""
     rng = np.random.default_rng(0)
     fair = {(i,): Fraction(1, 64) for i in range(64)}
     bent = np.array([1 / 64 * (1 + (0.02 if i % 2 else -0.02)) for i in range(64)])

@@ -39,19 +39,19 @@ class NoiseChoices:
         u = min(float(np.float32((word + 0.5) * 2.0**-32)), 1 - 2**-24)
         return u * whole < part
 
-    def token(self, law, *, depth):
+    def token(self, distribution, *, depth):
         stream, dtype = (Stream.TOKEN, torch.float32) if self.coupled else (Stream.RESIDUAL, torch.float64)
-        gumbel = self.noise.gumbel(stream, self.position + depth - 1, len(law))[0]
-        return int((torch.tensor(law, dtype=dtype).log() + gumbel).argmax())
+        gumbel = self.noise.gumbel(stream, self.position + depth - 1, len(distribution))[0]
+        return int((torch.tensor(distribution, dtype=dtype).log() + gumbel).argmax())
 
 
-def expected(name, draft, laws, noise, position):
+def expected(name, draft, distributions, noise, position):
     """[(path, token)] of the reference, row by row, each row alone and without its padding."""
     outcomes = []
     for b in range(len(position)):
         nodes = int((draft.parents[b] >= -1).sum())
         tokens, parents = draft.tokens[b, :nodes].tolist(), draft.parents[b, :nodes].tolist()
-        p = laws[b].tolist()
+        p = distributions[b].tolist()
         choose = NoiseChoices(Noise(noise.seed[b : b + 1], noise.step[b : b + 1]), position[b : b + 1], name == "match")
         if draft.siblings is Siblings.POINT:
             hot = [[float(v == t) for v in range(len(p[0]))] for t in tokens]
@@ -75,16 +75,16 @@ class FixedRowDistribution(FixedDistribution):
         return int(best.indices) if best.values > float("-inf") else -1
 
 
-def check(name, draft, laws, noise, position):
-    verdict = VERIFIERS[name](FixedDistribution(laws), draft, noise, position)
+def check(name, draft, distributions, noise, position):
+    verdict = VERIFIERS[name](FixedDistribution(distributions), draft, noise, position)
     if name == "match":
-        on_host = VERIFIERS[name](FixedRowDistribution(laws), draft, noise, position)
+        on_host = VERIFIERS[name](FixedRowDistribution(distributions), draft, noise, position)
         assert torch.equal(on_host.accepted, verdict.accepted)
         assert torch.equal(on_host.token, verdict.token)
         levels = on_host.path.shape[1]
         assert torch.equal(on_host.path, verdict.path[:, :levels])
         assert (verdict.path[:, levels:] == -1).all()
-    outcomes = expected(name, draft, laws, noise, position)
+    outcomes = expected(name, draft, distributions, noise, position)
     levels = verdict.path.shape[1]
     assert verdict.path.tolist() == [path + [-1] * (levels - len(path)) for path, _ in outcomes]
     assert verdict.accepted.tolist() == [len(path) - 1 for path, _ in outcomes]
@@ -93,39 +93,41 @@ def check(name, draft, laws, noise, position):
     return verdict
 
 
-def random_laws(rng, batch, nodes, vocab):
+def random_distributions(rng, batch, nodes, vocab):
     """float32 [batch, node, vocab]: peaked, flat, with zeros, and one-hot."""
-    laws = torch.tensor(
+    distributions = torch.tensor(
         [
             [[rng.choice([0, 0, 1, 2, rng.random(), 9]) for _ in range(vocab)] for _ in range(nodes)]
             for _ in range(batch)
         ]
     ).float()
-    laws[..., 0] += laws.sum(-1) == 0
-    return laws / laws.sum(-1, keepdim=True)
+    distributions[..., 0] += distributions.sum(-1) == 0
+    return distributions / distributions.sum(-1, keepdim=True)
 
 
 def random_case(rng, trees):
-    """(draft, laws, noise, position): ragged rows, some without a guess, all kinds of siblings.
+    """(draft, distributions, noise, position): ragged rows, some without a draft token, all kinds of siblings.
 
     Half of the drafts are close to the target, so that deep nodes are reached too.
     """
     batch, nodes, vocab = rng.randint(1, 5), rng.randint(1, 7), rng.randint(2, 5)
-    laws = random_laws(rng, batch, nodes, vocab)
-    q = laws.clone() if rng.random() < 0.3 else random_laws(rng, batch, nodes, vocab)
+    distributions = random_distributions(rng, batch, nodes, vocab)
+    q = distributions.clone() if rng.random() < 0.3 else random_distributions(rng, batch, nodes, vocab)
     if rng.random() < 0.3:
-        q = (q + laws) / 2
+        q = (q + distributions) / 2
     siblings = rng.choice(list(Siblings))
     rows = []
     for b in range(batch):
         row = [(rng.randrange(vocab), -1)]
         for n in range(1, rng.randint(1, nodes)):
             parent = rng.randrange(n) if trees else n - 1
-            law = q[b, parent].tolist()
+            distribution = q[b, parent].tolist()
             if siblings in (Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED):
-                law = [0 if any(s == (v, parent) for s in row) else mass for v, mass in enumerate(law)]
-            if sum(law):
-                row.append((rng.choices(range(vocab), law)[0], parent))
+                distribution = [
+                    0 if any(s == (v, parent) for s in row) else mass for v, mass in enumerate(distribution)
+                ]
+            if sum(distribution):
+                row.append((rng.choices(range(vocab), distribution)[0], parent))
             elif not trees:
                 break
             else:
@@ -139,7 +141,12 @@ def random_case(rng, trees):
         torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(batch)]),
         torch.tensor([rng.randrange(1000) for _ in range(batch)]),
     )
-    return draft, laws[:, :width].contiguous(), noise, torch.tensor([rng.randrange(1, 100_000) for _ in range(batch)])
+    return (
+        draft,
+        distributions[:, :width].contiguous(),
+        noise,
+        torch.tensor([rng.randrange(1, 100_000) for _ in range(batch)]),
+    )
 
 
 @pytest.mark.parametrize("name", [*VERIFIERS, *(f"{name} on trees" for name in TREES)])
@@ -147,20 +154,20 @@ def test_twins_agree_on_random_batches(name):
     rng = random.Random(name)
     accepted, refused, alone, complete = 0, 0, 0, 0
     for _ in range(200):
-        draft, laws, noise, position = random_case(rng, trees="trees" in name)
-        verdict = check(name.split()[0], draft, laws, noise, position)
+        draft, distributions, noise, position = random_case(rng, trees="trees" in name)
+        verdict = check(name.split()[0], draft, distributions, noise, position)
         accepted += int(verdict.accepted.sum())
         refused += int((verdict.accepted < draft.num_draft_tokens).sum())
         complete += int(((verdict.accepted == depth(draft.parents).amax(1)) & (draft.num_draft_tokens > 1)).sum())
         alone += int((draft.num_draft_tokens == 0).sum())
-    # the cases reach every branch: chains kept in part and whole, and rows that had no guess
+    # the cases reach every branch: chains kept in part and whole, and rows that had no draft token
     assert min(accepted, refused, alone) > 100
     assert complete >= 5
 
 
 @pytest.mark.parametrize("table", [FixedDistribution, FixedRowDistribution])
 def test_match_alone_and_in_an_empty_batch(table):
-    """Nothing to judge, and laws of NaN, by both walks of `match`."""
+    """Nothing to judge, and distributions of NaN, by both walks of `match`."""
     none = torch.tensor([], dtype=torch.long)
     verdict = VERIFIERS["match"](table(torch.zeros(0, 1, 3)), Draft(*tree([])), ManyRows(none, none), none)
     assert [x.shape for x in (verdict.path, verdict.accepted, verdict.token)] == [(0, 1), (0,), (0,)]
@@ -218,9 +225,9 @@ def test_traversal_of_a_chain_is_block():
     rng = random.Random(11)
     kept = 0
     for _ in range(200):
-        draft, laws, noise, position = random_case(rng, trees=False)
+        draft, distributions, noise, position = random_case(rng, trees=False)
         one, other = (
-            VERIFIERS[name](FixedDistribution(laws), draft, noise, position) for name in ("block", "traversal")
+            VERIFIERS[name](FixedDistribution(distributions), draft, noise, position) for name in ("block", "traversal")
         )
         assert torch.equal(one.accepted, other.accepted)
         assert torch.equal(one.token, other.token)
@@ -234,14 +241,14 @@ def test_a_row_is_decided_alone(name):
     """No neighbour effect: a row's verdict is the same alone, in another order, and beside longer drafts."""
     rng = random.Random(5)
     for _ in range(30):
-        draft, laws, noise, position = random_case(rng, trees=name in TREES)
-        whole = VERIFIERS[name](FixedDistribution(laws), draft, noise, position)
+        draft, distributions, noise, position = random_case(rng, trees=name in TREES)
+        whole = VERIFIERS[name](FixedDistribution(distributions), draft, noise, position)
         for b in range(len(position)):
             nodes = int((draft.parents[b] >= -1).sum())
             probs = None if draft.probs is None else draft.probs[b : b + 1, :nodes]
             one = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes], probs, draft.siblings)
             alone = VERIFIERS[name](
-                FixedDistribution(laws[b : b + 1, :nodes]),
+                FixedDistribution(distributions[b : b + 1, :nodes]),
                 one,
                 Noise(noise.seed[b : b + 1], noise.step[b : b + 1]),
                 position[b : b + 1],

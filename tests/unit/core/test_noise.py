@@ -165,12 +165,12 @@ def test_gumbel_is_gumbel():
     assert stats.kstest(g, "gumbel_r").pvalue > 1e-3
 
 
-def test_gumbel_draws_from_the_law():
-    law = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625, 0.0])
-    token = (law.log() + rows(range(40_000)).gumbel(Stream.TOKEN, torch.full((40_000,), 5), 6)).argmax(1)
+def test_gumbel_draws_from_the_distribution():
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625, 0.0])
+    token = (probs.log() + rows(range(40_000)).gumbel(Stream.TOKEN, torch.full((40_000,), 5), 6)).argmax(1)
     counts = token.bincount(minlength=6).numpy()
     assert counts[5] == 0
-    assert stats.chisquare(counts[:5], law[:5].numpy() * 40_000).pvalue > 1e-3
+    assert stats.chisquare(counts[:5], probs[:5].numpy() * 40_000).pvalue > 1e-3
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")

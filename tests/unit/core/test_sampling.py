@@ -1,4 +1,4 @@
-"""The law at a node: equal to transformers' own processors, the same in any batch, and with the node's own history."""
+"""The distribution at a node: equal to transformers' own processors, the same in any batch, and with the node's own history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def history(params: SamplingParams, tokens: list[int], prompt: int, ends: tuple[
     return SequenceState(params, ends, tuple(tuple(w) for w in params.bad_words), tokens, prompt)  # type: ignore[arg-type]
 
 
-def law(
+def distribution(
     params: SamplingParams, logits: torch.Tensor, tokens: list[int], extra: list[int] | None = None, **options
 ) -> torch.Tensor:
     prompt = options.pop("prompt", len(tokens))
@@ -59,18 +59,19 @@ def draws(n: int) -> list[torch.Tensor]:
     ],
     ids=["temperature", "top_k", "top_p", "min_p", "all filters", "repetition", "bad words", "bias"],
 )  # fmt: skip
-def test_law_equals_transformers_processors(ours: SamplingParams, hfs) -> None:
+def test_distribution_equals_transformers_processors(ours: SamplingParams, hfs) -> None:
     for i, logits in enumerate(draws(12)):
         for tokens in ([1, 2], [5, 7], [i % V, 1, 2]):
-            ahead = tokens[-1:] if i % 2 and len(tokens) > 2 else []  # the same text, the last token still a guess
-            got = law(ours, logits, tokens[: len(tokens) - len(ahead)], ahead)
+            # the same text, with the last token still a draft token
+            ahead = tokens[-1:] if i % 2 and len(tokens) > 2 else []
+            got = distribution(ours, logits, tokens[: len(tokens) - len(ahead)], ahead)
             torch.testing.assert_close(got, theirs(hfs(), logits, tokens), atol=1e-6, rtol=1e-5)
 
 
-def test_penalties_count_the_output_and_the_guesses_before_the_node() -> None:
+def test_penalties_count_the_output_and_the_draft_tokens_before_the_node() -> None:
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     logits = draws(1)[0]
-    got = law(params, logits, [1, 2, 2, 3], [3, 4], prompt=1)
+    got = distribution(params, logits, [1, 2, 2, 3], [3, 4], prompt=1)
     expected = logits.clone()
     for token, count in {2: 2, 3: 2, 4: 1}.items():
         expected[token] -= 0.5 + 0.25 * count
@@ -79,18 +80,18 @@ def test_penalties_count_the_output_and_the_guesses_before_the_node() -> None:
 
 def test_min_tokens_forbids_every_end_until_then() -> None:
     params = SamplingParams(min_tokens=3)
-    for guesses, allowed in (([], False), ([7], False), ([7, 7], True)):
-        got = law(params, draws(1)[0], [1, 2, 4], guesses, prompt=2, ends=(5, 6))
+    for drafted, allowed in (([], False), ([7], False), ([7, 7], True)):
+        got = distribution(params, draws(1)[0], [1, 2, 4], drafted, prompt=2, ends=(5, 6))
         assert bool(got[[5, 6]].sum() > 0) == allowed
 
 
 def test_allowed_tokens_and_greedy_mass() -> None:
-    got = law(SamplingParams(allowed_token_ids=[2, 9]), draws(1)[0], [1])
+    got = distribution(SamplingParams(allowed_token_ids=[2, 9]), draws(1)[0], [1])
     assert got.nonzero().flatten().tolist() == [2, 9]
     tie = torch.zeros(V)
     tie[[4, 30]] = 1.0
-    assert law(SamplingParams(temperature=0), tie, [1]).argmax() == 4
-    assert law(SamplingParams(temperature=0), tie, [1])[4] == 1
+    assert distribution(SamplingParams(temperature=0), tie, [1]).argmax() == 4
+    assert distribution(SamplingParams(temperature=0), tie, [1])[4] == 1
 
 
 @given(st.integers(1, 400), st.floats(0.01, 1.0), st.integers(0, 10**6), st.booleans())
@@ -122,7 +123,7 @@ def test_a_row_is_the_same_in_any_batch() -> None:
         assert alone[0] == tokens[i] == (together[i] + noise([i]).gumbel(Stream.TOKEN, at[:1], V)[0]).argmax()
 
 
-def test_no_law_gives_no_token() -> None:
+def test_no_distribution_gives_no_token() -> None:
     good = draws(1)[0]
     for bad in (torch.full((V,), float("nan")), torch.cat([good[:-1], torch.tensor([float("nan")])])):
         for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=3)):
@@ -137,14 +138,14 @@ def test_no_law_gives_no_token() -> None:
     assert got[0] == -1
 
 
-def test_laws_see_the_ancestors_of_their_node_and_nothing_else() -> None:
+def test_distributions_see_the_ancestors_of_their_node_and_nothing_else() -> None:
     params = SamplingParams(frequency_penalty=1.0)
     draft = Draft(torch.tensor([[1, 5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 2, 1]]))
     logits = torch.stack(draws(5))[None]
-    laws = LogitsDistribution(logits, draft, LogitsWarper([history(params, [1], 0)]))
+    distributions = LogitsDistribution(logits, draft, LogitsWarper([history(params, [1], 0)]))
     for node, path in enumerate(([], [5], [6], [6, 7], [5, 8])):
         expected = LogitsWarper([history(params, [1], 0)]).scores(logits[:, node], [path]).softmax(-1)
-        assert torch.equal(laws.probs(torch.tensor([node])), expected)
+        assert torch.equal(distributions.probs(torch.tensor([node])), expected)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +189,13 @@ def test_match_row_by_row_on_the_host_is_match_on_tensors(trial: int) -> None:
     )
     parents[2, 6:] = -2
     draft = Draft(torch.randint(0, 5, (4, 9), generator=generator), parents)
-    laws = LogitsDistribution(logits, draft, LogitsWarper([history(p, [1, 2], 1) for p in every]))
+    distributions = LogitsDistribution(logits, draft, LogitsWarper([history(p, [1, 2], 1) for p in every]))
 
     class Tensors:
-        sample, probs = staticmethod(laws.sample), staticmethod(laws.probs)
+        sample, probs = staticmethod(distributions.sample), staticmethod(distributions.probs)
 
     at = torch.tensor([2, 2, 2, 2])
-    host, tensors = (match(t, draft, noise([trial, 1, 2, 3]), at) for t in (laws, Tensors()))
+    host, tensors = (match(t, draft, noise([trial, 1, 2, 3]), at) for t in (distributions, Tensors()))
     assert host.token.tolist() == tensors.token.tolist()
     assert host.accepted.tolist() == tensors.accepted.tolist()
     width = host.path.shape[1]

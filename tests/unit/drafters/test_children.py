@@ -1,4 +1,4 @@
-"""Children of a node: each kind has the law it says, at any batch, and shares or splits its noise as it says."""
+"""Children of a node: each kind has the distribution it says, at any batch, and shares or splits its noise as it says."""
 
 import math
 from collections import Counter
@@ -27,7 +27,7 @@ class ManyRows(Noise):
 
 
 def draws(kind, width, node=0):
-    """Counter of the children of MANY nodes with the same law."""
+    """Counter of the children of MANY nodes with the same distribution."""
     noise = ManyRows(torch.arange(MANY), torch.full((MANY,), 3))
     scores = LAW.log().expand(MANY, -1)
     nodes = torch.full((MANY,), node)
@@ -35,11 +35,11 @@ def draws(kind, width, node=0):
     return Counter(map(tuple, got.tokens.tolist()))
 
 
-def fits(seen, law):
+def fits(seen, distribution):
     """G-test at one in a million."""
-    assert set(seen) <= set(law)
-    g = 2 * sum(n * math.log(n / (MANY * law[x])) for x, n in seen.items())
-    return g < chi2.ppf(1 - 1e-6, len(law) - 1)
+    assert set(seen) <= set(distribution)
+    g = 2 * sum(n * math.log(n / (MANY * distribution[x])) for x, n in seen.items())
+    return g < chi2.ppf(1 - 1e-6, len(distribution) - 1)
 
 
 def expected(kind):
@@ -53,7 +53,7 @@ def expected(kind):
 
 
 @pytest.mark.parametrize("kind", [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED])
-def test_two_children_have_the_law_of_their_kind(kind):
+def test_two_children_have_the_distribution_of_their_kind(kind):
     seen = draws(kind, 2)
     assert fits(seen, expected(kind))
     wrong = Siblings.IID if kind is not Siblings.IID else Siblings.WITHOUT_REPLACEMENT
@@ -98,7 +98,7 @@ def test_the_first_coupled_child_is_the_token_the_noise_would_choose():
 
 
 @pytest.mark.parametrize("kind", [Siblings.IID, Siblings.WITHOUT_REPLACEMENT, Siblings.TOP_THEN_SAMPLED])
-def test_the_law_returned_is_the_law_drawn_from_down_to_its_zeros(kind):
+def test_the_distribution_returned_is_the_distribution_drawn_from_down_to_its_zeros(kind):
     """A token whose mass float32 cannot hold is not drawn: a verifier that divides by the mass would be lost."""
     scores = torch.tensor([[0.0, -120.0, -50.0, -math.inf]])
     got = children(scores, 3, kind, rows_noise([1]), Stream.DRAFT, torch.tensor([4]))
@@ -110,7 +110,7 @@ def test_the_law_returned_is_the_law_drawn_from_down_to_its_zeros(kind):
 
 
 @pytest.mark.parametrize("kind", list(Siblings))
-def test_fewer_children_where_the_law_has_fewer_tokens(kind):
+def test_fewer_children_where_the_distribution_has_fewer_tokens(kind):
     scores = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0], [-math.inf, 0.0, -math.inf, -math.inf]])
     got = children(scores, 3, kind, rows_noise([1, 2]), Stream.DRAFT, torch.tensor([4, 4]))
     if kind is Siblings.IID:
@@ -124,7 +124,7 @@ def test_fewer_children_where_the_law_has_fewer_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", list(Siblings))
-def test_rows_without_a_law_have_no_children_and_disturb_nobody(kind):
+def test_rows_without_a_distribution_have_no_children_and_disturb_no_other(kind):
     scores = torch.tensor([[math.nan] * 4, [-math.inf] * 4, [0.0, 1.0, 2.0, 3.0]])
     noise, at = rows_noise([1, 2, 3]), torch.tensor([4, 4, 4])
     got = children(scores, 2, kind, noise, Stream.DRAFT, at).tokens

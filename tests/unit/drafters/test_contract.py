@@ -115,7 +115,7 @@ def test_the_drafters_that_declare_another_distribution_break_nothing_else() -> 
 
 
 @pytest.mark.parametrize("error", [0.0, 0.5])
-def test_a_declared_law_is_the_law_that_was_drawn_from(error: float) -> None:
+def test_declared_probs_are_those_that_were_drawn_from(error: float) -> None:
     draft = ToyModel(VOCAB, seed=0, error=error)
     ask = context(
         [0, 1], [[1, 2, 3], [4]], [Budget(3), Budget(2)], SamplingParams(temperature=0.8, top_k=6), needs_probs=True
@@ -129,9 +129,9 @@ def test_a_declared_law_is_the_law_that_was_drawn_from(error: float) -> None:
                 logits = draft.forward(Nodes(torch.tensor([before]), draft.new_cache(1, 50), [0]), want="last").logits[
                     :, 0
                 ]
-                law = ask.warp.select([b]).scores(logits, [before[len(tokens) :]]).softmax(-1)[0]
-                torch.testing.assert_close(made.probs[b, parent], law)
-                assert law[token] > 0
+                distribution = ask.warp.select([b]).scores(logits, [before[len(tokens) :]]).softmax(-1)[0]
+                torch.testing.assert_close(made.probs[b, parent], distribution)
+                assert distribution[token] > 0
 
 
 def test_a_drafter_that_cannot_see_far_stops_drafting_and_no_more() -> None:

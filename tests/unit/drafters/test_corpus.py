@@ -50,7 +50,7 @@ def test_matches_and_their_counts_are_those_of_counting(docs: list[list[int]], t
             assert sorted(index.places(tail, n)) == expected
 
 
-def test_long_texts_are_told_apart_as_far_as_it_reaches() -> None:
+def test_long_texts_are_distinguished_up_to_its_reach() -> None:
     rng = np.random.default_rng(0)
     text = np.tile(rng.integers(0, 50, 300), 4).tolist()
     index = Index([text])

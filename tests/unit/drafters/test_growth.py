@@ -52,12 +52,12 @@ def test_a_shape_stays_within_its_budget() -> None:
         assert max(levels) <= depth
         assert max(shape.widths) <= min(width, len(BY_RANK))
         assert len(shape.parents) - 1 <= nodes
-        assert len(shape.children) == len(shape.parents) - 1  # nobody twice
+        assert len(shape.children) == len(shape.parents) - 1  # no child twice
     with pytest.raises(ValueError, match="must not increase"):
         optimal_shape(Budget(2, 2), (0.2, 0.5))
 
 
-def test_the_tree_shrinks_where_nodes_are_dear() -> None:
+def test_the_tree_shrinks_where_nodes_are_expensive() -> None:
     limit = Budget(6, 4, 24)
 
     def size(node_price: float, draft_price: float = 0.05) -> Shape:
@@ -67,7 +67,7 @@ def test_the_tree_shrinks_where_nodes_are_dear() -> None:
     assert len(free.parents) == 25
     assert len(free.parents) > len(cheap.parents) > len(dear.parents) > len(absurd.parents) == 1
     assert dear.ranks == (0,) * len(dear.ranks)  # a chain
-    assert len(size(0.0, draft_price=5.0).parents) == 1  # a drafter as dear as the target
+    assert len(size(0.0, draft_price=5.0).parents) == 1  # a drafter as expensive as the target
 
 
 @given(st.integers(0, 4), st.integers(1, 3), st.integers(0, 9), st.randoms(use_true_random=False))
@@ -96,7 +96,7 @@ def test_what_is_kept_is_a_tree_of_the_likeliest(depth: int, width: int, nodes: 
 def test_a_shape_gives_every_node_its_role() -> None:
     shape = Shape((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
     growth = Growth(0, Budget(2, 2, 4), shape)
-    growth.add(0, [5], [0.0])  # the law had one token only: rank 1 and what hangs on it fall away
+    growth.add(0, [5], [0.0])  # the distribution had one token only: rank 1 and what hangs on it fall away
     assert growth.open(1) == [1]
     growth.add(1, [6, 7], [0.0, 0.0])
     assert growth.tokens == [0, 5, 6]

@@ -30,7 +30,7 @@ def model(error: float = 0.3) -> ModelDrafter:
 
 @pytest.mark.parametrize("budget", [Budget(4), Budget(3, 3, 7)])
 @pytest.mark.parametrize("verifier", ["match", "rejection"])
-def test_text_or_law_is_kept_with_any_company(budget: Budget, verifier: str) -> None:
+def test_text_or_distribution_is_kept_with_any_company(budget: Budget, verifier: str) -> None:
     params = [SamplingParams(temperature=t, max_tokens=40, ignore_eos=True) for t in (0.0, 0.8, 1.2)]
     requests = [request([i, 1, 2], p, seed=i) for i, p in enumerate(params)]
     makers = {
@@ -45,7 +45,7 @@ def test_text_or_law_is_kept_with_any_company(budget: Budget, verifier: str) -> 
             assert [r.output for r in rows] == plain, name
         else:
             assert all(len(r.output) == 40 for r in rows), name
-            assert rows[0].output == plain[0], name  # greedy: one law, one text
+            assert rows[0].output == plain[0], name  # greedy: one distribution, one text
 
 
 def test_the_useless_one_is_left_alone_and_asked_again() -> None:
@@ -78,7 +78,7 @@ def test_one_that_costs_is_asked_for_what_it_lately_made_true() -> None:
     assert max(deepest[5.0][8:]) <= 3, "who is mostly wrong does not get what others have earned"
 
 
-def test_that_all_were_right_tells_of_no_end() -> None:
+def test_full_acceptance_does_not_show_where_a_run_ends() -> None:
     """Asked for two at a time, one that is right two times in three is known to be worth five."""
     record, draw, levels = _Record(), random.Random(0), list[int]()
     for _ in range(400):
@@ -104,7 +104,7 @@ def test_a_new_row_does_not_forget_at_its_first_step_what_all_have_taught() -> N
 
 
 def test_a_step_that_was_cut_teaches_nothing() -> None:
-    """The end of the text is no miss of the guesses behind it."""
+    """The end of the text does not count against the draft tokens after it."""
     router, own = DrafterRouter({"wrong": Wrong(1)}), context([0], [[1, 2, 3]], [Budget(4)], SamplingParams())
     for finish in ("length", None):
         router.propose(own)
@@ -197,7 +197,7 @@ def _union(tree_: tuple[NodeList, list[float]]) -> set[tuple[int, ...]]:
     return set(paths[1:])
 
 
-def test_rows_with_and_without_a_law_join() -> None:
+def test_rows_with_and_without_a_distribution_join() -> None:
     ask = context([0, 1, 2], [[1], [2], [3]], [Budget(2)] * 3, SamplingParams(), needs_probs=True)
     drawn = Draft(torch.tensor([[2, 5]]), torch.tensor([[-1, 0]]), torch.full((1, 2, VOCAB), 1 / VOCAB), Siblings.IID)
     chosen = Draft(torch.tensor([[3, 7, 8]]), torch.tensor([[-1, 0, 1]]))

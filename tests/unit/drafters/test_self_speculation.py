@@ -51,7 +51,7 @@ def test_text_is_plain_decodings(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_all_layers_are_the_model(name: str) -> None:
-    """Every guess of the whole as a part is right; so committed keys and scratch are read where they stand."""
+    """Every draft token of the whole as a part is right; so committed keys and scratch are read from the right cells."""
     model = MODELS[name]()
     run = decoder(model, LayerSkipDrafter(model, range(4)), budget=Budget(4), rows=1)
     steps = [s for s, _ in run.steps([request([3, 1, 2], SamplingParams(temperature=1.0, max_tokens=30))]) if s]
@@ -94,7 +94,7 @@ def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
         ({"method": "suffix", "layers": [0]}, 'layers is for the method "layer_skip", got "suffix"'),
     ],
 )
-def test_layers_that_cannot_draft_are_told_in_words(config: dict[str, object], words: str) -> None:
+def test_layers_that_cannot_draft_are_reported_in_words(config: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         LLM("builtin:code", device="cpu", speculative_config=config)
 

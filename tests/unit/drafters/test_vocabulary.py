@@ -137,7 +137,7 @@ def test_no_token_differs_from_plain_decoding(way: Way | None, budget: Budget) -
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=20)
 @given(data=st.data())
-def test_what_is_guessed_does_not_depend_on_the_pieces_that_were_read(way: Way, data: st.DataObject) -> None:
+def test_the_draft_does_not_depend_on_the_pieces_that_were_read(way: Way, data: st.DataObject) -> None:
     made, tokens = drafter(way, rows=2), list[int]()
     for step in range(4):
         tokens = tokens + data.draw(st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=30))
@@ -166,7 +166,7 @@ def test_every_verifier_takes_the_drafts(way: Way | None, rule: str) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_a_declared_law_is_the_law_that_was_drawn_from(top_k: int) -> None:
+def test_declared_probs_are_those_that_were_drawn_from(top_k: int) -> None:
     both = pairing()
     model = ToyModel(len(TOY_DRAFT), seed=3)
     ask = context([0, 1], [TOY("cab ab")["input_ids"], TOY("f\na")["input_ids"]], [Budget(3), Budget(2)],
@@ -188,10 +188,10 @@ def test_a_declared_law_is_the_law_that_was_drawn_from(top_k: int) -> None:
                 logits = torch.full((1, VOCAB), float("-inf"))
                 for t, d in both.shared.items():
                     logits[0, t] = own[d]
-                law = ask.warp.select([b]).scores(logits, [extra]).softmax(-1)[0]
-                torch.testing.assert_close(made.probs[b, parent], law)
-                assert law[token] > 0
-                assert int((law > 0).sum()) == (top_k or len(both.shared))
+                distribution = ask.warp.select([b]).scores(logits, [extra]).softmax(-1)[0]
+                torch.testing.assert_close(made.probs[b, parent], distribution)
+                assert distribution[token] > 0
+                assert int((distribution > 0).sum()) == (top_k or len(both.shared))
 
 
 class Renamed(ToyModel):
@@ -242,9 +242,9 @@ def test_the_same_tokens_under_other_ids_are_translated_one_by_one() -> None:
 def test_nothing_is_drafted_where_every_shared_token_is_forbidden() -> None:
     only = TOY.convert_tokens_to_ids(["ab", "cd"])
     params = SamplingParams(allowed_token_ids=only, max_tokens=10)
-    for law in (False, True):
+    for needs_probs in (False, True):
         for way in WAYS:
-            made = drafter(way).propose(context([0], [[1, 2]], [Budget(3)], params, needs_probs=law))
+            made = drafter(way).propose(context([0], [[1, 2]], [Budget(3)], params, needs_probs=needs_probs))
             validate(made, VOCAB)
             assert way == "slem" or made.nodes == 1
     for rule in ("match", "rejection", "block"):
@@ -277,7 +277,7 @@ def test_the_better_way_is_found_and_the_other_tried_again() -> None:
     assert str(draft.notes[0]).startswith("slem: ")
 
 
-def test_a_way_that_never_guesses_does_not_keep_the_other_from_it() -> None:
+def test_a_way_that_never_drafts_does_not_keep_the_other_from_it() -> None:
     made, ask = drafter(None, rows=1), context([0], [[1, 2]], [Budget(2)], SamplingParams(temperature=0))
     made._written = lambda context: [[]]  # type: ignore[method-assign]
     drafted = 0

@@ -66,8 +66,8 @@ class Guided(BaseDrafter):
             nodes, parent = [(tokens[-1], -1)], 0
             for level, right in enumerate(text[len(tokens) :][: budget.depth]):
                 wrong = level == 1 + len(tokens) % 3
-                guesses = [(right + 1) % VOCAB, (right + 7) % VOCAB if wrong else right, (right + 2) % VOCAB]
-                nodes += [(g, parent) for g in guesses]
+                drafted = [(right + 1) % VOCAB, (right + 7) % VOCAB if wrong else right, (right + 2) % VOCAB]
+                nodes += [(g, parent) for g in drafted]
                 parent = len(nodes) - 2
             rows.append(nodes)
         return Draft(*tree(rows))

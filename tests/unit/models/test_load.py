@@ -284,8 +284,10 @@ def test_the_built_in_model_at_a_higher_cost_computes_the_same_function() -> Non
     assert isinstance(wide.model, LlamaModel)
     assert wide.model.weight_bytes > 2 * 150e6
     prompt = torch.tensor([small.tokenizer("def area(r):")["input_ids"]])  # pyright: ignore[reportOptionalCall]
-    laws = [m.model.forward(Nodes(prompt, m.model.new_cache(1, 64), [0])).logits.softmax(-1) for m in (small, wide)]
-    assert (laws[0] - laws[1]).abs().sum(-1).max() < 0.1  # rounding of the weights to 16 bits
+    distributions = [
+        m.model.forward(Nodes(prompt, m.model.new_cache(1, 64), [0])).logits.softmax(-1) for m in (small, wide)
+    ]
+    assert (distributions[0] - distributions[1]).abs().sum(-1).max() < 0.1  # rounding of the weights to 16 bits
 
 
 def test_a_misspelt_size_is_told_the_right_one() -> None:

@@ -61,7 +61,7 @@ def test_counts_say_nothing_about_a_text(tmp_path: Path) -> None:
     assert text.request.params["temperature"] == 0.8
 
 
-def test_a_round_counts_once_whatever_its_rows(tmp_path: Path) -> None:
+def test_a_round_counts_once_for_any_number_of_rows(tmp_path: Path) -> None:
     record(tmp_path / "t", loop(), three(GREEDY))
     trace = read(tmp_path / "t")
     rounds = {step.round: step for step in trace.steps}
@@ -91,12 +91,12 @@ def test_summaries_equal_the_metrics_of_the_outputs(tmp_path_factory, drafter, w
         for step, rows in run.steps([asked]):
             assert step is not None
             recorder.keep(step, rows)
-            guesses, kept = int(step.draft.num_draft_tokens[0]), step.commits[0]
-            drafted.append(guesses)
+            proposed, kept = int(step.draft.num_draft_tokens[0]), step.commits[0]
+            drafted.append(proposed)
             accepted.append(kept.num_accepted)
             parents = step.draft.parents[0].tolist()
             last = int(step.verdict.path[0][int(step.verdict.accepted[0])])
-            letters += ("a" * kept.num_accepted + ("p" if not guesses else "c" if last in parents else "b"))[
+            letters += ("a" * kept.num_accepted + ("p" if not proposed else "c" if last in parents else "b"))[
                 : len(kept.tokens)
             ]
     text = read(path).text()
@@ -127,7 +127,7 @@ def test_a_row_that_moved_without_a_step_is_left_there(tmp_path: Path) -> None:
         while run.waiting:
             run.prefill(run.waiting[0])
         trace.keep(run.round(rows), rows)
-        run.round(rows[:1])  # nobody is told
+        run.round(rows[:1])  # the recorder is not called
         trace.keep(run.round(rows), rows)
         trace.keep(run.round(rows), rows)
     found = read(tmp_path / "t")
@@ -137,7 +137,7 @@ def test_a_row_that_moved_without_a_step_is_left_there(tmp_path: Path) -> None:
     assert other.tokens == rows[1].output
 
 
-def test_a_header_names_what_was_given_and_tells_no_text(tmp_path: Path) -> None:
+def test_a_header_names_what_was_given_and_contains_no_text(tmp_path: Path) -> None:
     config = SpeculativeConfig(
         method=["draft_model", "suffix", "prediction"], model=TARGET, corpus={"text": "secret"}, prediction="secret"
     )
@@ -218,7 +218,7 @@ def test_a_replay_says_what_the_noise_chose(tmp_path: Path) -> None:
     assert refused > 10
 
 
-def test_another_model_is_told_apart(tmp_path: Path) -> None:
+def test_another_model_is_detected(tmp_path: Path) -> None:
     record(tmp_path / "t", loop(), three(), Detail.PROBS)
     trace = read(tmp_path / "t")
     other = decoder(ToyModel(VOCAB, seed=5, max_length=200))

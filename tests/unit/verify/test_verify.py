@@ -73,7 +73,7 @@ def test_block_refuses_trees_with_the_line_that_would_work():
 
 @pytest.mark.parametrize("name", RATIO)
 @pytest.mark.parametrize("siblings", [s for s in Siblings if s is not Siblings.POINT])
-def test_drawn_guesses_need_their_law(name, siblings):
+def test_drawn_draft_tokens_need_their_distribution(name, siblings):
     draft = Draft(*chain([[0, 1]]), None, siblings)
     with pytest.raises(
         ValueError, match=rf"{siblings.name}.*verifier='{name}' needs the distribution(.|\n)*verifier='match'"
@@ -83,7 +83,7 @@ def test_drawn_guesses_need_their_law(name, siblings):
 
 
 @pytest.mark.parametrize("name", RATIO)
-def test_a_law_of_another_vocabulary_is_refused(name):
+def test_a_distribution_of_another_vocabulary_is_refused(name):
     draft = Draft(*chain([[0, 1]]), torch.full((1, 2, 4), 0.25), Siblings.IID)
     with pytest.raises(ValueError, match="have 4 tokens, the target's vocabulary has 5"):
         VERIFIERS[name](FixedDistribution(hot(1, 2)), draft, noise(), at(1))
@@ -93,24 +93,24 @@ def test_a_law_of_another_vocabulary_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_greedy_targets_are_followed_as_far_as_the_guesses_are_right(name):
+def test_greedy_targets_are_followed_as_far_as_the_draft_tokens_are_right(name):
     target = FixedDistribution(hot(1, 2, 3, 4))
-    for guesses, accepted, token in (([1, 2, 3], 3, 4), ([1, 2, 0], 2, 3), ([1, 0, 3], 1, 2), ([0, 2, 3], 0, 1)):
-        verdict = VERIFIERS[name](target, Draft(*chain([[0, *guesses]])), noise(), at(9))
+    for drafted, accepted, token in (([1, 2, 3], 3, 4), ([1, 2, 0], 2, 3), ([1, 0, 3], 1, 2), ([0, 2, 3], 0, 1)):
+        verdict = VERIFIERS[name](target, Draft(*chain([[0, *drafted]])), noise(), at(9))
         assert verdict.accepted.tolist() == [accepted]
         assert verdict.token.tolist() == [token]
         assert verdict.path.tolist() == [[*range(accepted + 1), *[-1] * (3 - accepted)]]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_guess_is_plain_decoding(name):
-    law = torch.rand(6, 1, 5, generator=torch.Generator().manual_seed(1)).softmax(-1)
+def test_no_draft_token_is_plain_decoding(name):
+    distribution = torch.rand(6, 1, 5, generator=torch.Generator().manual_seed(1)).softmax(-1)
     draft = Draft(*chain([[0]] * 6))
-    verdict = VERIFIERS[name](FixedDistribution(law), draft, noise(6), at(1, 2, 3, 4, 5, 6))
+    verdict = VERIFIERS[name](FixedDistribution(distribution), draft, noise(6), at(1, 2, 3, 4, 5, 6))
     assert verdict.path.tolist() == [[0]] * 6
     assert verdict.accepted.tolist() == [0] * 6
     stream = Stream.TOKEN if name == "match" else Stream.RESIDUAL
-    expected = (law[:, 0].log() + noise(6).gumbel(stream, at(1, 2, 3, 4, 5, 6), 5)).argmax(-1)
+    expected = (distribution[:, 0].log() + noise(6).gumbel(stream, at(1, 2, 3, 4, 5, 6), 5)).argmax(-1)
     assert torch.equal(verdict.token, expected)
 
 
@@ -124,7 +124,7 @@ def test_rows_of_all_lengths_side_by_side(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_padding_is_no_guess(name):
+def test_padding_is_no_draft_token(name):
     """Padding holds token 0, here the token that the target says everywhere."""
     verdict = VERIFIERS[name](
         FixedDistribution(hot(0, 0, 0).expand(2, -1, -1)), Draft(*chain([[0], [0, 0, 0]])), noise(2), at(1, 1)
@@ -144,7 +144,7 @@ def test_match_walks_trees_out_of_order_and_takes_the_lowest_of_equals():
 @pytest.mark.parametrize("kind", list(Siblings), ids=lambda s: s.name)
 @pytest.mark.parametrize("name", TREES)
 def test_greedy_targets_are_followed_through_trees(name, kind):
-    """A greedy row: all of p on one token. The walk is the same under every rule, whatever the law of the guesses."""
+    """A greedy row: all of p on one token. The walk is the same under every rule, for any q."""
     #  0 -> 1 (3), 2 (1);  1 -> 3 (2);  2 -> 4 (0), 5 (2);  5 -> 6 (4)
     draft = Draft(
         *tree([[(0, -1), (3, 0), (1, 0), (2, 1), (0, 2), (2, 2), (4, 5)], [(0, -1), (3, 0)]]),
@@ -161,7 +161,7 @@ def test_greedy_targets_are_followed_through_trees(name, kind):
 
 @pytest.mark.parametrize("kind", list(Siblings), ids=lambda s: s.name)
 @pytest.mark.parametrize("name", TREES)
-def test_a_law_of_nan_on_a_tree_is_reported_as_minus_one_and_disturbs_nobody(name, kind):
+def test_a_distribution_of_nan_on_a_tree_is_reported_as_minus_one_and_disturbs_no_other(name, kind):
     table = torch.full((2, 4, 4), math.nan)
     table[1] = 0.25
     draft = Draft(
@@ -190,11 +190,14 @@ def test_an_empty_batch(name):
 
 
 @pytest.mark.parametrize("name", RATIO)
-def test_a_drafter_with_the_targets_law_is_always_believed(name):
-    law = torch.rand(200, 4, 5, generator=torch.Generator().manual_seed(2)).softmax(-1)
+def test_a_drafter_with_the_targets_distribution_is_always_believed(name):
+    distribution = torch.rand(200, 4, 5, generator=torch.Generator().manual_seed(2)).softmax(-1)
     tokens = torch.cat([torch.zeros(200, 1).long(), torch.arange(600).reshape(200, 3) % 5], 1)
-    draft = Draft(tokens, torch.tensor([[-1, 0, 1, 2]]).expand(200, -1), law, Siblings.IID)
-    assert VERIFIERS[name](FixedDistribution(law), draft, noise(200), torch.arange(200)).accepted.tolist() == [3] * 200
+    draft = Draft(tokens, torch.tensor([[-1, 0, 1, 2]]).expand(200, -1), distribution, Siblings.IID)
+    assert (
+        VERIFIERS[name](FixedDistribution(distribution), draft, noise(200), torch.arange(200)).accepted.tolist()
+        == [3] * 200
+    )
 
 
 @pytest.mark.parametrize("name", RATIO)
@@ -211,8 +214,8 @@ def test_what_the_target_never_says_is_never_kept(name, coin):
 
 
 @pytest.mark.parametrize("name", RATIO)
-def test_a_guess_without_mass_in_q_does_not_break_anything(name):
-    """A broken contract: the drafter's law says it cannot have drawn this. No NaN, no crash; p decides."""
+def test_a_draft_token_without_mass_in_q_does_not_break_anything(name):
+    """A broken contract: the drafter's distribution says it cannot have drawn this. No NaN, no crash; p decides."""
     p = torch.tensor([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]])
     probs = torch.tensor([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
     for guess, accepted in ((1, 1), (2, 0)):
@@ -225,7 +228,7 @@ def test_a_guess_without_mass_in_q_does_not_break_anything(name):
 
 @pytest.mark.parametrize("name", RATIO)
 def test_an_empty_residual_falls_back_to_p(name):
-    """A guess is refused though p <= q everywhere, which only rounding (or a law that sums to less than 1) can do."""
+    """A draft token is rejected though p <= q everywhere. Only rounding, or probs that sum to less than 1, can do that."""
     p, q = torch.tensor([[[0.0, 0.3, 0.6], [0.0, 0.3, 0.6]]]), torch.tensor([[[0.0, 0.35, 0.65], [0.0, 0.35, 0.65]]])
     still = type("Coin", (Still,), {"value": 1 - 2**-24})(torch.tensor([0]), torch.tensor([0]))
     verdict = VERIFIERS[name](FixedDistribution(p), Draft(*chain([[0, 1]]), q, Siblings.IID), still, at(1))
@@ -236,7 +239,7 @@ def test_an_empty_residual_falls_back_to_p(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_law_of_nan_is_reported_as_minus_one(name):
+def test_a_distribution_of_nan_is_reported_as_minus_one(name):
     table = torch.full((2, 3, 4), math.nan)
     table[1] = 0.25
     verdict = VERIFIERS[name](FixedDistribution(table), Draft(*chain([[0, 1, 2]] * 2)), noise(2), at(1, 1))
@@ -246,7 +249,7 @@ def test_a_law_of_nan_is_reported_as_minus_one(name):
 
 
 @pytest.mark.parametrize("name", RATIO)
-def test_laws_are_not_changed(name):
+def test_distributions_are_not_changed(name):
     p = torch.rand(3, 4, 5, generator=torch.Generator().manual_seed(3)).softmax(-1)
     draft = Draft(*chain([[0, 1, 2, 3]] * 3), p.flip(-1).contiguous(), Siblings.IID)
     before = [x.clone() for x in (p, draft.probs, draft.tokens, draft.parents)]
@@ -291,9 +294,9 @@ def test_coins_and_residual_are_read_at_their_own_places(name):
 
 @pytest.mark.parametrize("name", RATIO)
 def test_the_coin_of_a_node_has_the_nodes_index(name):
-    """A guess with p = q / 2 stands exactly when its own coin is below one half."""
+    """A draft token with p = q / 2 stands exactly when its own coin is below one half."""
     p = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])
-    draft = Draft(*chain([[0, 1]]))  # q is all mass on the guess, so h = 1/2 under both rules
+    draft = Draft(*chain([[0, 1]]))  # q is all mass on the draft token, so h = 1/2 under both rules
     for seed in range(40):
         coin = noise(seed=seed).uniform(Stream.ACCEPT, at(7), 2)[0, 1]
         assert VERIFIERS[name](FixedDistribution(p), draft, noise(seed=seed), at(7)).accepted.tolist() == [
@@ -322,7 +325,7 @@ class Counted(FixedDistribution):
 
 
 def test_only_visited_nodes_are_asked_for():
-    guesses = Draft(*chain([[0, 1, 2, 0, 0, 0]]))
+    drafted = Draft(*chain([[0, 1, 2, 0, 0, 0]]))
     table = hot(1, 2, 3, 4, 0, 0)
     for name, asked in (
         ("match", [[0], [1], [2]]),
@@ -331,11 +334,11 @@ def test_only_visited_nodes_are_asked_for():
         ("traversal", [[n] for n in range(6)]),
     ):
         target = Counted(table)
-        VERIFIERS[name](target, guesses, noise(), at(1))
+        VERIFIERS[name](target, drafted, noise(), at(1))
         assert target.asked == asked
 
 
-def test_nobody_asks_beyond_the_end_of_a_row():
+def test_no_one_asks_beyond_the_end_of_a_row():
     target = Counted(hot(1, 2, 3, 4).expand(2, -1, -1))
     for name in ALL:
         VERIFIERS[name](target, Draft(*chain([[0, 1], [0, 1, 2, 3]])), noise(2), at(1, 1))
