@@ -20,7 +20,7 @@ from outrider.decode import Decoder, Sequence, draw_seed, nth_seed
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.combine.guard import PerRequestDrafter
-from outrider.drafters.registry import plugins
+from outrider.drafters.registry import DrafterSetup, plugins, request_drafters
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
 from outrider.outputs import Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
@@ -191,6 +191,18 @@ class LLM:
         if len(given) != count:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all, or one per prompt")
         return list(given)
+
+    def request_drafters(self) -> dict[str, Drafter]:
+        """New drafters that a request can choose on any server, by method name."""
+        decoder = self.decoder
+        setup = DrafterSetup(
+            SpeculativeConfig.of(None),
+            self.loaded,
+            decoder.cache.num_slots,
+            decoder.max_length,
+            str(decoder.target.device),
+        )
+        return request_drafters(setup)
 
     def drafter_for(self, rows: int) -> Drafter:
         """Another drafter as this one is, for so many rows."""

@@ -12,6 +12,7 @@ from outrider.bench import stats
 from outrider.bench.run import Limits, Run, Sample
 from outrider.calibrate import WHOLE, calibrated, costs_of
 from outrider.control import CostModel
+from outrider.drafters.registry import model_method
 from outrider.kernels import cpu as native
 from outrider.llm import LLM
 from outrider.params import SamplingParams
@@ -46,7 +47,7 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
         if not run.limits.target:
             run.limits.target = {str(n): cost.target_seconds(1, n, context) for n in WHOLE.nodes}
         depth = config.budget.depth
-        if run.limits.draft_token is None and "draft_model" in config.methods:
+        if run.limits.draft_token is None and model_method() in config.methods:
             whole, none = (cost.draft_seconds(1, d, context) for d in (depth, 0))
             run.limits.draft_token = (whole - none) / depth
         if (speed := predict(stats.answered(run, setting.name), plain, cost)) is not None:

@@ -18,6 +18,7 @@ import typer
 
 from outrider.cli.options import WIDE, Debug, LoadOptions, grouped, option, own_draft, parse_speculative_config
 from outrider.cli.terminal import DIM, RED, YELLOW, console, loading, paint, plain, readable, working
+from outrider.drafters.registry import AUTO, model_method
 
 if TYPE_CHECKING:
     from outrider.bench.prompts import Prompt
@@ -74,17 +75,17 @@ class SettingOptions:
 
     def configs(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
         """Names and configurations. remote: of a server. Raises ValueError for a draft model without its method."""
-        model, draft, methods = self.model or WIDE, self.draft_model, self.method
+        model, draft, methods, drafting = self.model or WIDE, self.draft_model, self.method, model_method()
         if methods is None and self.speculative_config is None:
-            methods = [] if remote else ["draft_model"] if draft or own_draft(model) else ["auto"]
-        if draft and "draft_model" not in (methods or ()) and "auto" not in (methods or ()):
-            raise ValueError(f"--draft-model {draft} is for --method draft_model. Add it, or leave out the model")
+            methods = [] if remote else [drafting] if draft or own_draft(model) else [AUTO]
+        if draft and not {drafting, AUTO} & {*(methods or ())}:
+            raise ValueError(f"--draft-model {draft} is for --method {drafting}. Add it, or leave out the model")
         out = list[tuple[str, dict[str, Any]]]()
         for name in methods or ():
             config: dict[str, Any] = {"method": name}
-            if name in ("draft_model", "auto") and draft:
+            if name in (drafting, AUTO) and draft:
                 config["model"] = draft
-            elif name == "draft_model" and not remote and own_draft(model):
+            elif name == drafting and not remote and own_draft(model):
                 config["model"] = own_draft(model)
             if self.num_speculative_tokens:
                 config["num_speculative_tokens"] = self.num_speculative_tokens
@@ -323,7 +324,7 @@ def _config(text: str) -> tuple[str, dict[str, Any]]:
 
 def _named(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A short name from the fields of a configuration."""
-    method = config.get("method") or ("draft_model" if config.get("model") else "server")
+    method = config.get("method") or (model_method() if config.get("model") else "server")
     words = ["+".join(method) if isinstance(method, list) else str(method)]
     short = {"num_speculative_tokens": "k", "tree_width": "width", "tree_nodes": "nodes"}
     words += [f"{word}={config[key]}" for key, word in short.items() if key in config]

@@ -167,6 +167,13 @@ def owner(key: str) -> DraftMethod | None:
     return next((method for method in METHODS.values() if key in method.keys), None)
 
 
+def prediction_method() -> str:
+    """The method that drafts from the text that a request expects. A request with such a text alone means this method."""
+    method = owner("prediction")
+    assert method is not None
+    return method.name
+
+
 def model_method() -> str:
     """The method that drafts with the model of the key `model`. A configuration with that key alone means this method."""
     return next(name for name, method in METHODS.items() if method.needs_model)

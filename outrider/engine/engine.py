@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from outrider.decode import Decoder, Sequence
-from outrider.drafters import Drafter, NgramDrafter, PredictionDrafter, SuffixDrafter
 from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.engine.memory import Memory
 from outrider.engine.prefix_cache import PrefixCache
@@ -70,11 +69,7 @@ class Engine:
     ) -> None:
         base = llm.decoder
         method = "+".join(llm.config.methods) if llm.config.budget.max_nodes else "none"
-        drafters: dict[str, Drafter] = {
-            "ngram": NgramDrafter(),
-            "suffix": SuffixDrafter(),
-            "prediction": PredictionDrafter(),
-        }
+        drafters = llm.request_drafters()
         if method != "none":  # of several at once, each can be chosen alone
             drafters |= {**llm.drafter.inner(), method: llm.drafter}
         self.llm, self.roster = llm, PerRequestDrafter(drafters, method, base.target.vocab_size)

@@ -21,6 +21,7 @@ from outrider.core.types import Step
 from outrider.decode import Decoder, Sequence
 from outrider.drafters import NoDraft
 from outrider.drafters.combine.guard import PerRequestDrafter
+from outrider.drafters.registry import prediction_method
 from outrider.engine.draft_prefill import DraftPrefill, RequestBudgets
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import FairQueue, QueueFull
@@ -28,7 +29,6 @@ from outrider.outputs import SpeculativeMetrics
 from outrider.trace import Recorder
 
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
-PREDICTION = "prediction"  # the method of a request that brings its own prediction
 HEADROOM = 32  # tokens that a seated sequence must be able to grow by
 log = logging.getLogger("outrider.engine")
 
@@ -99,13 +99,13 @@ class Scheduler:
         return not self.running and not len(self.queue)
 
     def method(self, sequence: Sequence) -> str:
-        """The drafter of a sequence. A request with a prediction of its own, and no other wish, gets "prediction"."""
+        """The drafter of a sequence. A request with a prediction of its own, and no other wish, gets the method for it."""
         if sequence.num_speculative_tokens == 0:
             return "none"
         if self.drafter is None:
             return "none" if isinstance(self.decoder.drafter, NoDraft) else type(self.decoder.drafter).__name__
-        own = PREDICTION if sequence.prediction and PREDICTION in self.drafter.drafters else self.drafter.default
-        return sequence.method or own
+        own = prediction_method() if sequence.prediction else None
+        return sequence.method or (own if own in self.drafter.drafters else self.drafter.default)
 
     def check(self, sequence: Sequence) -> None:
         """Raise ValueError if the sequence could never run."""

@@ -10,7 +10,7 @@ from typing import Any
 from outrider._version import __version__
 from outrider.core.types import Guarantee
 from outrider.decode import Sequence
-from outrider.engine.scheduler import PREDICTION
+from outrider.drafters.registry import prediction_method
 from outrider.outputs import Delta
 from outrider.serve.tools import ToolCall, ToolCallReader
 
@@ -220,7 +220,7 @@ def usage(results: abc.Sequence[Sequence], n: int) -> dict[str, Any]:
     """
     firsts = results[::n]
     asked, written = sum(len(r.prompt) for r in firsts), sum(len(r.output) for r in results)
-    predicted = [r for r in results if r.drafted_by == PREDICTION]
+    predicted = [r for r in results if r.drafted_by == prediction_method()]
     accepted = sum(sum(r.accepted) for r in predicted)
     rejected = sum(sum(r.drafted) for r in predicted) - accepted
     return {

@@ -13,7 +13,7 @@ from helpers import VOCAB, request, toy_drafters
 from outrider.control import Fixed
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Sequence
-from outrider.drafters.base import Drafter
+from outrider.drafters import Drafter, NgramDrafter, PredictionDrafter, SuffixDrafter
 from outrider.engine import Engine
 from outrider.outputs import Delta
 from outrider.params import SamplingParams
@@ -54,7 +54,14 @@ def engine(
     drafter = drafter or toy_drafters(target, rows)["draft_model"]()
     decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth, width), rows=rows, end_ids=(0,))
     config = SimpleNamespace(methods=["mine"], budget=Budget(depth, width))
-    llm = SimpleNamespace(decoder=decoder, config=config, drafter=drafter, controller=decoder.controller)
+    lookups = {"ngram": NgramDrafter(), "suffix": SuffixDrafter(), "prediction": PredictionDrafter()}
+    llm = SimpleNamespace(
+        decoder=decoder,
+        config=config,
+        drafter=drafter,
+        controller=decoder.controller,
+        request_drafters=lambda: dict(lookups),
+    )
     return Engine(llm, **options)  # type: ignore[arg-type]
 
 

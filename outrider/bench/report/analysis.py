@@ -14,7 +14,7 @@ from outrider.bench import stats
 from outrider.bench.run import Limits, Run, Sample, Setting
 from outrider.bench.stats import AcceptanceStats, Interval
 from outrider.control.cost_model import interpolate
-from outrider.drafters.registry import METHODS
+from outrider.drafters.registry import METHODS, model_method
 
 PHASES = ("target", "draft", "verify", "commit", "rest")
 
@@ -121,15 +121,15 @@ def is_chain(setting: Setting) -> bool:
 def draft_token_seconds(run: Run, setting: Setting) -> float | None:
     """Seconds for one draft token of a chain: 0 for a lookup, the measured time for the draft model. None: unknown."""
     configs = [s.speculative_config or {} for s in (setting, *run.settings)]
-    methods = [[m] if isinstance(m := c.get("method", "draft_model"), str) else m for c in configs]
+    methods = [[m] if isinstance(m := c.get("method", model_method()), str) else m for c in configs]
     if not is_chain(setting):
         return None
     if setting.speculative_config is None or all(m in METHODS and METHODS[m].cost == "lookup" for m in methods[0]):
         return 0.0
     # The first draft model of a run is the one that was measured.
-    models = [c.get("model") for c, m in zip(configs, methods, strict=True) if c and m == ["draft_model"]]
+    models = [c.get("model") for c, m in zip(configs, methods, strict=True) if c and m == [model_method()]]
     measured = len(models) > 1 and models[0] == models[1]
-    return run.limits.draft_token if methods[0] == ["draft_model"] and measured else None
+    return run.limits.draft_token if methods[0] == [model_method()] and measured else None
 
 
 def ratio_by_prompt(ours: Iterable[Sample], base: Iterable[Sample]) -> dict[str, float]:
