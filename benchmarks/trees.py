@@ -26,7 +26,7 @@ from benchmarks import RESULTS, headline
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.control import Fixed
-from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
+from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape
 from outrider.core.tree import depth
 from outrider.core.types import Budget, Siblings, Step
 from outrider.decode import Decoder, Sequence
@@ -50,6 +50,27 @@ class Arm:
     noise_aware: bool = True
     siblings: Siblings = Siblings.WITHOUT_REPLACEMENT
     shaped: bool = False  # by the optimal shape for measured chances by rank
+
+
+def sized_shape(
+    limit: Budget, by_rank: abc.Sequence[float], target_ms: Callable[[int], float], draft_ms: Callable[[int], float]
+) -> Shape:
+    """The shape with the most committed tokens per second, from the root alone up to the limit.
+
+    target_ms(n): a target's forward over n nodes, the root counted. draft_ms(d): drafting d levels. If nodes are expensive the
+    answer is a chain, or the root alone: "do not speculate". All node counts are tried, for every depth.
+    """
+    best, rate = Shape((-1,), (0,)), 1.0 / target_ms(1)
+    for levels in range(1, limit.depth + 1):
+        whole = optimal_shape(Budget(levels, limit.width, limit.max_nodes), by_rank)
+        value, total = [1.0], 1.0
+        for n, (parent, rank) in enumerate(zip(whole.parents[1:], whole.ranks[1:], strict=True), start=1):
+            value.append(value[parent] * by_rank[rank])
+            total += value[n]  # nodes come in the order of their value: a prefix is the best tree of its size
+            per_ms = total / (target_ms(n + 1) + draft_ms(levels))
+            if per_ms > rate:
+                best, rate = Shape(whole.parents[: n + 1], whole.ranks[: n + 1]), per_ms
+    return best
 
 
 def deep(nodes: int) -> int:

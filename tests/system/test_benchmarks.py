@@ -19,7 +19,10 @@ from benchmarks.peers.ours import Ours, config_of
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from benchmarks.side import Missing, Run
+from benchmarks.trees import sized_shape
 from outrider.control import CostModel
+from outrider.control.expectation import BY_RANK, Shape
+from outrider.core.types import Budget
 from outrider.models.load import load
 
 VOCAB = 97
@@ -294,3 +297,16 @@ def test_the_best_of_many_alike_is_not_flattered_by_its_noise() -> None:
     taken = {"slow": np.full(17, 2.0), "fast": np.full(17, 1.0)}
     assert workloads.fastest(taken).tolist() == [1.0] * 17
     assert workloads.fastest({"plain": np.ones(3)}).tolist() == [1.0] * 3
+
+
+def test_the_tree_shrinks_where_nodes_are_expensive() -> None:
+    limit = Budget(6, 4, 24)
+
+    def size(node_price: float, draft_price: float = 0.05) -> Shape:
+        return sized_shape(limit, BY_RANK, lambda n: 1 + node_price * (n - 1), lambda d: draft_price * d)
+
+    free, cheap, expensive, absurd = (size(p) for p in (0.0, 0.03, 0.2, 1.0))
+    assert len(free.parents) == 25
+    assert len(free.parents) > len(cheap.parents) > len(expensive.parents) > len(absurd.parents) == 1
+    assert expensive.ranks == (0,) * len(expensive.ranks)  # a chain
+    assert len(size(0.0, draft_price=5.0).parents) == 1  # a drafter as expensive as the target

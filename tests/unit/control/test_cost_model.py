@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.control import CostModel
 from outrider.control.cost_model import interpolate
-from outrider.control.expectation import best_depth, expected_tokens, geometric, speedup, worth_deeper
+from outrider.control.expectation import best_depth, expected_tokens, geometric, speedup
 
 ALPHAS = st.floats(0.01, 0.99)
 
@@ -51,7 +51,7 @@ def test_the_marginal_rule_finds_the_best_depth(falls, level):
     survival = list(itertools.accumulate(falls, lambda a, b: a * b))
     seconds = [1 + level * k for k in range(len(survival) + 1)]
     tokens, depth = 1.0, 0
-    while depth < len(survival) and worth_deeper(tokens, seconds[depth], survival[depth], level):
+    while depth < len(survival) and survival[depth] * seconds[depth] > level * tokens:
         tokens += survival[depth]
         depth += 1
     best = best_depth(survival, seconds)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape, sized_shape
+from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape
 from outrider.core.types import Budget
 from outrider.drafters.model.growth import Growth
 
@@ -55,19 +55,6 @@ def test_a_shape_stays_within_its_budget() -> None:
         assert len(shape.children) == len(shape.parents) - 1  # no child twice
     with pytest.raises(ValueError, match="must not increase"):
         optimal_shape(Budget(2, 2), (0.2, 0.5))
-
-
-def test_the_tree_shrinks_where_nodes_are_expensive() -> None:
-    limit = Budget(6, 4, 24)
-
-    def size(node_price: float, draft_price: float = 0.05) -> Shape:
-        return sized_shape(limit, BY_RANK, lambda n: 1 + node_price * (n - 1), lambda d: draft_price * d)
-
-    free, cheap, dear, absurd = (size(p) for p in (0.0, 0.03, 0.2, 1.0))
-    assert len(free.parents) == 25
-    assert len(free.parents) > len(cheap.parents) > len(dear.parents) > len(absurd.parents) == 1
-    assert dear.ranks == (0,) * len(dear.ranks)  # a chain
-    assert len(size(0.0, draft_price=5.0).parents) == 1  # a drafter as expensive as the target
 
 
 @given(st.integers(0, 4), st.integers(1, 3), st.integers(0, 9), st.randoms(use_true_random=False))
