@@ -106,10 +106,10 @@ def test_what_was_accepted_shapes_no_text_under_a_law(verifier: str) -> None:
         drafter = ModelDrafter(ToyModel(VOCAB, error=1.0), rows, target.max_length)
         engine = decoder(target, drafter, rows=rows, budget=budget, verifier=verifier)
         done = dict[int, list[int]]()
-        for count, (_, moved) in enumerate(engine.steps(requests)):
+        for count, (_, moved) in enumerate(engine.steps([r.fresh() for r in requests])):
             done |= {row.seed: row.output for row in moved}
             if resumed and count % 10 == 9:
-                for row in [r for r in engine.rows.values() if r.end is None]:
+                for row in [r for r in engine.rows.values() if r.finish is None]:
                     engine.release(row.slot)
                     engine.resume(row)
         return [done[r.seed] for r in requests]
