@@ -198,7 +198,9 @@ def test_fault_draft_and_residual_share_their_noise(name):
     """vLLM #47386: the drafter drew from the stream that the residual is drawn from."""
     toy = Markov(1)
     texts, _ = simulate(toy, name, 2, stream=Stream.RESIDUAL, samples=SAMPLES // 4)
-    assert p_value(texts, plain(toy, 2)) < 1e-6  # with its own stream: test_joint_distribution_of_three_tokens, the same toy
+    assert (
+        p_value(texts, plain(toy, 2)) < 1e-6
+    )  # with its own stream: test_joint_distribution_of_three_tokens, the same toy
 
 
 class OneCoin(ManyRows):
