@@ -181,7 +181,7 @@ def run(
     params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
     row = decoder.admit(Sequence(0, prompt, params, prediction=told))
     total = {"tokens": 0.0, "steps": 0.0, "drafted": 0.0, "seconds": 0.0, "drafting": 0.0}
-    while row.end is None:
+    while row.finish is None:
         reading, started = bool(decoder.waiting), perf_counter()
         step = decoder.step()
         if step is None:
