@@ -1,4 +1,4 @@
-"""The loop: propose, forward, verify, commit. Plain decoding is the same loop with a drafter that guesses nothing.
+"""The loop: propose, forward, verify, commit. Plain decoding is the same loop with a drafter that proposes nothing.
 
 Invariant before and after every step, for every row that decodes: `cache.length[row] == len(tokens) - 1`, and the last
 token is the root of the next draft.
@@ -6,7 +6,6 @@ token is the root of the next draft.
 
 from __future__ import annotations
 
-import itertools
 import math
 import secrets
 from collections import abc
@@ -32,8 +31,8 @@ from outrider.outputs import CompletionOutput, Delta, SpeculativeMetrics
 from outrider.params import SamplingParams
 from outrider.verify import VERIFIERS
 
-_NOBODY = NoDraft()
-PREFILL_CHUNK = 256  # prompt tokens per forward; rows that decode wait for one chunk at most
+_NO_DRAFT = NoDraft()
+PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
 
 
 @dataclass(eq=False)
@@ -209,8 +208,24 @@ class PrefixSource(Protocol):
         ...
 
 
+class _Laps:
+    """Seconds between calls, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._then = perf_counter()
+
+    def __call__(self, name: str) -> None:
+        now = perf_counter()
+        self.seconds[name], self._then = now - self._then, now
+
+
 class Decoder:
-    """Continues requests in the rows of one cache; rows join and leave between steps."""
+    """Continues sequences in the slots of one cache. Sequences join and leave between steps.
+
+    sequences: those that have a slot, by slot, in order of admission. free: the other slots. waiting: sequences whose tokens
+    are not all in the cache yet. chunk: prompt tokens per forward.
+    """
 
     def __init__(
         self,
@@ -225,8 +240,8 @@ class Decoder:
         tokenizer: Any | None = None,
         prefixes: PrefixSource | None = None,
     ) -> None:
-        """max_length: tokens of prompt and output per row. end_ids: the model's end tokens. tokenizer: for text. prefixes:
-        where prompts that begin alike are found; without it every prompt is computed."""
+        """rows: slots of the cache. max_length: tokens of prompt and output of a sequence. end_ids: the model's end tokens.
+        tokenizer: for text. prefixes: where starts of prompts are found that were read before; None reads every prompt."""
         self.target, self.drafter = target, drafter or NoDraft()
         self.verifier = VERIFIERS[verifier]
         self.controller = controller or Fixed(5)
@@ -235,20 +250,20 @@ class Decoder:
         self.prefixes, self.chunk = prefixes, PREFILL_CHUNK
         self.cache = target.new_cache(rows, self.max_length)
         self.free = list(range(rows))[::-1]
-        self.rows: dict[int, Sequence] = {}  # by slot, in order of admission
-        self.waiting: list[Sequence] = []  # rows whose prompt is not in the cache yet
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting: list[Sequence] = []
         self._batch: tuple[tuple[int, ...], LogitsWarper, torch.Tensor] | None = None
 
     @property
     def guarantee(self) -> Guarantee:
-        """What holds for the texts. Where a row's logits change with its neighbours, a near-tie may fall the other way, and
-        then only the law is promised."""
+        """What holds for the texts. Where logits change with the batch, a near-tie may fall the other way. Then only the
+        distribution is promised."""
         if not self.target.batch_invariant:
             return Guarantee.EXACT_DISTRIBUTION
         return Guarantee.EXACT_TOKENS if isinstance(self.drafter, NoDraft) else self.verifier.guarantee
 
     def check(self, request: Sequence) -> int:
-        """Raise ValueError if the request cannot be run; returns how many tokens may be written."""
+        """Raise ValueError if the request cannot run. Returns how many tokens may be written."""
         p, n = request.params, len(request.prompt)
         if not n:
             raise ValueError("the prompt is empty; a model continues at least one token (its begin token will do)")
@@ -289,28 +304,30 @@ class Decoder:
         self.resume(sequence)
         return sequence
 
-    def resume(self, row: Sequence) -> None:
-        """Seat a row that `release` took out of the cache: what it holds is computed again, and its text goes on as if
-        nothing had happened, for the noise is keyed by position. Raises IndexError when no slot is free."""
-        row.slot = self.free.pop()
-        row.features.clear()
-        if not row.output:
-            row.prompt_logprobs.clear()
-        self.rows[row.slot] = row
-        self.waiting.append(row)
+    def resume(self, sequence: Sequence) -> None:
+        """Give a sequence that `release` took out a slot again. Raises IndexError when no slot is free.
+
+        What it holds is read again. Its text goes on as if nothing had happened, because noise is keyed by position.
+        """
+        sequence.slot = self.free.pop()
+        sequence.features.clear()
+        if not sequence.output:
+            sequence.prompt_logprobs.clear()
+        self.sequences[sequence.slot] = sequence
+        self.waiting.append(sequence)
 
     def release(self, slot: int) -> None:
-        """Free a row, finished or not."""
-        row = self.rows.pop(slot)
-        if row in self.waiting:
-            self.waiting.remove(row)
+        """Free a slot, whether its sequence has finished or not."""
+        sequence = self.sequences.pop(slot)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
         self.cache.release(slot)
         self.drafter.release(slot)
         self.controller.release(slot)
         self.free.append(slot)
 
     def step(self) -> Step | None:
-        """Prefill a chunk of the oldest waiting prompt, then one draft-verify round of the rows that decode, if any."""
+        """Prefill a chunk of the oldest waiting prompt, then one draft-verify round of the sequences that decode, if any."""
         if self.waiting:
             self.prefill(self.waiting[0])
         live = self.live
@@ -318,98 +335,97 @@ class Decoder:
 
     @property
     def live(self) -> list[Sequence]:
-        """The rows that decode."""
-        return [row for row in self.rows.values() if row not in self.waiting and row.finish is None]
+        """The sequences that decode."""
+        return [
+            sequence for sequence in self.sequences.values() if sequence not in self.waiting and sequence.finish is None
+        ]
 
     def round(self, live: list[Sequence]) -> Step:
-        """One draft-verify round of some of the rows that decode."""
+        """One draft-verify round of some of the sequences that decode."""
         with native.one_torch_thread(self.target.device):
-            return self._round(live)
+            before, lap = [len(sequence.tokens) for sequence in live], _Laps()
+            context = self._context(live)
+            asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
+            draft = (self.drafter if asked else _NO_DRAFT).propose(context).to(self.target.device)
+            lap("draft")
+            nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
+            out = self.target.forward(nodes, taps=self.drafter.taps)
+            lap("target")
+            target = LogitsDistribution(out.logits, draft, context.warp)
+            verdict = self.verifier(target, draft, context.noise, context.positions)
+            lap("verify")
+            commits = self._commit(live, draft, verdict, out)
+            if asked or self.drafter.taps:
+                self.drafter.update(context, commits, TargetPass(draft, out.logits))
+            lap("commit")
+            step = Step(draft, verdict, commits, context.slots, before, context.budgets, lap.seconds, out.logits)
+            self.controller.observe(step)
+            return step
 
-    def _round(self, live: list[Sequence]) -> Step:
-        at = [len(row.tokens) for row in live]
-        clock = [perf_counter()]
-        batch = self._view(live)
-        asked = any(b.depth and b.max_nodes for b in batch.budgets)  # a drafter that may not guess costs nothing
-        draft = (self.drafter if asked else _NOBODY).propose(batch).to(self.target.device)
-        clock.append(perf_counter())
-        out = self.target.forward(Nodes(draft.tokens, self.cache, batch.slots, draft.parents), taps=self.drafter.taps)
-        clock.append(perf_counter())
-        verdict = self.verifier(LogitsDistribution(out.logits, draft, batch.warp), draft, batch.noise, batch.positions)
-        clock.append(perf_counter())
-        commits = self._commit(live, draft, verdict, out)
-        if asked or self.drafter.taps:
-            self.drafter.update(batch, commits, TargetPass(draft, out.logits))
-        clock.append(perf_counter())
-        times: dict[str, float] = dict(
-            zip(("draft", "target", "verify", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True)
-        )
-        step = Step(draft, verdict, commits, batch.slots, at, batch.budgets, times, out.logits)
-        self.controller.observe(step)
-        return step
-
-    def prefill(self, row: Sequence) -> None:
-        """Put the next chunk of a row's tokens, all but the last, into the cache."""
-        tokens, last = row.tokens, len(row.tokens) - 1
-        wanted = row.params.prompt_logprobs
-        if row.output:
+    def prefill(self, sequence: Sequence) -> None:
+        """Read the next chunk of a sequence's tokens, all but the last, into the cache."""
+        tokens, last = sequence.tokens, len(sequence.tokens) - 1
+        wanted = sequence.params.prompt_logprobs
+        if sequence.output:
             wanted = None  # a resumed sequence has them already
-        done = self.cache.length[row.slot]
+        done = self.cache.length[sequence.slot]
         if done == 0 and self.prefixes is not None and wanted is None:
-            done, features = self.prefixes.fetch(self.cache, row.slot, tokens[:last])
-            row.cached = row.cached if row.output else done
+            done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens[:last])
+            sequence.cached = sequence.cached if sequence.output else done
             if features is not None:
-                self._started(row, 0, features)
+                self._started(sequence, 0, features)
         part = tokens[done : min(done + self.chunk, last)]
         if part:
             want = "none" if wanted is None else "all"
             out = self.target.forward(
-                Nodes(torch.tensor([part]), self.cache, [row.slot]), taps=self.drafter.taps, want=want
+                Nodes(torch.tensor([part]), self.cache, [sequence.slot]), taps=self.drafter.taps, want=want
             )
-            self.cache.commit([row.slot], [range(len(part))])
+            self.cache.commit([sequence.slot], [range(len(part))])
             if out.features is not None:
-                self._started(row, done, out.features[0])
+                self._started(sequence, done, out.features[0])
             if wanted is not None:
                 following = tokens[done + 1 : done + 1 + len(part)]
-                row.prompt_logprobs += [logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)]
-        if self.cache.length[row.slot] == last:
-            self.waiting.remove(row)
+                sequence.prompt_logprobs += [
+                    logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)
+                ]
+        if self.cache.length[sequence.slot] == last:
+            self.waiting.remove(sequence)
             if self.prefixes is not None:
-                features = torch.cat(row.features) if row.features else None
-                self.prefixes.keep(self.cache, row.slot, tokens[:last], features)
-            row.features.clear()
+                features = torch.cat(sequence.features) if sequence.features else None
+                self.prefixes.keep(self.cache, sequence.slot, tokens[:last], features)
+            sequence.features.clear()
             if wanted is not None:
-                row.prompt_logprobs.insert(0, None)  # nothing predicts the first token
-            if row.prefill_only:
-                row.end("length")
+                sequence.prompt_logprobs.insert(0, None)  # nothing predicts the first token
+            if sequence.prefill_only:
+                sequence.end("length")
 
-    def _started(self, row: Sequence, first: int, features: torch.Tensor) -> None:
+    def _started(self, sequence: Sequence, first: int, features: torch.Tensor) -> None:
         """Hand a chunk's features to the drafter, and keep them for the prefix cache until the prompt is read."""
         if self.prefixes is not None:
-            row.features.append(features)
-        self.drafter.start(row.slot, row.tokens, first, features)
+            sequence.features.append(features)
+        self.drafter.start(sequence.slot, sequence.tokens, first, features)
 
-    def _view(self, live: list[Sequence]) -> DraftContext:
+    def _context(self, live: list[Sequence]) -> DraftContext:
         """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
-        key = tuple(id(row.state) for row in live)  # the warper keeps them alive: no id is used twice
+        key = tuple(id(sequence.state) for sequence in live)  # the warper keeps them alive: no id is used twice
         if self._batch is None or self._batch[0] != key:
-            seeds = torch.tensor([signed(row.seed) for row in live], device=self.target.device)
-            self._batch = (key, LogitsWarper([row.state for row in live], self.target.device), seeds)
+            seeds = torch.tensor([signed(sequence.seed) for sequence in live], device=self.target.device)
+            self._batch = (key, LogitsWarper([sequence.state for sequence in live], self.target.device), seeds)
         _, warp, seeds = self._batch
         budgets = [
-            budget.clipped(row.limit - len(row.output) - 1)
-            for row, budget in zip(live, self.controller.budgets([r.slot for r in live]), strict=True)
+            budget.clipped(sequence.limit - len(sequence.output) - 1)
+            for sequence, budget in zip(live, self.controller.budgets([r.slot for r in live]), strict=True)
         ]
         return DraftContext(
-            slots=[row.slot for row in live],
-            tokens=[row.tokens for row in live],
+            slots=[sequence.slot for sequence in live],
+            tokens=[sequence.tokens for sequence in live],
             budgets=budgets,
             warp=warp,
-            noise=Noise(seeds, torch.tensor([row.steps for row in live], device=seeds.device)),
+            noise=Noise(seeds, torch.tensor([sequence.steps for sequence in live], device=seeds.device)),
             stream=self.verifier.draft_stream,
             needs_probs=self.verifier.needs_probs,
-            prompt_lengths=[len(row.prompt) for row in live],
-            predictions=[row.prediction for row in live],
+            prompt_lengths=[len(sequence.prompt) for sequence in live],
+            predictions=[sequence.prediction for sequence in live],
             cache=self.cache,
         )
 
@@ -417,10 +433,10 @@ class Decoder:
         """Move what was accepted into cache and text, cut at the first thing that ends it."""
         trees, paths = draft.host, verdict.path.tolist()
         commits: list[Commit] = []
-        for b, (row, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
+        for b, (sequence, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
             nodes = [n for n in path if n >= 0]
             new = [*(trees[b][n][0] for n in nodes[1:]), last]
-            end, checker = None, row.checker
+            end, checker = None, sequence.checker
             assert checker is not None
             for count, token in enumerate(new, 1):
                 end = checker.push(token)
@@ -429,18 +445,18 @@ class Decoder:
                     break
             if new[-1] < 0:
                 new = new[:-1]  # the distribution was empty: there is no token
-            if (wanted := row.params.logprobs) is not None:
-                row.logprobs += [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
+            if (wanted := sequence.params.logprobs) is not None:
+                sequence.logprobs += [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
             now = perf_counter()
-            row.first = row.first or now
-            row.done, row.finish = (now, end) if end else (None, None)
-            row.tokens += new
+            sequence.first = sequence.first or now
+            sequence.done, sequence.finish = (now, end) if end else (None, None)
+            sequence.tokens += new
             held = nodes[: len(new)]
             features = None if out.features is None else out.features[b, held]
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
-            row.step_done(len(trees[b]) - 1, commit)
+            sequence.step_done(len(trees[b]) - 1, commit)
             commits.append(commit)
-        self.cache.commit([row.slot for row in live], [commit.nodes for commit in commits])
+        self.cache.commit([sequence.slot for sequence in live], [commit.nodes for commit in commits])
         return commits
 
 

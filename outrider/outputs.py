@@ -80,7 +80,7 @@ class CompletionOutput:
     token_ids: what was written, the prompt not among it. finish_reason: stop | length | error | abort; stop_reason: the stop
     string or token id, or why. seed: give it back and the text comes back. guarantee: what the text promises about plain
     decoding. logprobs: for each token its own log-probability and the likeliest alternatives', by token id, of the model's
-    own law (before sampling parameters); None if not asked for. cumulative_logprob: the sum over the tokens written.
+    own distribution (before sampling parameters); None if not asked for. cumulative_logprob: the sum over the tokens written.
     """
 
     index: int
@@ -99,7 +99,7 @@ class RequestOutput:
     """A prompt and its n continuations.
 
     prompt: as it was given. prompt_logprobs: for each prompt token as `CompletionOutput.logprobs`, None for the first, which
-    has no law; None if not asked for. finished: always true; a text that is still being written comes as `Delta`.
+    is predicted by nothing; None if not asked for. finished: always true; a text that is still being written comes as `Delta`.
     """
 
     request_id: str

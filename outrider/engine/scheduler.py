@@ -74,7 +74,7 @@ class Scheduler:
         self.drafter = decoder.drafter if isinstance(decoder.drafter, PerRequestDrafter) else None
         self.reading = self.lengths = None
         if self.drafter is not None:
-            self.reading = DraftPrefill(self.drafter, decoder.rows)
+            self.reading = DraftPrefill(self.drafter, decoder.sequences)
             self.lengths = decoder.controller = RequestBudgets(self._controller(self.drafter), self.reading)
         self.observer, self.trace, self.raises = observer, trace, raises
         self.max_draft_tokens = max_draft_tokens
@@ -209,21 +209,23 @@ class Scheduler:
     def problems(self) -> list[str]:
         """What is wrong with the tables between two steps. Empty, unless there is a bug."""
         d, wrong = self.decoder, list[str]()
-        seats = sorted([*d.free, *d.rows])
+        seats = sorted([*d.free, *d.sequences])
         if seats != list(range(d.cache.num_slots)):
-            wrong.append(f"free slots {d.free} and used slots {list(d.rows)} are not the {d.cache.num_slots} slots")
-        if set(self.running) != set(d.rows):
-            wrong.append(f"sequences run in slots {list(self.running)}, the decoder has {list(d.rows)}")
+            wrong.append(
+                f"free slots {d.free} and used slots {list(d.sequences)} are not the {d.cache.num_slots} slots"
+            )
+        if set(self.running) != set(d.sequences):
+            wrong.append(f"sequences run in slots {list(self.running)}, the decoder has {list(d.sequences)}")
         wrong += [f"free slot {s} holds {d.cache.length[s]} tokens" for s in d.free if d.cache.length[s]]
-        for slot, sequence in d.rows.items():
+        for slot, sequence in d.sequences.items():
             held, last = d.cache.length[slot], len(sequence.tokens) - 1
             if sequence.slot != slot or held > last or (held < last) != (sequence in d.waiting):
                 wrong.append(f"slot {slot} holds {held} of {last} tokens")
         left = set[int]()
         if self.drafter and self.lengths and self.reading:
             left |= {*self.drafter.assigned, *self.lengths.depth, *self.drafter.lost, *self.reading.spent}
-        if not left <= set(d.rows):
-            wrong.append(f"the drafters remember slots {sorted(left - set(d.rows))}, which are free")
+        if not left <= set(d.sequences):
+            wrong.append(f"the drafters remember slots {sorted(left - set(d.sequences))}, which are free")
         return wrong + (self.prefixes.check() if self.prefixes else [])
 
     def _seat(self) -> None:
@@ -254,12 +256,12 @@ class Scheduler:
 
     def _held(self) -> int:
         """Tokens that the seated sequences hold, or will hold once they are read."""
-        return sum(len(sequence.tokens) for sequence in self.decoder.rows.values())
+        return sum(len(sequence.tokens) for sequence in self.decoder.sequences.values())
 
     def _preempt(self) -> None:
         """Free slots, the youngest first, until the next step fits. One sequence alone always does."""
         while len(self.running) > 1 and self._held() + HEADROOM * len(self.running) > self.kv_limit:
-            slot = list(self.decoder.rows)[-1]
+            slot = list(self.decoder.sequences)[-1]
             sequence = self.running.pop(slot)
             self._note_loss(sequence)
             self.decoder.release(slot)

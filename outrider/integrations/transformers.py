@@ -46,7 +46,7 @@ _ORDER: tuple[type, ...] = (
     lp.TopKLogitsWarper,
     lp.TopPLogitsWarper,
     lp.MinPLogitsWarper,
-    lp.LogitNormalization,  # changes a law by nothing
+    lp.LogitNormalization,  # changes no distribution
 )
 _HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
@@ -99,7 +99,7 @@ class LastCall:
 class CustomGenerate:
     """What `custom_generate` returns. `last` tells about the latest call.
 
-    Greedy rows equal `model.generate`'s own. Sampled rows follow the same law, with other draws. Three differences are
+    Greedy rows equal `model.generate`'s own. Sampled rows follow the same distribution, with other draws. Three differences are
     meant: padding does not count as written text for the repetition penalty, stop strings are looked for in the new
     text only, and the model runs in evaluation mode.
     """

@@ -101,7 +101,7 @@ def settled(eng: Engine) -> None:
     """Stop the engine; nothing may be left in its tables."""
     eng.close()
     assert eng.scheduler.problems() == []
-    assert not eng.decoder.rows
+    assert not eng.decoder.sequences
     assert not eng.scheduler.running
     assert sum(eng.decoder.cache.length) == 0
 

@@ -71,11 +71,11 @@ def test_text_does_not_depend_on_company_or_on_when_rows_join(trial: int) -> Non
     drafter = list(toy_drafters(TARGET).values())[trial % len(toy_drafters(TARGET))]()
     engine, waiting, found = decoder(TARGET, drafter, rows=3), list(requests), dict[int, list[int]]()
     draw.shuffle(waiting)
-    while waiting or engine.rows:
+    while waiting or engine.sequences:
         if waiting and engine.free and draw.random() < 0.4:
             engine.admit(waiting.pop())
         engine.step()
-        for row in list(engine.rows.values()):
+        for row in list(engine.sequences.values()):
             if row.finish is not None:
                 found[row.id] = row.output
                 engine.release(row.slot)

@@ -119,7 +119,7 @@ def test_a_reader_who_leaves_early_leaves_the_engine_clean() -> None:
         if delta.text:
             break
     assert len(llm.decoder.free) == 2
-    assert not llm.decoder.rows
+    assert not llm.decoder.sequences
     assert llm.generate(PROMPTS, SamplingParams(max_tokens=5))
 
 

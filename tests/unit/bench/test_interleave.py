@@ -58,4 +58,4 @@ def test_an_interrupt_frees_the_slots(monkeypatch):
     monkeypatch.setattr(shared, "round", impatient)
     with pytest.raises(KeyboardInterrupt):
         interleave({"a": TimedRun(shared, REQUEST), "b": TimedRun(shared, REQUEST)})
-    assert not shared.rows
+    assert not shared.sequences

@@ -109,7 +109,7 @@ def test_what_was_accepted_shapes_no_text_under_a_law(verifier: str) -> None:
         for count, (_, moved) in enumerate(engine.steps([r.fresh() for r in requests])):
             done |= {row.seed: row.output for row in moved}
             if resumed and count % 10 == 9:
-                for row in [r for r in engine.rows.values() if r.finish is None]:
+                for row in [r for r in engine.sequences.values() if r.finish is None]:
                     engine.release(row.slot)
                     engine.resume(row)
         return [done[r.seed] for r in requests]

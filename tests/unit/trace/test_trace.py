@@ -199,7 +199,7 @@ def test_every_step_is_computed_again_in_company(tmp_path: Path, drafter, verifi
                 assert node.evidence.coin.accepts == node.accepted
         written.setdefault(again.text.id, []).extend(again.written)
     assert list(written.values()) == [row.output for row in rows]
-    assert not fresh.rows
+    assert not fresh.sequences
     assert sum(fresh.cache.length) == 0
 
 
@@ -257,4 +257,4 @@ def test_what_cannot_be_computed_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="grammar"):
         replay(held, run, 0)
     assert all(replay(held, loop(), n, mask=Odd()).same for n in range(len(held.text().steps)))
-    assert not run.rows
+    assert not run.sequences

@@ -126,7 +126,7 @@ def test_no_file_makes_the_reader_stumble(tmp_path_factory, whole: bytes, data) 
             try:
                 replay(trace, run, step, text.id)
             except ValueError:
-                assert not run.rows
+                assert not run.sequences
 
 
 # -- disks and other troubles -------------------------------------------------------------------------------------------
