@@ -63,7 +63,12 @@ NAMES = {
         "SelfDrafter": "QuantizedSelfDrafter",
         "TranslatedDrafter": "CrossTokenizerDrafter",
     },
-    "outrider.drafters.base": {"Batch": "DraftContext"},
+    "outrider.drafters.base": {
+        "Batch": "DraftContext",
+        "Echo": "outrider.drafters.stubs:Echo",
+        "Noisy": "outrider.drafters.stubs:Noisy",
+        "Wrong": "outrider.drafters.stubs:Wrong",
+    },
     "outrider.drafters.combine.router": {"Router": "DrafterRouter"},
     "outrider.drafters.lookup.token_recycling": {"RecyclingDrafter": "TokenRecyclingDrafter"},
     "outrider.drafters.model.cross_tokenizer": {"TranslatedDrafter": "CrossTokenizerDrafter"},

@@ -74,7 +74,7 @@ class Engine:
             drafters |= {**llm.drafter.inner(), method: llm.drafter}
         self.llm, self.roster = llm, PerRequestDrafter(drafters, method, base.target.vocab_size)
         slots, length = base.cache.num_slots, base.max_length
-        kv_limit = slots * length if kv_tokens is None else kv_tokens
+        self.kv_limit = slots * length if kv_tokens is None else kv_tokens
         self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes else None
         self.decoder = Decoder(
             base.target,
@@ -82,7 +82,7 @@ class Engine:
             base.verifier.name,
             llm.controller,
             rows=slots,
-            max_length=min(length, kv_limit),  # one sequence alone always fits
+            max_length=min(length, self.kv_limit),  # one sequence alone always fits
             end_ids=base.end_ids,
             tokenizer=base.tokenizer,
             prefixes=self.prefixes,
@@ -90,7 +90,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.decoder,
             max_queue=max_queue,
-            kv_limit=kv_limit,
+            kv_limit=kv_tokens,
             prefixes=self.prefixes,
             prefill_chunk=prefill_chunk,
             max_draft_tokens=llm.config.budget.depth,
@@ -124,7 +124,7 @@ class Engine:
             waiting=len(scheduler.queue),
             accepted=scheduler.accepted,
             kv_tokens=sum(self.decoder.cache.length),
-            kv_limit=scheduler.kv_limit,
+            kv_limit=self.kv_limit,
             kv_bytes=self.memory.bytes,
             memory_limit=self.memory.limit,
             prefix_bytes=prefixes.bytes if prefixes else 0,

@@ -49,8 +49,8 @@ class Scheduler:
     """Runs sequences on a decoder. `add` and `cancel` may be called by any thread, `step` by one.
 
     Where the decoder's drafter is a `PerRequestDrafter`, each sequence may choose a method and a draft length.
-    max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for as many as fit. When it
-    runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
+    max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
+    When it runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
     others decode, None for the decoder's own. max_draft_tokens: per step and sequence, for the counts. observer: counts.
     trace: where every step is written.
     raises: an exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
@@ -70,7 +70,7 @@ class Scheduler:
         raises: bool = False,
     ) -> None:
         self.decoder, self.prefixes = decoder, prefixes
-        self.kv_limit = decoder.cache.num_slots * decoder.max_length if kv_limit is None else kv_limit
+        self.kv_limit = math.inf if kv_limit is None else kv_limit
         self.drafter = decoder.drafter if isinstance(decoder.drafter, PerRequestDrafter) else None
         self.reading = self.lengths = None
         if self.drafter is not None:

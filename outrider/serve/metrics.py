@@ -136,7 +136,7 @@ class Metrics:
             "model_name": self._model,
             "engine": ENGINE,
             "block_size": str(BLOCK),
-            "num_gpu_blocks": str(engine.scheduler.kv_limit // BLOCK),
+            "num_gpu_blocks": str(engine.kv_limit // BLOCK),
             "num_cpu_blocks": "0",
             "cache_dtype": "auto",
             "enable_prefix_caching": str(engine.prefixes is not None),

@@ -193,3 +193,14 @@ def test_a_draft_with_another_vocabulary_is_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match=r"vocabulary of 50 .* 8192"):
         LLM("builtin:code", speculative_config={"method": "draft_model", "model": other})
+
+
+def test_full_slots_are_not_preempted() -> None:
+    """Every slot holds a text of the whole length: a library's batch is never read twice."""
+    llm = LLM("builtin:code", device="cpu", max_num_seqs=3, max_model_len=48)
+    prompts = [{"prompt_token_ids": [n + 1] * 8} for n in range(3)]
+    seen: list[int] = []
+    read = llm.decoder.prefill
+    llm.decoder.prefill = lambda sequence: (seen.append(sequence.id), read(sequence))[1]  # type: ignore[method-assign]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert len(seen) == 3

@@ -225,7 +225,7 @@ def test_prometheus_reads_vllms_labels_and_the_cache_configuration(live: Live) -
     engine = live.service.engine
     for label in (
         'block_size="16"',
-        f'num_gpu_blocks="{engine.scheduler.kv_limit // 16}"',
+        f'num_gpu_blocks="{engine.kv_limit // 16}"',
         'enable_prefix_caching="True"',
     ):
         assert label in info
