@@ -12,6 +12,7 @@ python -m benchmarks.never_slower    controllers with drafters that cannot help
 python -m benchmarks.tuned           what tune chooses, against an exhaustive sweep
 python -m benchmarks.edits           edits of real files: what the text itself foretells
 python -m benchmarks.identity        a million tokens: how many differ from plain decoding
+python -m benchmarks.commits         two checkouts against each other: did a change make anything slower
 python -m benchmarks.serve           load on a server: throughput and latency by concurrency
 python -m benchmarks.serve_soak      a server under clients that behave badly, for ten minutes
 python -m benchmarks.table           the tables of docs/performance.md, from the files in benchmarks/results
