@@ -68,10 +68,6 @@ class RequestMetrics:
     e2e_latency: float
     speculative_decoding: SpeculativeMetrics | None
 
-    @property
-    def decode_seconds(self) -> float:
-        return self.e2e_latency - (self.time_to_first_token or 0.0)
-
 
 @dataclass(frozen=True)
 class CompletionOutput:

@@ -110,9 +110,8 @@ class Scheduler:
     def check(self, sequence: Sequence) -> None:
         """Raise ValueError if the sequence could never run."""
         self.decoder.check(sequence)
-        known = self.drafter.drafters if self.drafter else {}
-        if sequence.method not in (None, "none", *known):
-            raise ValueError(f"there is no drafter {sequence.method!r} here; there are none, {', '.join(known)}")
+        if self.drafter is not None and sequence.method is not None:
+            self.drafter.check_method(sequence.method)
 
     def add(self, sequences: abc.Sequence[Sequence]) -> None:
         """Queue sequences, all or none. Raises ValueError or QueueFull."""

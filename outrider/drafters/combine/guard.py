@@ -55,9 +55,13 @@ class PerRequestDrafter(BaseDrafter):
     def assign(self, slot: int, method: str | None) -> None:
         """Choose a sequence's drafter; None is the default. Raises ValueError for an unknown method."""
         method = self.default if method is None else method
+        self.check_method(method)
+        self.assigned[slot] = method
+
+    def check_method(self, method: str) -> None:
+        """Raise ValueError for a method that is not there."""
         if method != "none" and method not in self.drafters:
             raise ValueError(f"there is no drafter {method!r} here; use one of: none, {', '.join(self.drafters)}")
-        self.assigned[slot] = method
 
     def method(self, slot: int) -> str:
         """The name of a sequence's drafter."""

@@ -184,7 +184,7 @@ def test_what_cannot_run_is_refused_before_it_waits() -> None:
     for bad, words in (
         (read(request([1] * 60, SamplingParams(max_tokens=1))), "60 tokens and the model holds 50"),
         (read(request([1], SamplingParams(max_tokens=60))), "max_tokens=49 or less"),
-        (read(request([1], SamplingParams()), method="magic"), "no drafter 'magic' here; there are none, ngram"),
+        (read(request([1], SamplingParams()), method="magic"), "no drafter 'magic' here; use one of: none, ngram"),
     ):
         with pytest.raises(ValueError, match=words):
             submit(eng, [read(request([1], SamplingParams())), bad])
