@@ -1,0 +1,32 @@
+"""A matrix as a GGUF file stores it: blocks of small integers with scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from gguf import GGMLQuantizationType, quants
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix [out, in] in one of ggml's block formats.
+
+    data: uint8 [out, bytes of a row]; it may be a view of a mapped file. format: ggml's name of the format, such as "Q4_K".
+    columns: the `in` of the shape. order: int64 [out], row i of the matrix is row order[i] of `data`; None: as stored.
+    """
+
+    data: Tensor
+    format: str
+    columns: int
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (len(self.data) if self.order is None else len(self.order), self.columns)
+
+    def dense(self) -> Tensor:
+        """float32 [out, in]: the values that ggml's own dequantisation gives. The reference of the packed kernels."""
+        rows = self.data if self.order is None else self.data[self.order]
+        return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[self.format]))
