@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from collections import abc, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ import torch
 from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller, Fixed
 from outrider.control.cost_model import CostModel
+from outrider.core.files import cache_folder, written_whole
 from outrider.core.types import Budget
 from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import Drafter, NoDraft
@@ -97,11 +97,6 @@ def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
         "target": f"{target.source} {target.weights} {fingerprint(target.source)}",
         "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)}",
     }
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
 def build_controller(
@@ -182,10 +177,8 @@ def calibrated(
     time = "as long as about a hundred tokens take" if quick else "from ten seconds to a minute"
     say(f"measuring what a step costs on this machine, {time}, once; it is kept in {path.parent}")
     model = calibrate(target, drafter, key, limit, measured, known, sampling, quick)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(model.to_json(), encoding="utf-8")
-    part.replace(path)
+    with written_whole(path) as part:
+        part.write_text(model.to_json(), encoding="utf-8")
     return model if measured == rows else derive_batches(model, rows, plan.many_nodes)
 
 

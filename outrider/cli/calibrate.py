@@ -28,8 +28,8 @@ def calibrate(
     with readable(debug):
         config = parse_speculative_config(speculative_config)
         with loading(model):
-            from outrider.calibrate import cache_folder
             from outrider.control import Adaptive, Calibrated
+            from outrider.core.files import cache_folder
             from outrider.llm import LLM
 
             llm = LLM(model, speculative_config=config, max_num_seqs=max_num_seqs, calibrate=True, **asdict(load))

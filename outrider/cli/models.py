@@ -47,9 +47,11 @@ def layers(
 
 
 def models(debug: Debug = False) -> None:
-    """List the built-in models."""
+    """List the built-in models, whether they are here, and what the cache folder holds."""
     with readable(debug):
         with loading("the list"):
+            from outrider.core.files import cache_folder
+            from outrider.models.builtin.download import DOWNLOADS, find
             from outrider.models.load import BUILTIN, DATA, SYNTHETIC
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
@@ -70,11 +72,26 @@ def models(debug: Debug = False) -> None:
             numbers = [f"{_parameters(weights) / 1e6:.2f} M", f"{size / 1e6:.1f} MB"]
             numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
             table.add_row(name, *numbers, what)
+        for name, model in DOWNLOADS.items():
+            here = find(model)
+            where = "fetched on first use" if here is None else "cached" if here == model.cached else "installed"
+            numbers = [f"{model.parameters / 1e6:.2f} M", f"{model.size / 1e6:.1f} MB"]
+            numbers += [str(model.vocabulary), str(model.context)]
+            table.add_row(name, *numbers, f"{model.title}, {model.licence} ({where})")
         console().print(table)
         print(
             f"The same function as builtin:code at the cost of a larger model, for measurements: {', '.join(SYNTHETIC)}"
         )
+        print(f"In the cache folder {cache_folder()}: {_held(cache_folder())}")
         print(f'Use one: outrider generate "def main():" --model {CODE}')
+
+
+def _held(folder: Path) -> str:
+    """The kinds of files in the cache folder, with their number and size."""
+    kinds = {"fetched models": folder.glob("models/*.gguf"), "measured costs": folder.glob("cost-*.json")}
+    sizes = {kind: [file.stat().st_size for file in files] for kind, files in kinds.items()}
+    parts = [f"{len(each)} {kind} ({sum(each) / 1e6:.1f} MB)" for kind, each in sizes.items() if each]
+    return ", ".join(parts) or "nothing"
 
 
 def _parameters(weights: Path) -> int:

@@ -146,6 +146,7 @@ def test_debug_shows_the_traceback() -> None:
 def test_models_lists_the_pair() -> None:
     text = run("models").stdout
     assert all(word in text for word in ("builtin:code", SMALL, "parameters", "8192", "2048", "MB"))
+    assert all(word in text for word in ("builtin:smollm2-135m", "Apache-2.0", "In the cache folder"))
 
 
 def test_demo_compares_and_reports(tmp_path: Path) -> None:

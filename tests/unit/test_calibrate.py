@@ -9,10 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import calibrate as module
-from outrider.calibrate import cache_folder, calibrate, calibrated
+from outrider.calibrate import calibrate, calibrated
 from outrider.cli import main as cli
 from outrider.config import SpeculativeConfig
 from outrider.control import Calibrated, CostModel
+from outrider.core.files import cache_folder
 from outrider.core.types import Budget
 from outrider.drafters.base import NoDraft
 from outrider.drafters.combine.router import DrafterRouter

@@ -1,0 +1,30 @@
+"""Where outrider keeps files of its own, and how it writes them: whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+@contextmanager
+def written_whole(path: Path) -> Generator[Path, None, None]:
+    """A path beside `path` to write a file to. The file takes the place of `path` if the block ends without an error.
+
+    Else it is removed. A reader sees the old file or the new one, never a part. Several threads and processes may write
+    at once: the last one wins.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

