@@ -133,3 +133,21 @@ def check_layers(layers: Sequence[int], num_layers: int) -> list[int]:
             f"example {list(range(0, num_layers, 2))}"
         )
     return chosen
+
+
+def check_head_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """The tokens that an output head keeps, int64 [n]. Raises ValueError unless they are ascending tokens, at least one."""
+    if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids) or not bool((ids.diff() > 0).all()):
+        raise ValueError(
+            f"head_ids are ascending token ids, int64 [n], at least one; got {ids.dtype} {tuple(ids.shape)}"
+        )
+    if not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
+        raise ValueError(
+            f"head_ids are tokens of the model, 0 to {vocab_size - 1}, got {int(ids[0])} to {int(ids[-1])}"
+        )
+    return ids.contiguous()
+
+
+def over_vocabulary(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """float32 [..., len(ids)] -> [..., vocab_size]: the logits of tokens that the head does not keep are -inf."""
+    return logits.new_full((*logits.shape[:-1], vocab_size), float("-inf")).index_copy_(-1, ids, logits)

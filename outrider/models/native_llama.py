@@ -18,7 +18,17 @@ from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct, LayerStruct, ModelStruct
-from outrider.models.base import EMBEDDING, BaseModel, Chain, Output, Want, check_layers, check_taps
+from outrider.models.base import (
+    EMBEDDING,
+    BaseModel,
+    Chain,
+    Output,
+    Want,
+    check_head_ids,
+    check_layers,
+    check_taps,
+    over_vocabulary,
+)
 from outrider.models.cache import SlotCache
 from outrider.models.dtypes import dtype_name
 from outrider.models.nodes import Nodes
@@ -58,13 +68,17 @@ class LlamaModel(BaseModel):
     checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied to it. A separate
     embedding is not packed, because a forward reads only a few of its rows.
     own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
+    head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
+    not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
 
-    Raises ValueError if the native step cannot run the model (see `supports`).
+    Raises ValueError if the native step cannot run the model (see `supports`), or for tokens that it does not have.
     """
 
     has_draft_chains = True
 
-    def __init__(self, model: PreTrainedModel, weights: str = "auto", own: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, weights: str = "auto", own: bool = False, head_ids: Tensor | None = None
+    ) -> None:
         reason = supports(model)
         if reason is not None:
             raise ValueError(f"the native step cannot run this model: {reason}; HFModel can")
@@ -76,6 +90,7 @@ class LlamaModel(BaseModel):
         self.num_layers, self.hidden = len(base.layers), int(config.hidden_size)
         self._kv_heads, self._dim = int(config.num_key_value_heads), int(base.layers[0].self_attn.head_dim)
         self.vocab_size, self.max_length = int(head.shape[0]), int(config.max_position_embeddings)
+        self._head_ids = None if head_ids is None else check_head_ids(head_ids, self.vocab_size)
         self.device = torch.device("cpu")
         self.batch_invariant = True
         # What the C structs point to.
@@ -89,15 +104,18 @@ class LlamaModel(BaseModel):
         """The packed output head, and the table of an embedding that is not tied to it."""
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
-        tied = inputs.weight.data_ptr() == outputs.weight.data_ptr()
+        ids = self._head_ids
+        tied = ids is None and inputs.weight.data_ptr() == outputs.weight.data_ptr()
         table = None if tied else inputs.weight.detach().contiguous()
         packing = "int8" if self._packing in ("int8", "int4") else self._packing
-        head = native.Packed(
-            [outputs.weight.detach()], packing, [None if outputs.bias is None else outputs.bias.detach()]
+        weight, bias = (
+            None if t is None else t.detach() if ids is None else t.detach()[ids]
+            for t in (outputs.weight, outputs.bias)
         )
+        head = native.Packed([weight], packing, [bias])  # pyright: ignore[reportArgumentType]
         if self._own:
             _free(inputs, outputs) if tied else _free(outputs)
-        self._keep += [head, table]
+        self._keep += [head, table, ids]
         return head, table
 
     def _model_struct(self, base: Any, config: Any) -> ModelStruct:
@@ -107,6 +125,7 @@ class LlamaModel(BaseModel):
         self._embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
         return ModelStruct(
             head=ctypes.addressof(self._head.struct),
+            head_ids=None if self._head_ids is None else self._head_ids.data_ptr(),
             embedding=None if self._table is None else self._table.data_ptr(),
             final_norm=self._floats(base.norm.weight),
             inv_freq=inv_freq.data_ptr(),
@@ -168,7 +187,7 @@ class LlamaModel(BaseModel):
             parents = parents.long().contiguous()
         table = self._cache_table(cache, slots, held + count)
         shown = count if want == "all" else 1 if want == "last" else 0
-        logits = torch.empty(batch, shown, self.vocab_size)
+        logits = torch.empty(batch, shown, self._head.n)
         features = None
         if taps:
             check_taps(taps, self.num_layers)
@@ -194,6 +213,8 @@ class LlamaModel(BaseModel):
         error = self._forward(self._decoder, job)
         if error:
             raise _explained(error, tokens, parents, self.vocab_size)
+        if self._head_ids is not None:
+            logits = over_vocabulary(logits, self._head_ids, self.vocab_size)
         for i, t in enumerate(taps):
             if features is not None and t == EMBEDDING:
                 features[..., i * self.hidden : (i + 1) * self.hidden] = self._embedded(tokens)

@@ -7,7 +7,7 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 3
+ABI = 4
 ISAS = ("portable", "avx2", "avx512")
 
 
@@ -51,7 +51,7 @@ class LayerStruct(ctypes.Structure):
 
 class ModelStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "head", "embedding", "final_norm", "inv_freq")),
+        *((name, c_void_p) for name in ("layers", "head", "head_ids", "embedding", "final_norm", "inv_freq")),
         *((n, c_int64) for n in ("count", "hidden", "intermediate", "heads", "kv_heads", "dim", "rotary", "vocab")),
         ("embedding_format", c_int32),
         ("activation", c_int32),
@@ -111,7 +111,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "gumbel": (None, (*_NOISE, c_int64, c_void_p)),
     "gumbel_at": (None, (*_NOISE, c_void_p, c_int64, c_void_p)),
     "argmax": (c_int64, (c_void_p, c_int64)),
-    "argmax_gumbel": (c_int64, (c_void_p, c_int64, c_float, *_NOISE)),
+    "argmax_gumbel": (c_int64, (c_void_p, c_void_p, c_int64, c_float, *_NOISE)),
     "elementwise": (None, (c_int32, c_void_p, c_void_p, c_int64)),
 }
 

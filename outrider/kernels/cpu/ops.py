@@ -141,16 +141,26 @@ def argmax(scores: Tensor) -> int:
     return _index(library().argmax(_row(scores).data_ptr(), scores.numel()))
 
 
-def argmax_gumbel(scores: Tensor, seed: int, stream: int, step: int, position: int, *, temperature: float = 1.0) -> int:
+def argmax_gumbel(
+    scores: Tensor,
+    seed: int,
+    stream: int,
+    step: int,
+    position: int,
+    *,
+    temperature: float = 1.0,
+    ids: Tensor | None = None,
+) -> int:
     """argmax(scores / temperature + gumbel(...)) over float32 [n]. -inf is allowed; the lowest index wins a tie.
 
-    Raises ValueError on NaN.
+    ids: int64 [n], ascending: the token of each score, whose noise is added. The result is still an index of `scores`.
+    None: score i is of token i. Raises ValueError on NaN, and for ids that do not fit.
     """
-    return _index(
-        library().argmax_gumbel(
-            _row(scores).data_ptr(), scores.numel(), temperature, seed & _64, stream, step & _32, position & _32
-        )
-    )
+    if ids is not None and (ids.dtype != torch.int64 or ids.shape != scores.shape or not ids.is_contiguous()):
+        raise ValueError(f"ids must be contiguous int64 [{scores.numel()}], got {ids.dtype} {tuple(ids.shape)}")
+    noise = seed & _64, stream, step & _32, position & _32
+    tokens = None if ids is None else ids.data_ptr()
+    return _index(library().argmax_gumbel(_row(scores).data_ptr(), tokens, scores.numel(), temperature, *noise))
 
 
 _32, _64 = 2**32 - 1, 2**64 - 1

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
-from outrider.models.base import FINAL_NORM, BaseModel, Output, Want
+from outrider.models.base import FINAL_NORM, BaseModel, Output, Want, check_head_ids, over_vocabulary
 from outrider.models.cache import SlotCache
 from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import pack_experts_
@@ -56,16 +56,22 @@ class HFModel(BaseModel):
     Activations are float32 on the CPU. On other devices the model stays as it is.
     own: change `model` in place, which saves memory. Otherwise `model` stays as it was, and weights that are not repacked
     are shared with it.
+    head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
     batch_invariant: found by a test forward when the model is made.
 
-    Raises UnsupportedModel with the reason if the model cannot be run.
+    Raises UnsupportedModel with the reason if the model cannot be run, and ValueError for head_ids that it does not have.
     """
 
-    def __init__(self, model: PreTrainedModel, *, weights: str = "auto", own: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, weights: str = "auto", own: bool = False, head_ids: Tensor | None = None
+    ) -> None:
         refuse(model)
         self.model = model if own else shared_copy(model)
         self.model.eval()
         self.vocab_size: int = _vocab_size(self.model)
+        self._head_ids: Tensor | None = None
+        if head_ids is not None:
+            _keep_head_(self.model, check_head_ids(head_ids, self.vocab_size))
         self.device = next(self.model.parameters()).device
         if self.device.type == "cpu":
             routers = {n: m for n, m in self.model.named_modules() if _more_than_linear(m)}
@@ -93,6 +99,9 @@ class HFModel(BaseModel):
         # On other devices the matrix kernels change with the batch.
         self.batch_invariant = self._find_route() and self.device.type == "cpu"
         self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA
+        self._head_ids = (
+            None if head_ids is None else head_ids.to(self.device)
+        )  # the check above compared the head's own
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, max_length)
@@ -130,6 +139,8 @@ class HFModel(BaseModel):
         elif want == "last":
             at = [kept.index(n) for n in nodes.last] if self._keeps else nodes.last
             logits = logits[torch.arange(len(nodes.slots)), at][:, None] if len(kept) > 1 or not self._keeps else logits
+        if self._head_ids is not None:
+            logits = over_vocabulary(logits, self._head_ids, self.vocab_size)
         features = None
         if taps:
             features = torch.cat([out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps], dim=-1)
@@ -308,6 +319,17 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
 def _vocab_size(model: PreTrainedModel) -> int:
     head: Any = model.get_output_embeddings()
     return int(head.out_features if isinstance(head, (nn.Linear, PackedLinear)) else head.weight.shape[0])
+
+
+def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
+    """Give the model an output head with the rows of these tokens. An embedding that was tied to it keeps all its rows."""
+    old: Any = model.get_output_embeddings()
+    ids = ids.to(old.weight.device)
+    new = nn.Linear(old.weight.shape[1], len(ids), bias=False, device="meta")
+    new.weight = nn.Parameter(old.weight.detach()[ids], requires_grad=False)
+    if getattr(old, "bias", None) is not None:
+        new.bias = nn.Parameter(old.bias.detach()[ids], requires_grad=False)
+    model.set_output_embeddings(new)
 
 
 def _more_than_linear(module: nn.Module) -> bool:

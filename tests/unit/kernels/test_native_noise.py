@@ -80,6 +80,23 @@ def test_argmax_of_scores_and_noise(scale: float, temperature: float) -> None:
             assert native.argmax(scores) == int(scores.argmax())
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_scores_of_some_tokens_get_the_noise_of_these_tokens(scale: float, temperature: float) -> None:
+    """The choice is that over all tokens, with -inf for those that are left out."""
+    torch.manual_seed(0)
+    for n in (1, 5, 32, 77, 4099):
+        for position in range(8):
+            ids = torch.randperm(3 * n)[:n].sort().values
+            scores = torch.randn(n) * scale
+            whole = torch.full((3 * n,), float("-inf")).index_copy_(0, ids, scores)
+            expected = native.argmax_gumbel(whole, 9, 0, 0, position, temperature=temperature)
+            found = native.argmax_gumbel(scores, 9, 0, 0, position, temperature=temperature, ids=ids)
+            assert int(ids[found]) == expected
+    with pytest.raises(ValueError, match=r"ids must be contiguous int64 \[4\]"):
+        native.argmax_gumbel(torch.zeros(4), 9, 0, 0, 0, ids=torch.arange(3))
+
+
 def test_the_lowest_index_wins_a_tie() -> None:
     scores = torch.zeros(1000)
     assert native.argmax(scores) == 0

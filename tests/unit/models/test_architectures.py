@@ -91,6 +91,19 @@ def test_logits_are_those_of_transformers(subject: Subject) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_head_of_some_tokens(subject: Subject) -> None:
+    """Its logits are those of the whole head up to rounding, and -inf for every other token."""
+    some = torch.arange(0, VOCAB, 3)
+    model, nodes = HFModel(subject.raw, head_ids=some), torch.tensor(subject.texts[1:])
+    expected = torch.full((*nodes.shape, VOCAB), -torch.inf)
+    expected[..., some] = subject.model.forward(Nodes(nodes, subject.model.new_cache(1, 64), [0])).logits[..., some]
+    for want in ("all", "last", "none"):
+        logits = model.forward(Nodes(nodes, model.new_cache(1, 64), [0]), want=want).logits
+        wanted = {"all": expected, "last": expected[:, -1:], "none": expected[:, :0]}[want]
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    assert model.vocab_size == VOCAB == subject.model.vocab_size
+
+
 def test_greedy_tokens_with_trees(subject: Subject) -> None:
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     run = decoder(subject.model, Guided(subject.texts), rows=2, budget=Budget(4, 3, 12), end_ids=())

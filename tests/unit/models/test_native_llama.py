@@ -330,6 +330,56 @@ def test_draft_chains_are_the_loop_in_one_call() -> None:
         assert all(torch.equal(a, b) for a, b in zip(scratch, alone, strict=True))
 
 
+SOME = torch.tensor([0, 3, 4, 7, 8, 11, 12, 19, 20, 21, 22, 23, 29, 30, 31, 34, 36])
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "granite"])  # tied, untied, scaled logits
+def test_a_head_of_some_tokens(name: str, weights: str) -> None:
+    """Its logits are those of the whole head, bit for bit, and -inf for every other token."""
+    raw = build(name).to(torch.bfloat16)  # the embedding has the same values in a table and in a packed head
+    whole, some = LlamaModel(raw, weights), LlamaModel(raw, weights, head_ids=SOME)
+    masked = whole.forward(Nodes(TEXT, whole.new_cache(1, 512), [0])).logits
+    masked[..., [t for t in range(VOCAB) if t not in SOME]] = -torch.inf
+    for want in ("all", "last", "none"):
+        logits = some.forward(Nodes(TEXT, some.new_cache(1, 512), [0]), want=want).logits  # type: ignore[arg-type]
+        assert torch.equal(logits, {"all": masked, "last": masked[:, -1:], "none": masked[:, :0]}[want])
+    assert some.vocab_size == VOCAB
+    assert whole.weight_bytes - some.weight_bytes == (3 - 2) * 16 * whole.hidden * (4 if weights == "float32" else 2)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+def test_chains_from_a_head_of_some_tokens(weights: str) -> None:
+    """Chains are those that a caller draws from the logits over the whole vocabulary: the noise is that of the token."""
+    model = LlamaModel(build("llama"), weights, head_ids=SOME)
+    cache = model.new_cache(2, 300)
+    chains = [Chain(0, [3, 4], 20, 0.8, (9, 1, 2, 11)), Chain(1, [5], 9, 0.0), Chain(0, [1], 20, 1.5, (3, 0, 0, 2))]
+    for c in chains:
+        [got] = model.draft_chains(cache, [c])
+        feed, expected = [*c.tokens], list[int]()
+        seed, stream, step, position = c.noise
+        for i in range(c.depth):
+            logits = model.forward(Nodes(torch.tensor([feed]), cache, [c.slot]), want="last").logits[0, 0]
+            cache.commit([c.slot], [range(len(feed))])
+            noise = (seed, stream, step, position + i)
+            drawn = native.argmax_gumbel(logits, *noise, temperature=c.temperature) if c.temperature else None
+            expected.append(native.argmax(logits) if drawn is None else drawn)
+            feed = [expected[-1]]
+        cache.keep(c.slot, 0)
+        assert got == expected
+        assert set(got) <= set(SOME.tolist())
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [([], "at least one"), ([3, 3], "ascending"), ([4, 3], "ascending"), ([0, VOCAB], "0 to 36"), ([-1, 3], "0 to 36")],
+)
+def test_a_head_of_tokens_that_are_none(ids: list[int], words: str) -> None:
+    for make in (LlamaModel, HFModel):
+        with pytest.raises(ValueError, match=words):
+            make(build("llama"), head_ids=torch.tensor(ids, dtype=torch.int64))
+
+
 def test_every_instruction_set_gives_the_same_bits() -> None:
     model, before, out = LlamaModel(build("qwen3"), weights="int8"), native.isa(), []
     for isa in ("portable", "avx2", "avx512"):

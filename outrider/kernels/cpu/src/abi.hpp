@@ -68,7 +68,8 @@ struct Layer {
 struct Model {
     const Layer* layers;
     const Packed* head;
-    const void* embedding;  // [vocab, hidden] row-major; null: the head's own rows
+    const int64_t* head_ids;  // the token of each row of the head, ascending; null: row i is token i
+    const void* embedding;    // [vocab, hidden] row-major; null: the head's own rows, of which there is one for each token
     const float* final_norm;
     const float* inv_freq;  // [rotary / 2]
     int64_t count, hidden, intermediate, heads, kv_heads, dim, rotary, vocab;
@@ -82,7 +83,7 @@ struct ForwardJob {
     const int32_t* rows;     // [batch]
     const int32_t* lengths;  // [batch]
     float* const* cache;     // [2 * layers] keys, values of each layer
-    float* logits;
+    float* logits;        // as wide as the head
     float* features;      // [batch, nodes, taps * hidden]
     const int32_t* taps;  // layer numbers; -1: after the final norm
     int64_t batch, held, nodes, capacity, taps_count;  // held: nodes that are in the scratch already
@@ -118,8 +119,8 @@ struct Kernels {
                       float* out);
     void (*words)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, uint32_t* out);
     int64_t (*argmax)(const float* scores, int64_t n);  // -1: a NaN was seen
-    int64_t (*argmax_gumbel)(const float* scores, int64_t n, float temperature, uint64_t seed, uint32_t stream, uint32_t step,
-                             uint32_t position);
+    int64_t (*argmax_gumbel)(const float* scores, const int64_t* ids, int64_t n, float temperature, uint64_t seed,
+                             uint32_t stream, uint32_t step, uint32_t position);
     void (*elementwise)(int32_t function, const float* x, float* y, int64_t n);  // for tests: exp, log, tanh
 };
 

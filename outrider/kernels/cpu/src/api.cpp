@@ -62,7 +62,7 @@ void run_linear(LinearJob& job) {
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
 }
 
-OUTRIDER_API int32_t outrider_abi() { return 3; }
+OUTRIDER_API int32_t outrider_abi() { return 4; }
 
 OUTRIDER_API const char* outrider_isa() { return kernels()->name; }
 
@@ -97,9 +97,9 @@ OUTRIDER_API void outrider_gumbel_at(uint64_t seed, uint32_t stream, uint32_t st
     kernels()->gumbel_at(seed, stream, step, position, index, n, out);
 }
 OUTRIDER_API int64_t outrider_argmax(const float* scores, int64_t n) { return kernels()->argmax(scores, n); }
-OUTRIDER_API int64_t outrider_argmax_gumbel(const float* scores, int64_t n, float temperature, uint64_t seed,
-                                            uint32_t stream, uint32_t step, uint32_t position) {
-    return kernels()->argmax_gumbel(scores, n, temperature, seed, stream, step, position);
+OUTRIDER_API int64_t outrider_argmax_gumbel(const float* scores, const int64_t* ids, int64_t n, float temperature,
+                                            uint64_t seed, uint32_t stream, uint32_t step, uint32_t position) {
+    return kernels()->argmax_gumbel(scores, ids, n, temperature, seed, stream, step, position);
 }
 OUTRIDER_API void outrider_elementwise(int32_t function, const float* x, float* y, int64_t n) {
     kernels()->elementwise(function, x, y, n);

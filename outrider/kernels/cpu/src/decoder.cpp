@@ -212,8 +212,8 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
     over_nodes(normalise, s, count, width / 8e3);
     for (int64_t i = 0, n = 0; i < shown; i++)
         if (n < count && place[n] == i) n++;
-        else std::memset(job.logits + i * m.vocab, 0, static_cast<size_t>(m.vocab) * 4);
-    LinearJob head{m.head, s.h, job.logits, count, d.ldx, m.vocab, m.logits_factor, STORE, place};
+        else std::memset(job.logits + i * m.head->n, 0, static_cast<size_t>(m.head->n) * 4);
+    LinearJob head{m.head, s.h, job.logits, count, d.ldx, m.head->n, m.logits_factor, STORE, place};
     run_linear(head);
     return 0;
 }
@@ -221,7 +221,8 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
 struct Choice {
     ChainJob* const* chains;
     const float* logits;
-    int64_t vocab;
+    const int64_t* ids;  // of the logits; null: 0, 1, 2...
+    int64_t count;
 };
 
 // Each chain's next token; negative if its logits hold NaN.
@@ -229,11 +230,12 @@ void choose(void* context, int64_t begin, int64_t end) {
     const Choice& all = *static_cast<Choice*>(context);
     for (int64_t b = begin; b < end; b++) {
         ChainJob& c = *all.chains[b];
-        const float* logits = all.logits + b * all.vocab;
-        c.drafted[c.made] = c.temperature > 0
-                                ? kernels()->argmax_gumbel(logits, all.vocab, c.temperature, c.seed, c.stream, c.step,
-                                                           c.position + static_cast<uint32_t>(c.made))
-                                : kernels()->argmax(logits, all.vocab);
+        const float* logits = all.logits + b * all.count;
+        int64_t at = c.temperature > 0
+                         ? kernels()->argmax_gumbel(logits, all.ids, all.count, c.temperature, c.seed, c.stream, c.step,
+                                                    c.position + static_cast<uint32_t>(c.made))
+                         : kernels()->argmax(logits, all.count);
+        c.drafted[c.made] = at < 0 || !all.ids ? at : all.ids[at];
     }
 }
 
@@ -275,11 +277,11 @@ OUTRIDER_API int64_t outrider_draft_chains(void* decoder, const ChainsJob* asked
         }
         ForwardJob job{};
         job.tokens = tokens.data(), job.parents = parents.data(), job.rows = rows.data(), job.lengths = lengths.data();
-        job.cache = asked->cache, job.logits = d.logits.need(batch * d.m.vocab);
+        job.cache = asked->cache, job.logits = d.logits.need(batch * d.m.head->n);
         job.batch = batch, job.nodes = nodes, job.capacity = asked->capacity, job.want = 1;
         int64_t error = forward(d, job);
         if (error) return error;
-        Choice choice{live.data(), job.logits, d.m.vocab};
+        Choice choice{live.data(), job.logits, d.m.head_ids, d.m.head->n};
         parallel(choose, &choice, batch, pool_threads());
         std::vector<ChainJob*> going;
         for (ChainJob* c : live) {
