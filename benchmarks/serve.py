@@ -20,6 +20,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from benchmarks.machine import facts
 from benchmarks.peers.servers import Endpoint, started
 from benchmarks.prompts import humaneval
 
+Prompt = str | list[int]
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -92,12 +94,12 @@ async def ask(host: str, port: int, path: str, body: dict[str, Any]) -> Sample:
 
 
 async def load(
-    options: argparse.Namespace, end: Endpoint, prompts: list[str], concurrency: int
+    options: argparse.Namespace, end: Endpoint, prompts: Sequence[Prompt], concurrency: int
 ) -> tuple[list[Sample], float]:
     """Ask for every prompt, so many at once, in Poisson arrivals where a rate is given; the samples and the whole time."""
     at, gate, draw = urlsplit(end.url), asyncio.Semaphore(concurrency), random.Random(options.seed)
 
-    async def one(number: int, prompt: str) -> Sample:
+    async def one(number: int, prompt: Prompt) -> Sample:
         async with gate:
             body = {"model": end.model, "max_tokens": options.output_len, "temperature": options.temperature}
             body |= {"seed": options.seed + number, "ignore_eos": True, "stream": True}
@@ -180,15 +182,15 @@ def summary(samples: list[Sample], seconds: float, grown: dict[str, float]) -> d
 
 
 @contextmanager
-def server(options: argparse.Namespace):
-    """A server of our own around the run, where one is asked for; sets the base URL."""
+def server(options: argparse.Namespace, more: Sequence[str] = ()):
+    """A server of our own around the run, where one is asked for; sets the base URL. more: further options for it."""
     if options.start is None:
         yield
         return
     command = [
         sys.executable,
         "-m",
-        "outrider.cli.main",
+        "outrider",
         "serve",
         options.start,
         "--port",
@@ -204,7 +206,7 @@ def server(options: argparse.Namespace):
         "--speculative-config",
         options.config,
     ]
-    command += ["--max-model-len", str(options.max_model_len), "--log-file", "/dev/null"]
+    command += ["--max-model-len", str(options.max_model_len), "--log-file", "/dev/null", *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
@@ -217,6 +219,39 @@ def server(options: argparse.Namespace):
             yield
         finally:
             process.terminate()
+
+
+def take_turns(
+    options: argparse.Namespace, arms: Mapping[str, Endpoint], every: Sequence[Prompt], peers: Collection[str]
+) -> tuple[list[dict[str, Any]], int, int]:
+    """The load on each arm in turn, at every concurrency. peers: arms whose texts are their own.
+
+    Returns a record for each, how many texts differ between the other arms, and how many were compared.
+    """
+    runs, differ, compared = list[dict[str, Any]](), 0, 0
+    print(f"{'':>4} {'':<18} {'tokens/s':>9} {'TTFT ms':>9} {'TPOT ms':>9} {'p99 ITL':>9} {'length':>7}  failed")
+    for concurrency in options.max_concurrency:
+        count = options.num_prompts or max(4, 2 * concurrency)
+        prompts, texts = [every[i % len(every)] for i in range(count)], list[list[str]]()
+        compared += count
+        for name, end in arms.items():
+            before = counters(end.url)
+            samples, seconds = asyncio.run(load(options, end, prompts, concurrency))
+            after = counters(end.url)
+            found = summary(samples, seconds, {k: v - before.get(k, 0) for k, v in after.items()})
+            if name not in peers:
+                texts.append([s.text for s in samples])
+            runs.append({"arm": name, "extra_body": end.extra, "max_concurrency": concurrency, **found})
+            length = f"{found.get('spec_decode_acceptance_length', 1):.2f}"
+            print(
+                f"{concurrency:>4} {name:<18} {found['output_throughput']:>9.1f} {found.get('median_ttft_ms', 0):>9.0f} "
+                f"{found.get('median_tpot_ms', 0):>9.1f} {found.get('p99_itl_ms', 0):>9.0f} {length:>7}  {found['failed']}",
+                flush=True,
+            )
+            for error in sorted({s.error for s in samples if s.error})[:3]:
+                print(f"     {error}", file=sys.stderr)
+        differ += sum(len(set(same)) > 1 for same in zip(*texts, strict=True))
+    return runs, differ, compared
 
 
 def arm(given: str) -> tuple[str, dict[str, Any]]:
@@ -250,7 +285,7 @@ def main() -> None:
     parser.add_argument("--save-result", type=Path)
     options = parser.parse_args()
     given = options.arm or [("off", {"disable_spec_decode": True}), ("on", {})]
-    every, runs, differ, compared = humaneval(32), [], 0, 0
+    every = humaneval(32)
     with server(options), ExitStack() as stack:
         arms = {name: Endpoint(options.base_url, options.model, extra) for name, extra in given}
         for name in options.peer:
@@ -260,28 +295,7 @@ def main() -> None:
             arms[name] = stack.enter_context(peer)
         for end in arms.values():
             asyncio.run(load(options, end, every[: options.num_warmups], 1))
-        print(f"{'':>4} {'':<18} {'tokens/s':>9} {'TTFT ms':>9} {'TPOT ms':>9} {'p99 ITL':>9} {'length':>7}  failed")
-        for concurrency in options.max_concurrency:
-            count = options.num_prompts or max(4, 2 * concurrency)
-            prompts, texts = [every[i % len(every)] for i in range(count)], list[list[str]]()
-            compared += count
-            for name, end in arms.items():
-                before = counters(end.url)
-                samples, seconds = asyncio.run(load(options, end, prompts, concurrency))
-                after = counters(end.url)
-                found = summary(samples, seconds, {k: v - before.get(k, 0) for k, v in after.items()})
-                if name not in options.peer:
-                    texts.append([s.text for s in samples])
-                runs.append({"arm": name, "extra_body": end.extra, "max_concurrency": concurrency, **found})
-                length = f"{found.get('spec_decode_acceptance_length', 1):.2f}"
-                print(
-                    f"{concurrency:>4} {name:<18} {found['output_throughput']:>9.1f} {found.get('median_ttft_ms', 0):>9.0f} "
-                    f"{found.get('median_tpot_ms', 0):>9.1f} {found.get('p99_itl_ms', 0):>9.0f} {length:>7}  {found['failed']}",
-                    flush=True,
-                )
-                for error in sorted({s.error for s in samples if s.error})[:3]:
-                    print(f"     {error}", file=sys.stderr)
-            differ += sum(len(set(same)) > 1 for same in zip(*texts, strict=True))
+        runs, differ, compared = take_turns(options, arms, every, set(options.peer))
     print(f"texts that differ between arms: {differ} of {compared}")
     if options.save_result:
         named = {k: v for k, v in vars(options).items() if k not in ("arm", "save_result", "request_rate")}

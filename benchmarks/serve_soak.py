@@ -235,7 +235,7 @@ def main() -> None:
     command = [
         sys.executable,
         "-m",
-        "outrider.cli.main",
+        "outrider",
         "serve",
         "builtin:code",
         "--port",

@@ -1,0 +1,160 @@
+"""llama.cpp's server as a process: prompts as token ids in, token ids and the server's own clock out.
+
+The program is a `llama-server` of any build, or a Python that has the prebuilt package `xllamacpp` (xllamacpp_server.py
+beside this file). Both take the same options here: all threads for the target and the draft, and no reuse of prompts. The
+rest is llama.cpp's default: flash attention where it helps, repacked weights, a memory-mapped file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks import ROOT, WORK
+from benchmarks.machine import cores
+from benchmarks.side import Missing, pinned, settle
+
+PATIENCE = 300.0  # seconds until a server must be up, and until it must have answered
+NEUTRAL = {
+    "samplers": ["temperature"],
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+}  # nothing else costs time or changes a text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One text. prompt_seconds, seconds: by the server's clock, of the prompt and from the first token to the last.
+    wall: seconds by ours, from request to answer. drafted, accepted: draft tokens of the whole text."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    prompt_seconds: float
+    seconds: float
+    wall: float
+    drafted: int
+    accepted: int
+
+
+def command(program: Path) -> list[str]:
+    """What starts a server. Raises Missing for a program that is not there."""
+    if not program.is_file():
+        raise Missing(
+            f"there is no {program}; give a llama-server, or a Python with the package: pip install --no-deps xllamacpp"
+        )
+    if program.name.startswith("python"):
+        return [str(program), "-m", "benchmarks.peers.xllamacpp_server"]
+    return [str(program)]
+
+
+def about(program: Path) -> str:
+    """Version and instruction sets, as the program tells them. Raises Missing."""
+    done = subprocess.run([*command(program), "--version"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise Missing(f"{program} does not run: {done.stderr.strip()[-300:]}")
+    return " ".join((done.stdout or done.stderr).split())
+
+
+class LlamaServer:
+    """A server with one model and one way of decoding. Use as a context manager.
+
+    draft: a draft model. longest: draft tokens of a step, at most. slots: requests side by side,
+    each of `length` tokens. options: further ones of llama-server. Raises Missing, or RuntimeError if it does not start.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        model: str,
+        draft: str | None = None,
+        *,
+        longest: int = 16,
+        slots: int = 1,
+        length: int = 2048,
+        options: tuple[str, ...] = (),
+    ) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        given = ["--model", model, "--ctx-size", str(slots * length), "--parallel", str(slots), *options]
+        given += ["--threads", str(cores()), "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(port)]
+        if draft is not None:
+            given += ["--spec-type", "draft-simple", "--spec-draft-model", draft, "--spec-draft-n-max", str(longest)]
+        self.url = f"http://127.0.0.1:{port}"
+        WORK.joinpath("logs").mkdir(parents=True, exist_ok=True)
+        with WORK.joinpath("logs", f"llama-server-{port}.log").open("w+") as log:
+            self.process = subprocess.Popen(
+                [*command(program), *given],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, **pinned(cores())},
+            )  # fmt: skip
+            deadline = time.monotonic() + PATIENCE
+            while not self._healthy():
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    self.close()
+                    log.seek(0)
+                    raise RuntimeError(f"llama.cpp's server did not start for {model}:\n{log.read()[-1500:]}")
+                time.sleep(0.02)
+
+    def complete(
+        self,
+        prompt: list[int],
+        tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        *,
+        ignore_eos: bool = False,
+    ) -> Answer:
+        """Write a text of at most so many tokens."""
+        body: dict[str, Any] = {"prompt": prompt, "n_predict": tokens, "temperature": temperature, "seed": seed}
+        body |= {"ignore_eos": ignore_eos, "cache_prompt": False, "return_tokens": True, **NEUTRAL}
+        settle()
+        started = time.perf_counter()
+        out = self._post("/completion", body)
+        wall, clock = time.perf_counter() - started, out["timings"]
+        return Answer(
+            tokens=out["tokens"],
+            prompt_tokens=clock["prompt_n"],
+            prompt_seconds=clock["prompt_ms"] / 1e3,
+            seconds=clock["predicted_ms"] / 1e3,
+            wall=wall,
+            drafted=clock.get("draft_n", 0),
+            accepted=clock.get("draft_n_accepted", 0),
+        )
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            return json.loads(answer.read())
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=2) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,202 @@
+"""Real models: every method on every kind of text, against plain decoding and against llama.cpp on the same file.
+
+    python -m benchmarks.real --target model.gguf --draft draft.gguf --llama PYTHON-WITH-xllamacpp
+    python -m benchmarks.real --target model.gguf --weights file int8 --workloads code chat --texts 4 --minutes 20
+    python -m benchmarks.real --target model.gguf --draft draft.gguf --llama ... --only start served
+
+Targets and drafts are files, folders, hub names or built-in names. All sides read the same token ids, with the chat template
+where the model has one, and stop at the model's end tokens or after --tokens. Time per token runs from the first token to the
+last. Our methods write a text in turns of a few tokens; llama.cpp writes it before or after them, from text to text. A finished
+round is a line in --journal, so that a run may be stopped and goes on where it was. What is cut off by --minutes is texts, never
+workloads or temperatures. The result, with medians and intervals, is written anew each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS, WORK, machine
+from benchmarks.peers.llama_server import about
+from benchmarks.real import report
+from benchmarks.real.journal import Journal, identity
+from benchmarks.real.served import served
+from benchmarks.real.sides import METHODS, WEIGHTS, Llama, Ours
+from benchmarks.real.start import PROMPT, measure, measure_llama
+from benchmarks.real.texts import WORKLOADS, texts
+from outrider.bench.prompts import Prompt
+from outrider.params import SamplingParams
+
+PARTS = ("texts", "start", "served")
+WARM = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+class Real:
+    """One target with its draft: what is measured goes to the journal."""
+
+    def __init__(self, options: argparse.Namespace, journal: Journal) -> None:
+        self.options, self.journal = options, journal
+        self.files = {name: identity(name) for name in (options.target, options.draft) if name}
+        self.target = self.files[options.target]["name"]  # pyright: ignore[reportOptionalSubscript]
+        self.draft = self.files[options.draft]["name"] if options.draft else None  # pyright: ignore[reportOptionalSubscript]
+
+    def key(self, weights: str) -> dict[str, Any]:
+        """What every line of this bout holds."""
+        digest = (self.files[self.options.target] or {}).get("sha256")
+        return {"target": self.target, "sha256": digest, "draft": self.draft, "weights": weights}
+
+    def llama_reads(self, weights: str) -> Path | None:
+        """llama.cpp's program, where it reads the target as we do."""
+        return self.options.llama if weights == "file" and self.options.target.endswith(".gguf") else None
+
+    def todo(self, weights: str, chat: bool) -> Iterator[tuple[dict[str, Any], Prompt]]:
+        """Rounds that the journal does not have: the first text of every workload, then the second, and so on."""
+        o = self.options
+        every = {w: texts(w, chat, o.texts) for w in o.workloads}
+        asked = {"methods": sorted(o.methods), "tokens": o.tokens, "ignore_eos": o.ignore_eos, "llama": bool(o.llama)}
+        for n in range(o.texts):
+            for workload in o.workloads:
+                for temperature in o.temperatures:
+                    if n < len(every[workload]):
+                        prompt = every[workload][n]
+                        where = {"workload": workload, "text": prompt.id, "temperature": temperature}
+                        key = {**self.key(weights), **where, **asked}
+                        if not self.journal.has("round", key):
+                            yield key, prompt
+
+    def texts(self, weights: str, deadline: float) -> None:
+        """The rounds of a bout, until the deadline."""
+        o = self.options
+        if next(self.todo(weights, False), None) is None:
+            return
+        print(f"{self.target}, {weights}: loading", file=sys.stderr, flush=True)
+        ours = Ours(o.target, o.draft, weights, o.methods, o.length)
+        if ours.missing:
+            self.journal.add("missing", self.key(weights), {"methods": ours.missing})
+        with ExitStack() as stack:
+            sides: list[Ours | Llama] = [ours]
+            if program := self.llama_reads(weights):
+                draft = o.draft if o.draft and o.draft.endswith(".gguf") else None
+                how = {"p_min": o.llama_p_min, "sampling": o.llama_sampling}
+                sides.append(stack.enter_context(Llama(program, o.target, draft, o.llama_draft, ours.limit, **how)))
+            warm = ours.encode(texts("code", ours.chat, 12)[-1].content)
+            for side in sides:
+                side.write(warm, WARM)
+            for number, (key, prompt) in enumerate(self.todo(weights, ours.chat)):
+                if time.monotonic() > deadline:
+                    break
+                ids = ours.encode(prompt.content)
+                if len(ids) + o.tokens > ours.limit:
+                    print(f"  {prompt.id} is longer than --length allows: {len(ids)} tokens", file=sys.stderr)
+                    continue
+                params = SamplingParams(
+                    temperature=key["temperature"], max_tokens=o.tokens, ignore_eos=o.ignore_eos, seed=number
+                )
+                timings: dict[str, Any] = {}
+                for side in sides if number % 2 == 0 else sides[::-1]:
+                    timings |= {name: t.as_dict() for name, t in side.write(ids, params).items()}
+                self.journal.add(
+                    "round",
+                    key,
+                    {"seed": number, "prompt_tokens": len(ids), "timings": timings},
+                )
+                told = {name: round(1e3 * t["seconds"] / max(t["tokens"], 1), 1) for name, t in timings.items()}
+                wrong = sum(t["differing"] for name, t in timings.items() if not name.startswith("llama.cpp"))
+                print(f"  {prompt.id}, T={key['temperature']:g}: {told}, {wrong} differ", file=sys.stderr, flush=True)
+
+    def start(self, weights: str) -> None:
+        """Starts of new processes, ours and llama.cpp's."""
+        size = (self.files[self.options.target] or {}).get("bytes")
+        for side, program in (("outrider", None), ("llama.cpp", self.llama_reads(weights))):
+            key = {**self.key(weights), "side": side, "bytes": size}
+            if (side == "llama.cpp" and program is None) or self.journal.has("start", key):
+                continue
+            if program is None:
+                found = measure(self.options.target, weights)
+            else:
+                found = [measure_llama(program, self.options.target, list(range(10, 10 + len(PROMPT.split()))))]
+            for line in found:
+                self.journal.add("start", key, line)
+                print(f"  {side} {line}", file=sys.stderr, flush=True)
+
+    def served(self, weights: str) -> None:
+        """Clients on servers."""
+        o, program = self.options, self.llama_reads(weights)
+        key = {**self.key(weights), "tokens": o.tokens, "clients": o.clients, "llama": program is not None}
+        if not self.journal.has("served", key):
+            longest = o.llama_draft[0] if o.llama_draft else 4
+            for line in served(
+                o.target, o.draft, weights, program, clients=o.clients, tokens=o.tokens, llama_draft=longest
+            ):
+                self.journal.add("served", key, line)
+
+
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", required=True, help="a GGUF file, a folder, a hub name or a built-in name")
+    parser.add_argument("--draft", help="a draft model, the same way")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["file"], help="file: as they are stored")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="all that are possible, if not given")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--texts", type=int, default=6, help="of each workload, at most 12")
+    parser.add_argument("--tokens", type=int, default=96, help="of a text, at most")
+    parser.add_argument("--length", type=int, default=1536, help="tokens of prompt and text")
+    parser.add_argument("--ignore-eos", action="store_true", help="write on behind end tokens, on all sides")
+    parser.add_argument("--llama", type=Path, help="a llama-server, or a Python that has xllamacpp; none: leave it out")
+    parser.add_argument(
+        "--llama-draft", type=int, nargs="*", default=[4, 2, 8], help="llama.cpp's draft tokens of a step"
+    )
+    parser.add_argument("--llama-p-min", type=float, default=0.0, help="llama.cpp's least probability of a draft token")
+    parser.add_argument("--llama-sampling", choices=("greedy", "probabilistic"), default="greedy", help="of its draft")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=["texts"])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8], help="for served")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="for the texts, shared by all --weights")
+    parser.add_argument("--journal", type=Path, default=WORK / "real.jsonl")
+    parser.add_argument("--name", default="real")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
+    options = parser.parse_args(arguments)
+    if options.methods is None:
+        options.methods = [m for m in METHODS if options.draft or not m.startswith("draft_model")]
+    return options
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    options = options_of(arguments)
+    journal = Journal(options.journal)
+    real = Real(options, journal)
+    given = sys.argv[1:] if arguments is None else arguments
+    command = " ".join(["python -m benchmarks.real", *(Path(a).name if a.startswith(("/", "~")) else a for a in given)])
+    journal.add(
+        "run", {"command": command},
+        {"files": real.files, "threads": machine.cores(), "llama.cpp": about(options.llama) if options.llama else None},
+    )  # fmt: skip
+    end = time.monotonic() + 60 * options.minutes
+    try:
+        for number, weights in enumerate(options.weights):
+            left = end - time.monotonic()
+            if "texts" in options.only:
+                real.texts(weights, time.monotonic() + left / (len(options.weights) - number))
+            if "start" in options.only:
+                real.start(weights)
+            if "served" in options.only:
+                real.served(weights)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+    made = report.result(journal, options.name)
+    path = options.out / f"{journal.lines[0]['date']}-{options.name}.json"
+    report.write(path, made)
+    print(report.tables(made))
+    print(f"\nwritten to {path}", file=sys.stderr)
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What was measured so far: a file of JSON lines. Each finished measurement is a line, so a run may end at any time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import facts
+
+# Measurements with another of these cannot be compared with those of the file.
+SAME = ("cpu", "family", "cores", "isa", "torch", "transformers")
+
+
+class Journal:
+    """The lines of a file. The first one tells the machine. An incomplete last line, of a run that was killed, is dropped.
+
+    Raises ValueError for a file of another machine or other versions.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.machine = path, facts()
+        lines = list(_read(path))
+        if not lines:
+            lines = [{"kind": "machine", **self.machine}]
+        for name in SAME:
+            if lines[0].get(name) != self.machine[name]:
+                raise ValueError(
+                    f"{path} was measured with {name} {lines[0].get(name)}, and here it is {self.machine[name]}; "
+                    "give another file: --journal FILE"
+                )
+        self.lines = lines
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        part.replace(path)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """All measurements of a kind: round, start or served."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def has(self, kind: str, key: dict[str, Any]) -> bool:
+        """Whether there is a measurement with all these fields."""
+        return any(all(line.get(k) == v for k, v in key.items()) for line in self.of(kind))
+
+    def add(self, kind: str, key: dict[str, Any], found: dict[str, Any]) -> None:
+        """Append a measurement. The commit is recorded with it."""
+        line = {"kind": kind, **key, **found, "commit": self.machine["commit"]}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.lines.append(line)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+def identity(model: str | None) -> dict[str, Any] | None:
+    """Name, and for a file or folder on this disk: bytes and sha256 of the weights. None for no model."""
+    if model is None:
+        return None
+    path = Path(model).expanduser()
+    if not path.exists():
+        return {"name": model}
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".safetensors", ".gguf"))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            while block := opened.read(2**22):
+                digest.update(block)
+    return {"name": path.name, "bytes": sum(f.stat().st_size for f in files), "sha256": digest.hexdigest()}

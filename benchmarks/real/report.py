@@ -1,0 +1,202 @@
+"""From the journal to records, the result file and Markdown tables. Ratios are of seconds per token, text by text."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.real.journal import Journal
+from benchmarks.real.sides import PLAIN
+from benchmarks.real.texts import WORKLOADS
+from benchmarks.report import markdown
+from outrider.bench.stats import CONFIDENCE, DRAWS, Interval
+
+LEAST = 8  # decoded tokens of a text that counts; shorter ones say nothing about a speed
+LLAMA = "llama.cpp"
+Round = dict[str, Any]
+
+
+def median_interval(ratios: Sequence[float], seed: int = 0) -> Interval:
+    """The median of a list and its bootstrap interval: texts are drawn anew, with replacement."""
+    values = np.asarray(ratios, float)
+    picks = np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))
+    medians = np.median(values[picks], axis=1)
+    low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(float(np.median(values)), float(low), float(high), len(values))
+
+
+def cells(rounds: Iterable[Round]) -> dict[tuple[Any, ...], list[Round]]:
+    """Rounds by target, draft, weights, workload and temperature."""
+    found: dict[tuple[Any, ...], list[Round]] = defaultdict(list)
+    for r in rounds:
+        found[r["target"], r["draft"], r["weights"], r["workload"], r["temperature"]].append(r)
+    return found
+
+
+def records(rounds: Iterable[Round]) -> list[dict[str, Any]]:
+    """One record for each setting of each cell."""
+    out = []
+    for (target, draft, weights, workload, temperature), some in cells(rounds).items():
+        kept = [r for r in some if min(t["tokens"] for t in r["timings"].values()) >= LEAST]
+        names = dict.fromkeys(name for r in kept for name in r["timings"])
+        for name in names:
+            mine = [r for r in kept if name in r["timings"]]
+            out.append(
+                {
+                    "target": target, "draft": draft, "weights": weights, "workload": workload, "temperature": temperature,
+                    "setting": name, **_record(name, mine, len(some) - len(kept)),
+                }
+            )  # fmt: skip
+    return out
+
+
+def _record(name: str, rounds: list[Round], short: int) -> dict[str, Any]:
+    timings = [r["timings"][name] for r in rounds]
+    total = {k: sum(t[k] for t in timings) for k in ("tokens", "seconds", "steps", "drafted", "accepted", "differing")}
+    ms = [1e3 * _per_token(t) for t in timings]
+    prompts = [
+        1e3 * t["prompt_seconds"] / r["prompt_tokens"]
+        for r, t in zip(rounds, timings, strict=True)
+        if t["prompt_seconds"] is not None
+    ]
+    out: dict[str, Any] = {
+        "texts": len(rounds), "short_texts": short, "tokens": total["tokens"], "ms_per_token": round(median(ms), 3),
+        "prompt_ms_per_token": round(median(prompts), 3) if prompts else None,
+        "acceptance_length": round(total["tokens"] / total["steps"], 3) if total["steps"] else None,
+        "acceptance_rate": round(total["accepted"] / total["drafted"], 3) if total["drafted"] else None,
+        "differing_tokens": total["differing"],
+        "commits": sorted({r["commit"] for r in rounds}),
+    }  # fmt: skip
+    own = LLAMA if name.startswith(LLAMA) else PLAIN
+    if name != own:
+        out["speedup"] = _ratio(rounds, lambda r: _per_token(r["timings"][own]), name)
+    if own == PLAIN:
+        peers = sorted({n for r in rounds for n in r["timings"] if n.startswith(LLAMA)})
+        if peers:
+            out["over_llama_plain"] = _ratio(rounds, lambda r: _per_token(r["timings"][LLAMA]), name)
+            best = min(peers, key=lambda p: median(_per_token(r["timings"][p]) for r in rounds if p in r["timings"]))
+            out["over_llama_best"] = _ratio(rounds, lambda r: _per_token(r["timings"][best]), name) | {"best": best}
+    return out
+
+
+def _per_token(timing: dict[str, Any]) -> float:
+    return timing["seconds"] / timing["tokens"]
+
+
+def _ratio(rounds: list[Round], base: Callable[[Round], float], name: str) -> dict[str, float]:
+    """How many times faster than `base`, over the rounds that have both."""
+    ratios = list[float]()
+    for r in rounds:
+        try:
+            ratios.append(base(r) / _per_token(r["timings"][name]))
+        except KeyError:
+            continue
+    found = median_interval(ratios)
+    return {"value": round(found.value, 3), "low": round(found.low, 3), "high": round(found.high, 3)}
+
+
+def result(journal: Journal, name: str) -> dict[str, Any]:
+    """The whole result: commands, files with their hashes, versions and threads; then what was measured."""
+    runs = journal.of("run")
+    return {
+        "name": name,
+        "commands": list(dict.fromkeys(run["command"] for run in runs)),
+        "files": {file["name"]: file for run in runs for file in run["files"].values()},
+        "llama.cpp": next((run["llama.cpp"] for run in reversed(runs) if run["llama.cpp"]), None),
+        "threads": runs[-1]["threads"],
+        "machine": journal.lines[0],
+        "records": records(journal.of("round")),
+        "missing": journal.of("missing"),
+        "start": journal.of("start"),
+        "served": journal.of("served"),
+    }
+
+
+def write(path: Path, made: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+def tables(made: dict[str, Any]) -> str:
+    """Markdown: a table for each target and weights, then starts and servers."""
+    parts, every = list[str](), made["records"]
+    for target, draft, weights in dict.fromkeys((r["target"], r["draft"], r["weights"]) for r in every):
+        some = [r for r in every if (r["target"], r["draft"], r["weights"]) == (target, draft, weights)]
+        title = f"**{target}, {'as in the file' if weights == 'file' else weights}**"
+        parts.append(f"{title}{f', draft model {draft}' if draft else ''}\n\n{_table(some)}")
+    if made["start"]:
+        parts.append(f"**Start to first token, and memory**\n\n{_starts(made['start'])}")
+    if made["served"]:
+        parts.append(f"**Served**\n\n{_served(made['served'])}")
+    return "\n\n".join(parts)
+
+
+def _table(some: list[dict[str, Any]]) -> str:
+    columns = sorted({(r["workload"], r["temperature"]) for r in some}, key=lambda c: (c[1], WORKLOADS.index(c[0])))
+    by = {(r["setting"], r["workload"], r["temperature"]): r for r in some}
+    names = sorted(dict.fromkeys(r["setting"] for r in some), key=lambda n: (n.startswith(LLAMA), n != PLAIN))
+    head = ["", *(f"{w}, T={t:g}" for w, t in columns)]
+    body = [[name, *(_cell(by.get((name, *c))) for c in columns)] for name in names]
+    if any("over_llama_plain" in r for r in some):
+        ours = [n for n in names if not n.startswith(LLAMA)]
+        body.append(
+            ["plain over llama.cpp's plain", *(_over(by.get((PLAIN, *c)), "over_llama_plain") for c in columns)]
+        )
+        for name in ours[1:]:
+            cells = [_over(by.get((name, *c)), "over_llama_best") for c in columns]
+            body.append([f"{name} over llama.cpp's best", *cells])
+    differing = [[r for r in some if (r["workload"], r["temperature"]) == c and _ours(r)] for c in columns]
+    body.append(["differing tokens", *(f"{sum(r['differing_tokens'] for r in c)}" for c in differing)])
+    body.append(["texts", *(f"{max((r['texts'] for r in c), default=0)}" for c in differing)])
+    return markdown(head, body)
+
+
+def _ours(record: dict[str, Any]) -> bool:
+    return not record["setting"].startswith(LLAMA)
+
+
+def _cell(record: dict[str, Any] | None) -> str:
+    """Milliseconds a token; behind them the speedup with its interval, and the acceptance length."""
+    if record is None:
+        return ""
+    ms = f"{record['ms_per_token']:.1f} ms"
+    if "speedup" not in record:
+        return ms
+    return f"{ms}, {_over(record, 'speedup')}, {record['acceptance_length']:.1f}"
+
+
+def _over(record: dict[str, Any] | None, name: str) -> str:
+    if record is None or name not in record:
+        return ""
+    ratio = record[name]
+    if record["texts"] == 1:
+        return f"{ratio['value']:.2f}"
+    return f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+
+
+def _starts(lines: list[dict[str, Any]]) -> str:
+    head = ["", "weights", "start", "seconds to first token", "peak memory, GB", "over the file"]
+    body = []
+    for line in lines:
+        size, peak = line.get("bytes"), line["peak_bytes"]
+        body.append(
+            [f"{line['side']}, {line['target']}", line["weights"], line["start"], f"{line['seconds']:.1f}", f"{peak / 1e9:.2f}",
+             f"{peak / size:.2f}" if size else ""]
+        )  # fmt: skip
+    return markdown(head, body)
+
+
+def _served(lines: list[dict[str, Any]]) -> str:
+    head = ["target", "clients", "", "tokens/s", "first token, ms", "per token, ms", "failed"]
+    body = [
+        [line["target"], str(line["max_concurrency"]), line["arm"], f"{line['output_throughput']:.1f}",
+         f"{line.get('median_ttft_ms', 0):.0f}", f"{line.get('median_tpot_ms', 0):.1f}", str(line["failed"])]
+        for line in lines
+    ]  # fmt: skip
+    return markdown(head, body)

@@ -1,0 +1,86 @@
+"""Several clients on a server: ours, plain and with a drafter, and llama.cpp's on the same file. Prompts are token ids."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.llama_server import NEUTRAL, LlamaServer
+from benchmarks.peers.servers import Endpoint
+from benchmarks.real.texts import texts
+from benchmarks.serve import load, server, take_turns
+
+SERVE = {
+    "file": (),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "int8": ("--quantization", "int8"),
+    "int4": ("--quantization", "int4"),
+}
+LENGTH = 1024  # tokens of a client's prompt and text
+
+
+def served(
+    target: str,
+    draft: str | None,
+    weights: str,
+    program: Path | None,
+    *,
+    clients: Sequence[int],
+    tokens: int,
+    llama_draft: int,
+) -> list[dict[str, Any]]:
+    """A record for each arm and number of clients, with `differing_texts` of our arms. program: llama.cpp's, or None."""
+    config = {"method": "auto", **({"model": draft} if draft else {})}
+    options = argparse.Namespace(
+        start=target, model="model", config=json.dumps(config), max_model_len=LENGTH, max_concurrency=list(clients),
+        endpoint="/v1/completions", output_len=tokens, temperature=0.0, seed=0, request_rate=float("inf"), num_prompts=None,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        stack.enter_context(server(options, SERVE[weights]))
+        every = _prompts(options.base_url)
+        arms = {
+            "plain": Endpoint(options.base_url, "model", {"disable_spec_decode": True}),
+            "auto": Endpoint(options.base_url, "model"),
+        }
+        ours = set(arms)
+        if program is not None:
+            size: dict[str, Any] = {"slots": max(clients), "length": LENGTH}
+            plain = stack.enter_context(LlamaServer(program, target, **size))
+            arms["llama.cpp"] = Endpoint(plain.url, "model", {"cache_prompt": False, **NEUTRAL})
+            if draft:
+                drafting = stack.enter_context(LlamaServer(program, target, draft, longest=llama_draft, **size))
+                name = f"llama.cpp draft {llama_draft}"
+                arms[name] = Endpoint(drafting.url, "model", {"cache_prompt": False, **NEUTRAL})
+        for end in arms.values():
+            asyncio.run(load(options, end, every[:1], 1))
+        runs, differ, compared = take_turns(options, arms, every, set(arms) - ours)
+    return [run | {"differing_texts": differ, "compared_texts": compared} for run in runs]
+
+
+def _prompts(url: str) -> list[list[int]]:
+    """Code and chat in turn, as our server encodes them: messages where the model has a chat template."""
+    found = list[list[int]]()
+    for pair in zip(*(zip(texts(w, True), texts(w, False), strict=True) for w in ("code", "chat")), strict=True):
+        found += [_tokenized(url, message.content, text.content) for message, text in pair]
+    return found
+
+
+def _tokenized(url: str, messages: Any, text: Any) -> list[int]:
+    for body in ({"messages": messages}, {"prompt": text}):
+        request = urllib.request.Request(
+            url + "/tokenize", json.dumps({"model": "model", **body}).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.loads(answer.read())["tokens"]
+        except urllib.error.HTTPError as error:
+            if error.code != 400 or "prompt" in body:
+                raise
+    raise AssertionError("unreachable")

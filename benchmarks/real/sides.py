@@ -1,0 +1,193 @@
+"""The two sides of a comparison: outrider's methods over one copy of the target in this process, and llama.cpp's servers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.identity import differing
+from benchmarks.peers.llama_server import LlamaServer
+from outrider.bench.interleave import TimedRun, interleave
+from outrider.bench.local import SampleRecorder
+from outrider.bench.run import Sample
+from outrider.engine.prefix_cache import PrefixCache
+from outrider.llm import LLM
+from outrider.models.load import load
+from outrider.params import SamplingParams
+
+STRETCH = 8  # tokens that a method writes before the next one's turn
+PREFIX_BYTES = 2**31
+PLAIN = "plain"
+
+# By name: speculative_config, without the draft model. What is not given is the product's default.
+METHODS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "draft_model": {"method": "draft_model"},
+    "draft_model 4": {"method": "draft_model", "num_speculative_tokens": 4, "controller": "fixed"},
+    "quantized_self": {"method": "quantized_self"},
+    "layer_skip": {"method": "layer_skip"},
+    "suffix": {"method": "suffix"},
+    "ngram": {"method": "ngram"},
+    "token_recycling": {"method": "token_recycling"},
+    "auto": {"method": "auto"},
+}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "file": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One text by one setting.
+
+    tokens, seconds: of the decode, from the first token (or the first step) to the last. written: tokens of the text.
+    prompt_seconds: for the prompt, None where it was not read anew. steps: of the decode. drafted, accepted: draft tokens.
+    differing: tokens that plain decoding of the same side would not have written.
+    """
+
+    tokens: int
+    seconds: float
+    written: int
+    prompt_seconds: float | None
+    steps: int
+    drafted: int
+    accepted: int
+    differing: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {k: round(v, 6) if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+
+class Ours:
+    """One target and an LLM for each method; all share the weights. `missing`: why a method cannot be had here.
+
+    limit: tokens of prompt and text. Raises what `LLM` raises for the target itself.
+    """
+
+    def __init__(self, target: str, draft: str | None, weights: str, methods: Sequence[str], limit: int) -> None:
+        self.target = load(target, device="cpu", **WEIGHTS[weights])
+        self.limit = min(limit, self.target.model.max_length)
+        self.llms: dict[str, LLM] = {}
+        self.missing: dict[str, str] = {}
+        self._prefixes = PrefixCache(PREFIX_BYTES) if self.target.model.batch_invariant else None
+        for name in [PLAIN, *(m for m in methods if m != PLAIN)]:
+            try:
+                self.llms[name] = self._made(METHODS[name], draft)
+            except ValueError as reason:
+                self.missing[name] = str(reason)
+                print(f"  {name} is left out: {reason}", file=sys.stderr, flush=True)
+
+    def _made(self, config: dict[str, Any], draft: str | None) -> LLM:
+        given = dict(config)
+        if given.get("method") in ("draft_model", "auto") and draft is not None:
+            given["model"] = draft
+        llm = LLM(
+            self.target, speculative_config=given, max_model_len=self.limit, max_num_seqs=1, calibrate=bool(given)
+        )
+        llm.decoder.prefixes = self._prefixes
+        return llm
+
+    @property
+    def chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(getattr(self.target.tokenizer, "chat_template", None))
+
+    def encode(self, content: Any) -> list[int]:
+        """The token ids that all sides read."""
+        return self.llms[PLAIN].encode(content)
+
+    def write(self, prompt: list[int], params: SamplingParams) -> dict[str, Timing]:
+        """The same text by every method, in turns. The prompt is read once; each method forgets the texts before."""
+        runs = {
+            name: TimedRun(
+                llm.decoder,
+                llm.requests({"prompt_token_ids": prompt}, params)[0],
+                recorder=SampleRecorder(Sample(prompt="", setting=name, repeat=0, turn=0, seconds=0)),
+            )
+            for name, llm in self.llms.items()
+        }
+        if self._prefixes is not None:
+            self._prefixes.clear()
+        for llm in self.llms.values():
+            llm.drafter.reset()
+        interleave(runs, STRETCH)
+        plain = runs[PLAIN].row.output
+        fresh = {PLAIN} if self._prefixes is not None else set(runs)
+        return {name: _timing(run, plain, name in fresh) for name, run in runs.items()}
+
+
+def _timing(run: TimedRun, plain: Sequence[int], fresh: bool) -> Timing:
+    assert run.recorder is not None
+    sample = run.recorder.sample
+    return Timing(
+        tokens=sum(count for _, count in sample.gaps),
+        seconds=sum(seconds for seconds, _ in sample.gaps),
+        written=len(run.row.output),
+        prompt_seconds=run.prefill if fresh else None,
+        steps=len(sample.gaps),
+        drafted=sum((sample.drafted or [])[1:]),
+        accepted=sum((sample.accepted or [])[1:]),
+        differing=differing(run.row.output, plain),
+    )
+
+
+class Llama:
+    """llama.cpp on the same file: a server that decodes plainly, and one with the draft for each length.
+
+    lengths: draft tokens of a step, at most. p_min: the draft stops where its token is less probable. sampling: how it draws
+    draft tokens, greedy or probabilistic. Use as a context manager. Raises Missing, or RuntimeError if a server does not start.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        target: str,
+        draft: str | None,
+        lengths: Sequence[int],
+        limit: int,
+        *,
+        p_min: float = 0.0,
+        sampling: str = "greedy",
+    ) -> None:
+        options = ("--spec-draft-p-min", str(p_min), "--spec-draft-sampling", sampling)
+        with ExitStack() as stack:
+            self.servers = {"llama.cpp": stack.enter_context(LlamaServer(program, target, length=limit))}
+            for n in lengths if draft else ():
+                server = LlamaServer(program, target, draft, longest=n, length=limit, options=options)
+                self.servers[f"llama.cpp draft {n}"] = stack.enter_context(server)
+            self._stack = stack.pop_all()
+
+    def write(self, prompt: list[int], params: SamplingParams) -> dict[str, Timing]:
+        """The text by every setting. `differing` is against this side's own plain text; its numbers may differ from ours."""
+        found, plain = dict[str, Timing](), list[int]()
+        assert params.max_tokens is not None
+        for name, server in self.servers.items():
+            out = server.complete(
+                prompt, params.max_tokens, params.temperature, params.seed or 0, ignore_eos=params.ignore_eos
+            )
+            plain = plain or out.tokens
+            timed = len(out.tokens) - 1
+            found[name] = Timing(
+                tokens=timed,
+                seconds=out.seconds,
+                written=len(out.tokens),
+                prompt_seconds=out.prompt_seconds,
+                steps=timed - out.accepted,
+                drafted=out.drafted,
+                accepted=out.accepted,
+                differing=differing(out.tokens, plain),
+            )
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

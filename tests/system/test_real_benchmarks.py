@@ -1,0 +1,205 @@
+"""The benchmark on real models, with the built-in one and a stub of llama.cpp's server. Nothing is timed here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.llama_server import about, command
+from benchmarks.real import report
+from benchmarks.real.__main__ import main
+from benchmarks.real.journal import Journal, identity
+from benchmarks.real.served import served
+from benchmarks.real.sides import Llama
+from benchmarks.real.texts import WORKLOADS, texts
+from benchmarks.side import Missing
+from outrider.params import SamplingParams
+
+STUB = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+if "--version" in sys.argv:
+    sys.exit(print("stub 1"))
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({{"status": "ok"}})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with open({log!r}, "a") as log:
+            log.write(json.dumps({{"given": given, "body": body}}) + "\\n")
+        clock = {{"prompt_n": len(body["prompt"]), "prompt_ms": 30.0, "predicted_ms": 200.0}}
+        if "--spec-draft-model" in given:
+            clock |= {{"draft_n": 8, "draft_n_accepted": 6, "predicted_ms": 100.0}}
+        self.answer({{"tokens": list(range(body["n_predict"])), "timings": clock}})
+    def answer(self, what):
+        data = json.dumps(what).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+    def log_message(self, *args):
+        pass
+HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> tuple[Path, Path]:
+    """A program that answers as llama-server does, and the file with what it was asked."""
+    program, log = tmp_path / "llama-server", tmp_path / "asked.jsonl"
+    program.write_text(STUB.format(python=sys.executable, log=str(log)))
+    program.chmod(0o755)
+    return program, log
+
+
+def test_every_method_writes_the_plain_text_and_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    command = [
+        "--target",
+        "builtin:code",
+        "--draft",
+        "builtin:code-draft",
+        "--methods",
+        "plain",
+        "draft_model 4",
+        "suffix",
+    ]
+    command += ["--workloads", "code", "chat", "--texts", "1", "--tokens", "16", "--length", "512"]
+    command += ["--journal", str(tmp_path / "real.jsonl"), "--out", str(tmp_path)]
+    made = main([*command, "--temperatures", "0"])
+    assert [(r["workload"], r["setting"]) for r in made["records"]] == [
+        (w, m) for w in ("code", "chat") for m in ("plain", "draft_model 4", "suffix")
+    ]
+    before = (tmp_path / "real.jsonl").read_text().splitlines()
+    made = main([*command, "--temperatures", "0", "0.8"])
+    after = (tmp_path / "real.jsonl").read_text().splitlines()
+    assert after[: len(before)] == before
+    rounds = [json.loads(line) for line in after if '"kind": "round"' in line]
+    assert [(r["workload"], r["temperature"]) for r in rounds] == [
+        ("code", 0),
+        ("chat", 0),
+        ("code", 0.8),
+        ("chat", 0.8),
+    ]
+    for r in made["records"]:
+        assert (r["differing_tokens"], r["texts"]) == (0, 1)
+        assert r["tokens"] >= 8
+        assert r["ms_per_token"] > 0
+        assert (r["setting"] == "plain") == ("speedup" not in r)
+        assert r["setting"] != "plain" or r["acceptance_length"] == 1
+    [result] = tmp_path.glob("*-real.json")
+    written = json.loads(result.read_text())
+    assert written["files"]["builtin:code"] == {"name": "builtin:code"}
+    assert written["threads"] == written["machine"]["cores"]
+    assert str(tmp_path) not in result.read_text()
+    assert "differing tokens | 0 | 0 | 0 | 0 |" in report.tables(written)
+
+
+def test_llama_cpp_reads_the_same_tokens_and_its_own_clock_counts(stub: tuple[Path, Path]) -> None:
+    program, log = stub
+    assert about(program) == "stub 1"
+    with Llama(program, "t.gguf", "d.gguf", [4, 2], 64) as side:
+        found = side.write([5, 6, 7], SamplingParams(temperature=0.8, max_tokens=11, seed=3))
+    asked = [json.loads(line) for line in log.read_text().splitlines()]
+    assert list(found) == ["llama.cpp", "llama.cpp draft 4", "llama.cpp draft 2"]
+    assert [a["given"].get("--spec-draft-n-max") for a in asked] == [None, "4", "2"]
+    for a in asked:
+        body = a["body"]
+        assert (body["prompt"], body["n_predict"], body["temperature"], body["seed"]) == ([5, 6, 7], 11, 0.8, 3)
+        assert body["cache_prompt"] is False
+        assert body["samplers"] == ["temperature"]
+    plain, fast = found["llama.cpp"], found["llama.cpp draft 4"]
+    assert (plain.tokens, plain.seconds, plain.steps) == (10, 0.2, 10)
+    assert (fast.tokens, fast.seconds, fast.steps, fast.drafted, fast.accepted, fast.differing) == (10, 0.1, 4, 8, 6, 0)
+    with pytest.raises(Missing, match="pip install --no-deps xllamacpp"):
+        command(Path("nowhere/llama-server"))
+
+
+def timing(seconds: float, tokens: int = 10, differing: int = 0) -> dict[str, Any]:
+    return {
+        "tokens": tokens, "seconds": seconds, "written": tokens + 1, "prompt_seconds": 1.0, "steps": tokens, "drafted": 0,
+        "accepted": 0, "differing": differing,
+    }  # fmt: skip
+
+
+def test_ratios_are_medians_over_texts_and_the_best_of_the_peer_counts() -> None:
+    key = {"target": "t", "draft": None, "weights": "file", "workload": "code", "temperature": 0.0, "commit": "abc"}
+    rounds = [
+        {
+            **key, "prompt_tokens": 4,
+            "timings": {
+                "plain": timing(1.0), "ngram": timing(1 / gain, differing=3), "llama.cpp": timing(2.0),
+                "llama.cpp draft 4": timing(1.6),
+            },
+        }
+        for gain in (1.0, 2.0, 9.0)
+    ]  # fmt: skip
+    rounds.append({**key, "prompt_tokens": 4, "timings": {"plain": timing(1.0, tokens=3), "ngram": timing(0.1)}})
+    by = {r["setting"]: r for r in report.records(rounds)}
+    assert by["ngram"]["speedup"] == {"value": 2.0, "low": 1.0, "high": 9.0}
+    assert by["ngram"]["differing_tokens"] == 9
+    assert (by["plain"]["texts"], by["plain"]["short_texts"], by["plain"]["prompt_ms_per_token"]) == (3, 1, 250.0)
+    assert by["plain"]["over_llama_plain"]["value"] == 2.0
+    assert by["plain"]["over_llama_best"] == {"value": 1.6, "low": 1.6, "high": 1.6, "best": "llama.cpp draft 4"}
+    assert by["llama.cpp draft 4"]["speedup"]["value"] == 1.25
+    table = report.tables({"records": [*by.values()], "start": [], "served": []})
+    assert "| plain over llama.cpp's plain | 2.00 (2.00-2.00) |" in table
+    assert "| differing tokens | 9 |" in table
+
+
+def test_a_journal_drops_a_torn_line_and_refuses_another_machine(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    Journal(path).add("round", {"text": "a"}, {"seconds": 1})
+    with path.open("a") as file:
+        file.write('{"kind": "round", "text": "b", "sec')
+    again = Journal(path)
+    assert [r["text"] for r in again.of("round")] == ["a"]
+    again.add("round", {"text": "c"}, {})
+    assert Journal(path).has("round", {"text": "c"})
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(json.dumps({**json.loads(first), "cpu": "another"}) + "\n" + rest)
+    with pytest.raises(ValueError, match="--journal FILE"):
+        Journal(path)
+
+
+def test_files_are_known_by_their_hash(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"abc")
+    sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert identity(str(tmp_path / "a.gguf")) == {"name": "a.gguf", "bytes": 3, "sha256": sha}
+    assert identity(str(tmp_path)) == {"name": tmp_path.name, "bytes": 3, "sha256": sha}
+    assert identity("builtin:code") == {"name": "builtin:code"}
+    assert identity(None) is None
+
+
+def test_every_workload_has_twelve_texts_for_chat_and_for_base_models() -> None:
+    for workload in WORKLOADS:
+        base, chat = texts(workload, False), texts(workload, True)
+        assert len({p.id for p in base}) == 12
+        assert [p.id for p in chat] == [p.id for p in base]
+        assert all(isinstance(p.content, str) for p in base)
+        assert all(p.content[0]["role"] == "user" for p in chat if not isinstance(p.content, str))
+        assert not any(isinstance(p.content, str) for p in chat)
+    with pytest.raises(ValueError, match="there are code, chat"):
+        texts("prose", True)
+
+
+def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
+    command = ["--target", "builtin:code", "--only", "start", "--journal", str(tmp_path / "j"), "--out", str(tmp_path)]
+    made = main(command)
+    assert [s["start"] for s in made["start"]] == ["first", "second"]
+    for s in made["start"]:
+        assert 0 < s["imports_bytes"] < s["peak_bytes"]
+        assert s["seconds"] > 0
+    assert main(command)["start"] == made["start"]
+
+
+def test_clients_are_served_the_same_texts() -> None:
+    lines = served("builtin:code", "builtin:code-draft", "file", None, clients=[1, 2], tokens=6, llama_draft=4)
+    assert [(line["arm"], line["max_concurrency"], line["failed"]) for line in lines] == [
+        (arm, n, 0) for n in (1, 2) for arm in ("plain", "auto")
+    ]
+    assert {line["differing_texts"] for line in lines} == {0}
