@@ -9,15 +9,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
-import json
 import os
-import socket
 import subprocess
 import sys
-import time
 import types
-import urllib.error
-import urllib.request
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,6 +21,7 @@ import numpy as np
 
 from benchmarks import PEERS
 from benchmarks.pairs import drafts_of
+from benchmarks.peers.llama_server import LlamaServer
 from benchmarks.side import Missing, Run, refuse, serve
 
 CONTEXT = 2048
@@ -118,47 +114,6 @@ class Library:
         return [self.feed(tokens, keep=False) for _ in range(repeats)]
 
 
-class Server:
-    """llama-server with one way of decoding."""
-
-    def __init__(self, arguments: list[str], threads: int) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
-        binary = installed() / "build" / "bin" / "llama-server"
-        self._process = subprocess.Popen(
-            [str(binary), "--host", "127.0.0.1", "--port", str(self.port), "-c", str(CONTEXT), "-np", "1", "-t", str(threads),
-             "--cache-ram", "0", *arguments],
-            stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr,
-        )  # fmt: skip
-        deadline = time.monotonic() + 300
-        while not self._healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"llama-server {' '.join(arguments)} did not start (status {self._process.poll()})")
-            time.sleep(0.1)
-
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2) as answer:
-                return answer.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return json.loads(answer.read())
-
-    def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
 class LlamaCpp:
     """A `Worker`. Methods: plain, draft:N, and the server's own n-gram modes by name (ngram-simple, ngram-mod, ...)."""
 
@@ -167,7 +122,7 @@ class LlamaCpp:
         self.target = converted(model, kind)
         self.drafts = {name: converted(Path(folder), kind) for name, folder in drafts.items()}
         self._libraries: dict[str, Library] = {}
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, LlamaServer] = {}
 
     def facts(self) -> dict[str, Any]:
         source = (PEERS / "llama.cpp.source").read_text().split() if (PEERS / "llama.cpp.source").exists() else []
@@ -180,39 +135,28 @@ class LlamaCpp:
             self._libraries[name] = Library(self.target if name == "target" else self.drafts[name], self.threads)
         return self._libraries[name].forward(rows, context, repeats)
 
-    def server(self, method: str) -> Server:
+    def server(self, method: str) -> LlamaServer:
         if method not in self._servers:
             name, _, length = method.partition(":")
-            arguments = ["-m", str(self.target)]
+            program, target = self.tree / "build" / "bin" / "llama-server", str(self.target)
             if name in self.drafts:
-                arguments += [
-                    "-md",
-                    str(self.drafts[name]),
-                    "--spec-type",
-                    "draft-simple",
-                    "--spec-draft-n-max",
-                    length,
-                ]
-            elif name != "plain":
-                arguments += ["--spec-type", name]
-            self._servers[method] = Server(arguments, self.threads)
+                made = LlamaServer(program, target, str(self.drafts[name]), longest=int(length), length=CONTEXT)
+            else:
+                options = () if name == "plain" else ("--spec-type", name)
+                made = LlamaServer(program, target, length=CONTEXT, options=options)
+            self._servers[method] = made
         return self._servers[method]
 
     def generate(self, method: str, prompt: list[int], tokens: int, temperature: float = 0.0, seed: int = 0) -> Run:
-        sampling = {"samplers": ["temperature"], "top_k": 0, "top_p": 1.0, "min_p": 0.0} if temperature else {}
-        out = self.server(method).complete(
-            {"prompt": prompt, "n_predict": tokens, "temperature": temperature, "seed": seed, "ignore_eos": True,
-             "cache_prompt": False, "return_tokens": True, **sampling}
-        )  # fmt: skip
-        clock = out["timings"]
-        timed, accepted = clock["predicted_n"] - 1, clock.get("draft_n_accepted", 0)
+        out = self.server(method).complete(prompt, tokens, temperature, seed, ignore_eos=True)
+        timed = len(out.tokens) - 1
         return Run(
-            tokens=out["tokens"],
+            tokens=out.tokens,
             timed=timed,
-            seconds=clock["predicted_ms"] / 1e3,
-            steps=timed - accepted,
-            drafted=[clock["draft_n"]] if "draft_n" in clock else [],
-            accepted=[accepted] if "draft_n" in clock else [],
+            seconds=out.seconds,
+            steps=timed - out.accepted,
+            drafted=[out.drafted] if out.drafted else [],
+            accepted=[out.accepted] if out.drafted else [],
         )
 
     def close(self) -> None:

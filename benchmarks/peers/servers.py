@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks import PEERS
 from benchmarks.peers.llama_cpp import converted, installed
+from benchmarks.peers.llama_server import LlamaServer
 
 
 @dataclass(frozen=True)
@@ -45,44 +46,47 @@ def started(
 ) -> Iterator[Endpoint]:
     """A peer by its name above. kind: GGUF type for llama.cpp, and by it the precision for transformers. length: tokens of
     prompt and text of one of so many clients. tokens: of each text, which must not end before."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     who, _, how = name.partition(":")
-    environment, url = dict(os.environ), f"http://127.0.0.1:{port}"
     if who == "llama.cpp":
-        command = [str(installed() / "build" / "bin" / "llama-server"), "-m", str(converted(target, kind))]
-        command += ["-np", str(clients), "-c", str(clients * length), "-t", str(len(os.sched_getaffinity(0)))]
-        command += ["--cache-ram", "0", "--host", "127.0.0.1", "--port", str(port)]
-        if how:
-            if draft is None:
-                raise ValueError(f"{name} needs a draft: --draft FOLDER")
-            command += ["-md", str(converted(draft, kind)), "--spec-type", "draft-simple"]
-            command += ["--spec-draft-n-max", how.partition(":")[2]]
-        endpoint = Endpoint(url, target.name, {"cache_prompt": False})
+        if how and draft is None:
+            raise ValueError(f"{name} needs a draft: --draft FOLDER")
+        small = str(converted(draft, kind)) if how and draft else None
+        longest = int(how.partition(":")[2] or 4)
+        program, model = installed() / "build" / "bin" / "llama-server", str(converted(target, kind))
+        with LlamaServer(program, model, small, longest=longest, slots=clients, length=length) as server:
+            yield Endpoint(server.url, target.name, {"cache_prompt": False})
     elif who == "transformers":
-        command = [str(Path(sys.executable).with_name("transformers")), "serve", str(target), "--port", str(port)]
-        command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32" if kind == "f32" else "bfloat16"]
-        command += ["--continuous-batching"] * (how == "batch")
-        environment["PYTHONPATH"] = os.pathsep.join([str(PEERS / "serving"), environment.get("PYTHONPATH", "")])
-        endless = json.dumps({"min_new_tokens": tokens, "pad_token_id": 0, "do_sample": False})
-        unknown = ("ignore_eos", "stream_options", "temperature", "seed")
-        endpoint = Endpoint(url, str(target), {"generation_config": endless}, unknown)
+        with _transformers(how, target, kind, tokens) as endpoint:
+            yield endpoint
     else:
         raise ValueError(
             f"there is no peer {name!r}; there are llama.cpp, llama.cpp:draft:N, transformers, transformers:batch"
         )
+
+
+@contextmanager
+def _transformers(how: str, target: Path, kind: str, tokens: int) -> Iterator[Endpoint]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment, url = dict(os.environ), f"http://127.0.0.1:{port}"
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(target), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32" if kind == "f32" else "bfloat16"]
+    command += ["--continuous-batching"] * (how == "batch")
+    environment["PYTHONPATH"] = os.pathsep.join([str(PEERS / "serving"), environment.get("PYTHONPATH", "")])
+    endless = json.dumps({"min_new_tokens": tokens, "pad_token_id": 0, "do_sample": False})
+    unknown = ("ignore_eos", "stream_options", "temperature", "seed")
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     ) as process:
         try:
-            _wait(url + "/health", process, name)
-            yield endpoint
+            _wait(url + "/health", process)
+            yield Endpoint(url, str(target), {"generation_config": endless}, unknown)
         finally:
             process.terminate()
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], name: str) -> None:
+def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         try:
@@ -91,4 +95,4 @@ def _wait(url: str, process: subprocess.Popen[bytes], name: str) -> None:
                     return
         except OSError:
             time.sleep(0.2)
-    raise RuntimeError(f"{name} did not start (status {process.poll()})")
+    raise RuntimeError(f"transformers serve did not start (status {process.poll()})")
