@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, WEIGHT_FORMATS
+from outrider.models.gguf.files import part_names
 
 # Bytes of an element, by its code in a safetensors header.
 _CODE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -20,15 +21,17 @@ _SPARE = 1.1
 
 
 class Sizes(NamedTuple):
-    """stored: the precision that most weights have. matrices: number of weights that can be kept at another precision.
-    rest: bytes of the others (embeddings, norms), which stay as they are."""
+    """stored: the precision that most weights have, or "gguf" for blocks. matrices: number of weights that can be kept at
+    another precision. rest: bytes of the others (embeddings, norms), which stay as they are. blocks: bytes of the matrices as
+    blocks."""
 
     stored: str
     matrices: int
     rest: int
+    blocks: int = 0
 
     def bytes(self, weights: str) -> float:
-        return self.matrices * WEIGHT_FORMATS[weights].bytes + self.rest
+        return self.rest + (self.blocks if weights == "gguf" else self.matrices * WEIGHT_FORMATS[weights].bytes)
 
 
 def sizes(name: str, folder: Path) -> Sizes | None:
@@ -77,8 +80,7 @@ def fits(name: str, need: Sizes, weights: str | None, where: torch.device) -> No
     wanted, free = need.bytes(weights), free_memory(where)
     if not free or wanted * _SPARE <= free:
         return
-    kept = WEIGHT_FORMATS[weights].bytes
-    smaller = [w for w, f in WEIGHT_FORMATS.items() if f.bytes < kept and need.bytes(w) * _SPARE <= free]
+    smaller = [w for w in WEIGHT_FORMATS if need.bytes(w) < wanted and need.bytes(w) * _SPARE <= free]
     if where.type != "cpu":  # only the CPU has int8 and int4 weights
         smaller = [w for w in smaller if w in DTYPES]
     hint = "no precision of this model fits here"
@@ -91,7 +93,7 @@ def fits(name: str, need: Sizes, weights: str | None, where: torch.device) -> No
 
 
 def fingerprint(source: Any) -> str:
-    """A digest that changes when a model's folder, or another file, is written again.
+    """A digest that changes when a model's folder, a GGUF file or one of its parts, or another file is written again.
 
     It covers names, sizes and times of config.json and the weights. "" if it is not a path here: a built-in name, a hub name
     or a loaded model.
@@ -100,7 +102,8 @@ def fingerprint(source: Any) -> str:
     if path is None or not path.exists():
         return ""
     inside = sorted(path.iterdir()) if path.is_dir() else []
-    files = [f for f in inside if f.name == "config.json" or f.suffix in (".safetensors", ".bin")] or [path]
+    files = [f for f in inside if f.name == "config.json" or f.suffix in (".safetensors", ".bin", ".gguf")]
+    files = files or [part for name in part_names(path.name) if (part := path.with_name(name)).exists()]
     seen = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 

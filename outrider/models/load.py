@@ -27,8 +27,14 @@ from outrider.kernels import for_device
 from outrider.models import checkpoint
 from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
+from outrider.models.builtin.download import DOWNLOADS, fetch
 from outrider.models.builtin.scale_up import SIZES, scaled_up
-from outrider.models.dtypes import DTYPES, QUANTIZATIONS, dtype_name, parse_dtype
+from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
+from outrider.models.gguf.architectures import architecture_of
+from outrider.models.gguf.files import gguf_files
+from outrider.models.gguf.model import build, dense_, precision, sizes
+from outrider.models.gguf.reader import GGUFFile, read
+from outrider.models.gguf.tokenizer import tokenizer_of
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
 
@@ -69,8 +75,9 @@ def load(
 ) -> Loaded:
     """Load a model.
 
-    model: a built-in name, a folder, a hub name or a model object. tokenizer: an object, a folder or a name; None for the
-    model's own. dtype: "auto" keeps the precision of the checkpoint. quantization: "int8" or "int4" weights, on the CPU.
+    model: a built-in name, a folder, a GGUF file, a hub name, `owner/name:file.gguf` on the hub, or a model object. tokenizer: an
+    object, or a name or path as for the model; None for the model's own. dtype: "auto" keeps the precision of the checkpoint.
+    quantization: "int8" or "int4" weights, on the CPU.
 
     Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
     is raised before anything large is done.
@@ -88,15 +95,23 @@ def load(
         name, own, raw = model.config._name_or_path or type(model).__name__, False, model
     else:
         name, own = str(model), True
-        path = _path("builtin:code" if name in SYNTHETIC else name)
-        raw = _synthetic(name, kind) if name in SYNTHETIC else _from_pretrained(name, path, kind, where, quantization)
-        if tokenizer is None:
-            tokenizer = _tokenizer(path)
+        if files := _gguf_files(name):
+            file = read(files)
+            raw = _from_gguf(name, file, kind, where, quantization)
+            if tokenizer is None:
+                tokenizer = tokenizer_of(file)
+        else:
+            path = _path("builtin:code" if name in SYNTHETIC else name)
+            raw = (
+                _synthetic(name, kind) if name in SYNTHETIC else _from_pretrained(name, path, kind, where, quantization)
+            )
+            if tokenizer is None:
+                tokenizer = _tokenizer(path)
     if isinstance(tokenizer, (str, Path)):
-        tokenizer = AutoTokenizer.from_pretrained(_path(str(tokenizer)))
+        files = _gguf_files(str(tokenizer))
+        tokenizer = tokenizer_of(read(files)) if files else AutoTokenizer.from_pretrained(_path(str(tokenizer)))
     refuse(raw)
-    stored = dtype_name(raw.get_input_embeddings().weight.dtype)  # pyright: ignore[reportArgumentType]
-    weights = quantization or (stored if kind == "auto" else kind)
+    weights = quantization or (precision(raw) if kind == "auto" else kind)
     ends = _end_ids(raw, tokenizer)
     return Loaded(_prepare(raw, own, where, weights), name, tokenizer, ends, weights, model)
 
@@ -119,9 +134,9 @@ def _from_pretrained(
     name: str, path: str, dtype: str, where: torch.device, quantization: str | None
 ) -> PreTrainedModel:
     config = _config(name, path)
-    sizes = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
-    if sizes:
-        checkpoint.fits(name, sizes, quantization or (None if dtype == "auto" else dtype), where)
+    stored = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
+    if stored:
+        checkpoint.fits(name, stored, quantization or (None if dtype == "auto" else dtype), where)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype if dtype == "auto" else DTYPES[dtype], output_loading_info=True
@@ -135,6 +150,25 @@ def _from_pretrained(
             f"{missing[0]} among them. Download it again, or save it again with save_pretrained"
         )
     _unmap_(raw)
+    return raw
+
+
+def _gguf_files(name: str) -> tuple[Path, ...] | None:
+    """The GGUF files that a name stands for, or None. A built-in real model is fetched if it is not here."""
+    return (fetch(DOWNLOADS[name]),) if name in DOWNLOADS else gguf_files(name)
+
+
+def _from_gguf(name: str, file: GGUFFile, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
+    """dtype "auto" keeps blocks where the kernels can, and makes them bfloat16 elsewhere."""
+    architecture_of(file)  # raises for what is no model, before anybody asks its size
+    kind = quantization or (None if dtype == "auto" else dtype)
+    missing = for_device(where).missing
+    if kind is None and missing:
+        kind = "float32" if where.type == "cpu" else "bfloat16"
+    checkpoint.fits(name, sizes(file), kind, where)
+    raw = build(file)
+    if missing:
+        dense_(raw, DTYPES[kind or "bfloat16"])
     return raw
 
 

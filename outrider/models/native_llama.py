@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
+from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct, LayerStruct, ModelStruct
 from outrider.models.base import (
     EMBEDDING,
@@ -30,7 +31,8 @@ from outrider.models.base import (
     over_vocabulary,
 )
 from outrider.models.cache import SlotCache
-from outrider.models.dtypes import dtype_name
+from outrider.models.dtypes import DTYPES, dtype_name
+from outrider.models.matrix import dense, free_matrix_, matrix_of, packed, rows_of, share_matrix
 from outrider.models.nodes import Nodes
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
@@ -64,9 +66,9 @@ def supports(model: PreTrainedModel) -> str | None:
 class LlamaModel(BaseModel):
     """A Llama, Mistral, Qwen2, Qwen3 or Granite model, run by the native step.
 
-    weights: the precision of the packed weights: float32, bfloat16, float16, int8 or int4. "auto" keeps the
-    checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied to it. A separate
-    embedding is not packed, because a forward reads only a few of its rows.
+    weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
+    file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied
+    to it. A separate embedding is not packed, because a forward reads only a few of its rows.
     own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
     head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
     not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
@@ -84,8 +86,9 @@ class LlamaModel(BaseModel):
             raise ValueError(f"the native step cannot run this model: {reason}; HFModel can")
         config: Any = model.config
         base: Any = model.model
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # pyright: ignore
-        self._packing = dtype_name(embedding.dtype) if weights == "auto" else weights  # pyright: ignore
+        head = matrix_of(model.get_output_embeddings())  # pyright: ignore[reportArgumentType]
+        stored = "gguf" if isinstance(head, Blocks) else dtype_name(head.dtype)
+        self._packing = stored if weights == "auto" else weights
         self._own = own
         self.num_layers, self.hidden = len(base.layers), int(config.hidden_size)
         self._kv_heads, self._dim = int(config.num_key_value_heads), int(base.layers[0].self_attn.head_dim)
@@ -104,17 +107,15 @@ class LlamaModel(BaseModel):
         """The packed output head, and the table of an embedding that is not tied to it."""
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
-        ids = self._head_ids
-        tied = ids is None and inputs.weight.data_ptr() == outputs.weight.data_ptr()
-        table = None if tied else inputs.weight.detach().contiguous()
+        ids, matrix, bias = self._head_ids, matrix_of(outputs), outputs.bias
+        tied = ids is None and share_matrix(inputs, outputs)
+        table = None if tied else dense(matrix_of(inputs), DTYPES.get(self._packing, torch.bfloat16)).contiguous()
         packing = "int8" if self._packing in ("int8", "int4") else self._packing
-        weight, bias = (
-            None if t is None else t.detach() if ids is None else t.detach()[ids]
-            for t in (outputs.weight, outputs.bias)
-        )
-        head = native.Packed([weight], packing, [bias])  # pyright: ignore[reportArgumentType]
+        if ids is not None:
+            matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
+        head = packed([matrix], packing, [None if bias is None else bias.detach()])
         if self._own:
-            _free(inputs, outputs) if tied else _free(outputs)
+            free_matrix_(inputs, outputs) if tied else free_matrix_(outputs)
         self._keep += [head, table, ids]
         return head, table
 
@@ -297,21 +298,16 @@ class LlamaModel(BaseModel):
 
     def _packed(self, linears: list[Any], *, paired: bool = False) -> int:
         biases = [None if m.bias is None else m.bias.detach() for m in linears]
-        packed = native.Packed([m.weight.detach() for m in linears], self._packing, biases, paired=paired)
+        made = packed([matrix_of(m) for m in linears], self._packing, biases, paired=paired)
         if self._own:
-            _free(*linears)
-        self._keep.append(packed)
-        return ctypes.addressof(packed.struct)
+            free_matrix_(*linears)
+        self._keep.append(made)
+        return ctypes.addressof(made.struct)
 
     def _floats(self, weight: Tensor) -> int:
         floats = weight.detach().float().clone()
         self._keep.append(floats)
         return floats.data_ptr()
-
-
-def _free(*modules: Any) -> None:
-    for m in modules:
-        m.weight = nn.Parameter(torch.empty(0, dtype=m.weight.dtype), requires_grad=False)
 
 
 def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -> ValueError:

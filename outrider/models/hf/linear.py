@@ -14,27 +14,28 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
 from outrider.kernels import for_device
+from outrider.kernels.blocks import Blocks
 from outrider.models.dtypes import DTYPES, dtype_name
+from outrider.models.matrix import matrix_of, packed
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b. weights: float32, bfloat16, float16, int8 or int4; "auto" is the dtype `weight` has.
+    """y = x W^T + b. weights: float32, bfloat16, float16, int8, int4 or gguf; "auto" is what `weight` has.
 
     weight: [out, in]. Takes and returns float32 (other dtypes are converted on the way), any leading dimensions.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, weights: str = "auto") -> None:
+    def __init__(self, weight: Tensor | Blocks, bias: Tensor | None = None, weights: str = "auto") -> None:
         super().__init__()
-        weight = weight.detach()
         self.out_features, self.in_features = weight.shape
-        self.kind = dtype_name(weight.dtype) if weights == "auto" else weights
-        pack = for_device(weight.device).linear
-        if pack is not None:
-            packed = pack([weight], self.kind, [None if bias is None else bias.detach()])
-            self._run: Callable[[Tensor], Tensor] = packed.linear
-            self.packed: native.Packed | None = packed
+        stored = "gguf" if isinstance(weight, Blocks) else dtype_name(weight.dtype)
+        self.kind = stored if weights == "auto" else weights
+        if isinstance(weight, Blocks) or for_device(weight.device).linear is not None:
+            made = packed([weight], self.kind, [None if bias is None else bias.detach()])
+            self._run: Callable[[Tensor], Tensor] = made.linear
+            self.packed: native.Packed | None = made
         else:
-            self._run, self.packed = _onednn(weight, bias, self.kind), None
+            self._run, self.packed = _onednn(weight.detach(), bias, self.kind), None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
@@ -50,6 +51,20 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.kind}"
+
+
+class PackedEmbedding(nn.Module):
+    """The rows of a packed matrix, float32, times a factor. A head that is tied to it has the same packed matrix."""
+
+    def __init__(self, table: native.Packed, factor: float = 1.0) -> None:
+        super().__init__()
+        self.table, self.factor = table, factor
+        self.num_embeddings, self.embedding_dim = table.n, table.k
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [...] -> float32 [..., hidden]."""
+        rows = torch.stack([self.table.row(t) for t in tokens.flatten().tolist()])
+        return rows.view(*tokens.shape, self.embedding_dim) * self.factor
 
 
 def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor], Tensor]:
@@ -68,10 +83,11 @@ def _onednn(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor]
 def pack_linears_(model: nn.Module, weights: str = "auto") -> int:
     """Replace every nn.Linear and Conv1D in place. Returns how many were replaced.
 
-    A matrix shared with the embedding is packed as another copy, and the embedding stays. The other matrices are freed one by
-    one, so only one extra matrix is in memory at a time.
+    A matrix shared with the embedding is packed as another copy, and the embedding stays. An embedding in blocks is packed, too,
+    and shares the packed matrix. The other matrices are freed one by one, so only one extra matrix is in memory at a time.
     """
     names = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    made: dict[int, PackedLinear] = {}
     for name in names:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -79,8 +95,22 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> int:
         if isinstance(module, Conv1D):
             new = PackedLinear(module.weight.detach().T, module.bias, weights)
         elif isinstance(module, nn.Linear):
-            new = PackedLinear(module.weight, module.bias, weights)
+            matrix = matrix_of(module)
+            new = PackedLinear(matrix, module.bias, weights)
+            if isinstance(matrix, Blocks):
+                made[id(matrix)] = new
         else:
             continue
         setattr(owner, child, new.train(module.training))
+    _pack_embeddings_(model, weights, made)
     return len(names)
+
+
+def _pack_embeddings_(model: nn.Module, weights: str, linears: dict[int, PackedLinear]) -> None:
+    """Replace embeddings whose matrix is in blocks. linears: those that are packed already, by the matrix."""
+    for name, module in [*model.named_modules()]:
+        if isinstance(module, nn.Embedding) and isinstance(blocks := matrix_of(module), Blocks):
+            tied = linears.get(id(blocks))
+            table = packed([blocks], weights, [None]) if tied is None else tied.packed
+            assert table is not None  # blocks are always packed
+            model.set_submodule(name, PackedEmbedding(table, getattr(module, "scalar_embed_scale", 1.0)))

@@ -1,0 +1,238 @@
+"""The architectures of GGUF files: their configuration in transformers' terms, and how their tensors are stored.
+
+Sources: llama.cpp's convert_hf_to_gguf.py and the readers in its src/models. The names of the tensors are those of the `gguf`
+package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
+from transformers import AutoConfig, PretrainedConfig
+
+from outrider.models.gguf.reader import GGUFFile
+from outrider.models.hf.hooks import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a family of models is stored.
+
+    model_type: transformers' name. interleaved: the rows of q and k are in the order of interleaved rotary pairs. one_added:
+    the norms are stored as w + 1. biases_by_tensor: a linear has a bias if the file has one for it. more: settings of this
+    family beside the common ones.
+    """
+
+    model_type: str
+    interleaved: bool = False
+    one_added: bool = False
+    biases_by_tensor: bool = False
+    more: Callable[[GGUFFile], dict[str, Any]] = lambda file: {}
+
+
+def architecture_of(file: GGUFFile) -> Architecture:
+    """Raises UnsupportedModel for a file that is no language model, or one of another family."""
+    path, name = file.paths[0], file.architecture
+    kind = file.metadata.get("general.type", "model")
+    for other, what in _NO_MODELS.items():
+        if other in (kind, name):
+            raise UnsupportedModel(f"{path} is {what}, not a language model; give the file of the model itself")
+    if not name:
+        raise UnsupportedModel(f"{path} names no architecture (general.architecture), so it is no model for llama.cpp")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{path} is a {name}, and outrider reads GGUF files of {', '.join(ARCHITECTURES)}. Others may run from their folder "
+            "or hub name, as transformers loads them"
+        )
+    if not file.tensors:
+        raise UnsupportedModel(f"{path} has no tensors, only a vocabulary; give the file of the model itself")
+    return ARCHITECTURES[name]
+
+
+def config_of(file: GGUFFile) -> PretrainedConfig:
+    """The configuration that transformers builds the model from. Raises ValueError or UnsupportedModel with the reason."""
+    family = architecture_of(file)
+    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
+    head_dim = _number(file, "attention.key_length", hidden // heads)
+    given: dict[str, Any] = {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None,
+        "hidden_size": hidden,
+        "intermediate_size": _number(file, "feed_forward_length"),
+        "num_hidden_layers": _number(file, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _number(file, "context_length"),
+        "rms_norm_eps": file.get("attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_parameters": _rotary(file, head_dim, family.interleaved),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": None,
+    }
+    if given["vocab_size"] is None:
+        raise ValueError(f"{file.paths[0]} has no token_embd.weight; the file is not a whole model")
+    if file.get("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(f"{file.paths[0]} has values of another length than keys, which outrider does not run")
+    try:
+        return AutoConfig.for_model(family.model_type, **given | family.more(file))
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise ValueError(f"the configuration in {file.paths[0]} does not fit a {family.model_type}: {error}") from error
+
+
+def tensor_names(file: GGUFFile) -> TensorNameMap:
+    """transformers' names -> the names in the file."""
+    number = next(n for n, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+    return get_tensor_name_map(number, _number(file, "block_count"))
+
+
+def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
+    value = file.get(key, default)
+    if isinstance(value, list) and len(set(value)) == 1:  # one entry per layer, all the same
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        what = "differs from layer to layer" if isinstance(value, list) else f"is {value!r}"
+        raise ValueError(f"{file.paths[0]}: {file.architecture}.{key} {what}; outrider needs one positive number")
+    return value
+
+
+def _rotary(file: GGUFFile, head_dim: int, interleaved: bool) -> dict[str, Any]:
+    """transformers' rope_parameters. Frequency factors of a tensor (rope_freqs) are applied to the built model."""
+    rotary = _number(file, "rope.dimension_count", head_dim)
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
+    if rotary != head_dim:
+        if interleaved:
+            raise UnsupportedModel(f"{file.paths[0]} rotates {rotary} of {head_dim} dimensions, in interleaved pairs")
+        found["partial_rotary_factor"] = rotary / head_dim
+    kind, factor = (
+        file.get("rope.scaling.type", "none"),
+        file.get("rope.scaling.factor", file.get("rope.scale_linear", 0.0)),
+    )
+    if kind == "none" and file.get("rope.scale_linear"):
+        kind = "linear"
+    if "rope_factors_long.weight" in file.tensors:
+        first = _number(file, "rope.scaling.original_context_length", _number(file, "context_length"))
+        return found | {
+            "rope_type": "longrope",
+            "long_factor": file.floats("rope_factors_long.weight").tolist(),
+            "short_factor": file.floats("rope_factors_short.weight").tolist(),
+            "original_max_position_embeddings": first,
+            "attention_factor": file.get("rope.scaling.attn_factor"),
+        }
+    if kind == "none" or not factor:
+        return found
+    if kind == "linear":
+        return found | {"rope_type": "linear", "factor": float(factor)}
+    if kind != "yarn":
+        raise UnsupportedModel(f"{file.paths[0]} has rotary scaling {kind!r}; outrider knows linear, yarn and longrope")
+    first = _number(file, "rope.scaling.original_context_length")
+    found |= {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": first}
+    for key, name in _YARN.items():
+        if (value := file.get(f"rope.scaling.{key}")) is not None:
+            found[name] = float(value)
+    return found
+
+
+_YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+_NO_MODELS = {
+    "adapter": "an adapter (LoRA)",
+    "mmproj": "a projector of images or sound",
+    "clip": "a projector of images or sound",
+    "imatrix": "an importance matrix",
+    "controlvector": "a control vector",
+}
+
+
+def _llama(file: GGUFFile) -> dict[str, Any]:
+    return {
+        "attention_bias": any(f"blk.0.attn_{n}.bias" in file.tensors for n in ("q", "k", "v", "output")),
+        "mlp_bias": any(f"blk.0.ffn_{n}.bias" in file.tensors for n in ("gate", "up", "down")),
+    }
+
+
+def _granite(file: GGUFFile) -> dict[str, Any]:
+    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
+    return _llama(file) | {
+        "attention_multiplier": file.get("attention.scale") or (hidden // heads) ** -0.5,
+        "embedding_multiplier": file.get("embedding_scale", 1.0),
+        "residual_multiplier": file.get("residual_scale", 1.0),
+        "logits_scaling": file.get("logit_scale", 1.0),
+    }
+
+
+def _gemma(file: GGUFFile) -> dict[str, Any]:
+    return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(file: GGUFFile) -> dict[str, Any]:
+    layers = _number(file, "block_count")
+    return _gemma(file) | {
+        "sliding_window": file.get("attention.sliding_window", 4096),
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
+        "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.get("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _gemma_scale(file, largest=46),
+    }
+
+
+def _gemma3(file: GGUFFile) -> dict[str, Any]:
+    rotary = _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}
+    layers, every = _number(file, "block_count"), _number(file, "attention.sliding_window_pattern", 6)
+    return _gemma(file) | {
+        "sliding_window": _number(file, "attention.sliding_window"),
+        "layer_types": ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)],
+        "rope_parameters": {
+            "full_attention": rotary,
+            "sliding_attention": {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 10000.0)},
+        },
+        "attn_logit_softcapping": file.get("attn_logit_softcapping"),
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+        "query_pre_attn_scalar": _gemma_scale(file, largest=62),
+    }
+
+
+def _gemma_scale(file: GGUFFile, largest: int) -> int:
+    """Scores are divided by the root of this. The file does not say it; llama.cpp knows the largest model by its layers."""
+    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
+    each = hidden // heads
+    return each if _number(file, "block_count") == largest else _number(file, "attention.key_length", each)
+
+
+def _phi3(file: GGUFFile) -> dict[str, Any]:
+    context = _number(file, "context_length")
+    return {
+        "sliding_window": file.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": _number(file, "rope.scaling.original_context_length", context),
+    }
+
+
+def _stablelm(file: GGUFFile) -> dict[str, Any]:
+    return {
+        "layer_norm_eps": file.get("attention.layer_norm_epsilon", 1e-5),
+        "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
+    }
+
+
+def _olmo2(file: GGUFFile) -> dict[str, Any]:
+    if file.get("attention.sliding_window"):
+        raise UnsupportedModel(f"{file.paths[0]} is an OLMo 3, with windows; outrider reads GGUF files of OLMo 2")
+    return {}
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", interleaved=True, biases_by_tensor=True, more=_llama),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma": Architecture("gemma", one_added=True, more=_gemma),
+    "gemma2": Architecture("gemma2", one_added=True, more=_gemma2),
+    "gemma3": Architecture("gemma3_text", one_added=True, more=_gemma3),
+    "phi3": Architecture("phi3", more=_phi3),
+    "granite": Architecture("granite", interleaved=True, biases_by_tensor=True, more=_granite),
+    "stablelm": Architecture("stablelm", more=_stablelm),
+    "olmo2": Architecture("olmo2", more=_olmo2),
+}

@@ -1,0 +1,203 @@
+"""Makes a model of transformers from a GGUF file, with matrices that stay in the mapped file until they are packed."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outrider.kernels.blocks import Blocks
+from outrider.models.checkpoint import Sizes
+from outrider.models.dtypes import dtype_name
+from outrider.models.gguf.architectures import architecture_of, config_of, tensor_names
+from outrider.models.gguf.reader import FLOATS, GGUFFile
+from outrider.models.gguf.tokenizer import end_ids
+from outrider.models.hf.hooks import UnsupportedModel
+from outrider.models.matrix import dense, give_matrix_, matrix_of
+
+# The block formats that the kernels compute with. Others are dequantised.
+PACKED_FORMATS = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
+# Tensors that are no parameters: they change the rotary frequencies, see `architectures`.
+_ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Names that a family's table in the gguf package lacks.
+_OTHER_NAMES = {"lm_head": "output"}
+
+
+class _Place(NamedTuple):
+    """Where a tensor of the file belongs. row: the tensor's row that the parameter is, or None for all of it."""
+
+    module: nn.Module
+    kind: str
+    row: int | None = None
+
+
+def build(file: GGUFFile) -> PreTrainedModel:
+    """The model. Norms and biases are float32; matrices are views of the file (`models.matrix`).
+
+    Raises ValueError or UnsupportedModel, with the reason, for a file that is no whole model of a known kind.
+    """
+    family, config = architecture_of(file), config_of(file)
+    _check_formats(file)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _fill_buffers_(model, file)
+    for name, place in _places(model, file):
+        order = None
+        if family.interleaved and (found := re.search(r"attn_([qk])\.", name)):
+            heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
+            order = _rotary_order(file.tensors[name].shape[0], heads)
+        _check_shape(file, name, place)
+        if place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
+            give_matrix_(place.module, _matrix(file, name, order))
+        else:
+            values = file.floats(name)
+            values = values if order is None else values[order]
+            values = values if place.row is None else values[place.row]
+            if family.one_added and name.endswith("norm.weight"):
+                values = values - 1
+            setattr(place.module, place.kind, nn.Parameter(values, requires_grad=False))
+    if config.tie_word_embeddings:
+        inputs: Any = model.get_input_embeddings()
+        give_matrix_(model.get_output_embeddings(), matrix_of(inputs))  # pyright: ignore[reportArgumentType]
+    ends = end_ids(file)
+    if model.generation_config is not None and ends:
+        model.generation_config.eos_token_id = list(ends)
+    return model.eval()
+
+
+def sizes(file: GGUFFile) -> Sizes:
+    """The memory that the model needs. The matrices are all tensors of two dimensions, embeddings among them."""
+    matrices = [t for t in file.tensors.values() if len(t.shape) > 1]
+    rest = sum(4 * t.weights for t in file.tensors.values() if len(t.shape) == 1)
+    blocks = sum(t.bytes if t.format in (*FLOATS, *PACKED_FORMATS) else 2 * t.weights for t in matrices)
+    return Sizes("gguf", sum(t.weights for t in matrices), rest, blocks)
+
+
+def precision(model: PreTrainedModel) -> str:
+    """ "gguf" if a matrix is in blocks, else the dtype of the output head."""
+    if any("blocks" in m.__dict__ for m in model.modules()):
+        return "gguf"
+    return dtype_name(model.get_output_embeddings().weight.dtype)  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+
+
+def dense_(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Replace blocks by values of this dtype, one matrix after another. For devices without kernels."""
+    done: dict[int, Tensor] = {}
+    for module in model.modules():
+        blocks = module.__dict__.get("blocks")
+        if blocks is not None:
+            give_matrix_(module, done.setdefault(id(blocks), blocks.dense().to(dtype)))
+
+
+def _matrix(file: GGUFFile, name: str, order: Tensor | None) -> Tensor | Blocks:
+    found = file.matrix(name, order)
+    return dense(found, torch.bfloat16) if file.tensors[name].format not in (*FLOATS, *PACKED_FORMATS) else found
+
+
+def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[str, _Place]]:
+    """Each parameter's place, by the name of its tensor. Raises ValueError unless parameters and tensors are the same."""
+    names, family = tensor_names(file), architecture_of(file)
+    found: list[tuple[str, _Place]] = []
+    head = model.get_output_embeddings() if model.config.tie_word_embeddings else None
+    missing = []
+    for path, module in model.named_modules():
+        for kind, parameter in [*module._parameters.items()]:
+            if parameter is None or module is head:
+                continue
+            each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # StableLM has one norm per head, in one tensor
+            name = f"{names.get_name(each[1] if each else path) or _OTHER_NAMES.get(path, path)}.{kind}"
+            if name in file.tensors:
+                found.append((name, _Place(module, kind, int(each[2]) if each else None)))
+            elif kind == "bias" and family.biases_by_tensor:
+                module.register_parameter("bias", None)
+            else:
+                missing.append(name)
+    if missing:
+        raise ValueError(
+            f"{file.paths[0]} is no whole {file.architecture}: it lacks {missing[0]} and {len(missing) - 1} other tensors; "
+            "download it again"
+        )
+    if unknown := sorted(file.tensors.keys() - {name for name, _ in found} - {*_ROTARY}):
+        raise UnsupportedModel(
+            f"{file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {type(model).__name__} does not "
+            "have, so outrider cannot run it as it was trained"
+        )
+    return found
+
+
+def _check_shape(file: GGUFFile, name: str, place: _Place) -> None:
+    wanted = tuple(getattr(place.module, place.kind).shape)
+    shape = file.tensors[name].shape
+    shape = shape if place.row is None else shape[1:]
+    if shape != wanted:
+        raise ValueError(
+            f"{file.paths[0]}: tensor {name} has shape {list(shape)}, and its metadata asks for {list(wanted)}; the file is "
+            "not consistent"
+        )
+
+
+def _rotary_order(rows: int, heads: int) -> Tensor:
+    """int64 [rows]: row i of the model's matrix is row order[i] of the file's.
+
+    The file interleaves the two halves of each head, so that the two numbers of a rotary pair are neighbours.
+    """
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def _fill_buffers_(model: PreTrainedModel, file: GGUFFile) -> None:
+    """Compute what no checkpoint has: rotary frequencies and factors of embeddings."""
+    for module in model.modules():
+        if any(b is not None and b.is_meta for b in module._buffers.values()):
+            module._buffers = {
+                n: None if b is None else torch.empty_like(b, device="cpu") for n, b in module._buffers.items()
+            }
+            model._init_weights(module)
+    if "rope_freqs.weight" not in file.tensors:
+        return
+    factors = file.floats("rope_freqs.weight")
+    for module in model.modules():
+        inv_freq = module._buffers.get("inv_freq")
+        if inv_freq is None:
+            continue
+        if inv_freq.shape != factors.shape:
+            raise ValueError(f"{file.paths[0]}: rope_freqs has {len(factors)} factors for {len(inv_freq)} frequencies")
+        module._buffers["inv_freq"] = module._buffers["original_inv_freq"] = inv_freq / factors
+
+
+def _check_formats(file: GGUFFile) -> None:
+    """Raises UnsupportedModel for formats that nobody here can read. Warns about those that are kept as bfloat16."""
+    grown: dict[str, int] = {}
+    for name, stored in file.tensors.items():
+        if stored.format in (*FLOATS, *PACKED_FORMATS):
+            continue
+        if not _can_dequantise(stored.format):
+            raise UnsupportedModel(
+                f"{file.paths[0]}: tensor {name} has type {stored.format}, which outrider cannot read. It reads "
+                f"{', '.join((*FLOATS, *PACKED_FORMATS))}; get the model in one of these"
+            )
+        grown[stored.format] = grown.get(stored.format, 0) + 2 * stored.weights
+    if grown:
+        size = sum(grown.values()) / 2**30
+        warnings.warn(
+            f"{file.paths[0].name} has weights in {', '.join(sorted(grown))}, which the kernels do not compute with; outrider "
+            f"keeps them as bfloat16, in {size:.1f} GiB of memory. A Q4_K_M file of the model is smaller in memory and faster",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _can_dequantise(name: str) -> bool:
+    kind = GGMLQuantizationType[name]
+    try:
+        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True

@@ -1,0 +1,269 @@
+"""Reads GGUF files. The header is checked against the size of the file before anything is believed.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package has a reader too. It trusts the counts
+of a file, and it takes seconds for the 150,000 tokens of a vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from outrider.kernels.blocks import Blocks
+
+# ggml's name of a format -> the torch dtype of one weight. All other formats are blocks.
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+# No array of a real model is longer. A corrupt count must not fill the memory with empty strings.
+_LONGEST_ARRAY = 2**24
+_MOST_DIMENSIONS = 4  # of ggml
+_LFS = b"version https://git"
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies. shape: torch's order, the last dimension is contiguous. format: ggml's name, such as "Q4_K"."""
+
+    path: Path
+    offset: int
+    bytes: int
+    shape: tuple[int, ...]
+    format: str
+
+    @property
+    def weights(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The header of a GGUF file, or of all parts of a split one.
+
+    metadata: values by key, as in the file. tensors: by name. Nothing of the weights is in memory.
+    """
+
+    paths: tuple[Path, ...]
+    metadata: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+    @cached_property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture: `get("block_count")` is `llama.block_count` of a llama."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def matrix(self, name: str, order: Tensor | None = None) -> Tensor | Blocks:
+        """A tensor over the mapped file: plain for F32, F16 and BF16, else blocks. It unmaps its part of the file when freed.
+
+        order: int64 [out], the rows that are wanted.
+        """
+        stored = self.tensors[name]
+        data = _mapped(stored.path, stored.offset, stored.bytes)
+        if stored.format in FLOATS:
+            plain = data.view(FLOATS[stored.format]).view(stored.shape)
+            return plain if order is None else plain[order]
+        return Blocks(data.view(math.prod(stored.shape[:-1]), -1), stored.format, stored.shape[-1], order)
+
+    def floats(self, name: str) -> Tensor:
+        """float32, in the shape of the tensor. A copy: the file is not mapped any more."""
+        found = self.matrix(name)
+        dense = found.dense() if isinstance(found, Blocks) else found.to(torch.float32, copy=True)
+        return dense.view(self.tensors[name].shape)
+
+
+def read(paths: Sequence[Path]) -> GGUFFile:
+    """Read the headers of a model's files, in the order of its parts.
+
+    Raises ValueError for a file that is not whole, not GGUF or not consistent, and FileNotFoundError for one that is missing.
+    """
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for number, path in enumerate(paths):
+        values, found = _Header(path).read()
+        if len(paths) > 1:
+            _check_part(path, values, number, len(paths))
+        elif values.get("split.count", 1) > 1:
+            raise ValueError(
+                f"{path} is part {values.get('split.no', 0) + 1} of {values['split.count']}, and its name does not say which "
+                f"the others are; name them like {path.stem}-00001-of-{values['split.count']:05}.gguf"
+            )
+        metadata = metadata or values
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise ValueError(f"{path} has tensor {twice[0]!r} of another part again; download the parts again")
+        tensors |= found
+    whole = metadata.get("split.tensors.count", len(tensors))
+    if len(paths) > 1 and whole != len(tensors):
+        raise ValueError(f"the parts of {paths[0]} have {len(tensors)} tensors of {whole}; download them again")
+    return GGUFFile(tuple(paths), metadata, tensors)
+
+
+def _check_part(path: Path, values: dict[str, Any], number: int, count: int) -> None:
+    given = (values.get("split.no"), values.get("split.count"))
+    if given != (number, count):
+        raise ValueError(
+            f"{path} is part {number} (from 0) of {count} by its name, and {given[0]} of {given[1]} inside"
+        )
+
+
+def _mapped(path: Path, offset: int, size: int) -> Tensor:
+    """uint8 [size]. The mapping is private, so a page that somebody writes to does not reach the file."""
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        view = mmap.mmap(file.fileno(), offset - start + size, access=mmap.ACCESS_COPY, offset=start)
+    return torch.frombuffer(view, dtype=torch.uint8, offset=offset - start, count=size)
+
+
+class _Header:
+    """Reads one header from start to end. Every count is checked against the bytes that are left."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at = path, 0
+        self.size = path.stat().st_size
+
+    def read(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+        if self.size < 24:
+            raise ValueError(f"{self.path} is no GGUF file: it has {self.size} bytes; download it again")
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            self.data = data
+            try:
+                return self._read()
+            finally:
+                del self.data
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+        version = self._check_start()
+        if version not in _VERSIONS:
+            raise ValueError(
+                f"{self.path} is GGUF version {version}, and outrider reads versions 2 and 3; convert the model again with a "
+                "newer llama.cpp"
+            )
+        self.at = 8
+        tensor_count, key_count = self._numbers("QQ")
+        self._room(key_count, 13, "metadata values")  # a key, a type and a value of one byte
+        metadata: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = self._string("strict")
+            (kind,) = self._numbers("I")
+            if key in metadata:
+                raise self._broken(f"it has the key {key!r} twice")
+            metadata[key] = self._value(key, kind)
+        self._room(tensor_count, 32, "tensors")
+        return metadata, self._tensors(tensor_count, metadata.get("general.alignment", 32))
+
+    def _check_start(self) -> int:
+        """The version. Raises ValueError for other kinds of files."""
+        start = self.data[:24]
+        if start.startswith(_LFS):
+            raise ValueError(f"{self.path} is a Git LFS pointer, not the model; run `git lfs pull` there")
+        if start[:4] == b"FUGG" or (start[:4] == b"GGUF" and start[6:8] != b"\0\0" and start[4:6] == b"\0\0"):
+            raise ValueError(
+                f"{self.path} is a big-endian GGUF file, and outrider reads little-endian ones; get the little-endian file, or "
+                "convert it with `gguf-convert-endian FILE little`"
+            )
+        if start[:4] != b"GGUF":
+            raise ValueError(f"{self.path} is no GGUF file: it starts with {start[:4]!r}; download it again")
+        return int.from_bytes(start[4:8], "little")
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            return self._numbers(_SCALARS[kind])[0]
+        if kind != _ARRAY:
+            raise self._broken(f"its key {key!r} has type {kind}, which GGUF does not have")
+        kind, count = self._numbers("IQ")
+        if count > _LONGEST_ARRAY:
+            raise self._broken(f"its key {key!r} has {count} entries")
+        if kind == _STRING:
+            self._room(count, 8, f"entries of {key!r}")
+            return [self._string() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise self._broken(f"its key {key!r} is an array of type {kind}, which outrider does not read")
+        dtype = np.dtype(
+            f"<{_SCALARS[kind]}" if _SCALARS[kind] not in "qQ" else {"q": "<i8", "Q": "<u8"}[_SCALARS[kind]]
+        )
+        self._room(count, dtype.itemsize, f"entries of {key!r}")
+        values = np.frombuffer(self.data, dtype, count, self.at).tolist()
+        self.at += count * dtype.itemsize
+        return values
+
+    def _tensors(self, count: int, alignment: Any) -> dict[str, StoredTensor]:
+        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1) or alignment > self.size:
+            raise self._broken(f"its alignment is {alignment}, which is no power of two from 8")
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(count):
+            name = self._string("strict")
+            (dimensions,) = self._numbers("I")
+            if not 1 <= dimensions <= _MOST_DIMENSIONS:
+                raise self._broken(f"tensor {name!r} has {dimensions} dimensions")
+            shape = tuple(reversed(self._numbers("Q" * dimensions)))
+            if name in entries:
+                raise self._broken(f"it has the tensor {name!r} twice")
+            entries[name] = (shape, *self._numbers("IQ"))
+        start = -(-self.at // alignment) * alignment
+        return {name: self._stored(name, *entry, start, alignment) for name, entry in entries.items()}
+
+    def _stored(
+        self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int
+    ) -> StoredTensor:
+        try:
+            known = GGMLQuantizationType(kind)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} has type {kind}, which the installed gguf package does not know; a newer one may "
+                "(pip install -U gguf), or get the model in another quantisation"
+            ) from error
+        together, size = GGML_QUANT_SIZES[known]
+        if min(shape) < 1 or shape[-1] % together:
+            raise self._broken(
+                f"tensor {name!r} of shape {list(shape)} cannot be {known.name}, in blocks of {together}"
+            )
+        stored = StoredTensor(self.path, start + offset, math.prod(shape) // together * size, shape, known.name)
+        if offset % alignment:
+            raise self._broken(f"tensor {name!r} starts at {offset}, which is no multiple of {alignment}")
+        if stored.offset + stored.bytes > self.size:
+            raise self._broken(f"tensor {name!r} ends at byte {stored.offset + stored.bytes} of {self.size}")
+        return stored
+
+    def _numbers(self, codes: str) -> tuple[Any, ...]:
+        form = struct.Struct("<" + codes)
+        self._room(1, form.size, "header")
+        found = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return found
+
+    def _string(self, errors: str = "replace") -> str:
+        """errors: what to do with bytes that are not UTF-8. Texts may have some; names may not."""
+        end = self.at + 8
+        if end > self.size:
+            raise self._broken("its header ends in the middle")
+        length = int.from_bytes(self.data[self.at : end], "little")
+        if length > self.size - end:
+            raise self._broken(f"a text of its header has {length} bytes, and {self.size - end} are left")
+        try:
+            text = self.data[end : end + length].decode("utf-8", errors)
+        except UnicodeDecodeError as error:
+            raise self._broken("a name of its header is no text") from error
+        self.at = end + length
+        return text
+
+    def _room(self, count: int, each: int, what: str) -> None:
+        if count * each > self.size - self.at:
+            raise self._broken(f"its {what} need {count} times {each} bytes, and {self.size - self.at} are left")
+
+    def _broken(self, why: str) -> ValueError:
+        return ValueError(f"{self.path} is not whole or not consistent: {why}; download it again")
