@@ -31,14 +31,14 @@ _SCALES = {
 
 
 def write_gguf(
-    model: PreTrainedModel, path: Path, format: str = "F32", *, parts: int = 1, metadata: dict[str, Any] | None = None
+    model: PreTrainedModel, path: Path, kind: str = "F32", *, parts: int = 1, metadata: dict[str, Any] | None = None
 ) -> None:
     """Write a model, and change its own weights to the values that are in the file: the reference.
 
-    format: of the matrices whose rows are whole blocks; the others are F16. metadata: more keys, or None to leave one out.
+    kind: of the matrices whose rows are whole blocks; the others are F16. metadata: more keys, or None to leave one out.
     """
     architecture = ARCHITECTURE.get(model.config.model_type, model.config.model_type)
-    tensors = _tensors(model, architecture, format)
+    tensors = _tensors(model, architecture, kind)
     values = _metadata(model, architecture) | (metadata or {})
     names = (
         [path] if parts == 1 else [path.with_name(f"{path.stem}-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)]
@@ -56,21 +56,20 @@ def write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[np
     for key, value in metadata.items():
         if key != "general.architecture" and value is not None:
             _add(writer, key, value)
-    for name, (data, format) in tensors.items():
-        kind = GGMLQuantizationType[format]
-        writer.add_tensor(name, data, raw_dtype=None if format in ("F32", "F16") else kind)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=None if kind in ("F32", "F16") else GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def random_blocks(format: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """uint8 [rows, bytes]: any bits, with scales of a size that weights have."""
     draw = np.random.default_rng(seed)
-    together, size = GGML_QUANT_SIZES[GGMLQuantizationType[format]]
+    together, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = draw.integers(0, 256, (rows * columns // together, size), dtype=np.uint8)
-    for at in _SCALES[format]:
+    for at in _SCALES[kind]:
         scales = (draw.standard_normal(len(blocks)) * 4e-4).astype("<f2")
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(rows, -1)
@@ -89,28 +88,30 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _tensors(model: PreTrainedModel, architecture: str, format: str) -> dict[str, tuple[np.ndarray, str]]:
+def _tensors(model: PreTrainedModel, architecture: str, kind: str) -> dict[str, tuple[np.ndarray, str]]:
     config: Any = model.config
     number = next(n for n, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(number, config.num_hidden_layers)
     out: dict[str, Any] = {}
     for path, module in model.named_modules():
-        for kind, parameter in module.named_parameters(recurse=False):
+        for suffix, parameter in module.named_parameters(recurse=False):
             if module is model.get_output_embeddings() and config.tie_word_embeddings:
                 continue
-            each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)
-            name = f"{names.get_name(each[1] if each else path)}.{kind}"
+            each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # one norm per head, in one tensor
+            name = f"{names.get_name(each[1] if each else path)}.{suffix}"
             values, order = parameter.detach(), None
             if architecture in INTERLEAVED and (found := re.search(r"attn_([qk])\.", name)):
                 heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
                 # the definition in llama.cpp's converter: [head, half, pair] -> [head, pair, half]
                 order = torch.arange(len(values)).view(heads, 2, -1).swapaxes(1, 2).reshape(-1)
-            if kind == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
-                out[name] = _matrix(values, order, format)
-            else:
-                values = values if order is None else values[order]
-                values = values + 1 if architecture in ONE_ADDED and name.endswith("norm.weight") else values
-                out[name] = ([*out[name][0], values.numpy()] if each and int(each[2]) else [values.numpy()] if each else values.numpy(), "F32")  # fmt: skip
+            if suffix == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+                out[name] = _matrix(values, order, kind)
+                continue
+            values = values if order is None else values[order]
+            values = values + 1 if architecture in ONE_ADDED and name.endswith("norm.weight") else values
+            if each:
+                values = torch.cat([torch.from_numpy(out[name][0]), values[None]]) if name in out else values[None]
+            out[name] = (values.numpy(), "F32")
     rotary: Any = model.model.rotary_emb
     parameters = config.rope_parameters
     if parameters.get("rope_type") == "llama3":
@@ -120,22 +121,23 @@ def _tensors(model: PreTrainedModel, architecture: str, format: str) -> dict[str
         for length in ("long", "short"):
             factors = np.array(parameters[f"{length}_factor"], np.float32)
             out[f"rope_factors_{length}.weight"] = (factors, "F32")
-    return {n: (np.stack(d) if isinstance(d, list) else d, f) for n, (d, f) in out.items()}
+    return out
 
 
-def _matrix(values: Tensor, order: Tensor | None, format: str) -> tuple[np.ndarray, str]:
+def _matrix(values: Tensor, order: Tensor | None, kind: str) -> tuple[np.ndarray, str]:
     """The bytes in the file. `values` becomes what they mean."""
-    kind = GGMLQuantizationType[format]
     rows = (values if order is None else values[order]).numpy()
-    if rows.shape[1] % GGML_QUANT_SIZES[kind][0]:
-        kind, format = GGMLQuantizationType.F16, "F16"
-    if format in _SCALES:
-        data = random_blocks(format, *rows.shape, seed=rows.size + int(abs(rows[0, 0]) * 1e6))
+    if rows.shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
+        kind = "F16"
+    if kind in _SCALES:
+        data = random_blocks(kind, *rows.shape, seed=rows.size + int(abs(rows[0, 0]) * 1e6))
     else:
-        data = quants.quantize(rows, kind)
-    meant = torch.from_numpy(np.ascontiguousarray(quants.dequantize(data, kind), dtype=np.float32)).view(rows.shape)
+        data = quants.quantize(rows, GGMLQuantizationType[kind])
+    meant = torch.from_numpy(
+        np.ascontiguousarray(quants.dequantize(data, GGMLQuantizationType[kind]), dtype=np.float32)
+    ).view(rows.shape)
     values[... if order is None else order] = meant
-    return data, format
+    return data, kind
 
 
 def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
@@ -167,9 +169,9 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         own["embedding_scale"] = float(config.embedding_multiplier)
         own["residual_scale"] = float(config.residual_multiplier)
         own["logit_scale"] = float(config.logits_scaling)
-    kind = parameters.get("rope_type", "default")
-    if kind in ("linear", "yarn"):
-        own["rope.scaling.type"], own["rope.scaling.factor"] = kind, float(parameters["factor"])
-    if kind in ("yarn", "longrope"):
+    scaling = parameters.get("rope_type", "default")
+    if scaling in ("linear", "yarn"):
+        own["rope.scaling.type"], own["rope.scaling.factor"] = scaling, float(parameters["factor"])
+    if scaling in ("yarn", "longrope"):
         own["rope.scaling.original_context_length"] = parameters["original_max_position_embeddings"]
     return {"general.architecture": architecture, **{f"{architecture}.{k}": v for k, v in own.items()}}
