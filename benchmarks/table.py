@@ -1,4 +1,4 @@
-"""Put the tables of the newest result files into docs/performance.md and docs/trees.md, between the markers that name them.
+"""Put the tables of the newest result files into the documents that have markers for them.
 
     python -m benchmarks.table [--check]
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import RESULTS, ROOT, headline, never_slower, predicted, replayed, trees, tuned, workloads
 from benchmarks.figures import HEAD, figures
+from benchmarks.real import report as real
 from benchmarks.report import decode_rows, forward_rows, markdown
 
 LISTS = {  # a module that measures, and where its result holds the records
@@ -26,8 +27,9 @@ LISTS = {  # a module that measures, and where its result holds the records
     "tuned": (tuned.table, "workloads"),
     "replayed": (replayed.table, "records"),
 }
-KINDS = ("figures", "forward", "decode", "machine", "identity", "workloads", *LISTS)
-DOCUMENT, TREES = ROOT / "docs" / "performance.md", ROOT / "docs" / "trees.md"
+WHOLE = {"real": real.tables, "real_short": real.short, "real_machine": real.conditions}  # of a result as it is
+KINDS = ("figures", "forward", "decode", "machine", "identity", "workloads", *LISTS, *WHOLE)
+DOCUMENT, TREES, README = ROOT / "docs" / "performance.md", ROOT / "docs" / "trees.md", ROOT / "README.md"
 MARKER = re.compile(r"(<!-- table: (\w+) ([\w.-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -61,6 +63,8 @@ def render(kind: str, result: dict[str, Any], identity: dict[str, Any] | None) -
     if kind == "identity":
         rows = [[u["weights"], u["drafter"], f"{u['tokens']:,}", str(u["differing"])] for u in result["units"]]
         return markdown(["weights", "drafter", "tokens", "differing"], rows)
+    if kind in WHOLE:
+        return WHOLE[kind](result)
     if kind in LISTS:
         made, where = LISTS[kind]
         return made(result[where])
@@ -95,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=headline(__doc__))
     parser.add_argument("--check", action="store_true", help="change nothing; fail when the document is out of date")
     args = parser.parse_args()
-    for document in (DOCUMENT, TREES):
+    for document in (DOCUMENT, TREES, README):
         old = document.read_text(encoding="utf-8")
         new = fill(old)
         if args.check and old != new:

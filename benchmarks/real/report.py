@@ -137,6 +137,52 @@ def tables(made: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def conditions(made: dict[str, Any]) -> str:
+    """Markdown: machine, versions, files with their hashes, commands."""
+    m, every = made["machine"], made["records"]
+    commits = sorted({c for r in every for c in r["commits"]})
+    lines = [
+        f"- {m['cpu']} ({m['cores']} cores, {', '.join(m['isa']) or 'no vector extensions named'}), {m['memory_gib']} GiB, "
+        f"{m['system']}; {made['threads']} threads on all sides",
+        f"- Python {m['python']}, torch {m['torch']}, transformers {m['transformers']}, outrider {m['outrider']} at "
+        f"{', '.join(commits)}, {m['date']}",
+        f"- llama.cpp: {made['llama.cpp'] or 'left out'}",
+        *(
+            f"- {f['name']}: {f['bytes']:,} bytes, sha256 `{f['sha256']}`"
+            for f in made["files"].values()
+            if "sha256" in f
+        ),
+        *(f"- `{command}`" for command in made["commands"]),
+    ]
+    return "\n".join(lines)
+
+
+def short(made: dict[str, Any]) -> str:
+    """Markdown for the README: greedy tokens per second of the largest file that llama.cpp read too, a workload a line."""
+    read = [r for r in made["records"] if r["weights"] == "file" and r["temperature"] == 0]
+    names = {r["target"] for r in read if r["setting"] == LLAMA}
+    if not names:
+        return ""
+    target = max(names, key=lambda n: made["files"][n]["bytes"])
+    some = [r for r in read if r["target"] == target]
+    peers = sorted({r["setting"] for r in some if r["setting"].startswith(f"{LLAMA} ")})
+    columns = [LLAMA, "plain", *(m for m in ("draft_model", "auto") if any(r["setting"] == m for r in some))]
+    head = [
+        "",
+        "llama.cpp",
+        *(["llama.cpp, best with the draft"] if peers else []),
+        *(f"outrider, {c}" for c in columns[1:]),
+    ]
+    body = list[list[str]]()
+    for workload in (w for w in WORKLOADS if any(r["workload"] == w for r in some)):
+        speed = {r["setting"]: 1e3 / r["ms_per_token"] for r in some if r["workload"] == workload}
+        best = [max(speed.get(p, 0.0) for p in peers)] if peers else []
+        body.append(
+            [workload, *(f"{v:.1f}" for v in (speed.get(LLAMA, 0.0), *best, *(speed.get(c, 0.0) for c in columns[1:])))]
+        )
+    return markdown(head, body)
+
+
 def _table(some: list[dict[str, Any]]) -> str:
     columns = sorted({(r["workload"], r["temperature"]) for r in some}, key=lambda c: (c[1], WORKLOADS.index(c[0])))
     by = {(r["setting"], r["workload"], r["temperature"]): r for r in some}

@@ -97,6 +97,8 @@ def test_every_method_writes_the_plain_text_and_a_run_goes_on_where_it_was(tmp_p
     assert written["threads"] == written["machine"]["cores"]
     assert str(tmp_path) not in result.read_text()
     assert "differing tokens | 0 | 0 | 0 | 0 |" in report.tables(written)
+    assert f"{written['threads']} threads on all sides" in report.conditions(written)
+    assert report.short(written) == ""
 
 
 def test_llama_cpp_reads_the_same_tokens_and_its_own_clock_counts(stub: tuple[Path, Path]) -> None:
@@ -149,6 +151,8 @@ def test_ratios_are_medians_over_texts_and_the_best_of_the_peer_counts() -> None
     table = report.tables({"records": [*by.values()], "start": [], "served": []})
     assert "| plain over llama.cpp's plain | 2.00 (2.00-2.00) |" in table
     assert "| differing tokens | 9 |" in table
+    short = report.short({"records": [*by.values()], "files": {"t": {"bytes": 1}}})
+    assert "| code | 5.0 | 6.2 | 10.0 |" in short
 
 
 def test_a_journal_drops_a_torn_line_and_refuses_another_machine(tmp_path: Path) -> None:
