@@ -5,9 +5,10 @@ Optional: where no C++ compiler is to be had the package installs without it, an
 
 from setuptools import Extension, setup
 
-SOURCES = ["api", "decoder", "isa_avx2", "isa_avx512", "isa_portable", "pack", "plan", "pool"]
-HEADERS = ["abi.hpp", "isa.hpp", "plan.hpp", "pool.hpp"]
-PIECES = ["attention", "kernels", "linear", "maths", "noise", "vec"]
+VARIANTS = ["avx2", "avx512", "avx512_vnni", "avx_vnni", "portable"]
+SOURCES = ["api", "decoder", *(f"isa_{name}" for name in VARIANTS), "pack", "plan", "pool"]
+HEADERS = ["abi.hpp", "isa.hpp", "plan.hpp", "pool.hpp", "quant.hpp"]
+PIECES = ["attention", "floats", "kernels", "linear", "maths", "noise", "quantised", "vec"]
 
 setup(
     ext_modules=[
@@ -23,6 +24,8 @@ setup(
                 "-g0",
                 "-ffp-contract=off",
                 "-fno-math-errno",
+                # gcc would sum integer products as trees, and then has too few registers.
+                "-fno-tree-reassoc",
                 "-fvisibility=hidden",
                 "-Wno-psabi",
             ],

@@ -127,6 +127,7 @@ class LlamaModel(BaseModel):
         return ModelStruct(
             head=ctypes.addressof(self._head.struct),
             head_ids=None if self._head_ids is None else self._head_ids.data_ptr(),
+            table=ctypes.addressof(self._head.struct) if self._table is None else None,
             embedding=None if self._table is None else self._table.data_ptr(),
             final_norm=self._floats(base.norm.weight),
             inv_freq=inv_freq.data_ptr(),

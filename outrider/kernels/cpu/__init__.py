@@ -6,7 +6,7 @@ for any instruction set. Imports torch only.
 """
 
 from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, words
-from outrider.kernels.cpu.packed import FORMATS, Packed
+from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed
 from outrider.kernels.cpu.state import (
     available,
     isa,
@@ -20,6 +20,7 @@ from outrider.kernels.cpu.state import (
 
 __all__ = [
     "FORMATS",
+    "KINDS",
     "Packed",
     "Plan",
     "argmax",

@@ -7,20 +7,22 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 4
-ISAS = ("portable", "avx2", "avx512")
+ABI = 5
+ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni")
 
 
 class PackedStruct(ctypes.Structure):
     _fields_ = [
         ("data", c_void_p),
-        ("scale", c_void_p),
         ("bias", c_void_p),
         ("n", c_int64),
         ("k", c_int64),
         ("panel_bytes", c_int64),
         ("format", c_int32),
         ("panels", c_int32),
+        ("parts", c_void_p),
+        ("count", c_int32),
+        ("alternate", c_int32),
     ]
 
 
@@ -51,7 +53,7 @@ class LayerStruct(ctypes.Structure):
 
 class ModelStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "head", "head_ids", "embedding", "final_norm", "inv_freq")),
+        *((name, c_void_p) for name in ("layers", "head", "head_ids", "table", "embedding", "final_norm", "inv_freq")),
         *((n, c_int64) for n in ("count", "hidden", "intermediate", "heads", "kv_heads", "dim", "rotary", "vocab")),
         ("embedding_format", c_int32),
         ("activation", c_int32),
@@ -99,6 +101,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "advise_huge": (None, (c_void_p, c_int64)),
     "panel_bytes": (c_int64, (c_int32, c_int64)),
     "pack": (None, (POINTER(PackedStruct), c_void_p, c_int32, c_int64, c_int64, c_int64, c_int64, c_int32)),
+    "pack_rows": (None, (POINTER(PackedStruct), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32)),
     "linear": (None, (POINTER(PackedStruct), c_void_p, c_void_p, c_int64, c_int64, c_int64)),
     "unpack_column": (None, (POINTER(PackedStruct), c_int64, c_void_p)),
     "plan": (c_int64, (c_int64, c_int64, c_int64, c_void_p, c_void_p, POINTER(PlanStruct))),

@@ -8,70 +8,91 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu.library import PackedStruct
 from outrider.kernels.cpu.state import library
 
-FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
+# How a matrix is kept. The names in capitals are ggml's; see src/quant.hpp.
+_NAMES = "float32 bfloat16 float16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS"
+FORMATS = {name: number for number, name in enumerate(_NAMES.split())}
+# What float weights may be rounded to, and how it is kept.
+_ROUNDED = {"int8": "Q8_0", "int4": "Q4_0"}
+KINDS = ("float32", "bfloat16", "float16", *_ROUNDED)
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LANES = 16
+_MIXED = -1
 
 
 class Packed:
     """y = x W^T + b for one or more weight matrices side by side. A row has the same bits for any number of rows.
 
-    weights: matrices [out, in] over the same inputs (any strides: pass `w.T` of a [in, out] one), float32, bfloat16 or
-    float16. biases: one per matrix, or None. paired: two matrices whose blocks of 16 outputs alternate (gate and up).
-    int8 has one scale per output, int4 one per 32 inputs of an output. Raises ValueError for matrices that do not fit.
+    weights: matrices [out, in] over the same inputs: float32, bfloat16 or float16 tensors of any strides (pass `w.T` of a
+    [in, out] one), or `Blocks`, which keep their own format. kind: how tensors are kept, one of KINDS. biases: one per matrix,
+    or None. paired: two matrices whose blocks of 16 outputs alternate (gate and up).
+
+    int8 and int4 have one float16 scale per 32 inputs of an output. Quantised weights meet activations that are rounded in
+    blocks of 32: to 8 bits, or to 16 bits for weights of 8 bits. Raises ValueError for matrices that do not fit.
     """
 
     def __init__(
         self,
-        weights: Sequence[Tensor],
+        weights: Sequence[Tensor | Blocks],
         kind: str,
         biases: Sequence[Tensor | None] | None = None,
         *,
         paired: bool = False,
     ) -> None:
-        if kind not in FORMATS:
-            raise ValueError(f"weights are kept as one of {', '.join(FORMATS)}, got {kind!r}")
+        if kind not in KINDS:
+            raise ValueError(f"weights are kept as one of {', '.join(KINDS)}, got {kind!r}")
         biases = [None] * len(weights) if biases is None else biases
-        k = weights[0].shape[1]
-        for w in weights:
-            if w.dim() != 2 or w.shape[1] != k or w.device.type != "cpu" or w.dtype not in _SOURCES:
-                raise ValueError(
-                    f"expected CPU matrices [out, {k}] of float32, bfloat16 or float16, got {w.dtype} "
-                    f"{tuple(w.shape)} on {w.device}"
-                )
-        if paired and (len(weights) != 2 or weights[0].shape != weights[1].shape):
-            raise ValueError("paired packing takes two matrices of one shape: gate and up")
+        self.k = weights[0].shape[1]
+        formats = [_format_of(w, self.k, kind) for w in weights]
         sizes = [w.shape[0] for w in weights]
-        n = 2 * _rounded(sizes[0]) if paired else sum(sizes)
-        self.kind, self.n, self.k = kind, n, k
-        panels, size = _rounded(n) // _LANES, library().panel_bytes(FORMATS[kind], k)
-        self._data = torch.empty(max(panels * size, 1), dtype=torch.uint8)
-        library().advise_huge(self._data.data_ptr(), self._data.numel())
-        self._data.zero_()
-        self._scale = torch.zeros(panels * _LANES) if kind == "int8" else None
+        if paired and (len(weights) != 2 or sizes[0] != sizes[1]):
+            raise ValueError("paired packing takes two matrices of one shape: gate and up")
+        self.n = 2 * _rounded(sizes[0]) if paired else sum(sizes)
+        self.formats = tuple(dict.fromkeys(formats))
+        panels = _rounded(self.n) // _LANES
         self._bias = torch.zeros(panels * _LANES) if any(b is not None for b in biases) else None
-        self.struct = PackedStruct(
-            self._data.data_ptr(), _pointer(self._scale), _pointer(self._bias), n, k, size, FORMATS[kind], panels
-        )
+        if len(self.formats) > 1:
+            if not paired and any(size % _LANES for size in sizes[:-1]):
+                raise ValueError(
+                    f"matrices in different formats ({', '.join(self.formats)}) need a multiple of {_LANES} outputs each, "
+                    f"got {sizes}; give them one format"
+                )
+            self.parts: list[Packed] = [Packed([w], kind) for w in weights]
+            self._pointers = (ctypes.c_void_p * len(self.parts))(*(ctypes.addressof(p.struct) for p in self.parts))
+            self._data = torch.empty(0, dtype=torch.uint8)
+            self.struct = PackedStruct(
+                None, _pointer(self._bias), self.n, self.k, 0, _MIXED, panels, ctypes.addressof(self._pointers),
+                len(self.parts), int(paired),
+            )  # fmt: skip
+        else:
+            self.parts = []
+            code = FORMATS[formats[0]]
+            size = library().panel_bytes(code, self.k)
+            self._data = torch.empty(max(panels * size, 1), dtype=torch.uint8)
+            library().advise_huge(self._data.data_ptr(), self._data.numel())
+            self._data.zero_()
+            self.struct = PackedStruct(
+                self._data.data_ptr(), _pointer(self._bias), self.n, self.k, size, code, panels, None, 0, 0
+            )
         start = 0
         for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
             first = i * _LANES if paired else start
-            library().pack(
-                self.struct, w.data_ptr(), _SOURCES[w.dtype], len(w), w.stride(0), w.stride(1), first, int(paired)
-            )
+            if not self.parts:
+                _fill(self.struct, w, first, paired)
             if b is not None and self._bias is not None:
-                place = torch.arange(len(w))
+                place = torch.arange(len(b))
                 self._bias[first + (place // _LANES * 2 * _LANES + place % _LANES if paired else place)] = (
                     b.detach().float()
                 )
-            start += len(w)
+            start += sizes[i]
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._data, self._scale, self._bias) if t is not None)
+        own = sum(t.numel() * t.element_size() for t in (self._data, self._bias) if t is not None)
+        return own + sum(p.bytes for p in self.parts)
 
     def linear(self, x: Tensor) -> Tensor:
         """float32 [..., in] -> float32 [..., out]."""
@@ -99,6 +120,28 @@ class Packed:
     def dense(self) -> Tensor:
         """float32 [out, in]: the matrix that the kernels multiply with. For tests."""
         return torch.stack([self.row(i) for i in range(self.n)])
+
+
+def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:
+    """The name in FORMATS by which a matrix is kept. Raises ValueError for one that does not fit."""
+    if isinstance(w, Blocks):
+        if w.shape[1] != k or w.format not in FORMATS:
+            raise ValueError(f"expected blocks [out, {k}] of {', '.join(FORMATS)}, got {w.format} {w.shape}")
+        return w.format
+    if w.dim() != 2 or w.shape[1] != k or w.device.type != "cpu" or w.dtype not in _SOURCES:
+        raise ValueError(
+            f"expected CPU matrices [out, {k}] of float32, bfloat16 or float16, got {w.dtype} {tuple(w.shape)} on {w.device}"
+        )
+    return _ROUNDED.get(kind, kind)
+
+
+def _fill(to: PackedStruct, w: Tensor | Blocks, first: int, paired: bool) -> None:
+    if isinstance(w, Blocks):
+        rows, order = w.data.contiguous(), None if w.order is None else w.order.contiguous()
+        library().pack_rows(to, rows.data_ptr(), rows.shape[1], w.shape[0], _pointer(order), first, int(paired))
+    else:
+        strides = w.stride(0), w.stride(1)
+        library().pack(to, w.data_ptr(), _SOURCES[w.dtype], len(w), *strides, first, int(paired))
 
 
 def _rounded(n: int) -> int:

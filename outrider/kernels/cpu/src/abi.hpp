@@ -8,21 +8,27 @@
 
 namespace outrider {
 
-enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
+enum Format : int32_t {
+    FLOAT32, BFLOAT16, FLOAT16,
+    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,  // quantised: see quant.hpp
+    FORMATS,
+    MIXED = -1,  // a `Packed` made of others
+};
 enum Finish : int32_t { STORE = 0, ADD = 1, SWIGLU = 2, GEGLU = 3 };  // what is done with a finished output element
 
 constexpr int64_t LANES = 16;       // output columns of one panel
 constexpr int64_t GROUP = 4;        // panels of one unit of work
-constexpr int64_t INT4_GROUP = 32;  // inputs that share one int4 scale
 
-// Weights of y = x W^T + b, as panels of 16 output columns: [panel][k][16].
+// Weights of y = x W^T + b, as panels of 16 output columns: [panel][k][16], or as quant.hpp says.
 struct Packed {
     uint8_t* data;
-    float* scale;  // int8: one per column (padded to 16); else null
-    float* bias;   // padded to 16; or null
+    float* bias;  // padded to 16; or null
     int64_t n, k;
     int64_t panel_bytes;
     int32_t format, panels;
+    // MIXED: panels of other formats. They follow one another, or alternate (gate and up).
+    const Packed* const* parts;
+    int32_t count, alternate;
 };
 
 struct LinearJob {
@@ -33,6 +39,13 @@ struct LinearJob {
     float factor;  // STORE: y = factor * out; ADD: y += factor * out
     int32_t finish;
     const int32_t* place;  // STORE: the row of y each row goes to; null: in order
+    const uint8_t *x8, *x16;  // the rows in 8 and in 16 bits, [block][row], where the weights need them; made by run_linear
+};
+
+struct QuantiseJob {
+    const float* x;
+    int64_t rows, ldx, k;
+    uint8_t *x8, *x16;  // null: not wanted
 };
 
 // Attention of T nodes over the slot cache. Nodes of one batch entry (a segment) are consecutive.
@@ -69,7 +82,8 @@ struct Model {
     const Layer* layers;
     const Packed* head;
     const int64_t* head_ids;  // the token of each row of the head, ascending; null: row i is token i
-    const void* embedding;    // [vocab, hidden] row-major; null: the head's own rows, of which there is one for each token
+    const Packed* table;      // the embedding; null: it is not packed
+    const void* embedding;    // [vocab, hidden] row-major; or null
     const float* final_norm;
     const float* inv_freq;  // [rotary / 2]
     int64_t count, hidden, intermediate, heads, kv_heads, dim, rotary, vocab;
@@ -110,6 +124,7 @@ struct ChainsJob {  // one forward per level for all chains
 struct Kernels {
     const char* name;
     void (*linear)(void* job, int64_t begin, int64_t end);     // units of GROUP panels
+    void (*quantise)(void* job, int64_t begin, int64_t end);   // blocks of 32 inputs, of all rows
     void (*attention)(void* job, int64_t begin, int64_t end);  // tasks
     void (*rmsnorm)(const float* x, const float* weight, float* y, int64_t n, float eps);
     void (*rope)(float* x, const float* cosine, const float* sine, int64_t rotary);
@@ -126,7 +141,9 @@ struct Kernels {
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();    // null if the compiler or the architecture has none
+const Kernels* avx_vnni_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512_vnni_kernels();
 const Kernels* kernels();         // the one in use
 
 }  // namespace outrider

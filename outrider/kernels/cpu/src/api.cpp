@@ -5,8 +5,9 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <initializer_list>
 #include <cstring>
+#include <initializer_list>
+#include <vector>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -15,6 +16,7 @@
 #include "abi.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
+#include "quant.hpp"
 
 namespace outrider {
 namespace {
@@ -27,7 +29,11 @@ const Kernels* supported(const char* name) {
     bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    bool vnni512 = avx512 && __builtin_cpu_supports("avx512vnni");
+    bool vnni = avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);  // older compilers do not know its name
+    if (!std::strcmp(name, "avx512_vnni")) return vnni512 ? avx512_vnni_kernels() : nullptr;
     if (!std::strcmp(name, "avx512")) return avx512 ? avx512_kernels() : nullptr;
+    if (!std::strcmp(name, "avx_vnni")) return vnni ? avx_vnni_kernels() : nullptr;
     if (!std::strcmp(name, "avx2")) return avx2 ? avx2_kernels() : nullptr;
 #endif
     return std::strcmp(name, "portable") ? nullptr : portable_kernels();
@@ -40,7 +46,7 @@ std::atomic<const Kernels*> chosen{nullptr};
 const Kernels* kernels() {
     const Kernels* k = chosen.load(std::memory_order_relaxed);
     if (k) return k;
-    for (const char* name : {"avx512", "avx2", "portable"})
+    for (const char* name : {"avx512_vnni", "avx512", "avx_vnni", "avx2", "portable"})
         if ((k = supported(name))) break;
     chosen = k;
     return k;
@@ -54,15 +60,48 @@ int worth_threads(double bytes, double multiply_adds) {
     return most < pool_threads() ? most : pool_threads();
 }
 
+namespace {
+
+// What a matrix asks of its inputs, and its bytes.
+struct Needs {
+    bool eight = false, sixteen = false;
+    double bytes = 0;
+
+    explicit Needs(const Packed& w) { add(w); }
+    void add(const Packed& w) {
+        for (int32_t i = 0; i < w.count; i++) add(*w.parts[i]);
+        if (w.format == MIXED) return;
+        if (quantised(w.format)) (block_of(w.format).wide() ? sixteen : eight) = true;
+        bytes += static_cast<double>(w.panels) * static_cast<double>(w.panel_bytes);
+    }
+};
+
+thread_local std::vector<uint8_t> eights, sixteens;  // the inputs of one linear; a caller runs one at a time
+
+}  // namespace
+
 void run_linear(LinearJob& job) {
     if (job.rows <= 0) return;
     const Packed& w = *job.w;
-    double bytes = static_cast<double>(w.panels) * static_cast<double>(w.panel_bytes);
+    Needs needs(w);
+    double bytes = needs.bytes;
     double work = static_cast<double>(job.rows) * static_cast<double>(w.n) * static_cast<double>(w.k);
+    if (needs.eight || needs.sixteen) {
+        int64_t blocks = (w.k + SUPER - 1) / SUPER * (SUPER / BLOCK), size = blocks * job.rows;
+        QuantiseJob inputs{job.x, job.rows, job.ldx, w.k, nullptr, nullptr};
+        auto room = [](std::vector<uint8_t>& buffer, int64_t count) {
+            if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(static_cast<size_t>(count + count / 4));
+            return buffer.data();
+        };
+        if (needs.eight) inputs.x8 = room(eights, size * ROW8);
+        if (needs.sixteen) inputs.x16 = room(sixteens, size * ROW16);
+        job.x8 = inputs.x8, job.x16 = inputs.x16;
+        parallel(kernels()->quantise, &inputs, blocks, worth_threads(0, static_cast<double>(size) * 600));
+    }
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
 }
 
-OUTRIDER_API int32_t outrider_abi() { return 4; }
+OUTRIDER_API int32_t outrider_abi() { return 5; }
 
 OUTRIDER_API const char* outrider_isa() { return kernels()->name; }
 
@@ -77,7 +116,7 @@ OUTRIDER_API void outrider_set_cores(const int32_t* cores, int64_t count) { set_
 OUTRIDER_API int32_t outrider_threads() { return pool_threads(); }
 
 OUTRIDER_API void outrider_linear(const Packed* w, const float* x, float* y, int64_t rows, int64_t ldx, int64_t ldy) {
-    LinearJob job{w, x, y, rows, ldx, ldy, 1.0f, STORE, nullptr};
+    LinearJob job{w, x, y, rows, ldx, ldy, 1.0f, STORE, nullptr, nullptr, nullptr};
     run_linear(job);
 }
 

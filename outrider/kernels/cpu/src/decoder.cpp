@@ -58,8 +58,8 @@ struct Step {  // what the small phases of one forward need
 };
 
 void embed(const Model& m, int64_t token, float* to) {
-    if (!m.embedding) {
-        kernels()->unpack_column(m.head, token, to, m.embedding_factor);
+    if (m.table) {
+        kernels()->unpack_column(m.table, token, to, m.embedding_factor);
         return;
     }
     for (int64_t i = 0, at = token * m.hidden; i < m.hidden; i++, at++) {
@@ -169,7 +169,7 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         s.layer = &layer, s.keys = job.cache[2 * l], s.values = job.cache[2 * l + 1];
         s.weight = layer.norm1;
         over_nodes(normalise, s, T, width / 8e3);
-        LinearJob qkv{layer.qkv, s.h, s.qkv, T, d.ldx, d.ldqkv, 1.0f, STORE, nullptr};
+        LinearJob qkv{layer.qkv, s.h, s.qkv, T, d.ldx, d.ldqkv, 1.0f, STORE, nullptr, nullptr, nullptr};
         run_linear(qkv);
         over_nodes(place_nodes, s, T, static_cast<double>((m.heads + m.kv_heads) * m.dim) / 4e3);
         AttentionJob a{};
@@ -179,13 +179,13 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         a.segments = job.batch, a.heads = m.heads, a.kv_heads = m.kv_heads, a.dim = m.dim, a.value_dim = m.dim;
         a.capacity = job.capacity, a.ldq = d.ldqkv, a.ldo = d.ldatt, a.window = layer.window, a.scale = m.scale;
         run_attention(a);
-        LinearJob out{layer.out, att, s.x, T, d.ldatt, d.ldx, m.residual_factor, ADD, nullptr};
+        LinearJob out{layer.out, att, s.x, T, d.ldatt, d.ldx, m.residual_factor, ADD, nullptr, nullptr, nullptr};
         run_linear(out);
         s.weight = layer.norm2;
         over_nodes(normalise, s, T, width / 8e3);
-        LinearJob gate_up{layer.gate_up, s.h, act, T, d.ldx, d.ldact, 1.0f, m.activation, nullptr};
+        LinearJob gate_up{layer.gate_up, s.h, act, T, d.ldx, d.ldact, 1.0f, m.activation, nullptr, nullptr, nullptr};
         run_linear(gate_up);
-        LinearJob down{layer.down, act, s.x, T, d.ldact, d.ldx, m.residual_factor, ADD, nullptr};
+        LinearJob down{layer.down, act, s.x, T, d.ldact, d.ldx, m.residual_factor, ADD, nullptr, nullptr, nullptr};
         run_linear(down);
         for (int64_t t = 0; t < job.taps_count; t++)
             if (job.taps[t] == l) tap(s, t, s.x);
@@ -213,7 +213,7 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
     for (int64_t i = 0, n = 0; i < shown; i++)
         if (n < count && place[n] == i) n++;
         else std::memset(job.logits + i * m.head->n, 0, static_cast<size_t>(m.head->n) * 4);
-    LinearJob head{m.head, s.h, job.logits, count, d.ldx, m.head->n, m.logits_factor, STORE, place};
+    LinearJob head{m.head, s.h, job.logits, count, d.ldx, m.head->n, m.logits_factor, STORE, place, nullptr, nullptr};
     run_linear(head);
     return 0;
 }

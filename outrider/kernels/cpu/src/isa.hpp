@@ -4,3 +4,4 @@
 #include <cstdint>
 
 #include "abi.hpp"
+#include "quant.hpp"

@@ -1,5 +1,7 @@
 #include "isa.hpp"
 #define OUTRIDER_ISA 1
+#define OUTRIDER_VNNI 0
+#define OUTRIDER_NAME "avx2"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

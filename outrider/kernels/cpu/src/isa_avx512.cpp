@@ -1,5 +1,7 @@
 #include "isa.hpp"
 #define OUTRIDER_ISA 2
+#define OUTRIDER_VNNI 0
+#define OUTRIDER_NAME "avx512"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

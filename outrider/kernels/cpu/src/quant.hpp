@@ -1,0 +1,89 @@
+// Quantised weights: what each format stores, and where a panel keeps it. Shared by packing and by the kernels.
+//
+// A weight is scale * (q - zero) + minimum. q is an integer of 2 to 8 bits. Scale and minimum belong to 16 or 32 inputs of one
+// output. The formats are ggml's. A panel holds 16 outputs, cut into units of 64 inputs, or 256 for the "K" formats:
+//
+//   values   for each 32 inputs: a plane of the low bits, then a plane of the high bits
+//   scales   of a unit; see `Block`
+//
+// A plane consists of vectors of 64 bytes. Byte 4 o + i belongs to output o and to input 4 j + i of quad j. So 4 bytes of an
+// activation meet 16 outputs. With 8 bits a vector holds one quad. With 4 bits it holds quads 2 v and 2 v + 1, in the low and the
+// high half of a byte. With 2 bits it holds four quads, with 1 bit eight.
+#pragma once
+#include "abi.hpp"
+
+namespace outrider {
+
+constexpr int64_t BLOCK = 32;     // inputs that share one scale of the activations
+constexpr int64_t SUPER = 256;    // inputs of one unit of a "K" format
+constexpr int64_t ROW8 = 64;      // bytes of one row's block of activations in 8 bits: see Row8
+constexpr int64_t ROW16 = 80;     // in 16 bits: see Row16
+
+struct Block {
+    int base, extra;  // bits of the two planes
+    int zero;         // a power of two, subtracted from q; or 0
+    int sub;          // inputs that share a scale
+    bool super;       // scales are integers under one float16 for 256 inputs; else float16 for each 32
+    bool min;         // there are minima, kept as the scales are
+    bool table;       // q is an index into TABLE
+
+    constexpr int64_t blocks() const { return super ? SUPER / BLOCK : 2; }  // of a unit
+    constexpr int64_t inputs() const { return blocks() * BLOCK; }
+    constexpr int64_t values() const { return 64 * (base + extra); }  // bytes of a block
+    // Scales of a unit. super: int8 [inputs / sub][16], the same of minima, float16 [16], the same of minima.
+    // Else: float16 [2][16], the same of minima.
+    constexpr int64_t scales() const { return blocks() * values(); }
+    constexpr int64_t minima() const { return scales() + (super ? inputs() / sub * 16 : 64); }
+    constexpr int64_t factors() const { return minima() + (super && min ? inputs() / sub * 16 : 0); }  // super only
+    constexpr int64_t bytes() const { return ((super ? factors() : minima()) + (super || min ? 64 : 0) + 63) / 64 * 64; }
+    constexpr int zero_bits() const { return zero == 32 ? 5 : zero == 16 ? 4 : zero == 8 ? 3 : 2; }
+    constexpr bool wide() const { return base == 8 || table; }  // needs activations in 16 bits
+
+    // Inputs whose products fit into 16 bits: pairs of adjacent inputs are added up in one lane. |activation| <= 127.
+    constexpr int flush() const {
+        int top = (1 << (base + extra)) - 1 - zero;
+        return (top > zero ? top : zero) * 127 * 16 <= 32767 && sub == 32 ? 32 : 16;
+    }
+};
+
+constexpr Block block_of(int32_t format) {
+    switch (format) {
+        case Q8_0: return {8, 0, 0, 32, false, false, false};
+        case Q4_0: return {4, 0, 8, 32, false, false, false};
+        case Q4_1: return {4, 0, 0, 32, false, true, false};
+        case Q5_0: return {4, 1, 16, 32, false, false, false};
+        case Q5_1: return {4, 1, 0, 32, false, true, false};
+        case Q2_K: return {2, 0, 0, 16, true, true, false};
+        case Q3_K: return {2, 1, 4, 16, true, false, false};
+        case Q4_K: return {4, 0, 0, 32, true, true, false};
+        case Q5_K: return {4, 1, 0, 32, true, true, false};
+        case Q6_K: return {4, 2, 32, 16, true, false, false};
+        case IQ4_NL: return {4, 0, 0, 32, false, false, true};
+        case IQ4_XS: return {4, 0, 0, 32, true, false, true};
+    }
+    return {};
+}
+
+constexpr bool quantised(int32_t format) { return format >= Q8_0; }
+
+// The values of IQ4_NL and IQ4_XS (ggml's kvalues_iq4nl).
+alignas(16) constexpr int8_t TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// Activations of one row and one block, rounded to integers. A buffer holds [block][row].
+struct Row8 {
+    int8_t q[32];
+    // Minus the sums of q. pairs: over inputs 0, 1 of each quad, then over 2, 3: of the first four quads, of the last four, of all.
+    int16_t pairs[6];
+    int32_t sums[3];   // of the first 16, the last 16, all
+    float scale, sum;  // sum: scale times the sum of q
+};
+struct Row16 {
+    int16_t q[32];  // of each quad: inputs 0, 2, 1, 3
+    float scale;
+    float unused[3];
+};
+static_assert(sizeof(Row8) == ROW8 && sizeof(Row16) == ROW16, "a block of activations");
+
+void unpack_quantised(const Packed* w, int64_t column, float* out, float factor);
+
+}  // namespace outrider
