@@ -126,7 +126,7 @@ def test_taps_are_those_of_transformers_modelling_code(name: str) -> None:
         assert not torch.allclose(last, norm, atol=0.1)
 
 
-@pytest.mark.parametrize("weights", list(native.FORMATS))
+@pytest.mark.parametrize("weights", native.KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str) -> None:
     rng = random.Random(name)
@@ -251,7 +251,7 @@ def test_the_cache_grows_under_way() -> None:
     assert torch.equal(out.logits[:, -1:], whole.logits)
 
 
-@pytest.mark.parametrize("weights", list(native.FORMATS))
+@pytest.mark.parametrize("weights", native.KINDS)
 def test_weights_are_close_to_what_they_round(weights: str) -> None:
     """A model whose matrices are replaced by what the kernels hold gives, in transformers, the same logits."""
     theirs = build("llama3")
@@ -264,7 +264,8 @@ def test_weights_are_close_to_what_they_round(weights: str) -> None:
                 module.weight.copy_(native.Packed([module.weight.detach()], kind).dense())
         expected = theirs(TEXT).logits
     got = ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits
-    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+    rounding = {"int8": 5e-4, "int4": 5e-2}.get(weights, 1e-4)  # of the activations
+    assert (got - expected).abs().max() < rounding * expected.abs().max()
 
 
 @pytest.mark.parametrize("tied", [True, False])
