@@ -27,7 +27,7 @@ from benchmarks.real import report
 from benchmarks.real.journal import Journal, identity
 from benchmarks.real.served import served
 from benchmarks.real.sides import METHODS, WEIGHTS, Llama, Ours
-from benchmarks.real.start import PROMPT, measure, measure_llama
+from benchmarks.real.start import measure, measure_llama
 from benchmarks.real.texts import WORKLOADS, texts
 from outrider.bench.prompts import Prompt
 from outrider.params import SamplingParams
@@ -116,11 +116,8 @@ class Real:
             key = {**self.key(weights), "side": side, "bytes": size}
             if (side == "llama.cpp" and program is None) or self.journal.has("start", key):
                 continue
-            if program is None:
-                found = measure(self.options.target, weights)
-            else:
-                found = [measure_llama(program, self.options.target, list(range(10, 10 + len(PROMPT.split()))))]
-            for line in found:
+            target = self.options.target
+            for line in measure(target, weights) if program is None else [measure_llama(program, target)]:
                 self.journal.add("start", key, line)
                 print(f"  {side} {line}", file=sys.stderr, flush=True)
 

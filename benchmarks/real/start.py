@@ -64,8 +64,9 @@ def measure(model: str, weights: str, tokens: int = 32) -> list[dict[str, Any]]:
     return found
 
 
-def measure_llama(program: Path, model: str, prompt: list[int], tokens: int = 32) -> dict[str, Any]:
-    """The same for llama.cpp's server: until it has answered with one token."""
+def measure_llama(program: Path, model: str, tokens: int = 32) -> dict[str, Any]:
+    """The same for llama.cpp's server: until it has answered a prompt of a few tokens with one."""
+    prompt = list(range(10, 16))
     began = time.perf_counter()
     with LlamaServer(program, model) as server:
         server.complete(prompt, 1)
