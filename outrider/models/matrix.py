@@ -54,9 +54,10 @@ def rows_of(matrix: Tensor | Blocks, rows: Tensor) -> Tensor | Blocks:
 def packed(
     matrices: Sequence[Tensor | Blocks], kind: str, biases: Sequence[Tensor | None], *, paired: bool = False
 ) -> native.Packed:
-    """Pack matrices side by side. kind: "gguf" keeps blocks as they are."""
-    plain = [dense(m, torch.bfloat16 if kind == "gguf" else torch.float32) for m in matrices]
-    return native.Packed(plain, "bfloat16" if kind == "gguf" else kind, biases, paired=paired)
+    """Pack matrices side by side. kind: "gguf" keeps blocks as they are; another rounds them anew."""
+    if kind == "gguf":
+        return native.Packed(matrices, "bfloat16", biases, paired=paired)
+    return native.Packed([dense(m, torch.float32) for m in matrices], kind, biases, paired=paired)
 
 
 def dense(matrix: Tensor | Blocks, dtype: torch.dtype) -> Tensor:

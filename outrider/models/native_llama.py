@@ -31,8 +31,8 @@ from outrider.models.base import (
     over_vocabulary,
 )
 from outrider.models.cache import SlotCache
-from outrider.models.dtypes import DTYPES, dtype_name
-from outrider.models.matrix import dense, free_matrix_, matrix_of, packed, rows_of, share_matrix
+from outrider.models.dtypes import dtype_name
+from outrider.models.matrix import free_matrix_, matrix_of, packed, rows_of, share_matrix
 from outrider.models.nodes import Nodes
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
@@ -103,20 +103,26 @@ class LlamaModel(BaseModel):
         self.weight_bytes = sum(p.bytes for p in self._keep if isinstance(p, native.Packed))
         self._start(self._model_struct(base, config), layers, range(self.num_layers))
 
-    def _pack_embeddings(self, model: PreTrainedModel) -> tuple[native.Packed, Tensor | None]:
-        """The packed output head, and the table of an embedding that is not tied to it."""
+    def _pack_embeddings(self, model: PreTrainedModel) -> tuple[native.Packed, native.Packed | Tensor]:
+        """The output head, and the embedding: the head itself if they are tied, blocks packed as they are, or a plain table."""
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
         ids, matrix, bias = self._head_ids, matrix_of(outputs), outputs.bias
         tied = ids is None and share_matrix(inputs, outputs)
-        table = None if tied else dense(matrix_of(inputs), DTYPES.get(self._packing, torch.bfloat16)).contiguous()
+        embedding = matrix_of(inputs)
         packing = "int8" if self._packing in ("int8", "int4") else self._packing
         if ids is not None:
             matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
         head = packed([matrix], packing, [None if bias is None else bias.detach()])
+        self._keep += [head, ids]
+        if tied:
+            table = head
+        elif isinstance(embedding, Blocks):
+            table = packed([embedding], "gguf", [None])
+        else:
+            table = embedding.contiguous()
         if self._own:
-            free_matrix_(inputs, outputs) if tied else free_matrix_(outputs)
-        self._keep += [head, table, ids]
+            free_matrix_(outputs) if table is embedding else free_matrix_(inputs, outputs)
         return head, table
 
     def _model_struct(self, base: Any, config: Any) -> ModelStruct:
@@ -124,11 +130,12 @@ class LlamaModel(BaseModel):
         inv_freq = rotary.inv_freq.detach().float().contiguous()
         self._keep.append(inv_freq)
         self._embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
+        table = self._table
         return ModelStruct(
             head=ctypes.addressof(self._head.struct),
             head_ids=None if self._head_ids is None else self._head_ids.data_ptr(),
-            table=ctypes.addressof(self._head.struct) if self._table is None else None,
-            embedding=None if self._table is None else self._table.data_ptr(),
+            table=ctypes.addressof(table.struct) if isinstance(table, native.Packed) else None,
+            embedding=table.data_ptr() if isinstance(table, Tensor) else None,
             final_norm=self._floats(base.norm.weight),
             inv_freq=inv_freq.data_ptr(),
             hidden=self.hidden,
@@ -138,7 +145,7 @@ class LlamaModel(BaseModel):
             dim=self._dim,
             rotary=2 * len(inv_freq),
             vocab=self.vocab_size,
-            embedding_format=0 if self._table is None else native.FORMATS[dtype_name(self._table.dtype)],
+            embedding_format=native.FORMATS[dtype_name(table.dtype)] if isinstance(table, Tensor) else 0,
             activation=_ACTIVATIONS[config.hidden_act],
             eps=float(config.rms_norm_eps),
             scale=float(attention.scaling),
@@ -224,9 +231,9 @@ class LlamaModel(BaseModel):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """float32 [batch, node, hidden]: the input of layer 0."""
-        if self._table is not None:
+        if isinstance(self._table, Tensor):
             return self._table[tokens].float() * self._embedding_factor
-        rows = torch.stack([self._head.row(t) for t in tokens.flatten().tolist()])
+        rows = torch.stack([self._table.row(t) for t in tokens.flatten().tolist()])
         return rows.view(*tokens.shape, self.hidden) * self._embedding_factor
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
