@@ -93,8 +93,9 @@ def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
     """
     free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
     draft = config.model_dump_json(exclude=free, fallback=str)
+    cells = "" if target.kv_cache_dtype == "auto" else f" {target.kv_cache_dtype} keys and values"
     return {
-        "target": f"{target.source} {target.weights} {fingerprint(target.source)}",
+        "target": f"{target.source} {target.weights} {fingerprint(target.source)}{cells}",
         "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)}",
     }
 

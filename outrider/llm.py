@@ -34,12 +34,14 @@ class LLM:
     """A model ready to generate.
 
     model: a folder, a hub name, `builtin:code`, a loaded transformers model (which stays as it is), or what another LLM has
-    `loaded`: then both share the weights, and tokenizer, dtype and quantization are that one's.
+    `loaded`: then both share the weights, and tokenizer, dtype, quantization and kv_cache_dtype are that one's.
     tokenizer: a transformers tokenizer, or a folder or hub name of one; None: the model's own, if it is loaded by name.
     Without one, prompts are token ids.
     speculative_config: see `SpeculativeConfig`; None is plain decoding.
     dtype: float32, bfloat16 or float16, what the weights are kept in; "auto" keeps the checkpoint's own precision.
     quantization: "int8" or "int4" for the weights, on the CPU; None keeps them at dtype.
+    kv_cache_dtype: how keys and values are kept: "int8" takes 27 % of the memory of float32 and "bfloat16" half of it; "auto" is
+    float32 on the CPU, and dtype on the GPU. A draft model keeps its own as with "auto".
     device: "cpu" or "cuda"; "auto" is the GPU if there is one, and for a loaded model where it is.
     max_model_len: tokens of prompt and output together, at least 2; None: as many as the model was made for.
     max_num_seqs: sequences that decode side by side, at least 1; further ones wait.
@@ -67,6 +69,7 @@ class LLM:
         max_num_seqs: int = 8,
         *,
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         drafter: Drafter | None = None,
         controller: Controller | None = None,
         calibrate: bool = False,
@@ -76,7 +79,9 @@ class LLM:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be 1 or more, got {max_num_seqs}")
         if not isinstance(model, Loaded):
-            model = load(model, tokenizer, dtype=dtype, device=device, quantization=quantization)
+            model = load(
+                model, tokenizer, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+            )
         self.loaded = model
         target = self.loaded.model
         if max_model_len is not None and not 2 <= max_model_len <= target.max_length:

@@ -68,6 +68,9 @@ Model = Annotated[str, option("Model", "A folder, a hub name or a built-in model
 Dtype = Annotated[str, option("Model", "auto (as in the checkpoint), float32, bfloat16 or float16.")]
 Device = Annotated[str, option("Model", "auto, cpu or cuda.")]
 Quantization = Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")]
+KvCacheDtype = Annotated[
+    str, option("Model", "Keys and values: auto (float32 on the CPU), bfloat16, or int8 with 27 % of the memory.")
+]
 DraftModel = Annotated[
     str | None,
     option("Speculation", "The small model that drafts; builtin:code brings its own.", "--draft-model", "-d"),
@@ -105,6 +108,7 @@ class LoadOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     quantization: Quantization = None
+    kv_cache_dtype: KvCacheDtype = "auto"
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class ModelOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     quantization: Quantization = None
+    kv_cache_dtype: KvCacheDtype = "auto"
     max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None
 
 

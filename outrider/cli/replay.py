@@ -66,6 +66,8 @@ def _model(trace: Trace, name: str | None) -> Any:
     kind: dict[str, Any] = (
         {"quantization": header.dtype} if header.dtype in ("int8", "int4") else {"dtype": header.dtype}
     )
+    if header.kv_cache_dtype is not None:
+        kind["kv_cache_dtype"] = header.kv_cache_dtype
     needed = header.verifier in VERIFIERS and VERIFIERS[header.verifier].needs_probs
     config = header.speculative_config if needed else None
     return LLM(name or header.model, speculative_config=config, max_num_seqs=1, **kind)
@@ -81,7 +83,8 @@ def _summary(trace: Trace, request: int | None) -> None:
     header, out = trace.header, console()
     texts = [trace.text(request)] if request is not None else list(trace.texts.values())
     config = ", ".join(f"{k} {v}" for k, v in header.speculative_config.items()) or "plain decoding"
-    print(f"{header.model}, {header.dtype} on {header.device}; {config}")
+    cells = f", {header.kv_cache_dtype} keys and values" if header.kv_cache_dtype else ""
+    print(f"{header.model}, {header.dtype} on {header.device}{cells}; {config}")
     print(f"verifier {header.verifier}, {header.guarantee}; outrider {header.outrider}, {header.date}")
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in ("request", "prompt", "tokens", "steps", "accepted of drafted", "tokens/step", "seconds", "ended by"):

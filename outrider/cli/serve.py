@@ -15,6 +15,7 @@ from outrider.cli.options import (
     Debug,
     Device,
     Dtype,
+    KvCacheDtype,
     Quantization,
     TraceOptions,
     option,
@@ -48,6 +49,7 @@ class ServedModelOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     quantization: Quantization = None
+    kv_cache_dtype: KvCacheDtype = "auto"
     chat_template: Annotated[Path | None, option("Model", "A file with a chat template, in place of the model's.")] = (
         None
     )
@@ -170,6 +172,7 @@ def serve(
                 dtype=served.dtype,
                 device=served.device,
                 quantization=served.quantization,
+                kv_cache_dtype=served.kv_cache_dtype,
                 max_model_len=engine_options.max_model_len,
                 max_num_seqs=engine_options.max_num_seqs,
                 calibrate=config.get("method") == "auto",
@@ -211,6 +214,7 @@ def serve(
         service = Service(llm, engine, settings)
         what = f"{name} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}, "
         what += f"{engine.decoder.guarantee.value}, {engine_options.max_num_seqs} sequences of {engine.decoder.max_length} tokens"
+        what += f", {served.kv_cache_dtype} keys and values" if served.kv_cache_dtype != "auto" else ""
         _run(create_app(service, metrics, spans), service, address.host, address.port, what)
 
 

@@ -60,6 +60,7 @@ def custom_generate(
     max_num_seqs: int = 8,
     dtype: str = "auto",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     drafter: Drafter | None = None,
     controller: Controller | None = None,
 ) -> CustomGenerate:
@@ -80,6 +81,7 @@ def custom_generate(
         "max_num_seqs": max_num_seqs,
         "dtype": dtype,
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "drafter": drafter,
         "controller": controller,
     }

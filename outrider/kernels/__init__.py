@@ -19,12 +19,14 @@ from outrider.kernels import cpu
 class Kernels:
     """The kernels of one device. None stands for torch.
 
-    attention: see `cpu.attention`. linear: packs weights, see `cpu.Packed`. gumbel: see `cpu.gumbel`.
+    attention: see `cpu.attention`. pack_vectors: for the cache, see `cpu.pack_vectors`.
+    linear: packs weights, see `cpu.Packed`. gumbel: see `cpu.gumbel`.
     argmax, argmax_gumbel: choose one token of one row, see `cpu.argmax`.
     missing: why there are no kernels, or None.
     """
 
     attention: Callable[..., Tensor] | None = None
+    pack_vectors: Callable[..., Tensor] | None = None
     linear: type[cpu.Packed] | None = None
     gumbel: Callable[..., Tensor] | None = None
     argmax: Callable[..., int] | None = None
@@ -32,7 +34,7 @@ class Kernels:
     missing: str | None = None
 
 
-_CPU = Kernels(cpu.attention, cpu.Packed, cpu.gumbel, cpu.argmax, cpu.argmax_gumbel)
+_CPU = Kernels(cpu.attention, cpu.pack_vectors, cpu.Packed, cpu.gumbel, cpu.argmax, cpu.argmax_gumbel)
 
 
 def for_device(device: torch.device) -> Kernels:

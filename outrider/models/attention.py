@@ -14,12 +14,16 @@ from torch import Tensor
 from outrider.kernels import cpu as native
 from outrider.kernels import for_device
 from outrider.kernels.attention import Scoring
+from outrider.kernels.vectors import pack_vectors, unpack_vectors, vector_dim
 from outrider.models.nodes import Nodes
 
 
 def write(nodes: Nodes, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Write keys and values [batch, kv_head, node, head_dim] to the scratch. Returns the tensors of the layer."""
     keys, values = nodes.cache.layer(layer, (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key)
+    if nodes.cache.dtype != "auto":
+        pack = for_device(key.device).pack_vectors if key.dtype == torch.float32 else None
+        key, value = ((pack or pack_vectors)(t, keys.dtype) for t in (key, value))
     for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):
         new = slice(length + nodes.held, length + nodes.total)
         keys[slot, :, new], values[slot, :, new] = key[b], value[b]
@@ -50,11 +54,12 @@ def attend_reference(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) 
     """The definition, one node at a time."""
     keys, values = nodes.cache.layers[layer]
     heads, kv_heads = query.shape[1], keys.shape[1]
-    out = query.new_empty(query.shape[0], query.shape[2], heads, values.shape[-1])
+    out = query.new_empty(query.shape[0], query.shape[2], heads, vector_dim(values))
     for b, slot in enumerate(nodes.slots):
         for n, cells in enumerate(nodes.visible_cells[b]):
             seen = cells if scoring.window is None else cells[-scoring.window :]
-            k, v = keys[slot, :, seen], values[slot, :, seen]  # [kv_head, token, head_dim]
+            # [kv_head, token, head_dim]
+            k, v = (unpack_vectors(t[slot, :, seen], query.dtype) for t in (keys, values))
             q = query[b, :, n].reshape(kv_heads, heads // kv_heads, -1)
             scores = torch.matmul(q, k.transpose(1, 2)) * scoring.scaling
             probs = _softmax(scores.view(heads, 1, -1), scoring).view(kv_heads, -1, len(seen))
@@ -65,7 +70,7 @@ def attend_reference(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) 
 def attend_masked(nodes: Nodes, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
     """All nodes at once under a mask. The rounding depends on the batch."""
     keys, values = nodes.cache.layers[layer]
-    k, v = keys[nodes.index, :, : nodes.span], values[nodes.index, :, : nodes.span]
+    k, v = (unpack_vectors(t[nodes.index, :, : nodes.span], query.dtype) for t in (keys, values))
     batch, heads, count, _ = query.shape
     q = query.reshape(batch, k.shape[1], -1, count, query.shape[-1])
     scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * scoring.scaling  # [batch, kv_head, group, node, cell]

@@ -64,6 +64,8 @@ class LanguageModel(Protocol):
     weight_bytes: int
     # True if `draft_chains` can be called.
     has_draft_chains: bool
+    # How `new_cache` keeps keys and values: a name of `outrider.models.cache.KV_CACHE_DTYPES`.
+    kv_cache_dtype: str
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...
 
@@ -106,6 +108,7 @@ class BaseModel:
     num_layers: int = 0
     weight_bytes: int = 0
     has_draft_chains: bool = False
+    kv_cache_dtype: str = "auto"
 
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
         raise ValueError(

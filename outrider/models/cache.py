@@ -12,6 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.core.suggest import did_you_mean
+from outrider.kernels.vectors import packed_width
+
+# How keys and values may be kept. None: as the model computes them, which is float32 on the CPU.
+KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # Cells of a slot at first. The capacity then doubles as needed.
 _BLOCK = 256
 # Cells past `max_length` that the doubling may add. A larger tree takes what it needs.
@@ -21,25 +26,35 @@ SCRATCH = 64
 class SlotCache:
     """Keys and values of every layer.
 
-    layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use.
+    layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use. With another dtype
+    than "auto" the last dim is that of `outrider.kernels.vectors`.
+    dtype: how keys and values are kept, a name of KV_CACHE_DTYPES.
     length: committed tokens of each slot. A committed token at position n is in cell n.
     max_length: tokens that a slot may commit. The scratch of a step comes on top.
     capacity: cells that each slot has now.
     """
 
-    def __init__(self, num_slots: int, max_length: int) -> None:
+    def __init__(self, num_slots: int, max_length: int, dtype: str = "auto") -> None:
+        """Raises ValueError for fewer than one slot or cell, and for an unknown dtype."""
         if num_slots < 1 or max_length < 1:
             raise ValueError(f"a cache needs at least one slot and one cell, got {num_slots=}, {max_length=}")
-        self.num_slots, self.max_length = num_slots, max_length
+        check_kv_cache_dtype(dtype)
+        self.num_slots, self.max_length, self.dtype = num_slots, max_length, dtype
         self.length = [0] * num_slots
         self.capacity = min(max_length, _BLOCK)
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def layer(self, index: int, key: tuple[int, int], value: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """The tensors of a layer; made on first use from (kv_heads, head_dim) of keys and of values."""
+        """The tensors of a layer; made on first use from (kv_heads, head_dim) of keys and of values.
+
+        like: a tensor on the device, and of the dtype if the cache's is "auto".
+        """
+        dtype = KV_CACHE_DTYPES[self.dtype] or like.dtype
         while len(self.layers) <= index:
+            (h, d), (g, e) = key, value
+            keys, values = (h, packed_width(d, dtype)), (g, packed_width(e, dtype))
             self.layers.append(
-                tuple(like.new_zeros(self.num_slots, heads, self.capacity, dim) for heads, dim in (key, value))  # pyright: ignore[reportArgumentType]
+                tuple(like.new_zeros(self.num_slots, n, self.capacity, w, dtype=dtype) for n, w in (keys, values))  # pyright: ignore[reportArgumentType]
             )
         return self.layers[index]
 
@@ -91,6 +106,14 @@ class SlotCache:
     @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
+
+
+def check_kv_cache_dtype(given: str) -> None:
+    """Raise ValueError, with the nearest known name, unless `given` is a name of KV_CACHE_DTYPES."""
+    if given not in KV_CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype must be {', '.join(KV_CACHE_DTYPES)}; got {given!r}{did_you_mean(given, KV_CACHE_DTYPES)}"
+        )
 
 
 def _grown(t: Tensor, capacity: int) -> Tensor:

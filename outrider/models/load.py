@@ -29,6 +29,7 @@ from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS, fetch
 from outrider.models.builtin.scale_up import SIZES, scaled_up
+from outrider.models.cache import check_kv_cache_dtype
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
 from outrider.models.gguf.architectures import architecture_of
 from outrider.models.gguf.files import gguf_files
@@ -64,6 +65,11 @@ class Loaded:
     weights: str
     source: str | Path | PreTrainedModel
 
+    @property
+    def kv_cache_dtype(self) -> str:
+        """How its caches keep keys and values, as given to `load`."""
+        return self.model.kv_cache_dtype
+
 
 def load(
     model: str | Path | PreTrainedModel,
@@ -72,17 +78,19 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Loaded:
     """Load a model.
 
     model: a built-in name, a folder, a GGUF file, a hub name, `owner/name:file.gguf` on the hub, or a model object. tokenizer: an
     object, or a name or path as for the model; None for the model's own. dtype: "auto" keeps the precision of the checkpoint.
-    quantization: "int8" or "int4" weights, on the CPU.
+    quantization: "int8" or "int4" weights, on the CPU. kv_cache_dtype: "auto", "bfloat16" or "int8" keys and values.
 
     Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
     is raised before anything large is done.
     """
     kind = parse_dtype(dtype)
+    check_kv_cache_dtype(kv_cache_dtype)
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(
             f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), QUANTIZATIONS)}"
@@ -113,21 +121,23 @@ def load(
     refuse(raw)
     weights = quantization or (precision(raw) if kind == "auto" else kind)
     ends = _end_ids(raw, tokenizer)
-    return Loaded(_prepare(raw, own, where, weights), name, tokenizer, ends, weights, model)
+    prepared = _prepare(raw, own, where, weights, kv_cache_dtype)
+    return Loaded(prepared, name, tokenizer, ends, weights, model)
 
 
-def _prepare(raw: PreTrainedModel, own: bool, where: torch.device, weights: str) -> LanguageModel:
+def _prepare(raw: PreTrainedModel, own: bool, where: torch.device, weights: str, kv_cache_dtype: str) -> LanguageModel:
     if not own:  # the caller's model must not be moved or converted
         raw = shared_copy(raw)
     raw.eval()
     if where.type != "cpu":
-        return HFModel(raw.to(where, DTYPES[weights]), own=True)  # pyright: ignore[reportArgumentType]
+        moved: Any = raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType]
+        return HFModel(moved, own=True, kv_cache_dtype=kv_cache_dtype)
     raw.to(where)  # pyright: ignore[reportArgumentType]
     if missing := for_device(where).missing:
         _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
     elif llama.supports(raw) is None:
-        return llama.LlamaModel(raw, weights=weights, own=own)
-    return HFModel(raw, weights=weights, own=True)
+        return llama.LlamaModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype)
+    return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype)
 
 
 def _from_pretrained(

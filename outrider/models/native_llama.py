@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct, LayerStruct, ModelStruct
+from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
 from outrider.models.base import (
     EMBEDDING,
     BaseModel,
@@ -30,7 +31,7 @@ from outrider.models.base import (
     check_taps,
     over_vocabulary,
 )
-from outrider.models.cache import SlotCache
+from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.dtypes import dtype_name
 from outrider.models.matrix import free_matrix_, matrix_of, packed, rows_of, share_matrix
 from outrider.models.nodes import Nodes
@@ -72,6 +73,7 @@ class LlamaModel(BaseModel):
     own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
     head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
     not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
+    kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
 
     Raises ValueError if the native step cannot run the model (see `supports`), or for tokens that it does not have.
     """
@@ -79,7 +81,12 @@ class LlamaModel(BaseModel):
     has_draft_chains = True
 
     def __init__(
-        self, model: PreTrainedModel, weights: str = "auto", own: bool = False, head_ids: Tensor | None = None
+        self,
+        model: PreTrainedModel,
+        weights: str = "auto",
+        own: bool = False,
+        head_ids: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         reason = supports(model)
         if reason is not None:
@@ -89,7 +96,7 @@ class LlamaModel(BaseModel):
         head = matrix_of(model.get_output_embeddings())  # pyright: ignore[reportArgumentType]
         stored = "gguf" if isinstance(head, Blocks) else dtype_name(head.dtype)
         self._packing = stored if weights == "auto" else weights
-        self._own = own
+        self._own, self.kv_cache_dtype = own, kv_cache_dtype
         self.num_layers, self.hidden = len(base.layers), int(config.hidden_size)
         self._kv_heads, self._dim = int(config.num_key_value_heads), int(base.layers[0].self_attn.head_dim)
         self.vocab_size, self.max_length = int(head.shape[0]), int(config.max_position_embeddings)
@@ -174,7 +181,7 @@ class LlamaModel(BaseModel):
         return out
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, max_length)
+        return SlotCache(num_slots, max_length, self.kv_cache_dtype)
 
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`. Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""
@@ -218,6 +225,7 @@ class LlamaModel(BaseModel):
             cache.capacity,
             len(taps),
             _WANT[want],
+            _cell_format(cache),
         )
         error = self._forward(self._decoder, job)
         if error:
@@ -255,7 +263,9 @@ class LlamaModel(BaseModel):
             seed, struct.stream, step, position = c.noise
             struct.seed, struct.step, struct.position = seed & (2**64 - 1), step & (2**32 - 1), position & (2**32 - 1)
             struct.temperature = c.temperature
-        job = ChainsStruct(ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity)
+        job = ChainsStruct(
+            ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
+        )
         error = self._chains(self._decoder, job)
         if error:
             width = max(len(chains[i].tokens) for i in asked)
@@ -275,9 +285,10 @@ class LlamaModel(BaseModel):
         if found is not None and found[0] is cache.layers:
             return found[1]
         like, shape = torch.empty(0), (self._kv_heads, self._dim)
+        width = packed_width(self._dim, _cell_dtype(cache))
         for i in self._numbers:
             keys, _ = cache.layer(i, shape, shape, like)
-            if keys.shape[1:] != (self._kv_heads, cache.capacity, self._dim) or not keys.is_contiguous():
+            if keys.shape[1:] != (self._kv_heads, cache.capacity, width) or not keys.is_contiguous():
                 raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
         pairs = [cache.layers[i] for i in self._numbers]
         table = (ctypes.c_void_p * (2 * self.num_layers))(*(t.data_ptr() for pair in pairs for t in pair))
@@ -316,6 +327,14 @@ class LlamaModel(BaseModel):
         floats = weight.detach().float().clone()
         self._keep.append(floats)
         return floats.data_ptr()
+
+
+def _cell_dtype(cache: SlotCache) -> torch.dtype:
+    return KV_CACHE_DTYPES[cache.dtype] or torch.float32
+
+
+def _cell_format(cache: SlotCache) -> int:
+    return VECTOR_FORMATS[_cell_dtype(cache)]
 
 
 def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -> ValueError:

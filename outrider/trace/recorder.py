@@ -245,6 +245,7 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail
         detail=detail,
         model=loaded.name,
         dtype=loaded.weights,
+        kv_cache_dtype=None if decoder.cache.dtype == "auto" else decoder.cache.dtype,
         device=str(decoder.target.device),
         vocab_size=decoder.target.vocab_size,
         max_length=decoder.max_length,

@@ -50,6 +50,7 @@ class RunRecord(TraceLine):
     detail: Detail
     model: str
     dtype: str  # precision of the weights: float32, bfloat16, float16, int8, int4
+    kv_cache_dtype: str | None = None  # precision of keys and values: bfloat16, int8; None: as they are computed
     device: str
     vocab_size: Count
     max_length: Count  # tokens of prompt and output

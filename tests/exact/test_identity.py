@@ -30,10 +30,11 @@ STARTS = [
 
 
 @cache
-def target(weights: str) -> Loaded:
-    if weights in ("int8", "int4"):
-        return load("builtin:code", quantization=weights)
-    return load("builtin:code", dtype=weights)
+def target(precision: str) -> Loaded:
+    """precision: of the weights, and after a comma that of keys and values."""
+    weights, _, cells = precision.partition(", ")
+    kind = {"quantization": weights} if weights in ("int8", "int4") else {"dtype": weights}
+    return load("builtin:code", **kind, kv_cache_dtype=cells or "auto")
 
 
 def requests(loaded: Loaded) -> list[Sequence]:
@@ -71,7 +72,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
 
 @pytest.mark.skipif(not native.available(), reason="bit-identical rows need the native kernels")
 @pytest.mark.parametrize("name", list(DRAFTERS))
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "bfloat16, int8", "float32, bfloat16"])
 def test_no_token_differs(weights: str, name: str) -> None:
     loaded = target(weights)
     engine = Loop(loaded.model, DRAFTERS[name](weights), controller=Fixed(5), rows=ROWS, max_length=LENGTH)

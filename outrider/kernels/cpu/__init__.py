@@ -5,7 +5,7 @@ there, and `why()` returns why it is not. Every function gives the same bits for
 for any instruction set. Imports torch only.
 """
 
-from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, words
+from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, pack_vectors, words
 from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed
 from outrider.kernels.cpu.state import (
     available,
@@ -32,6 +32,7 @@ __all__ = [
     "library",
     "num_threads",
     "one_torch_thread",
+    "pack_vectors",
     "set_num_threads",
     "use_isa",
     "why",

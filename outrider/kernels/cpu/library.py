@@ -41,6 +41,7 @@ class AttentionStruct(ctypes.Structure):
         ("chunk", c_int64),
         ("task_segment", c_void_p),
         ("task_first", c_void_p),
+        ("format", c_int32),
     ]
 
 
@@ -69,6 +70,7 @@ class ForwardStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("tokens", "parents", "rows", "lengths", "cache", "logits", "features", "taps")),
         *((name, c_int64) for name in ("batch", "held", "nodes", "capacity", "taps_count")),
         ("want", c_int32),
+        ("cache_format", c_int32),
     ]
 
 
@@ -87,6 +89,7 @@ class ChainsStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("chains", "cache")),
         *((name, c_int64) for name in ("count", "capacity")),
+        ("cache_format", c_int32),
     ]
 
 
@@ -106,6 +109,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "unpack_column": (None, (POINTER(PackedStruct), c_int64, c_void_p)),
     "plan": (c_int64, (c_int64, c_int64, c_int64, c_void_p, c_void_p, POINTER(PlanStruct))),
     "attention": (None, (POINTER(AttentionStruct),)),
+    "pack_vectors": (None, (c_int32, c_void_p, c_void_p, c_int64, c_int64)),
     "decoder_new": (c_void_p, (POINTER(ModelStruct),)),
     "decoder_free": (None, (c_void_p,)),
     "forward": (c_int64, (c_void_p, POINTER(ForwardStruct))),

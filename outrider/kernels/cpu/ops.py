@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.kernels.attention import Scoring
 from outrider.kernels.cpu.library import AttentionStruct, PlanStruct
 from outrider.kernels.cpu.state import library
+from outrider.kernels.vectors import VECTOR_FORMATS, packed_width, vector_dim
 
 
 class Plan:
@@ -60,19 +61,22 @@ class Plan:
 def attention(plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
     """Attention of the nodes of a plan over the slot cache: float32 [batch, node, head, value_dim]. Padding gives zeros.
 
-    query: float32 [batch, node, head, dim]. keys, values: float32 [slot, kv_head, cell, dim], the nodes' own included.
+    query: float32 [batch, node, head, dim]. keys, values: [slot, kv_head, cell, dim], the nodes' own included. They are float32,
+    or packed (`pack_vectors`) in bfloat16 or int8. Packed ones give the bits that float32 ones of the same numbers give.
 
     The result of a node depends only on its own keys, in the order of their positions. It does not depend on cells,
     neighbours, capacity, or how a prompt was cut. Raises ValueError for tensors that do not fit.
     """
     batch, nodes, heads, dim = query.shape
-    _, kv_heads, capacity, value_dim = values.shape
+    (_, kv_heads, capacity, _), value_dim = values.shape, vector_dim(values)
     for name, t in (("query", query), ("keys", keys), ("values", values)):
-        if t.dtype != torch.float32 or t.device.type != "cpu":
-            raise ValueError(f"{name} must be float32 on the CPU, got {t.dtype} on {t.device}")
+        kinds = [torch.float32] if t is query else [keys.dtype] if t is values else list(VECTOR_FORMATS)
+        if t.dtype not in kinds or t.device.type != "cpu":
+            raise ValueError(f"{name} must be {' or '.join(map(str, kinds))} on the CPU, got {t.dtype} on {t.device}")
     if (batch, nodes) != (plan.batch, plan.nodes):
         raise ValueError(f"the plan is for {plan.batch} x {plan.nodes} nodes, the query has {batch} x {nodes}")
-    if not (keys.is_contiguous() and values.is_contiguous()) or keys.shape != (keys.shape[0], kv_heads, capacity, dim):
+    shape = (keys.shape[0], kv_heads, capacity, packed_width(dim, keys.dtype))
+    if not (keys.is_contiguous() and values.is_contiguous()) or keys.shape != shape:
         raise ValueError(
             f"keys and values must be contiguous [slot, kv_head, cell, dim] alike, got {tuple(keys.shape)} and "
             f"{tuple(values.shape)} for a query of dimension {dim}"
@@ -117,8 +121,22 @@ def attention(plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scoring: 
         window=scoring.window or 0,
         scale=scoring.scaling,
         softcap=scoring.softcap or 0.0,
+        format=VECTOR_FORMATS[keys.dtype],
     )
     library().attention(job)
+    return out
+
+
+def pack_vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 x [..., dim] as a cache of this dtype keeps it: see `outrider.kernels.vectors`.
+
+    Raises ValueError if x is not float32 on the CPU.
+    """
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(f"vectors to pack must be float32 on the CPU, got {x.dtype} on {x.device}")
+    x, dim = x.contiguous(), x.shape[-1]
+    out = torch.empty(*x.shape[:-1], packed_width(dim, dtype), dtype=dtype)
+    library().pack_vectors(VECTOR_FORMATS[dtype], x.data_ptr(), out.data_ptr(), x.numel() // max(dim, 1), dim)
     return out
 
 

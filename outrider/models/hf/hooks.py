@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.kernels.attention import Scoring
+from outrider.kernels.vectors import unpack_vectors
 from outrider.models.attention import attend, write
 from outrider.models.nodes import Nodes
 
@@ -125,7 +126,7 @@ class CacheView(Cache):
             return key_states, value_states
         self.call.attended.add(layer_idx)
         index, span = self.nodes.index, self.nodes.span
-        return keys[index, :, :span], values[index, :, :span]
+        return tuple(unpack_vectors(t[index, :, :span], key_states.dtype) for t in (keys, values))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.nodes.span - self.nodes.count

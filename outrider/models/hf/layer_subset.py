@@ -31,7 +31,7 @@ class HFLayerSubset(BaseModel):
         self._some = nn.ModuleList([self._all[i] for i in chosen])
         self.whole, self.num_layers = whole, len(chosen)
         self.vocab_size, self.max_length, self.device = whole.vocab_size, whole.max_length, whole.device
-        self.batch_invariant = whole.batch_invariant
+        self.batch_invariant, self.kv_cache_dtype = whole.batch_invariant, whole.kv_cache_dtype
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return self.whole.new_cache(num_slots, max_length)

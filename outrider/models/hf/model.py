@@ -57,13 +57,20 @@ class HFModel(BaseModel):
     own: change `model` in place, which saves memory. Otherwise `model` stays as it was, and weights that are not repacked
     are shared with it.
     head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
+    kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
     batch_invariant: found by a test forward when the model is made.
 
     Raises UnsupportedModel with the reason if the model cannot be run, and ValueError for head_ids that it does not have.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, weights: str = "auto", own: bool = False, head_ids: Tensor | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        weights: str = "auto",
+        own: bool = False,
+        head_ids: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         refuse(model)
         self.model = model if own else shared_copy(model)
@@ -98,13 +105,14 @@ class HFModel(BaseModel):
         self._route = AttentionRoute.INTERFACE
         # On other devices the matrix kernels change with the batch.
         self.batch_invariant = self._find_route() and self.device.type == "cpu"
+        self.kv_cache_dtype = kv_cache_dtype  # the routes were tried without rounding
         self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA
         self._head_ids = (
             None if head_ids is None else head_ids.to(self.device)
         )  # the check above compared the head's own
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, max_length)
+        return SlotCache(num_slots, max_length, self.kv_cache_dtype)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
 from outrider.kernels.cpu import Plan, attention
+from outrider.kernels.vectors import pack_vectors, unpack_vectors, vector_dim
+
+PACKED = [torch.bfloat16, torch.int8]
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -83,6 +87,64 @@ def test_a_node_has_the_bits_of_a_committed_token(seed: int) -> None:
             assert torch.equal(one[0, 0], out[b, n])
 
 
+def isas() -> Iterator[str]:
+    """Each instruction set of this processor, in use while it is the current one."""
+    before = native.isa()
+    try:
+        yield from (isa for isa in ("portable", "avx2", "avx512") if native.use_isa(isa))
+    finally:
+        native.use_isa(before)
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize("dim", [1, 7, 8, 20, 31, 32, 33, 64, 80, 128, 256])
+def test_packing_is_its_torch_twin_and_rounds_to_the_nearest(dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    x = torch.randn(60, 3, dim) * torch.logspace(-36, 36, 60)[:, None, None]
+    x[3], x[4], x[5, 0, dim // 2], x[5, 1, 0] = 0.0, 1e-42, float("nan"), float("-inf")
+    expected = pack_vectors(x, dtype)
+    floats = unpack_vectors(expected)
+    assert vector_dim(expected) == dim
+    for isa in isas():
+        got = native.pack_vectors(x, dtype)
+        same = (got == expected) | (unpack_vectors(got).isnan() if dtype == torch.bfloat16 else torch.tensor(False))
+        assert bool(same.all()), isa
+    whole = x.isfinite().all(-1)
+    assert not bool(floats[~whole].isfinite().all(-1).any())  # a damaged model still shows
+    for block, rounded in zip(x[whole].split(32, -1), floats[whole].split(32, -1), strict=True):
+        bound = block.abs().amax(-1, keepdim=True) / 254 if dtype == torch.int8 else block.abs() * 2**-8
+        assert bool(((rounded - block).abs() <= (bound * (1 + 2**-7)).clamp_min(1e-31)).all())
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_keys_and_values_give_the_bits_of_the_floats_they_stand_for(seed: int, dtype: torch.dtype) -> None:
+    """Chains and trees of 1 to 300 nodes, some of them in the scratch already; every instruction set."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    batch, nodes = rng.choice([1, 2, 3]), rng.choice([1, 2, 5, 33, 100, 300])
+    kv_heads, group, dim = rng.choice([1, 2]), rng.choice([1, 3, 8, 20]), rng.choice([8, 20, 64, 80, 128])
+    value_dim, rows = rng.choice([dim, 12]), rng.sample(range(4), batch)
+    lengths = [rng.choice([0, 1, 31, 32, 50, 64, 300]) for _ in rows]
+    shape = (4, kv_heads, max(lengths) + nodes + 3)
+    keys, values = (pack_vectors(torch.randn(*shape, d), dtype) for d in (dim, value_dim))
+    parents, held = None, 0
+    if rng.random() < 0.8:
+        sizes = [rng.randint(1, nodes) for _ in rows]
+        parents = torch.tensor([random_tree(n, rng) + [-2] * (nodes - n) for n in sizes])
+        held = rng.choice([0, 0, nodes // 3])
+    plan = Plan(rows, lengths, nodes - held, parents, held)
+    q = torch.randn(batch, nodes - held, kv_heads * group, dim)
+    scoring = Scoring(dim**-0.5, rng.choice([None, None, 1, 10, 70]), rng.choice([None, 5.0]))
+    expected = attention(plan, q, unpack_vectors(keys), unpack_vectors(values), scoring)
+    for isa in isas():
+        assert torch.equal(attention(plan, q, keys, values, scoring), expected), isa
+    for n in rng.sample(range(nodes - held), min(3, nodes - held)):  # alone: the last of the nodes before it are held
+        if parents is not None:
+            one = Plan(rows, lengths, 1, parents[:, : held + n + 1], held + n)
+            assert torch.equal(attention(one, q[:, n : n + 1], keys, values, scoring)[:, 0], expected[:, n])
+
+
 def test_a_plan_goes_on_from_nodes_in_the_scratch() -> None:
     torch.manual_seed(0)
     parents = torch.tensor([[-1, 0, -2, 1, 1, 3, 0], [-1, -2, 0, 2, -2, -2, 2]])
@@ -138,5 +200,9 @@ def test_errors_name_what_is_wrong() -> None:
         attention(Plan([0], [9], 2), torch.randn(1, 2, 4, 8), k, k, Scoring(1.0))
     with pytest.raises(ValueError, match="slot 3 of 1"):
         attention(Plan([3], [2], 2), torch.randn(1, 2, 4, 8), k, k, Scoring(1.0))
+    with pytest.raises(ValueError, match="values must be torch"):
+        attention(Plan([0], [2], 2), torch.randn(1, 2, 4, 8), pack_vectors(k, torch.int8), k, Scoring(1.0))
+    with pytest.raises(ValueError, match="vectors to pack must be float32"):
+        native.pack_vectors(k.double(), torch.int8)
     with pytest.raises(ValueError, match="float32"):
         attention(Plan([0], [2], 2), torch.randn(1, 2, 4, 8).double(), k, k, Scoring(1.0))

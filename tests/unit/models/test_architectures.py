@@ -3,6 +3,7 @@ not depend on their neighbours."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -16,8 +17,10 @@ from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.kernels import cpu as native
-from outrider.models.attention import attend_masked
+from outrider.kernels.vectors import pack_vectors, unpack_vectors
+from outrider.models.attention import attend, attend_masked, attend_reference, write
 from outrider.models.base import EMBEDDING, FINAL_NORM, LanguageModel
+from outrider.models.cache import KV_CACHE_DTYPES
 from outrider.models.hf import hooks
 from outrider.models.hf.model import HFModel, UnsupportedModel
 from outrider.models.hf.taps import LayerStack
@@ -192,6 +195,36 @@ def test_the_masked_form_gives_the_same_tokens(name: str, monkeypatch: pytest.Mo
     raw = tiny(name)
     texts = [greedy(raw, prompt) for prompt in prompts(3, 13)]
     assert outputs(HFModel(raw), texts, Guided(texts)) == texts
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("form", [attend, attend_masked, attend_reference])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gptj", "falcon", *NOT_BIT_EQUAL])
+def test_a_packed_cache_is_a_float_cache_of_rounded_vectors(
+    name: str, form: Callable[..., torch.Tensor], kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every route and in every form of attention, bit for bit."""
+    raw, ids = tiny(name), torch.tensor(prompts(20))
+    model, exact = HFModel(raw, kv_cache_dtype=kv_cache_dtype), HFModel(raw)
+    monkeypatch.setattr(hooks, "attend", form)
+    got = model.forward(Nodes(ids, model.new_cache(1, 64), [0])).logits
+    dtype = KV_CACHE_DTYPES[kv_cache_dtype]
+    assert dtype is not None
+
+    def rounded(nodes: Nodes, layer: int, *vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return write(nodes, layer, *(unpack_vectors(pack_vectors(v, dtype)) for v in vectors))
+
+    exactly = exact.forward(Nodes(ids, exact.new_cache(1, 64), [0])).logits
+    monkeypatch.setattr(hooks, "write", rounded)
+    assert torch.equal(got, exact.forward(Nodes(ids, exact.new_cache(1, 64), [0])).logits)
+    assert not torch.equal(got, exactly)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gptj", "falcon"])
+def test_rows_of_a_packed_cache_do_not_depend_on_their_neighbours(name: str) -> None:
+    model = HFModel(tiny(name), kv_cache_dtype="int8")
+    assert model.batch_invariant
+    assert_rows_do_not_depend_on_their_neighbours(model)
 
 
 def test_rows_with_many_torch_threads() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from outrider.core.tree import tree
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
+from outrider.kernels.vectors import pack_vectors, vector_dim
 from outrider.models.attention import attend, attend_masked, attend_native, attend_reference, write
-from outrider.models.cache import SlotCache
+from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.nodes import Nodes
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 2, 20, 12  # no multiple of a vector's width; groups of three heads
@@ -37,14 +38,14 @@ def random_parents(nodes: list[int], seed: int) -> Tensor:
     return tree(rows)[1]
 
 
-def filled(lengths: list[int], seed: int = 0) -> SlotCache:
+def filled(lengths: list[int], seed: int = 0, dtype: str = "auto") -> SlotCache:
     """One layer, with keys and values in the committed slots and rubbish everywhere else."""
     draw = torch.Generator().manual_seed(seed)
-    cache = SlotCache(len(lengths), 512)
+    cache = SlotCache(len(lengths), 512, dtype)
     cache.reserve([0], 200)
     keys, values = cache.layer(0, (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM), torch.empty(0))
     for t in (keys, values):
-        t.copy_(torch.randn(t.shape, generator=draw))
+        t.copy_(pack_vectors(torch.randn(*t.shape[:3], vector_dim(t), generator=draw), t.dtype))
     cache.length = list(lengths)
     return cache
 
@@ -64,11 +65,12 @@ def states(batch: int, nodes: int, seed: int = 1) -> tuple[Tensor, Tensor, Tenso
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("form", [attend_masked, pytest.param(attend_native, marks=needs_native)])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0, 3]])
-def test_forms_agree_on_trees(form, options: dict, rows: list[int]) -> None:
+@pytest.mark.parametrize("dtype", list(KV_CACHE_DTYPES))
+def test_forms_agree_on_trees(form, options: dict, rows: list[int], dtype: str) -> None:
     lengths = [0, 9, 70, 130]
     parents = random_parents([7, 1, 12, 4][: len(rows)], seed=3)
     query, key, value = states(len(rows), parents.shape[1])
-    nodes = batch(filled(lengths), rows, parents.shape[1], parents)
+    nodes = batch(filled(lengths, dtype=dtype), rows, parents.shape[1], parents)
     write(nodes, 0, key, value)
     expected, got = (f(nodes, 0, query, Scoring(0.3, **options)) for f in (attend_reference, form))
     real = parents >= -1

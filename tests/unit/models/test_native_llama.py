@@ -26,7 +26,9 @@ from transformers import (
 )
 
 from outrider.kernels import cpu as native
+from outrider.kernels.vectors import unpack_vectors
 from outrider.models.base import EMBEDDING, FINAL_NORM, Chain
+from outrider.models.cache import KV_CACHE_DTYPES
 from outrider.models.hf.model import HFModel
 from outrider.models.native_llama import LlamaModel, supports
 from outrider.models.nodes import Nodes
@@ -126,11 +128,14 @@ def test_taps_are_those_of_transformers_modelling_code(name: str) -> None:
         assert not torch.allclose(last, norm, atol=0.1)
 
 
-@pytest.mark.parametrize("weights", native.KINDS)
+@pytest.mark.parametrize(
+    ("weights", "kv_cache_dtype"),
+    [*((w, "auto") for w in native.KINDS), ("float32", "bfloat16"), ("float32", "int8")],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str) -> None:
+def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str, kv_cache_dtype: str) -> None:
     rng = random.Random(name)
-    model = LlamaModel(build(name), weights=weights)
+    model = LlamaModel(build(name), weights=weights, kv_cache_dtype=kv_cache_dtype)
     ones, tapped = one_at_a_time(model, TEXT, taps=(0, -1))
     whole = model.forward(Nodes(TEXT, model.new_cache(2, 512), [1]), taps=(0, -1))
     assert torch.equal(whole.logits, ones)
@@ -145,11 +150,12 @@ def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str) -> 
         i += n
 
 
+@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
 @pytest.mark.parametrize("name", NAMES)
-def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str) -> None:
+def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str, kv_cache_dtype: str) -> None:
     rng = random.Random(name)
     torch.manual_seed(1)
-    model = LlamaModel(build(name), weights="bfloat16")
+    model = LlamaModel(build(name), weights="bfloat16", kv_cache_dtype=kv_cache_dtype)
     cache, lengths, rows, sizes = model.new_cache(3, 512), [10, 70, 0], [2, 0, 1], [12, 5, 9]
     for row, n in enumerate(lengths):
         if n:
@@ -184,12 +190,14 @@ def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str) -> None:
     assert torch.equal(after.logits[0, 0], one_at_a_time(model, text)[0][0, -1])
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("weights", "kv_cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("int8", "auto"), ("float32", "int8")]
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, seed: int) -> None:
+def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, kv_cache_dtype: str, seed: int) -> None:
     """Random trees and chains, padding anywhere, cut at random places: the bits of one forward over all nodes."""
     rng, nodes = random.Random(f"{weights} {seed}"), 14
-    model = LlamaModel(build(NAMES[seed % len(NAMES)]), weights=weights)
+    model = LlamaModel(build(NAMES[seed % len(NAMES)]), weights=weights, kv_cache_dtype=kv_cache_dtype)
     lengths, rows = [33, 0, 5], [2, 0, 1][: rng.randint(1, 3)]
     parents = torch.full((len(rows), nodes), -2)
     for b in range(len(rows)):
@@ -239,8 +247,9 @@ def test_64_nodes_behind_32k_tokens_have_the_bits_of_one_at_a_time() -> None:
         assert torch.equal(model.forward(Nodes(tokens[:, n : n + 1], cache, [0])).logits[0, 0], chain[0, n])
 
 
-def test_the_cache_grows_under_way() -> None:
-    model = LlamaModel(build("llama"))
+@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
+def test_the_cache_grows_under_way(kv_cache_dtype: str) -> None:
+    model = LlamaModel(build("llama"), kv_cache_dtype=kv_cache_dtype)
     text = TEXT.repeat(1, 4)[:, :400]
     cache = model.new_cache(1, 500)
     for i in range(0, 400, 50):
@@ -266,6 +275,29 @@ def test_weights_are_close_to_what_they_round(weights: str) -> None:
     got = ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits
     rounding = {"int8": 5e-4, "int4": 5e-2}.get(weights, 1e-4)  # of the activations
     assert (got - expected).abs().max() < rounding * expected.abs().max()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_rounded_keys_and_values_are_close_and_the_same_as_on_the_general_path(name: str, kv_cache_dtype: str) -> None:
+    theirs = build(name)
+    exact, ours, general = (
+        make(theirs, kv_cache_dtype=dtype)
+        for make, dtype in ((LlamaModel, "auto"), (LlamaModel, kv_cache_dtype), (HFModel, kv_cache_dtype))
+    )
+    cache, twin = ours.new_cache(1, 512), general.new_cache(1, 512)
+    got, other = ours.forward(Nodes(TEXT, cache, [0])).logits, general.forward(Nodes(TEXT, twin, [0])).logits
+    expected = exact.forward(Nodes(TEXT, exact.new_cache(1, 512), [0])).logits
+    for logits in (got, other):
+        assert 0 < float((logits - expected).abs().mean() / expected.abs().mean()) < 0.05
+    for mine, its in zip(cache.layers[0], twin.layers[0], strict=True):
+        assert mine.shape == its.shape
+        assert mine.dtype == its.dtype == KV_CACHE_DTYPES[kv_cache_dtype]
+        assert float((unpack_vectors(mine) - unpack_vectors(its)).abs().mean()) < 1e-4  # a tie may fall the other way
+    again = ours.forward(Nodes(TEXT, general.new_cache(1, 512), [0])).logits  # a cache carries its dtype
+    assert torch.equal(again, got)
+    mixed = exact.forward(Nodes(TEXT, cache, [0])).logits
+    assert torch.equal(mixed, got)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -294,9 +326,10 @@ def test_a_forked_process_goes_on() -> None:
     assert os.waitstatus_to_exitcode(done[1]) == 0
 
 
-def test_draft_chains_are_the_loop_in_one_call() -> None:
+@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
+def test_draft_chains_are_the_loop_in_one_call(kv_cache_dtype: str) -> None:
     """Rows of other lengths, depths, temperatures and seeds: each as the loop draws it alone, and the scratch too."""
-    model = LlamaModel(build("llama"))
+    model = LlamaModel(build("llama"), kv_cache_dtype=kv_cache_dtype)
     cache = model.new_cache(4, 300)
     starts = {0: 40, 1: 250, 3: 7}
     for row, n in starts.items():
@@ -381,8 +414,10 @@ def test_a_head_of_tokens_that_are_none(ids: list[int], words: str) -> None:
             make(build("llama"), head_ids=torch.tensor(ids, dtype=torch.int64))
 
 
-def test_every_instruction_set_gives_the_same_bits() -> None:
-    model, before, out = LlamaModel(build("qwen3"), weights="int8"), native.isa(), []
+@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
+def test_every_instruction_set_gives_the_same_bits(kv_cache_dtype: str) -> None:
+    model = LlamaModel(build("qwen3"), weights="int8", kv_cache_dtype=kv_cache_dtype)
+    before, out = native.isa(), []
     for isa in ("portable", "avx2", "avx512"):
         if native.use_isa(isa):
             out.append(model.forward(Nodes(TEXT[:, :30], model.new_cache(1, 64), [0])).logits)

@@ -16,6 +16,14 @@ enum Format : int32_t {
 };
 enum Finish : int32_t { STORE = 0, ADD = 1, SWIGLU = 2, GEGLU = 3 };  // what is done with a finished output element
 
+// How the slot cache keeps the key, or the value, of a head. INT8: for each block of CACHE_BLOCK numbers a bfloat16 scale, all
+// scales first, then a byte for each number.
+enum CacheFormat : int32_t { CACHE_FLOAT32 = 0, CACHE_BFLOAT16 = 1, CACHE_INT8 = 2 };
+constexpr int64_t CACHE_BLOCK = 32;
+inline int64_t vector_bytes(int32_t format, int64_t dim) {
+    return format == CACHE_FLOAT32 ? 4 * dim : format == CACHE_BFLOAT16 ? 2 * dim : dim + 2 * ((dim + CACHE_BLOCK - 1) / CACHE_BLOCK);
+}
+
 constexpr int64_t LANES = 16;       // output columns of one panel
 constexpr int64_t GROUP = 4;        // panels of one unit of work
 
@@ -51,8 +59,8 @@ struct QuantiseJob {
 // Attention of T nodes over the slot cache. Nodes of one batch entry (a segment) are consecutive.
 struct AttentionJob {
     const float* q;  // [node, heads, dim], ldq apart
-    const float* k;  // [rows, kv_heads, capacity, dim]
-    const float* v;  // [rows, kv_heads, capacity, value_dim]
+    const void* k;   // [rows, kv_heads, capacity, dim] in the format
+    const void* v;   // [rows, kv_heads, capacity, value_dim] in the format
     float* out;      // [node, heads, value_dim], ldo apart
     const int32_t* segment;   // [segments + 1] first node of each
     const int32_t* row;       // [segments] cache slot
@@ -69,6 +77,7 @@ struct AttentionJob {
     int64_t chunk;  // nodes of one task
     const int32_t* task_segment;  // [tasks / kv_heads]
     const int32_t* task_first;    // first node of the task
+    int32_t format;  // a CacheFormat
 };
 
 // One layer of a Llama-like decoder: norm, attention, residual, norm, gated MLP, residual.
@@ -96,12 +105,13 @@ struct ForwardJob {
     const int64_t* parents;  // [batch, held + nodes], or null: a full chain
     const int32_t* rows;     // [batch]
     const int32_t* lengths;  // [batch]
-    float* const* cache;     // [2 * layers] keys, values of each layer
+    void* const* cache;      // [2 * layers] keys, values of each layer
     float* logits;        // as wide as the head
     float* features;      // [batch, nodes, taps * hidden]
     const int32_t* taps;  // layer numbers; -1: after the final norm
     int64_t batch, held, nodes, capacity, taps_count;  // held: nodes that are in the scratch already
     int32_t want;  // 0 none, 1 last, 2 all
+    int32_t cache_format;
 };
 
 struct ChainJob {  // draft `depth` tokens of a slot one after another, after the given ones
@@ -117,8 +127,9 @@ struct ChainJob {  // draft `depth` tokens of a slot one after another, after th
 
 struct ChainsJob {  // one forward per level for all chains
     ChainJob* chains;
-    float* const* cache;
+    void* const* cache;
     int64_t count, capacity;
+    int32_t cache_format;
 };
 
 struct Kernels {
@@ -126,6 +137,7 @@ struct Kernels {
     void (*linear)(void* job, int64_t begin, int64_t end);     // units of GROUP panels
     void (*quantise)(void* job, int64_t begin, int64_t end);   // blocks of 32 inputs, of all rows
     void (*attention)(void* job, int64_t begin, int64_t end);  // tasks
+    void (*pack_vectors)(int32_t format, const float* from, uint8_t* to, int64_t count, int64_t dim);  // a CacheFormat
     void (*rmsnorm)(const float* x, const float* weight, float* y, int64_t n, float eps);
     void (*rope)(float* x, const float* cosine, const float* sine, int64_t rotary);
     void (*unpack_column)(const Packed* w, int64_t column, float* out, float factor);

@@ -51,7 +51,7 @@ struct Step {  // what the small phases of one forward need
     Plan plan;
     int64_t count;
     float *x, *h, *qkv, *angles;
-    float *keys, *values;
+    uint8_t *keys, *values;
     const float* weight;           // of a norm
     const int32_t* segment_of;     // [count]
     const int32_t* which;          // nodes to normalise; null: all
@@ -114,10 +114,11 @@ void place_nodes(void* context, int64_t begin, int64_t end) {
             k->rope(x, cosine, cosine + m.rotary / 2, m.rotary);
         }
         int64_t row = s.job->rows[s.segment_of[n]];
+        int32_t format = s.job->cache_format;
         for (int64_t head = 0; head < m.kv_heads; head++) {
-            int64_t at = ((row * m.kv_heads + head) * s.job->capacity + s.plan.slot[n]) * m.dim;
-            std::memcpy(s.keys + at, q + (m.heads + head) * m.dim, static_cast<size_t>(m.dim) * 4);
-            std::memcpy(s.values + at, q + (m.heads + m.kv_heads + head) * m.dim, static_cast<size_t>(m.dim) * 4);
+            int64_t at = ((row * m.kv_heads + head) * s.job->capacity + s.plan.slot[n]) * vector_bytes(format, m.dim);
+            k->pack_vectors(format, q + (m.heads + head) * m.dim, s.keys + at, 1, m.dim);
+            k->pack_vectors(format, q + (m.heads + m.kv_heads + head) * m.dim, s.values + at, 1, m.dim);
         }
     }
 }
@@ -166,7 +167,7 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
     over_nodes(start_nodes, s, T, width / 1e3 + static_cast<double>(m.rotary) / 50);
     for (int64_t l = 0; l < m.count; l++) {
         const Layer& layer = m.layers[l];
-        s.layer = &layer, s.keys = job.cache[2 * l], s.values = job.cache[2 * l + 1];
+        s.layer = &layer, s.keys = static_cast<uint8_t*>(job.cache[2 * l]), s.values = static_cast<uint8_t*>(job.cache[2 * l + 1]);
         s.weight = layer.norm1;
         over_nodes(normalise, s, T, width / 8e3);
         LinearJob qkv{layer.qkv, s.h, s.qkv, T, d.ldx, d.ldqkv, 1.0f, STORE, nullptr, nullptr, nullptr};
@@ -178,6 +179,7 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         a.position = s.plan.position, a.slot = s.plan.slot, a.parent = s.plan.parent;
         a.segments = job.batch, a.heads = m.heads, a.kv_heads = m.kv_heads, a.dim = m.dim, a.value_dim = m.dim;
         a.capacity = job.capacity, a.ldq = d.ldqkv, a.ldo = d.ldatt, a.window = layer.window, a.scale = m.scale;
+        a.format = job.cache_format;
         run_attention(a);
         LinearJob out{layer.out, att, s.x, T, d.ldatt, d.ldx, m.residual_factor, ADD, nullptr, nullptr, nullptr};
         run_linear(out);
@@ -279,6 +281,7 @@ OUTRIDER_API int64_t outrider_draft_chains(void* decoder, const ChainsJob* asked
         job.tokens = tokens.data(), job.parents = parents.data(), job.rows = rows.data(), job.lengths = lengths.data();
         job.cache = asked->cache, job.logits = d.logits.need(batch * d.m.head->n);
         job.batch = batch, job.nodes = nodes, job.capacity = asked->capacity, job.want = 1;
+        job.cache_format = asked->cache_format;
         int64_t error = forward(d, job);
         if (error) return error;
         Choice choice{live.data(), job.logits, d.m.head_ids, d.m.head->n};

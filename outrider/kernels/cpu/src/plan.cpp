@@ -64,6 +64,9 @@ OUTRIDER_API int64_t outrider_plan(int64_t batch, int64_t held, int64_t nodes, c
     return make_plan(batch, held, nodes, parents, lengths, *plan);
 }
 
+OUTRIDER_API void outrider_pack_vectors(int32_t format, const float* from, uint8_t* to, int64_t count, int64_t dim) {
+    kernels()->pack_vectors(format, from, to, count, dim);
+}
 OUTRIDER_API void outrider_attention(AttentionJob* job) { run_attention(*job); }
 
 }  // namespace outrider
