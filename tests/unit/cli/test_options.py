@@ -19,7 +19,7 @@ OPTIONS = {
         "Options": "--version",
     },
     "generate": {
-        "Model": "--model/-m --dtype --device --quantization --max-model-len",
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --max-model-len",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
         "--prediction --corpus --verifier --speculative-config",
         "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
@@ -42,7 +42,7 @@ OPTIONS = {
     "serve": {
         "Speculation": "--speculative-config",
         "Server": "--host --port --api-key",
-        "Model": "--served-model-name --dtype --device --quantization --chat-template --tool-call-parser",
+        "Model": "--served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template --tool-call-parser",
         "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--pad-stream --cors-origin --log-prompts",
@@ -57,7 +57,7 @@ OPTIONS = {
         "What": "--model/-m --method --speculative-config --draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c",
-        "Model": "--dtype --device --quantization",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--json --html --resume --debug",
     },
     "tune": {
@@ -69,7 +69,7 @@ OPTIONS = {
     "calibrate": {
         "Speculation": "--speculative-config",
         "Engine": "--max-num-seqs",
-        "Model": "--dtype --device --quantization",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--debug",
     },
     "report": {
