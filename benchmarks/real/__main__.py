@@ -14,6 +14,7 @@ workloads or temperatures. The result, with medians and intervals, is written an
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -167,6 +168,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = options_of(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended closes its servers
     journal = Journal(options.journal)
     real = Real(options, journal)
     given = sys.argv[1:] if arguments is None else arguments
