@@ -168,7 +168,6 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = options_of(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended closes its servers
     journal = Journal(options.journal)
     real = Real(options, journal)
     given = sys.argv[1:] if arguments is None else arguments
@@ -198,4 +197,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended closes its servers
     main()

@@ -227,13 +227,21 @@ def _over(record: dict[str, Any] | None, name: str) -> str:
 
 
 def _starts(lines: list[dict[str, Any]]) -> str:
-    head = ["", "weights", "start", "seconds to first token", "peak memory, GB", "over the file"]
+    head = [
+        "",
+        "weights",
+        "start",
+        "seconds to first token",
+        "peak memory, GB",
+        "over the file",
+        "over it without imports",
+    ]
     body = []
     for line in lines:
-        size, peak = line.get("bytes"), line["peak_bytes"]
+        size, peak, imports = line.get("bytes"), line["peak_bytes"], line.get("imports_bytes")
         body.append(
             [f"{line['side']}, {line['target']}", line["weights"], line["start"], f"{line['seconds']:.1f}", f"{peak / 1e9:.2f}",
-             f"{peak / size:.2f}" if size else ""]
+             f"{peak / size:.2f}" if size else "", f"{(peak - imports) / size:.2f}" if size and imports else ""]
         )  # fmt: skip
     return markdown(head, body)
 
