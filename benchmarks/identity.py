@@ -2,6 +2,7 @@
 
     python -m benchmarks.identity                       a million tokens, resumable
     python -m benchmarks.identity --tokens 20000        a short one
+    python -m benchmarks.identity --target FILE.gguf --draft FILE.gguf --weights gguf      a model's own file; the draft in int4
 
 A round decodes eight texts plainly, one by one, for every precision and temperature; then every drafter decodes the same
 texts with the same seeds, in batches of 1 to 8 (another size each round) and with 1 to 8 guesses a step. Every token is
@@ -22,18 +23,25 @@ from typing import Any
 
 from benchmarks import RESULTS, WORK, headline, machine
 from benchmarks.pairs import fingerprint
-from benchmarks.prompts import encoded
+from benchmarks.prompts import humaneval
 from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.decode import Decoder, Sequence
 from outrider.drafters import Drafter, ModelDrafter, NoDraft, Noisy, Wrong, make_drafter
 from outrider.engine.scheduler import Scheduler
-from outrider.models.load import DATA, Loaded, load
+from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 
 TEXTS = 8  # a round
 LENGTH = 640  # of prompt and text
-WEIGHTS = ("float32", "bfloat16", "int8")
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "gguf": {},
+}
+DEFAULT = ("float32", "bfloat16", "int8")
 TEMPERATURES = (0.0, 1.0)
 WIDE = (
     "draft_model, trees",
@@ -48,9 +56,8 @@ class Bench:
 
     def __init__(self, target: str, draft: str, weights: str) -> None:
         self._kept: dict[str, Drafter] = {}
-        kind: dict[str, Any] = {"quantization": "int8"} if weights == "int8" else {"dtype": weights}
-        self.target: Loaded = load(target, device="cpu", **kind)
-        draft_model = load(draft, device="cpu", **kind).model
+        self.target: Loaded = load(target, device="cpu", **PRECISIONS[weights])
+        draft_model = load(draft, device="cpu", **PRECISIONS["int4" if weights == "gguf" else weights]).model
         vocab = self.target.model.vocab_size
         self.makers: dict[str, Callable[[], Drafter]] = {
             "draft_model": lambda: ModelDrafter(draft_model, TEXTS, LENGTH),
@@ -69,8 +76,10 @@ class Bench:
             "quantized_self int8": {"method": "quantized_self", "quantization": "int8"},
             "quantized_self int4": {"method": "quantized_self", "quantization": "int4"},
         }
-        if weights == "int8":
+        if weights in ("int8", "int4", "gguf"):
             del configs["quantized_self int8"]  # no coarser than the target
+        if weights == "int4":
+            del configs["quantized_self int4"]
         self.makers |= {name: lambda c=c: self._made(c) for name, c in configs.items()}
 
     def _made(self, config: dict[str, Any]) -> Drafter:
@@ -183,7 +192,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a text")
     parser.add_argument("--target", default="builtin:code")
     parser.add_argument("--draft", default="builtin:code-draft")
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--weights", nargs="+", choices=PRECISIONS, default=list(DEFAULT))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
     parser.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
     args = parser.parse_args()
@@ -196,11 +205,9 @@ def main() -> None:
         state = {"mark": mark, "round": 0, "tokens": 0, "differing": 0, "seconds": 0.0, "units": {}, "where": []}
     elif state["round"]:
         print(f"going on after round {state['round']}, {state['tokens']:,} tokens compared")
-    folder = (
-        Path(args.target) if not args.target.startswith("builtin:") else DATA / args.target.removeprefix("builtin:")
-    )
-    prompts = [p[: LENGTH - args.length - 1] for p in encoded(folder, 32)]
     benches = {w: Bench(args.target, args.draft, w) for w in args.weights}
+    tokenizer: Any = benches[args.weights[0]].target.tokenizer
+    prompts = [tokenizer(p)["input_ids"][: LENGTH - args.length - 1] for p in humaneval(32)]
 
     def after(s: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -60,8 +60,10 @@ def source_folder(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """Changes when the source is trained anew."""
-    return hashlib.sha256((source_folder(name) / "model.safetensors").read_bytes()).hexdigest()[:16]
+    """Changes when the source is trained anew. name: a built-in name, a folder or a GGUF file."""
+    weights = Path(name) if Path(name).is_file() else source_folder(name) / "model.safetensors"
+    with weights.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def made(name: str, source: str, *arguments: str) -> Path:
