@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.core.suggest import did_you_mean
 from outrider.core.types import Budget
@@ -72,9 +72,29 @@ class SpeculativeConfig(BaseModel):
     rejection_sample_method: Literal["standard", "block"] | None = Field(
         None, description="the acceptance rule by vLLM's name"
     )
-    quantization: Literal["int8", "int4"] | None = Field(
-        None, description="weights of the draft model, or of the copy of quantized_self"
+    quantization: Literal["auto", "none", "int8", "int4"] = Field(
+        "auto",
+        description="weights of the draft model, or of the copy of quantized_self. auto: int4 for a draft model with 16 or 32 "
+        "bit weights, unless it is small, and int8 for the copy. none: as they are",
     )
+    draft_vocab: int | None = Field(
+        None,
+        ge=0,
+        description="for draft_model: tokens in its output head, the most frequent ones. Without it, 32768 if the vocabulary "
+        "is larger than 65536 and the head more than 15 % of the weights, else all; 0: all",
+    )
+    draft_vocab_corpus: Any = Field(
+        None, description="for draft_model: texts like the answers, in which tokens are counted; given as the corpus is"
+    )
+    speculative_token_map: str | None = Field(
+        None,
+        description="for draft_model: a file of the token ids in its output head, as torch.save writes it (SGLang)",
+    )
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _auto_quantization(cls, given: Any) -> Any:
+        return "auto" if given is None else given
 
     @model_validator(mode="before")
     @classmethod
@@ -120,6 +140,12 @@ class SpeculativeConfig(BaseModel):
                 )
         if self.layers is not None and self.assistant_early_exit is not None:
             raise ValueError("layers and assistant_early_exit both say which layers draft; give one of them")
+        if self.speculative_token_map is not None and (
+            self.draft_vocab is not None or self.draft_vocab_corpus is not None
+        ):
+            raise ValueError("speculative_token_map names the tokens, draft_vocab and its corpus choose them; give one")
+        if self.draft_vocab == 0 and self.draft_vocab_corpus is not None:
+            raise ValueError("draft_vocab=0 keeps all tokens, so no corpus is counted; leave one of the two out")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"

@@ -121,6 +121,12 @@ class LLM:
         return Scheduler(self.decoder, trace=self.trace, raises=True)
 
     @property
+    def notes(self) -> list[str]:
+        """What was chosen for this run: how its draft model was made cheaper. Empty if nothing was."""
+        made = (getattr(drafter, "reduction", None) for drafter in (self.drafter, *self.drafter.inner().values()))
+        return [str(reduction) for reduction in made if reduction is not None]
+
+    @property
     def tokenizer(self) -> Any | None:
         return self.loaded.tokenizer
 

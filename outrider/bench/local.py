@@ -38,6 +38,11 @@ class Local:
             setting.guarantee = llm.decoder.guarantee.value
         return cls(llms, sampling)
 
+    @property
+    def notes(self) -> list[str]:
+        """What `LLM.notes` says, by setting."""
+        return [f"{name}: {note}" for name, llm in self.llms.items() for note in llm.notes]
+
     def num_tokens(self, prompt: Prompt) -> int:
         """The length of a prompt. Raises ValueError for a prompt that does not fit."""
         llm = next(iter(self.llms.values()))

@@ -134,7 +134,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -
     if speculates and steps:
         facts += [f"acceptance length {1 + accepted / steps:.2f} (bonus counted)"]
         facts += [f"acceptance rate {accepted / drafted:.2f}" if drafted else "no draft tokens"]
-    facts += [f"seed {params.seed}", llm.decoder.guarantee.value if speculates else "plain decoding"]
+    facts += [*llm.notes, f"seed {params.seed}", llm.decoder.guarantee.value if speculates else "plain decoding"]
     line = ("interrupted: " if interrupted else "") + ", ".join(facts)
     where = sys.stdout if sys.stdout.isatty() else sys.stderr
     print(paint(line, DIM, where), file=where, flush=True)

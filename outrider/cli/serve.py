@@ -215,6 +215,7 @@ def serve(
         what = f"{name} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}, "
         what += f"{engine.decoder.guarantee.value}, {engine_options.max_num_seqs} sequences of {engine.decoder.max_length} tokens"
         what += f", {served.kv_cache_dtype} keys and values" if served.kv_cache_dtype != "auto" else ""
+        what += "".join(f"; {note}" for note in llm.notes)
         _run(create_app(service, metrics, spans), service, address.host, address.port, what)
 
 

@@ -33,6 +33,8 @@ LOWER_PRECISION = {
 }
 """Weights of a model -> the weights that are cheaper to read, and so can draft for it."""
 
+QUANTIZED = ("int8", "int4")
+
 NONE, AUTO = "none", "auto"
 """The two methods that stand for no drafter, and for all that help."""
 
@@ -247,11 +249,18 @@ def _auto(setup: DrafterSetup) -> Drafter:
 
 def _draft_model(setup: DrafterSetup) -> Drafter:
     from outrider.drafters.model.cross_tokenizer import from_draft_model
+    from outrider.drafters.model.reduction import DraftReduction
     from outrider.models.load import load
 
     config = setup.config
-    draft = load(config.model or "builtin:code-draft", device=setup.device, quantization=config.quantization)
-    return from_draft_model(draft, setup.target, setup.rows, setup.max_length)
+    reduce = DraftReduction(
+        config.quantization == "auto", config.draft_vocab, config.draft_vocab_corpus, config.speculative_token_map
+    )
+    given = config.quantization if config.quantization in QUANTIZED else None
+    draft = load(config.model or "builtin:code-draft", device=setup.device, quantization=given, reduce=reduce)
+    drafter = from_draft_model(draft, setup.target, setup.rows, setup.max_length)
+    drafter.reduction = reduce.note
+    return drafter
 
 
 def _brings_draft(setup: DrafterSetup) -> bool:
@@ -264,15 +273,19 @@ def _quantized_self(setup: DrafterSetup) -> Drafter:
     from outrider.drafters.model.self_speculation import QuantizedSelfDrafter
     from outrider.models.load import load
 
-    weights = setup.config.quantization or "int8"
+    weights = _copy_weights(setup.config)
     require_lower_precision(setup.target, weights)
     own = load(setup.target.source, setup.target.tokenizer, device="cpu", quantization=weights)
     return QuantizedSelfDrafter(own.model)
 
 
+def _copy_weights(config: SpeculativeConfig) -> str:
+    return "int8" if config.quantization == "auto" else config.quantization
+
+
 def _has_lower_precision(setup: DrafterSetup) -> bool:
     lower = LOWER_PRECISION.get(setup.target.weights, ())
-    return (setup.config.quantization or "int8") in lower and setup.target.model.device.type == "cpu"
+    return _copy_weights(setup.config) in lower and setup.target.model.device.type == "cpu"
 
 
 def _layer_skip(setup: DrafterSetup) -> Drafter:
@@ -387,11 +400,16 @@ _ROWS = (
         _draft_model,
         cost="model",
         needs_model=True,
+        keys=("draft_vocab", "draft_vocab_corpus", "speculative_token_map"),
         auto=_brings_draft,
         candidates=lambda i: {"draft_model": {"method": "draft_model", "model": i.draft}} if i.draft else {},
         vllm=EngineExport(
             lambda c: {"model": _folder(c), "draft_sample_method": "probabilistic"},
-            lambda c: [f"{c.quantization} for the draft: give a checkpoint quantized to it"] if c.quantization else [],
+            lambda c: (
+                [f"{c.quantization} for the draft: give a checkpoint quantized to it"]
+                if c.quantization in QUANTIZED
+                else []
+            ),
         ),
         sglang=EngineExport(
             lambda c: {

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from huggingface_hub import HfApi, errors, try_to_load_from_cache
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -71,6 +72,31 @@ class Loaded:
         return self.model.kv_cache_dtype
 
 
+class Contents(NamedTuple):
+    """What is known of a model before its weights are packed.
+
+    name: as given to `load`. stored: the precision in which its weights would be kept. weights: numbers in the matrices that
+    a forward of one token multiplies with, all experts counted. head: those of the output head. quantizable: whether int8
+    and int4 weights can be used here.
+    """
+
+    name: str
+    stored: str
+    weights: int
+    head: int
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    tokenizer: Any | None
+    quantizable: bool
+
+
+class Reduction(NamedTuple):
+    """How the weights of a model are to be kept: see `load` and `LlamaModel`."""
+
+    quantization: str | None = None
+    head_ids: Tensor | None = None
+
+
 def load(
     model: str | Path | PreTrainedModel,
     tokenizer: Any | None = None,
@@ -79,12 +105,14 @@ def load(
     device: str = "auto",
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    reduce: Callable[[Contents], Reduction] | None = None,
 ) -> Loaded:
     """Load a model.
 
     model: a built-in name, a folder, a GGUF file, a hub name, `owner/name:file.gguf` on the hub, or a model object. tokenizer: an
     object, or a name or path as for the model; None for the model's own. dtype: "auto" keeps the precision of the checkpoint.
     quantization: "int8" or "int4" weights, on the CPU. kv_cache_dtype: "auto", "bfloat16" or "int8" keys and values.
+    reduce: decides what a draft model can do without, once its sizes are known. Its quantization counts if none is given here.
 
     Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
     is raised before anything large is done.
@@ -121,23 +149,40 @@ def load(
     refuse(raw)
     weights = quantization or (precision(raw) if kind == "auto" else kind)
     ends = _end_ids(raw, tokenizer)
-    prepared = _prepare(raw, own, where, weights, kv_cache_dtype)
+    reduction = Reduction()
+    if reduce is not None:
+        reduction = reduce(_contents(raw, name, weights, ends, tokenizer, not missing))
+        weights = quantization or reduction.quantization or weights
+    prepared = _prepare(raw, own, where, weights, kv_cache_dtype, reduction.head_ids)
     return Loaded(prepared, name, tokenizer, ends, weights, model)
 
 
-def _prepare(raw: PreTrainedModel, own: bool, where: torch.device, weights: str, kv_cache_dtype: str) -> LanguageModel:
+def _contents(
+    raw: PreTrainedModel, name: str, stored: str, ends: tuple[int, ...], tokenizer: Any | None, quantizable: bool
+) -> Contents:
+    head: Any = raw.get_output_embeddings()
+    linears = [m for m in raw.modules() if isinstance(m, nn.Linear) and m is not head]
+    others = [p for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, Conv1D))) for p in m.parameters()]
+    size = head.in_features * head.out_features
+    weights = size + sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
+    return Contents(name, stored, weights, size, head.out_features, ends, tokenizer, quantizable)
+
+
+def _prepare(
+    raw: PreTrainedModel, own: bool, where: torch.device, weights: str, kv_cache_dtype: str, head_ids: Tensor | None
+) -> LanguageModel:
     if not own:  # the caller's model must not be moved or converted
         raw = shared_copy(raw)
     raw.eval()
     if where.type != "cpu":
         moved: Any = raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType]
-        return HFModel(moved, own=True, kv_cache_dtype=kv_cache_dtype)
+        return HFModel(moved, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
     raw.to(where)  # pyright: ignore[reportArgumentType]
     if missing := for_device(where).missing:
         _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
     elif llama.supports(raw) is None:
-        return llama.LlamaModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype)
-    return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype)
+        return llama.LlamaModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+    return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
 
 
 def _from_pretrained(

@@ -237,7 +237,7 @@ class Recorder:
 
 def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail: Detail = Detail.TOKENS) -> RunRecord:
     """The first line of a trace: the model, the configuration and the loop that runs them."""
-    texts = {"prediction", "corpus"}  # may be private, and a replay does not need them
+    texts = {"prediction", "corpus", "draft_vocab_corpus"}  # may be private, and a replay does not need them
     chosen = config.model_dump(mode="json", exclude_defaults=True, exclude=texts, fallback=lambda x: type(x).__name__)
     return RunRecord(
         outrider=__version__,

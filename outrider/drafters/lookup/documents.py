@@ -30,7 +30,7 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
     Stops at `limit` tokens and warns about what was left out. Raises ValueError, with the name of the entry, if it is empty,
     missing, binary or not UTF-8. In a folder, files that are not text are skipped.
     """
-    many: list[Any] = [entries] if isinstance(entries, (str, Path, Mapping)) or _is_ids(entries) else list(entries)
+    many = _entries(entries)
     if not many:
         raise ValueError("the corpus is an empty list; name a file or a folder, or leave it out")
     mark = fingerprint(tokenizer)
@@ -45,9 +45,7 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
             room -= len(saved)
             continue
         some = False
-        for name, select in _parts(entry):
-            ids = _encode(select, tokenizer, name) if isinstance(select, str) else list(select)
-            _check(ids, vocab_size, name)
+        for name, ids in _token_lists(entry, tokenizer, vocab_size):
             some = some or bool(ids)
             if len(ids) >= room:  # the border after it takes one
                 left_out = [name, *map(_name, many[at + 1 :])]
@@ -70,6 +68,28 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
             stacklevel=2,
         )
     return corpus
+
+
+def read_texts(
+    entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_size: int
+) -> Iterator[tuple[str, list[int]]]:
+    """(name, token ids) of each text of what `read_corpus` takes, long files in parts. A saved corpus is not a text.
+
+    Raises ValueError, with the name of the entry, for what cannot be read.
+    """
+    for entry in _entries(entries):
+        yield from _token_lists(entry, tokenizer, vocab_size)
+
+
+def _entries(given: Any) -> list[Any]:
+    return [given] if isinstance(given, (str, Path, Mapping)) or _is_ids(given) else list(given)
+
+
+def _token_lists(entry: Any, tokenizer: Any | None, vocab_size: int) -> Iterator[tuple[str, list[int]]]:
+    for name, select in _parts(entry):
+        ids = _encode(select, tokenizer, name) if isinstance(select, str) else list(select)
+        _check(ids, vocab_size, name)
+        yield name, ids
 
 
 def _is_ids(entry: Any) -> bool:

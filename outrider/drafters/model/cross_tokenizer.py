@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.core.noise import Stream
 from outrider.core.tree import chain
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext, Drafter, TargetPass, chains
+from outrider.drafters.base import DraftContext, TargetPass, chains
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import BaseModel, LanguageModel, Output, Want
@@ -275,7 +275,7 @@ def whole(text: bytes) -> bytes:
     return text
 
 
-def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: int) -> Drafter:
+def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: int) -> ModelDrafter:
     """The drafter for a draft model and a target, with the same tokenizer or another.
 
     Raises ValueError if neither tokens nor text can pass from one to the other.

@@ -37,6 +37,7 @@ class ModelDrafter(BaseDrafter):
     is the best for usual acceptance by rank, because the shape must not depend on statistics of the text (docs/trees.md).
     siblings: how children are drawn for a verifier that needs probs.
     min_probability: a node gets no children if its probability to be accepted is below this. Only under `match`.
+    reduction: what was left out of the model to make it cheaper; None if nothing was. `str` words it.
     noise_aware: False ranks children by q alone, as other systems do; for comparison.
     """
 
@@ -55,6 +56,7 @@ class ModelDrafter(BaseDrafter):
         self.model = model
         self.cache = model.new_cache(num_slots, max_length)
         self.shape, self.siblings, self.noise_aware = shape, siblings, noise_aware
+        self.reduction: object | None = None
         self.least = log(min_probability) if min_probability > 0 else -inf
         # slot -> place in the scratch of each proposed node, -1 if it was not forwarded
         self._places: dict[int, list[int]] = {}
