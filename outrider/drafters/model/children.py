@@ -68,7 +68,8 @@ def children(
     POINT: the largest of score + noise. With `Stream.TOKEN` this noise would make the target choose these tokens, if its
     distribution were the draft's. IID: `width` independent draws. WITHOUT_REPLACEMENT: draws in turn, by Gumbel-top-k (Kool et
     al. 2019, 1903.06059). TOP_THEN_SAMPLED: the width - 1 largest, then one draw from the rest (Hu et al. 2025, 2502.18779).
-    There are fewer children if the distribution has fewer tokens; the last of TOP_THEN_SAMPLED is then still a draw.
+    There are fewer children if the distribution has fewer tokens; the last of TOP_THEN_SAMPLED is then still a draw. A row
+    without a possible token has none, and its probs are 0: a draft model with a small head may not have what a grammar allows.
 
     Raises ValueError for a width below 1.
     """
@@ -78,7 +79,7 @@ def children(
         noise = replace(noise, step=noise.step + node * _STEPS)
     if kind is Siblings.POINT:
         return _chosen(scores, width, noise, stream, position, greedy)
-    probs = scores.softmax(1)
+    probs = scores.softmax(1).masked_fill(scores.amax(1, keepdim=True) == _NO, 0.0)
     log_probs = probs.log()  # draw from exactly what is returned, rounding included: the verifier divides by it
     if kind is Siblings.IID:
         tokens = _independent(log_probs, width, noise, stream, position)

@@ -75,7 +75,7 @@ def token_map(path: str | Path, vocab_size: int) -> Tensor:
         zipfile.BadZipFile,
     ) as error:
         raise ValueError(
-            f"{str(path)!r} is no token map ({error}); write one with torch.save([...token ids...], {str(path)!r})"
+            f"{str(path)!r} is no token map that torch.load can read; write one with torch.save([...token ids...], {str(path)!r})"
         ) from error
     if not len(ids) or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
         what = f"ids from {int(ids[0])} to {int(ids[-1])}" if len(ids) else "no ids"

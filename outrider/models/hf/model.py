@@ -38,6 +38,7 @@ from outrider.models.hf.hooks import (
 from outrider.models.hf.layer_subset import HFLayerSubset
 from outrider.models.hf.linear import PackedLinear, pack_linears_
 from outrider.models.hf.taps import LayerStack, recorded
+from outrider.models.matrix import give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
 
 # What transformers calls the attention that a model runs with on each route.
@@ -333,8 +334,8 @@ def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
     """Give the model an output head with the rows of these tokens. An embedding that was tied to it keeps all its rows."""
     old: Any = model.get_output_embeddings()
     ids = ids.to(old.weight.device)
-    new = nn.Linear(old.weight.shape[1], len(ids), bias=False, device="meta")
-    new.weight = nn.Parameter(old.weight.detach()[ids], requires_grad=False)
+    new = nn.Linear(old.in_features, len(ids), bias=False, device="meta")
+    give_matrix_(new, rows_of(matrix_of(old), ids))
     if getattr(old, "bias", None) is not None:
         new.bias = nn.Parameter(old.bias.detach()[ids], requires_grad=False)
     model.set_output_embeddings(new)

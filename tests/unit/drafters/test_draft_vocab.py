@@ -1,0 +1,190 @@
+"""Which tokens a draft model's head keeps, in which precision its weights are, and who says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vocabularies import END, byte_level, sentencepiece
+
+from outrider import LLM, SamplingParams
+from outrider.config import SpeculativeConfig
+from outrider.core import files
+from outrider.drafters.lookup.documents import read_texts
+from outrider.drafters.model.draft_vocab import draft_vocab, token_counts, token_map
+from outrider.drafters.model.reduction import DraftReduction
+from outrider.kernels import cpu as native
+from outrider.models.load import Contents, load
+
+TEXT = {"text": "the zebra and the quagga; the zebra\n" * 3}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return files.cache_folder()
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(500), sentencepiece(500)], ids=["bytes", "pieces"])
+def test_special_tokens_and_bytes_are_always_kept(tokenizer: Any) -> None:
+    size = len(tokenizer) + 20  # a model may have more rows than its tokenizer has tokens
+    ids = draft_vocab(450, size, tokenizer, [7])
+    assert ids is not None
+    kept = set(ids.tolist())
+    assert ids.tolist() == sorted(kept)
+    assert len(kept) == 450
+    assert {7, tokenizer.convert_tokens_to_ids(END)} <= kept
+    assert max(kept) < len(tokenizer)
+
+    assert draft_vocab(1, size, tokenizer) is not None  # still every byte: any text can be written
+    few = set(draft_vocab(1, size, tokenizer).tolist())  # type: ignore[union-attr]
+    assert 256 < len(few) < 400
+    assert {
+        i
+        for i, piece in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+        if len(piece) == 1 and piece.isascii()
+    } <= few
+
+
+def test_what_is_counted_comes_first_then_low_ids() -> None:
+    tokenizer = byte_level(500)
+    rare = max(tokenizer(" zebra")["input_ids"])
+    without, counted = (set(draft_vocab(400, 500, tokenizer, corpus=c).tolist()) for c in (None, TEXT))  # type: ignore
+    assert set(tokenizer(TEXT["text"])["input_ids"]) <= counted
+    assert rare in counted
+    assert draft_vocab(3, 10, None).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+    assert draft_vocab(3, 10, None, [9]).tolist() == [0, 1, 9]  # type: ignore[union-attr]
+    assert draft_vocab(3, 10, None, corpus=[5, 5, 8]).tolist() == [0, 5, 8]  # type: ignore[union-attr]
+    assert draft_vocab(10, 10, None) is None is draft_vocab(11, 10, None)
+    assert len(without) == len(counted) == 400
+
+
+def test_counts_are_kept_until_a_text_changes(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, file = byte_level(500), tmp_path / "own.txt"
+    file.write_text("zebra " * 50)
+    first = draft_vocab(400, 500, tokenizer, corpus=str(file))
+    [kept] = own_cache.glob("token-counts-*.npz")
+    asked = []
+    monkeypatch.setattr(
+        "outrider.drafters.model.draft_vocab.read_texts", lambda *given: asked.append(given[0]) or read_texts(*given)
+    )
+    assert torch.equal(draft_vocab(400, 500, tokenizer, corpus=str(file)), first)  # type: ignore[arg-type]
+    assert str(file) not in map(str, asked)
+    kept.write_bytes(b"PK damaged")
+    draft_vocab(400, 500, tokenizer, corpus=str(file))
+    assert str(file) in map(str, asked)
+    asked.clear()
+    file.write_text("quagga " * 51)
+    draft_vocab(400, 500, tokenizer, corpus=str(file))
+    assert str(file) in map(str, asked)
+
+
+def test_counts_are_those_of_the_tokens() -> None:
+    tokenizer = byte_level(500)
+    counts = token_counts([TEXT, [3, 3, 4]], tokenizer, 500)
+    ids = tokenizer(TEXT["text"])["input_ids"]
+    assert counts.sum() == len(ids) + 3
+    assert counts[ids[0]] == ids.count(ids[0])
+    with pytest.raises(ValueError, match="there is no file or folder"):
+        token_counts("nowhere.txt", tokenizer, 500)
+
+
+def test_a_saved_map_of_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "hot.pt"
+    for saved in ([5, 3, 3, 9], torch.tensor([9, 5, 3]), torch.tensor([[3], [5], [9]], dtype=torch.int32)):
+        torch.save(saved, file)
+        assert token_map(file, 10).tolist() == [3, 5, 9]
+    for wrong, words in (
+        ([3, 10], "ids from 3 to 10"),
+        ([-1], "ids from -1"),
+        ([], "no ids"),
+        ({"a": 1}, "no token map"),
+    ):
+        torch.save(wrong, file)
+        with pytest.raises(ValueError, match=words):
+            token_map(file, 10)
+    file.write_text("not a map")
+    with pytest.raises(ValueError, match=r"no token map .* torch\.save"):
+        token_map(file, 10)
+    with pytest.raises(ValueError, match="there is no file"):
+        token_map(tmp_path / "none.pt", 10)
+
+
+def contents(
+    stored: str = "bfloat16", weights: int = 500, head: int = 136, vocab: int = 151_936, fast: bool = True
+) -> Contents:
+    """Sizes in million weights; those of a 0.5B model by default."""
+    return Contents("draft", stored, weights * 10**6, head * 10**6, vocab, (), None, fast)
+
+
+@pytest.mark.parametrize(
+    ("given", "quantization", "head"),
+    [
+        (contents(), "int4", 32768),
+        (contents("float32"), "int4", 32768),
+        (contents("gguf"), None, 32768),
+        (contents("int8"), None, 32768),
+        (contents(fast=False), None, 32768),
+        (contents(weights=7600, head=545), "int4", None),  # a head of 7 %
+        (contents(weights=135, head=28, vocab=49_152), "int4", None),  # a vocabulary that is no trouble
+        (contents(weights=1, head=1, vocab=8192), None, None),  # stays in the caches
+    ],
+    ids=str,
+)
+def test_what_is_chosen(given: Contents, quantization: str | None, head: int | None) -> None:
+    reduce = DraftReduction()
+    chosen = reduce(given)
+    assert chosen.quantization == quantization
+    assert (None if chosen.head_ids is None else len(chosen.head_ids)) == head
+    assert (reduce.note is None) == (quantization is None and head is None)
+    kept = DraftReduction(choose_quantization=False, vocab=0)
+    assert kept(given) == (None, None)
+    assert kept.note is None
+
+
+def test_the_note_says_what_was_left_out() -> None:
+    reduce = DraftReduction()
+    reduce(contents())
+    assert str(reduce.note) == "draft model: int4 weights, its head has 32768 of 151936 tokens"
+
+
+@pytest.mark.skipif(not native.available(), reason="without the native kernels there is no int8")
+def test_the_configuration_reaches_the_draft_model(tmp_path: Path) -> None:
+    torch.save([0, 1, 2, 300, 8000], tmp_path / "map.pt")
+    target = load("builtin:code")
+    texts, sizes = dict[str, str](), dict[str, int]()
+    for name, config, note in (
+        ("as it is", {}, []),
+        ("small", {"draft_vocab": 600, "draft_vocab_corpus": {"text": "def area(w, h):\n"}}, ["600 of 8192"]),
+        ("map", {"speculative_token_map": str(tmp_path / "map.pt")}, ["5 of 8192"]),
+        ("all", {"draft_vocab": 0, "quantization": "none"}, []),
+        ("int8", {"quantization": "int8", "draft_vocab": 512}, ["512 of 8192"]),
+    ):
+        llm = LLM(target, speculative_config={"model": "builtin:code-draft", **config}, max_model_len=128)
+        assert len(llm.notes) == len(note)
+        assert all(words in said for words, said in zip(note, llm.notes, strict=True))
+        texts[name] = llm.generate("def area(", SamplingParams(temperature=1, seed=3))[0].outputs[0].text
+        sizes[name] = llm.drafter.model.weight_bytes  # type: ignore[attr-defined]
+    assert sizes["map"] < sizes["small"] < sizes["as it is"] == sizes["all"] > sizes["int8"]
+    assert len(set(texts.values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "suffix", "draft_vocab": 5}, 'draft_vocab is for the method "draft_model"'),
+        ({"model": "m", "draft_vocab": -1}, "draft_vocab"),
+        ({"model": "m", "draft_vocab": 9, "speculative_token_map": "x"}, "give one"),
+        ({"model": "m", "draft_vocab": 0, "draft_vocab_corpus": "x"}, "keeps all tokens"),
+        ({"model": "m", "quantization": "int5"}, "'auto', 'none', 'int8' or 'int4'"),
+    ],
+)
+def test_contradictions(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SpeculativeConfig.of(config)
+
+
+def test_no_quantization_was_once_written_null() -> None:
+    assert SpeculativeConfig.of({"method": "quantized_self", "quantization": None}).quantization == "auto"
