@@ -28,7 +28,8 @@ class SpeculativeConfig(BaseModel):
 
     method: str | list[str] = Field(NONE, description="how to draft, one method or several: " + ", ".join(METHODS))
     model: Any = Field(
-        None, description="the draft model: a folder, a hub name, a built-in model (builtin:...) or a loaded model"
+        None,
+        description="the draft model: a folder, a GGUF file, a hub name, a built-in model (builtin:...) or a loaded model",
     )
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=256, description="draft tokens in a row, at most; without it, as many as help"

@@ -33,8 +33,8 @@ Prompt = str | Mapping[str, Any] | abc.Sequence[Mapping[str, str]]
 class LLM:
     """A model ready to generate.
 
-    model: a folder, a hub name, `builtin:code`, a loaded transformers model (which stays as it is), or what another LLM has
-    `loaded`: then both share the weights, and tokenizer, dtype, quantization and kv_cache_dtype are that one's.
+    model: a folder, a GGUF file, a hub name, `builtin:code`, a loaded transformers model (which stays as it is), or what
+    another LLM has `loaded`: then both share the weights, and tokenizer, dtype, quantization and kv_cache_dtype are that one's.
     tokenizer: a transformers tokenizer, or a folder or hub name of one; None: the model's own, if it is loaded by name.
     Without one, prompts are token ids.
     speculative_config: see `SpeculativeConfig`; None is plain decoding.

@@ -12,7 +12,9 @@ from outrider.cli.terminal import loading, readable
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub name or a built-in model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
+    ],
     speculative_config: Annotated[
         str,
         option(

@@ -64,7 +64,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- single options -------------------------------------------------------------------------------------------------------
 
-Model = Annotated[str, option("Model", "A folder, a hub name or a built-in model.", "--model", "-m")]
+Model = Annotated[str, option("Model", "A folder, a GGUF file, a hub name or a built-in model.", "--model", "-m")]
 Dtype = Annotated[str, option("Model", "auto (as in the checkpoint), float32, bfloat16 or float16.")]
 Device = Annotated[str, option("Model", "auto, cpu or cuda.")]
 Quantization = Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")]

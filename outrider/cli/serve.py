@@ -118,7 +118,9 @@ class MonitorOptions:
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub name or a built-in model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
+    ],
     speculative_config: Annotated[
         str,
         option(

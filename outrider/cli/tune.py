@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class CandidateOptions:
     """What the search may try."""
 
-    model: Annotated[str, option("What", "A folder, a hub name or a built-in model.", "--model", "-m")] = WIDE
+    model: Annotated[str, option("What", "A folder, a GGUF file, a hub name or a built-in model.", "--model", "-m")] = (
+        WIDE
+    )
     draft_model: Annotated[
         str | None, option("What", "A small model that drafts; builtin:code has its own.", "--draft-model", "-d")
     ] = None

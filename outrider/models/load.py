@@ -294,12 +294,18 @@ def _path(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
-            raise FileNotFoundError(f"{path} has no config.json; give the folder that save_pretrained wrote")
+            raise FileNotFoundError(
+                f"{path} has no config.json and no .gguf file; give the folder that save_pretrained wrote"
+            )
         return str(path)
     if path.is_file():
-        raise FileNotFoundError(f"{path} is a file; give its folder, which must also hold config.json")
+        raise FileNotFoundError(
+            f"{path} is a file, and not a .gguf one; give the folder of the model, which must also hold config.json"
+        )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"there is no folder {path}; give a model folder, a hub name, or one of {_names()}")
+        raise FileNotFoundError(
+            f"there is no folder {path}; give a model folder, a GGUF file, a hub name, or one of {_names()}"
+        )
     return _hub(name)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
+from outrider.models.dtypes import dtype_name
 
 
 def matrix_of(module: nn.Module) -> Tensor | Blocks:
@@ -54,9 +55,12 @@ def rows_of(matrix: Tensor | Blocks, rows: Tensor) -> Tensor | Blocks:
 def packed(
     matrices: Sequence[Tensor | Blocks], kind: str, biases: Sequence[Tensor | None], *, paired: bool = False
 ) -> native.Packed:
-    """Pack matrices side by side. kind: "gguf" keeps blocks as they are; another rounds them anew."""
+    """Pack matrices side by side. kind: "gguf" keeps everything in the format it has; others convert, see `native.Packed`."""
     if kind == "gguf":
-        return native.Packed(matrices, "bfloat16", biases, paired=paired)
+        floats = {m.dtype for m in matrices if isinstance(m, Tensor)}
+        return native.Packed(
+            matrices, dtype_name(floats.pop()) if len(floats) == 1 else "float32", biases, paired=paired
+        )
     return native.Packed([dense(m, torch.float32) for m in matrices], kind, biases, paired=paired)
 
 

@@ -69,7 +69,7 @@ class LlamaModel(BaseModel):
 
     weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
     file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied
-    to it. A separate embedding is not packed, because a forward reads only a few of its rows.
+    to it. A separate embedding of floats is not packed, because a forward reads only a few of its rows.
     own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
     head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
     not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
@@ -106,7 +106,7 @@ class LlamaModel(BaseModel):
         # What the C structs point to.
         self._keep: list[Any] = []
         layers = (LayerStruct * self.num_layers)(*(self._layer_struct(layer, config) for layer in base.layers))
-        self._head, self._table = self._pack_embeddings(model)
+        self._head, self._table = self._pack_embeddings(model)  # a forward reads only a few rows of the table
         self.weight_bytes = sum(p.bytes for p in self._keep if isinstance(p, native.Packed))
         self._start(self._model_struct(base, config), layers, range(self.num_layers))
 
@@ -133,7 +133,7 @@ class LlamaModel(BaseModel):
         return head, table
 
     def _model_struct(self, base: Any, config: Any) -> ModelStruct:
-        rotary, attention = base.rotary_emb, base.layers[0].self_attn
+        rotary, attention, table = base.rotary_emb, base.layers[0].self_attn, self._table
         inv_freq = rotary.inv_freq.detach().float().contiguous()
         self._keep.append(inv_freq)
         self._embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))

@@ -24,7 +24,8 @@ _HALVES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
-BLOCK_FORMATS = tuple(_HALVES)
+BLOCK_FORMATS = tuple(_HALVES)  # those that the kernels compute with
+_HALVES |= {"IQ2_XXS": (0,), "IQ3_S": (0,)}
 
 
 def random_blocks(name: str, rows: int, columns: int, fill: int | None = None) -> Blocks:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from ggml_blocks import random_blocks
 from gguf import (
     GGML_QUANT_SIZES,
     MODEL_ARCH_NAMES,
@@ -17,25 +20,28 @@ from gguf import (
     quants,
 )
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # transformers' model type -> the architecture of the file. Others have the same name.
 ARCHITECTURE = {"mistral": "llama", "gemma3_text": "gemma3"}
 INTERLEAVED = ("llama", "granite")
 ONE_ADDED = ("gemma", "gemma2", "gemma3")
-# Where the float16 scales of a block are, for formats that the gguf package cannot quantise to.
-_SCALES = {
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-    "IQ2_XXS": (0,), "IQ3_S": (0,),
-}  # fmt: skip
+# The gguf package cannot quantise to these; any bits do.
+RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ3_S")
 
 
 def write_gguf(
-    model: PreTrainedModel, path: Path, kind: str = "F32", *, parts: int = 1, metadata: dict[str, Any] | None = None
+    model: PreTrainedModel,
+    path: Path,
+    kind: str | Callable[[str], str] = "F32",
+    *,
+    parts: int = 1,
+    metadata: dict[str, Any] | None = None,
 ) -> None:
     """Write a model, and change its own weights to the values that are in the file: the reference.
 
-    kind: of the matrices whose rows are whole blocks; the others are F16. metadata: more keys, or None to leave one out.
+    kind: of the matrices whose rows are whole blocks, or a function from a tensor's name to it; the others are F16.
+    metadata: more keys, or None to leave one out.
     """
     architecture = ARCHITECTURE.get(model.config.model_type, model.config.model_type)
     tensors = _tensors(model, architecture, kind)
@@ -64,15 +70,23 @@ def write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[np
     writer.close()
 
 
-def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """uint8 [rows, bytes]: any bits, with scales of a size that weights have."""
-    draw = np.random.default_rng(seed)
-    together, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    blocks = draw.integers(0, 256, (rows * columns // together, size), dtype=np.uint8)
-    for at in _SCALES[kind]:
-        scales = (draw.standard_normal(len(blocks)) * 4e-4).astype("<f2")
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(rows, -1)
+def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, pieces: str) -> dict[str, Any]:
+    """The keys of a byte-level tokenizer. pieces: llama.cpp's name of how it cuts text."""
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())  # pyright: ignore[reportAttributeAccessIssue]
+    added = {t["id"]: t for t in stored["added_tokens"]}
+    by_id = {i: t for t, i in tokenizer.get_vocab().items()}
+    merges = [m if isinstance(m, str) else " ".join(m) for m in stored["model"]["merges"]]
+    kinds = [1 if i not in added else 3 if added[i]["special"] else 4 for i in range(len(by_id))]
+    named = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pieces,
+        "tokenizer.ggml.tokens": [by_id[i] for i in range(len(by_id))],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.chat_template": tokenizer.chat_template,
+        **{f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()},
+    }
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -88,7 +102,9 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _tensors(model: PreTrainedModel, architecture: str, kind: str) -> dict[str, tuple[np.ndarray, str]]:
+def _tensors(
+    model: PreTrainedModel, architecture: str, kind: str | Callable[[str], str]
+) -> dict[str, tuple[np.ndarray, str]]:
     config: Any = model.config
     number = next(n for n, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(number, config.num_hidden_layers)
@@ -105,7 +121,7 @@ def _tensors(model: PreTrainedModel, architecture: str, kind: str) -> dict[str, 
                 # the definition in llama.cpp's converter: [head, half, pair] -> [head, pair, half]
                 order = torch.arange(len(values)).view(heads, 2, -1).swapaxes(1, 2).reshape(-1)
             if suffix == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
-                out[name] = _matrix(values, order, kind)
+                out[name] = _matrix(values, order, kind if isinstance(kind, str) else kind(name))
                 continue
             values = values if order is None else values[order]
             values = values + 1 if architecture in ONE_ADDED and name.endswith("norm.weight") else values
@@ -129,13 +145,9 @@ def _matrix(values: Tensor, order: Tensor | None, kind: str) -> tuple[np.ndarray
     rows = (values if order is None else values[order]).numpy()
     if rows.shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
         kind = "F16"
-    if kind in _SCALES:
-        data = random_blocks(kind, *rows.shape, seed=rows.size + int(abs(rows[0, 0]) * 1e6))
-    else:
-        data = quants.quantize(rows, GGMLQuantizationType[kind])
-    meant = torch.from_numpy(
-        np.ascontiguousarray(quants.dequantize(data, GGMLQuantizationType[kind]), dtype=np.float32)
-    ).view(rows.shape)
+    known = GGMLQuantizationType[kind]
+    data = random_blocks(kind, *rows.shape).data.numpy() if kind in RANDOM else quants.quantize(rows, known)
+    meant = torch.from_numpy(np.ascontiguousarray(quants.dequantize(data, known), dtype=np.float32)).view(rows.shape)
     values[... if order is None else order] = meant
     return data, kind
 

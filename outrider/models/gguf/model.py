@@ -12,6 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models.checkpoint import Sizes
 from outrider.models.dtypes import dtype_name
@@ -22,9 +23,7 @@ from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.matrix import dense, give_matrix_, matrix_of
 
 # The block formats that the kernels compute with. Others are dequantised.
-PACKED_FORMATS = (
-    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
-)  # fmt: skip
+PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KINDS)
 # Tensors that are no parameters: they change the rotary frequencies, see `architectures`.
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Names that a family's table in the gguf package lacks.

@@ -63,6 +63,16 @@ _ENDS = (
 )  # fmt: skip
 
 
+class _Uncopied:
+    """transformers copies the tokenizer that it is given, which takes as long as making it. Nobody else has this one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
+        return self.tokenizer
+
+
 def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast | None:
     """The tokenizer, or None with a warning if outrider cannot make it: a model can still continue token ids.
 
@@ -108,14 +118,13 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast | None:
             else [processors.TemplateProcessing(single=form, special_tokens=ends)]
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_Uncopied(tokenizer),
         bos_token=named["bos"],
         eos_token=named["eos"],
         unk_token=named["unknown"],
         pad_token=named["padding"],
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        model_max_length=file.get("context_length"),
     )
 
 
@@ -163,15 +172,13 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     """BPE whose order of merges is the score of the merged token, with bytes for unknown characters."""
     scores = file.metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
     known = {t: i for i, t in enumerate(tokens)}
-    ranked = []
-    for token, score in zip(tokens, scores, strict=False):
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in known and right in known:
-                ranked.append((-score, known[left], known[right], left, right))
-    ranked.sort(key=lambda pair: pair[:3])
+    merges: list[tuple[str, str]] = []
+    for _, token in sorted(zip(scores, tokens, strict=False), key=lambda scored: -scored[0]):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = [(left, right) for left, right in cuts if left in known and right in known]
+        merges += sorted(pairs, key=lambda pair: (known[pair[0]], known[pair[1]])) if len(pairs) > 1 else pairs
     unknown = _named(file, tokens, "unknown")
-    made = _model(file, tokens, [pair[3:] for pair in ranked], byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    made = _model(file, tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
     undo: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.metadata.get("tokenizer.ggml.add_space_prefix", True):

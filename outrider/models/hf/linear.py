@@ -43,6 +43,11 @@ class PackedLinear(nn.Module):
         return self._run(x.float()).to(x.dtype)
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether the kernels round the inputs to integers, as they do for quantised weights."""
+        return self.packed is not None and any(name not in DTYPES for name in self.packed.formats)
+
+    @property
     def weight(self) -> Tensor:
         """float32 [out, in]: the matrix that the kernels multiply with. Made on request, for inspection only."""
         if self.packed is None:
@@ -107,10 +112,12 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> int:
 
 
 def _pack_embeddings_(model: nn.Module, weights: str, linears: dict[int, PackedLinear]) -> None:
-    """Replace embeddings whose matrix is in blocks. linears: those that are packed already, by the matrix."""
+    """Replace embeddings whose matrix is in blocks. linears: those that are packed already, by the matrix.
+
+    int4 would cost more accuracy in an embedding than memory in a second copy, so it becomes int8.
+    """
     for name, module in [*model.named_modules()]:
         if isinstance(module, nn.Embedding) and isinstance(blocks := matrix_of(module), Blocks):
-            tied = linears.get(id(blocks))
-            table = packed([blocks], weights, [None]) if tied is None else tied.packed
-            assert table is not None  # blocks are always packed
+            tied = linears.get(id(blocks)) if weights != "int4" else None
+            table = tied.packed if tied and tied.packed else packed([blocks], weights.replace("int4", "int8"), [None])
             model.set_submodule(name, PackedEmbedding(table, getattr(module, "scalar_embed_scale", 1.0)))

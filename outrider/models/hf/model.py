@@ -272,10 +272,19 @@ class HFModel(BaseModel):
         alone = self.forward(Nodes(torch.tensor([[c]]), cache, [0])).logits[0, 0]
         ours = torch.stack([tree[1, 0], tree[1, 1], tree[0, 0], tree[0, 2]])
         gap = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-6))
-        exact = self._stand_in.dtype == torch.float32
-        if bool(own.isfinite().all()) and not gap < (5e-4 if exact else 0.1):
+        if bool(own.isfinite().all()) and not gap < self._tolerance():
             raise ValueError(f"it gives other logits than by itself, by {gap:.2g} of the largest")
         return torch.equal(tree[0, 0], alone)
+
+    def _tolerance(self) -> float:
+        """How far logits may be from those of the model's own attention, relative to the largest.
+
+        A rounding of the attention changes how the activations of later layers are rounded to integers. Each such change is
+        small, and all layers together were seen to change logits by 0.05 (docs/log.md).
+        """
+        if any(isinstance(m, PackedLinear) and m.rounds_inputs for m in self.model.modules()):
+            return 0.25
+        return 5e-4 if self._stand_in.dtype == torch.float32 else 0.1
 
     @contextmanager
     def _by_itself(self) -> Iterator[PreTrainedModel]:

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import prompts, tiny
-from gguf_files import write_gguf
-from transformers import PreTrainedModel
+from gguf_files import tokenizer_metadata, write_gguf
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from outrider import LLM, SamplingParams
+from outrider.models.gguf.model import PACKED_FORMATS
+from outrider.models.hf.linear import PackedEmbedding
 from outrider.models.hf.model import HFModel
-from outrider.models.load import load
+from outrider.models.load import DATA, load
 from outrider.models.native_llama import LlamaModel
 from outrider.models.nodes import Nodes
 
@@ -26,6 +29,7 @@ _LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 2.0, 3.0, 4.0], "original_max_position_embeddings": 64,
 }  # fmt: skip
+_WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # rows of whole blocks, in every format
 _SHAPE = {"hidden_size": 64, "intermediate_size": 96}
 
 # name: (model type, changes of the tiny model)
@@ -57,6 +61,11 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
     return model.forward(Nodes(torch.tensor([ids]), model.new_cache(1, 64), [0])).logits[0]
 
 
+def far(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """The difference, relative to the reference."""
+    return float((ours - reference).norm() / reference.norm())
+
+
 def expected(raw: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return raw(torch.tensor([ids])).logits[0]
@@ -76,3 +85,87 @@ def test_an_architecture_gives_the_logits_of_transformers(name: str, tmp_path: P
     assert type(loaded.model) is (LlamaModel if name.split("-")[0] in NATIVE else HFModel)
     [ids] = prompts(12)
     torch.testing.assert_close(logits(loaded.model, ids), expected(raw, ids), atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *PACKED_FORMATS])
+def test_a_format_gives_the_logits_of_its_values(kind: str, tmp_path: Path) -> None:
+    raw, file = tiny("llama", **_WIDE), tmp_path / "model.gguf"
+    write_gguf(raw, file, kind)
+    [ids] = prompts(9)
+    assert far(logits(load(file, dtype="float32").model, ids), expected(raw, ids)) < 3e-5
+    own = load(file)
+    assert own.weights == {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind, "gguf")
+    assert far(logits(own.model, ids), expected(raw, ids)) < 0.08  # the activations are rounded
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # the native step, the general path
+def test_int8_and_bfloat16_of_a_file_are_those_of_its_values(kind: str, tmp_path: Path) -> None:
+    raw, file = tiny(kind, **_SHAPE), tmp_path / "model.gguf"
+    write_gguf(raw, file, "Q5_1")
+    raw.save_pretrained(tmp_path / "folder")
+    [ids] = prompts(9)
+    for options in ({"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}):
+        ours, folder = load(file, **options), load(tmp_path / "folder", **options)
+        assert ours.weights == folder.weights
+        # an embedding in blocks is packed, one in floats is not; the norms of a folder get its dtype
+        assert far(logits(ours.model, ids), logits(folder.model, ids)) < 0.05
+
+
+def test_a_file_of_many_formats(tmp_path: Path) -> None:
+    raw, file = tiny("llama", **_WIDE), tmp_path / "model.gguf"
+    formats = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q8_0", "attn_k": "F16", "ffn_up": "F32"}
+    write_gguf(raw, file, lambda name: next((f for n, f in formats.items() if n in name), "Q4_K"))
+    [ids] = prompts(9)
+    assert far(logits(load(file, dtype="float32").model, ids), expected(raw, ids)) < 3e-5
+    assert far(logits(load(file).model, ids), expected(raw, ids)) < 0.08
+
+
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "IQ3_S", "TQ2_0", "MXFP4"])
+def test_other_formats_become_bfloat16_with_a_warning(kind: str, tmp_path: Path) -> None:
+    raw, file = tiny("llama", **_WIDE), tmp_path / "model.gguf"
+    write_gguf(raw, file, kind)
+    [ids] = prompts(9)
+    with pytest.warns(RuntimeWarning, match=f"has weights in {kind}.*bfloat16.*GiB"):
+        loaded = load(file)
+    for parameter in raw.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.bfloat16().float()
+    assert loaded.weights == "bfloat16"
+    assert far(logits(loaded.model, ids), expected(raw, ids)) < 3e-5
+
+
+def test_gemma_embeddings_share_the_packed_head(tmp_path: Path) -> None:
+    raw, file = tiny("gemma3_text", **_SHAPE), tmp_path / "model.gguf"
+    write_gguf(raw, file, "Q8_0")
+    model: Any = load(file).model.model  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(model.model.embed_tokens, PackedEmbedding)
+    assert model.model.embed_tokens.table is model.lm_head.packed
+
+
+def test_nothing_of_the_file_stays_mapped(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    for kind in ("llama", "gemma3_text"):
+        write_gguf(tiny(kind, **_SHAPE), file, "Q8_0")
+        loaded = load(file)
+        assert str(file) not in Path("/proc/self/maps").read_text()
+        del loaded
+
+
+def test_a_draft_model_in_a_file_keeps_the_text(tmp_path: Path) -> None:
+    target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    source = AutoModelForCausalLM.from_pretrained(DATA / "code", dtype=torch.float32)
+    tokens = tokenizer_metadata(AutoTokenizer.from_pretrained(DATA / "code"), "gpt-2")
+    write_gguf(source, target, "Q8_0", metadata=tokens)
+    write_gguf(source, draft, "Q4_0", metadata=tokens)
+    plain = LLM(target).generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=24))
+    fast = LLM(target, speculative_config={"method": "draft_model", "model": str(draft)}).generate(
+        "def add(a, b):", SamplingParams(temperature=0, max_tokens=24)
+    )
+    assert fast[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+
+
+def test_a_deep_model_with_rounded_activations_is_accepted(tmp_path: Path) -> None:
+    """Its logits differ from those of its own attention by more than floats do."""
+    file = tmp_path / "model.gguf"
+    write_gguf(tiny("gemma3_text", **_SHAPE, num_hidden_layers=13, layer_types=None), file, "Q4_0")
+    assert load(file).model.batch_invariant

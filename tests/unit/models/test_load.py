@@ -151,11 +151,15 @@ def test_names_that_lead_nowhere(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match="no built-in model 'builtin:cod'; did you mean 'builtin:code'"):
         load("builtin:cod")
     for name in (str(tmp_path / "nowhere"), "./nowhere", "~/no/where", "a/b/c"):
-        with pytest.raises(FileNotFoundError, match=r"there is no folder .*a hub name, or one of builtin:code"):
+        with pytest.raises(
+            FileNotFoundError, match=r"there is no folder .*a GGUF file, a hub name, or one of builtin:code"
+        ):
             load(name)
-    with pytest.raises(FileNotFoundError, match=r"is a file; give its folder"):
+    with pytest.raises(FileNotFoundError, match=r"is a file, and not a .gguf one"):
         load(folder / "model.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"no config.json; give the folder that save_pretrained wrote"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no config.json and no .gguf file; give the folder that save_pretrained wrote"
+    ):
         load(tmp_path)
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"a config.json and no weights .*the download is incomplete"):
