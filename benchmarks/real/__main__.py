@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import RESULTS, WORK, machine
 from benchmarks.peers.llama_server import about
 from benchmarks.real import report
-from benchmarks.real.journal import Journal, identity
+from benchmarks.real.journal import Journal, identity, weight_files
 from benchmarks.real.served import served
 from benchmarks.real.sides import METHODS, WEIGHTS, Llama, Ours
 from benchmarks.real.start import measure, measure_llama
@@ -43,17 +43,20 @@ class Real:
     def __init__(self, options: argparse.Namespace, journal: Journal) -> None:
         self.options, self.journal = options, journal
         self.files = {name: identity(name) for name in (options.target, options.draft) if name}
-        self.target = self.files[options.target]["name"]  # pyright: ignore[reportOptionalSubscript]
-        self.draft = self.files[options.draft]["name"] if options.draft else None  # pyright: ignore[reportOptionalSubscript]
+        self.target = self.files[options.target]["name"]
+        self.draft = self.files[options.draft]["name"] if options.draft else None
 
     def key(self, weights: str) -> dict[str, Any]:
         """What every line of this bout holds."""
-        digest = (self.files[self.options.target] or {}).get("sha256")
+        digest = self.files[self.options.target].get("sha256")
         return {"target": self.target, "sha256": digest, "draft": self.draft, "weights": weights}
 
-    def llama_reads(self, weights: str) -> Path | None:
-        """llama.cpp's program, where it reads the target as we do."""
-        return self.options.llama if weights == "file" and self.options.target.endswith(".gguf") else None
+    def llama_reads(self, weights: str) -> tuple[Path, str, str | None] | None:
+        """llama.cpp's program with its target and draft files, where it reads the target as we do."""
+        target, draft = (_gguf(name) for name in (self.options.target, self.options.draft))
+        if self.options.llama is None or weights != "file" or target is None:
+            return None
+        return self.options.llama, target, draft
 
     def todo(self, weights: str, chat: bool) -> Iterator[tuple[dict[str, Any], Prompt]]:
         """Rounds that the journal does not have: the first text of every workload, then the second, and so on."""
@@ -81,10 +84,9 @@ class Real:
             self.journal.add("missing", self.key(weights), {"methods": ours.missing})
         with ExitStack() as stack:
             sides: list[Ours | Llama] = [ours]
-            if program := self.llama_reads(weights):
-                draft = o.draft if o.draft and o.draft.endswith(".gguf") else None
+            if read := self.llama_reads(weights):
                 how = {"p_min": o.llama_p_min, "sampling": o.llama_sampling}
-                sides.append(stack.enter_context(Llama(program, o.target, draft, o.llama_draft, ours.limit, **how)))
+                sides.append(stack.enter_context(Llama(*read, o.llama_draft, ours.limit, **how)))
             warm = ours.encode(texts("code", ours.chat, 12)[-1].content)
             for side in sides:
                 side.write(warm, WARM)
@@ -112,26 +114,32 @@ class Real:
 
     def start(self, weights: str) -> None:
         """Starts of new processes, ours and llama.cpp's."""
-        size = (self.files[self.options.target] or {}).get("bytes")
-        for side, program in (("outrider", None), ("llama.cpp", self.llama_reads(weights))):
+        size = self.files[self.options.target].get("bytes")
+        read, target = self.llama_reads(weights), self.options.target
+        for side in ("outrider", "llama.cpp") if read else ("outrider",):
             key = {**self.key(weights), "side": side, "bytes": size}
-            if (side == "llama.cpp" and program is None) or self.journal.has("start", key):
+            if self.journal.has("start", key):
                 continue
-            target = self.options.target
-            for line in measure(target, weights) if program is None else [measure_llama(program, target)]:
+            for line in measure(target, weights) if side == "outrider" or not read else [measure_llama(*read[:2])]:
                 self.journal.add("start", key, line)
                 print(f"  {side} {line}", file=sys.stderr, flush=True)
 
     def served(self, weights: str) -> None:
         """Clients on servers."""
-        o, program = self.options, self.llama_reads(weights)
-        key = {**self.key(weights), "tokens": o.tokens, "clients": o.clients, "llama": program is not None}
+        o, read = self.options, self.llama_reads(weights)
+        key = {**self.key(weights), "tokens": o.tokens, "clients": o.clients, "llama": read is not None}
         if not self.journal.has("served", key):
             longest = o.llama_draft[0] if o.llama_draft else 4
             for line in served(
-                o.target, o.draft, weights, program, clients=o.clients, tokens=o.tokens, llama_draft=longest
+                o.target, o.draft, weights, read, clients=o.clients, tokens=o.tokens, llama_draft=longest
             ):
                 self.journal.add("served", key, line)
+
+
+def _gguf(name: str | None) -> str | None:
+    """The GGUF file of a model, the first part of a split one; None if it is stored otherwise."""
+    files = weight_files(name) if name else []
+    return str(files[0]) if files and files[0].suffix == ".gguf" else None
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:

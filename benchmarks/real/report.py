@@ -253,4 +253,6 @@ def _served(lines: list[dict[str, Any]]) -> str:
          f"{line.get('median_ttft_ms', 0):.0f}", f"{line.get('median_tpot_ms', 0):.1f}", str(line["failed"])]
         for line in lines
     ]  # fmt: skip
-    return markdown(head, body)
+    runs = {(line["target"], line["weights"]): (line["differing_texts"], line["compared_texts"]) for line in lines}
+    differ, compared = (sum(counts) for counts in zip(*runs.values(), strict=True))
+    return f"{markdown(head, body)}\n\nTexts that differ between `plain` and `auto`: {differ} of {compared}."

@@ -30,13 +30,13 @@ def served(
     target: str,
     draft: str | None,
     weights: str,
-    program: Path | None,
+    llama: tuple[Path, str, str | None] | None,
     *,
     clients: Sequence[int],
     tokens: int,
     llama_draft: int,
 ) -> list[dict[str, Any]]:
-    """A record for each arm and number of clients, with `differing_texts` of our arms. program: llama.cpp's, or None."""
+    """A record for each arm and number of clients, with `differing_texts` of our arms. llama: its program, target, draft."""
     config = {"method": "auto", **({"model": draft} if draft else {})}
     options = argparse.Namespace(
         start=target, model="model", config=json.dumps(config), max_model_len=LENGTH, max_concurrency=list(clients),
@@ -50,12 +50,13 @@ def served(
             "auto": Endpoint(options.base_url, "model"),
         }
         ours = set(arms)
-        if program is not None:
+        if llama is not None:
+            program, model, small = llama
             size: dict[str, Any] = {"slots": max(clients), "length": LENGTH}
-            plain = stack.enter_context(LlamaServer(program, target, **size))
+            plain = stack.enter_context(LlamaServer(program, model, **size))
             arms["llama.cpp"] = Endpoint(plain.url, "model", {"cache_prompt": False, **NEUTRAL})
-            if draft:
-                drafting = stack.enter_context(LlamaServer(program, target, draft, longest=llama_draft, **size))
+            if small:
+                drafting = stack.enter_context(LlamaServer(program, model, small, longest=llama_draft, **size))
                 name = f"llama.cpp draft {llama_draft}"
                 arms[name] = Endpoint(drafting.url, "model", {"cache_prompt": False, **NEUTRAL})
         for end in arms.values():

@@ -93,7 +93,8 @@ def test_every_method_writes_the_plain_text_and_a_run_goes_on_where_it_was(tmp_p
         assert r["setting"] != "plain" or r["acceptance_length"] == 1
     [result] = tmp_path.glob("*-real.json")
     written = json.loads(result.read_text())
-    assert written["files"]["builtin:code"] == {"name": "builtin:code"}
+    assert written["files"]["builtin:code"] == identity("builtin:code")
+    assert written["files"]["builtin:code"]["bytes"] > 2**20
     assert written["threads"] == written["machine"]["cores"]
     assert str(tmp_path) not in result.read_text()
     assert "differing tokens | 0 | 0 | 0 | 0 |" in report.tables(written)
@@ -171,12 +172,13 @@ def test_a_journal_drops_a_torn_line_and_refuses_another_machine(tmp_path: Path)
 
 
 def test_files_are_known_by_their_hash(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(b"abc")
+    parts = [tmp_path / f"a-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for part, data in zip(parts, (b"ab", b"c"), strict=True):
+        part.write_bytes(data)
     sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert identity(str(tmp_path / "a.gguf")) == {"name": "a.gguf", "bytes": 3, "sha256": sha}
+    assert identity(str(parts[1])) == {"name": parts[1].name, "bytes": 3, "sha256": sha}
     assert identity(str(tmp_path)) == {"name": tmp_path.name, "bytes": 3, "sha256": sha}
-    assert identity("builtin:code") == {"name": "builtin:code"}
-    assert identity(None) is None
+    assert identity("builtin:code-0.5B") == {"name": "builtin:code-0.5B"}
 
 
 def test_every_workload_has_twelve_texts_for_chat_and_for_base_models() -> None:
