@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: install demo test check bench clean
+.PHONY: install demo test check bench clean sanitize
 
 install: .venv/.installed
 
@@ -27,6 +27,10 @@ check: install
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+# The native code under the address, undefined-behaviour and thread sanitizers.
+sanitize:
+	tests/native/sanitize
 
 clean:
 	rm -rf .venv build dist *.egg-info outrider/kernels/cpu/*.so

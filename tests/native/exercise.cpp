@@ -1,0 +1,264 @@
+// Runs every native function on small random inputs, on every instruction set, and with several callers at once.
+// For the sanitizers (`make sanitize`): buffers have just the size that they need. Results are compared, too: a row has the bits
+// that it has alone, on any instruction set, for any number of threads. Ends with 1 and names what differs.
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "abi.hpp"
+#include "plan.hpp"
+#include "quant.hpp"
+
+using namespace outrider;
+
+extern "C" {
+int32_t outrider_select_isa(const char* name);
+void outrider_set_threads(int32_t threads);
+int64_t outrider_panel_bytes(int32_t format, int64_t k);
+void outrider_pack(Packed*, const void*, int32_t, int64_t n, int64_t stride_n, int64_t stride_k, int64_t start, int32_t paired);
+void outrider_pack_rows(Packed*, const void*, int64_t row_bytes, int64_t n, const int64_t* order, int64_t start, int32_t paired);
+void outrider_linear(const Packed*, const float* x, float* y, int64_t rows, int64_t ldx, int64_t ldy);
+void outrider_unpack_column(const Packed*, int64_t column, float* out);
+void* outrider_decoder_new(const Model*);
+void outrider_decoder_free(void*);
+int64_t outrider_forward(void*, const ForwardJob*);
+int64_t outrider_draft_chains(void*, const ChainsJob*);
+void outrider_gumbel(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, float* out);
+}
+
+namespace {
+
+const char* const ISAS[] = {"portable", "avx2", "avx_vnni", "avx512", "avx512_vnni"};
+constexpr int64_t FILE_BYTES[FORMATS] = {0, 0, 0, 34, 18, 20, 22, 24, 84, 110, 144, 176, 210, 18, 136};
+int failures = 0;
+
+void expect(bool fine, const std::string& what) {
+    if (!fine) std::printf("WRONG: %s\n", what.c_str()), failures++;
+}
+
+struct Random {
+    uint64_t state = 88172645463325252ull;
+    uint64_t next() {
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        return state;
+    }
+    float real() { return static_cast<float>(next() >> 40) / (1 << 23) - 1; }
+};
+
+std::vector<float> reals(int64_t n, Random& random, float scale = 1) {
+    std::vector<float> out(static_cast<size_t>(n));
+    for (float& x : out) x = random.real() * scale;
+    return out;
+}
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));
+}
+
+// A packed matrix with its memory.
+struct Matrix {
+    std::vector<uint8_t> data;
+    std::vector<float> bias;
+    std::vector<const Packed*> parts;
+    Packed packed{};
+
+    Matrix(int32_t format, int64_t n, int64_t k) {
+        int64_t panels = (n + LANES - 1) / LANES, size = outrider_panel_bytes(format, k);
+        data.resize(static_cast<size_t>(panels * size) + 64);
+        bias.assign(static_cast<size_t>(panels * LANES), 0.25f);
+        uint8_t* start = data.data() + (64 - reinterpret_cast<uintptr_t>(data.data()) % 64) % 64;
+        packed = {start, bias.data(), n, k, size, format, static_cast<int32_t>(panels), nullptr, 0, 0};
+    }
+    explicit Matrix(std::vector<const Packed*> given, bool alternate) : parts(std::move(given)) {
+        packed.format = MIXED, packed.k = parts[0]->k, packed.parts = parts.data();
+        packed.count = static_cast<int32_t>(parts.size()), packed.alternate = alternate;
+        for (const Packed* p : parts) packed.n += p->n, packed.panels += p->panels;
+    }
+    Matrix(const Matrix&) = delete;
+};
+using Owned = std::unique_ptr<Matrix>;
+
+Owned random_matrix(int32_t format, int64_t n, int64_t k, Random& random) {
+    Owned m = std::make_unique<Matrix>(format, n, k);
+    if (!quantised(format) || FILE_BYTES[format] == 0 || k % BLOCK || (block_of(format).super && k % SUPER)) {
+        std::vector<float> w = reals(n * k, random, 0.1f);
+        outrider_pack(&m->packed, w.data(), FLOAT32, n, k, 1, 0, 0);
+        return m;
+    }
+    int64_t blocks = k / (block_of(format).super ? SUPER : BLOCK), row = blocks * FILE_BYTES[format];
+    std::vector<uint8_t> raw(static_cast<size_t>(n * row));
+    for (uint8_t& b : raw) b = static_cast<uint8_t>(random.next() >> 30);
+    for (int64_t i = 0; i < n * blocks; i++) {  // small scales wherever a format has them
+        uint8_t* b = raw.data() + i * FILE_BYTES[format];
+        const uint16_t half = 0x2000;
+        int64_t at = format == Q2_K ? 80 : format == Q3_K ? 108 : format == Q6_K ? 208 : 0;
+        std::memcpy(b + at, &half, 2);
+        if (block_of(format).min) std::memcpy(b + at + 2, &half, 2);
+    }
+    std::vector<int64_t> order(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; i++) order[static_cast<size_t>(i)] = n - 1 - i;
+    outrider_pack_rows(&m->packed, raw.data(), row, n, order.data(), 0, 0);
+    return m;
+}
+
+std::vector<float> product(const Packed& w, const std::vector<float>& x, int64_t first, int64_t rows) {
+    std::vector<float> y(static_cast<size_t>(rows * w.n));
+    outrider_linear(&w, x.data() + first * w.k, y.data(), rows, w.k, w.n);
+    return y;
+}
+
+void check_matrix(const Packed& w, const std::string& name, Random& random) {
+    constexpr int64_t ROWS = 99;
+    std::vector<float> x = reals(ROWS * w.k, random), all, row(static_cast<size_t>(w.k));
+    for (int64_t column : {int64_t(0), w.n - 1}) outrider_unpack_column(&w, column, row.data());
+    for (const char* isa : ISAS) {
+        if (!outrider_select_isa(isa)) continue;
+        std::vector<float> y = product(w, x, 0, ROWS);
+        if (all.empty()) all = y;
+        expect(same(all, y), name + ": other bits on " + isa);
+        for (int64_t rows : {1, 2, 3, 5, 8, 12, 13, 25}) {
+            std::vector<float> some = product(w, x, 7, rows);
+            expect(!std::memcmp(some.data(), all.data() + 7 * w.n, some.size() * sizeof(float)),
+                   name + ": other bits for " + std::to_string(rows) + " rows on " + isa);
+        }
+    }
+}
+
+// A decoder of two layers with matrices in many formats.
+struct Toy {
+    static constexpr int64_t HIDDEN = 256, HEADS = 4, KV = 2, DIM = 40, INNER = 256, VOCAB = 75, SLOTS = 3, CELLS = 70;
+    std::vector<Owned> matrices;
+    std::vector<std::vector<float>> vectors;
+    std::vector<Layer> layers;
+    Model model{};
+    void* decoder;
+
+    const Packed* matrix(int32_t format, int64_t n, int64_t k, Random& random) {
+        matrices.push_back(random_matrix(format, n, k, random));
+        return &matrices.back()->packed;
+    }
+    const Packed* mixed(std::vector<const Packed*> parts, bool alternate) {
+        matrices.push_back(std::make_unique<Matrix>(std::move(parts), alternate));
+        return &matrices.back()->packed;
+    }
+    const float* ones(int64_t n) {
+        vectors.emplace_back(static_cast<size_t>(n), 1.0f);
+        return vectors.back().data();
+    }
+    explicit Toy(Random& random) {
+        vectors.reserve(32);
+        for (int i = 0; i < 2; i++) {
+            Layer l{};
+            l.qkv = mixed({matrix(Q4_K, HEADS * DIM, HIDDEN, random), matrix(Q6_K, 2 * KV * DIM, HIDDEN, random)}, false);
+            l.out = matrix(i ? Q5_0 : BFLOAT16, HIDDEN, HEADS * DIM, random);
+            l.gate_up = mixed({matrix(Q4_K, INNER, HIDDEN, random), matrix(Q8_0, INNER, HIDDEN, random)}, true);
+            l.down = matrix(Q3_K, HIDDEN, INNER, random);
+            l.norm1 = ones(HIDDEN), l.norm2 = ones(HIDDEN), l.q_norm = ones(DIM), l.k_norm = ones(DIM);
+            l.window = i ? 9 : 0;
+            layers.push_back(l);
+        }
+        vectors.push_back(reals(DIM / 2, random));
+        model.layers = layers.data(), model.inv_freq = vectors.back().data(), model.rotary = DIM;
+        model.head = model.table = matrix(Q8_0, VOCAB, HIDDEN, random);
+        model.final_norm = ones(HIDDEN);
+        model.count = 2, model.hidden = HIDDEN, model.intermediate = INNER, model.heads = HEADS, model.kv_heads = KV;
+        model.dim = DIM, model.vocab = VOCAB, model.activation = SWIGLU;
+        model.eps = 1e-5f, model.scale = 0.2f, model.rope_factor = model.embedding_factor = 1;
+        model.residual_factor = model.logits_factor = 1;
+        decoder = outrider_decoder_new(&model);
+    }
+    ~Toy() { outrider_decoder_free(decoder); }
+
+    // Logits of a prompt of 6 tokens, then of a tree of 5 nodes and one of 3; then two chains are drafted.
+    std::vector<float> text(int32_t format) {
+        size_t bytes = static_cast<size_t>(SLOTS * KV * CELLS * vector_bytes(format, DIM));
+        std::vector<std::vector<uint8_t>> memory(4, std::vector<uint8_t>(bytes));
+        void* cache[4] = {memory[0].data(), memory[1].data(), memory[2].data(), memory[3].data()};
+        std::vector<int64_t> prompt = {5, 9, 2, 74, 0, 33, 8, 8, 1, 60, 61, 3};
+        std::vector<int32_t> rows = {2, 0}, lengths = {0, 0}, taps = {0, -1};
+        std::vector<float> logits(2 * VOCAB), features(2 * 6 * 2 * HIDDEN);
+        ForwardJob job{};
+        job.tokens = prompt.data(), job.rows = rows.data(), job.lengths = lengths.data(), job.cache = cache;
+        job.logits = logits.data(), job.features = features.data(), job.taps = taps.data(), job.taps_count = 2;
+        job.batch = 2, job.nodes = 6, job.capacity = CELLS, job.want = 1, job.cache_format = format;
+        expect(outrider_forward(decoder, &job) == 0, "a prompt");
+        std::vector<int64_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 0, 0}, parents = {-1, 0, 0, 1, 3, -1, 0, -1, -2, -2};
+        std::vector<float> tree(10 * VOCAB);
+        lengths = {6, 6};
+        job.tokens = tokens.data(), job.parents = parents.data(), job.nodes = 5, job.want = 2, job.taps_count = 0;
+        job.logits = tree.data();
+        expect(outrider_forward(decoder, &job) == 0, "two trees");
+        parents[3] = 7;
+        expect(outrider_forward(decoder, &job) < 0, "a parent that comes later is refused");
+        tokens[0] = VOCAB, parents[3] = 1;
+        expect(outrider_forward(decoder, &job) < 0, "a token outside of the vocabulary is refused");
+        std::vector<int64_t> drafted(9);
+        ChainJob chains[2] = {{prompt.data(), drafted.data(), 2, 4, 0, 7, 2, 6, 0, 1, 6, 0.0f},
+                              {prompt.data(), drafted.data() + 4, 1, 5, 0, 7, 0, 6, 0, 1, 6, 0.8f}};
+        ChainsJob both{chains, cache, 2, CELLS, format};
+        expect(outrider_draft_chains(decoder, &both) == 0, "chains");
+        tree.insert(tree.end(), logits.begin(), logits.end());
+        for (int64_t t : drafted) tree.push_back(static_cast<float>(t));
+        return tree;
+    }
+};
+
+}  // namespace
+
+int main() {
+    Random random;
+    outrider_set_threads(3);
+    for (int32_t format = 0; format < FORMATS; format++) {
+        for (auto [n, k] : {std::pair<int64_t, int64_t>{37, 512}, {16, 96}, {65, 331}}) {
+            if (k % SUPER && quantised(format) && block_of(format).super) continue;
+            if (k % BLOCK && quantised(format) && format != Q8_0 && format != Q4_0) continue;
+            Owned m = random_matrix(format, n, k, random);
+            check_matrix(m->packed, "format " + std::to_string(format) + ", k " + std::to_string(k), random);
+        }
+    }
+    Owned a = random_matrix(Q4_K, 32, 256, random), b = random_matrix(Q6_K, 32, 256, random), c = random_matrix(FLOAT32, 21, 256, random);
+    check_matrix(Matrix({&a->packed, &b->packed, &c->packed}, false).packed, "mixed", random);
+    check_matrix(Matrix({&a->packed, &b->packed}, true).packed, "alternating", random);
+
+    Toy toy(random);
+    for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8}) {
+        std::vector<float> first;
+        for (const char* isa : ISAS) {
+            if (!outrider_select_isa(isa)) continue;
+            for (int threads : {1, 2, 5}) {
+                outrider_set_threads(threads);
+                std::vector<float> text = toy.text(format);
+                if (first.empty()) first = text;
+                expect(same(first, text), std::string("a text on ") + isa + " with " + std::to_string(threads) + " threads");
+            }
+        }
+    }
+
+    Random other;
+    Toy second(other);
+    std::vector<float> expected = second.text(CACHE_FLOAT32), x = reals(9 * 512, random);
+    Owned shared = random_matrix(Q5_K, 200, 512, random);
+    std::vector<float> wanted = product(shared->packed, x, 0, 9);
+    std::vector<std::thread> callers;
+    std::atomic<int> wrong{0};
+    for (int i = 0; i < 4; i++)
+        callers.emplace_back([&, i] {
+            for (int turn = 0; turn < 20; turn++) {
+                if (i % 2) wrong += !same(product(shared->packed, x, 0, 9), wanted);
+                else wrong += !same(second.text(CACHE_FLOAT32), expected);
+            }
+        });
+    for (std::thread& t : callers) t.join();
+    expect(wrong == 0, "callers at the same time disturb each other");
+
+    std::vector<float> noise(101);
+    outrider_gumbel(7, 0, 3, 11, 101, noise.data());
+    for (float g : noise) expect(std::isfinite(g), "noise is finite");
+    std::printf(failures ? "%d failures\n" : "all equal\n", failures);
+    return failures != 0;
+}
