@@ -96,17 +96,19 @@ class LlamaModel(BaseModel):
         head = matrix_of(model.get_output_embeddings())  # pyright: ignore[reportArgumentType]
         stored = "gguf" if isinstance(head, Blocks) else dtype_name(head.dtype)
         self._packing = stored if weights == "auto" else weights
+        self.vocab_size, self.max_length = int(head.shape[0]), int(config.max_position_embeddings)
+        del head  # a mapped file goes when the last name for a part of it goes
         self._own, self.kv_cache_dtype = own, kv_cache_dtype
         self.num_layers, self.hidden = len(base.layers), int(config.hidden_size)
         self._kv_heads, self._dim = int(config.num_key_value_heads), int(base.layers[0].self_attn.head_dim)
-        self.vocab_size, self.max_length = int(head.shape[0]), int(config.max_position_embeddings)
         self._head_ids = None if head_ids is None else check_head_ids(head_ids, self.vocab_size)
         self.device = torch.device("cpu")
         self.batch_invariant = True
         # What the C structs point to.
         self._keep: list[Any] = []
+        # The largest first: while a matrix is packed, it is in memory twice. A forward reads only a few rows of the table.
+        self._head, self._table = self._pack_embeddings(model)
         layers = (LayerStruct * self.num_layers)(*(self._layer_struct(layer, config) for layer in base.layers))
-        self._head, self._table = self._pack_embeddings(model)  # a forward reads only a few rows of the table
         self.weight_bytes = sum(p.bytes for p in self._keep if isinstance(p, native.Packed))
         self._start(self._model_struct(base, config), layers, range(self.num_layers))
 

@@ -172,7 +172,7 @@ def _fill_buffers_(model: PreTrainedModel, file: GGUFFile) -> None:
 
 
 def _check_formats(file: GGUFFile) -> None:
-    """Raises UnsupportedModel for formats that nobody here can read. Warns about those that are kept as bfloat16."""
+    """Raises UnsupportedModel for formats that the gguf package cannot read. Warns about those that are kept as bfloat16."""
     grown: dict[str, int] = {}
     for name, stored in file.tensors.items():
         if stored.format in (*FLOATS, *PACKED_FORMATS):

@@ -1,7 +1,7 @@
 """Reads GGUF files. The header is checked against the size of the file before anything is believed.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package has a reader too. It trusts the counts
-of a file, and it takes seconds for the 150,000 tokens of a vocabulary.
+The format is described in the repository of ggml. The `gguf` package has a reader too. It trusts the counts of a file, and it
+takes seconds for the 150,000 tokens of a vocabulary.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ oneDNN prepacked for 8 rows, float32, which was found to have the same property 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -92,6 +93,8 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> int:
     and shares the packed matrix. The other matrices are freed one by one, so only one extra matrix is in memory at a time.
     """
     names = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    # The largest first: while a matrix is packed, it is in memory twice.
+    names.sort(key=lambda name: -math.prod(_shape(model.get_submodule(name))))
     made: dict[int, PackedLinear] = {}
     for name in names:
         parent, _, child = name.rpartition(".")
@@ -109,6 +112,10 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> int:
         setattr(owner, child, new.train(module.training))
     _pack_embeddings_(model, weights, made)
     return len(names)
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    return tuple(module.weight.shape) if isinstance(module, Conv1D) else tuple(matrix_of(module).shape)
 
 
 def _pack_embeddings_(model: nn.Module, weights: str, linears: dict[int, PackedLinear]) -> None:
