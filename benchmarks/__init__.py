@@ -8,6 +8,7 @@ python -m benchmarks.forward         the time of a forward over M tokens, over o
 python -m benchmarks.decode          tokens/s of methods and peers, interleaved
 python -m benchmarks.workloads       every drafter on code, prose and edits
 python -m benchmarks.trees           trees against chains at equal node count
+python -m benchmarks.draft_vocab     precision and head of a draft model: what they cost and are worth
 python -m benchmarks.predicted       tokens/s by the cost model against tokens/s by the clock
 python -m benchmarks.never_slower    controllers with drafters that cannot help
 python -m benchmarks.tuned           what tune chooses, against an exhaustive sweep

@@ -46,7 +46,7 @@ class Row:
     """One draft model: a row of the table."""
 
     def __init__(
-        self, draft: str, quantization: str, size: int, corpus: str | None, target: Loaded, depth: int
+        self, draft: str, quantization: str, size: int, corpus: list[str] | None, target: Loaded, depth: int
     ) -> None:
         given = quantization if quantization in ("int8", "int4") else None
         reduce = DraftReduction(quantization == "auto", size, corpus if size else None)
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--target-quantization")
     parser.add_argument("--sizes", type=int, nargs="+", default=[0, 8192, 16384, 32768, 65536])
     parser.add_argument("--quantizations", nargs="+", default=["none"], choices=["none", "int8", "int4", "auto"])
-    parser.add_argument("--corpus", help="texts in which tokens are counted")
+    parser.add_argument("--corpus", nargs="+", help="files and folders in which tokens are counted")
     parser.add_argument("--workloads", nargs="+", default=["code", "chat"], choices=WORKLOADS)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--depth", type=int, default=4)
@@ -156,8 +156,8 @@ def main() -> None:
     today = datetime.now(UTC).date().isoformat()
     out = args.out or RESULTS / f"{today}-draft-vocab.json"
     told = {k: v for k, v in vars(args).items() if k != "out"}
-    for key in ("target", "draft"):
-        told[key] = Path(told[key]).name
+    told |= {key: Path(told[key]).name for key in ("target", "draft")}
+    told["corpus"] = [Path(path).name for path in args.corpus or ()]
     out.write_text(json.dumps({"date": today, **told, "draft_vocab": records}, indent=1) + "\n", encoding="utf-8")
     print(f"written to {out}")
 

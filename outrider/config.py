@@ -81,8 +81,8 @@ class SpeculativeConfig(BaseModel):
     draft_vocab: int | None = Field(
         None,
         ge=0,
-        description="for draft_model: tokens in its output head, the most frequent ones. Without it, 32768 if the vocabulary "
-        "is larger than 65536 and the head more than 15 % of the weights, else all; 0: all",
+        description="for draft_model: tokens in its output head, the most frequent ones (FR-Spec). Without it, 32768 if "
+        "draft_vocab_corpus is given, else all; 0: all",
     )
     draft_vocab_corpus: Any = Field(
         None, description="for draft_model: texts like the answers, in which tokens are counted; given as the corpus is"

@@ -76,14 +76,13 @@ class Contents(NamedTuple):
     """What is known of a model before its weights are packed.
 
     name: as given to `load`. stored: the precision in which its weights would be kept. weights: numbers in the matrices that
-    a forward of one token multiplies with, all experts counted. head: those of the output head. quantizable: whether int8
-    and int4 weights can be used here.
+    a forward of one token multiplies with, all experts counted. quantizable: whether int8 and int4 weights can be used
+    here.
     """
 
     name: str
     stored: str
     weights: int
-    head: int
     vocab_size: int
     end_ids: tuple[int, ...]
     tokenizer: Any | None
@@ -161,11 +160,10 @@ def _contents(
     raw: PreTrainedModel, name: str, stored: str, ends: tuple[int, ...], tokenizer: Any | None, quantizable: bool
 ) -> Contents:
     head: Any = raw.get_output_embeddings()
-    linears = [m for m in raw.modules() if isinstance(m, nn.Linear) and m is not head]
+    linears = [m for m in raw.modules() if isinstance(m, nn.Linear)]
     others = [p for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, Conv1D))) for p in m.parameters()]
-    size = head.in_features * head.out_features
-    weights = size + sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
-    return Contents(name, stored, weights, size, head.out_features, ends, tokenizer, quantizable)
+    weights = sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
+    return Contents(name, stored, weights, head.out_features, ends, tokenizer, quantizable)
 
 
 def _prepare(

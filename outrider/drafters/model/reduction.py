@@ -15,8 +15,7 @@ from outrider.models.dtypes import DTYPES
 from outrider.models.load import Contents, Reduction
 
 SMALL = 2**24  # weights; a smaller draft model stays in the processor's caches, and fewer bits gain nothing
-LARGE_VOCAB, KEPT = 65536, 32768
-HEAD_SHARE = 0.15  # of the draft model's weights; a smaller head is not worth the lost acceptance
+KEPT = 32768  # tokens of a head, if a corpus says which
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ class DraftReduction:
     """Decides how a draft model is kept. For `load(reduce=...)`.
 
     choose_quantization: int4 weights where they gain; False keeps what `load` was asked for. vocab: tokens of the output head,
-    None to choose, 0 for all. corpus: texts to count tokens in. token_map: a file of the head's tokens, in place of both.
+    0 for all; None: all without a corpus. corpus: texts to count tokens in. token_map: a file of the head's tokens, in place of
+    both.
     note: what was left out; None before the model is loaded, and if nothing was.
     """
 
@@ -73,10 +73,7 @@ class DraftReduction:
     def _head_ids(self, contents: Contents) -> Tensor | None:
         if self.token_map is not None:
             return token_map(self.token_map, contents.vocab_size)
-        size = self.vocab
-        if size is None:
-            large = contents.vocab_size > LARGE_VOCAB and contents.head > HEAD_SHARE * contents.weights
-            size = KEPT if large else 0
+        size = (0 if self.corpus is None else KEPT) if self.vocab is None else self.vocab
         if not size:
             return None
         return draft_vocab(size, contents.vocab_size, contents.tokenizer, contents.end_ids, self.corpus)

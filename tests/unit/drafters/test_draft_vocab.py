@@ -112,40 +112,43 @@ def test_a_saved_map_of_tokens(tmp_path: Path) -> None:
         token_map(tmp_path / "none.pt", 10)
 
 
-def contents(
-    stored: str = "bfloat16", weights: int = 500, head: int = 136, vocab: int = 151_936, fast: bool = True
-) -> Contents:
-    """Sizes in million weights; those of a 0.5B model by default."""
-    return Contents("draft", stored, weights * 10**6, head * 10**6, vocab, (), None, fast)
+def contents(stored: str = "bfloat16", weights: int = 500, vocab: int = 151_936, fast: bool = True) -> Contents:
+    """weights: in millions; a 0.5B model by default."""
+    return Contents("draft", stored, weights * 10**6, vocab, (), None, fast)
 
 
 @pytest.mark.parametrize(
-    ("given", "quantization", "head"),
+    ("given", "quantization"),
     [
-        (contents(), "int4", 32768),
-        (contents("float32"), "int4", 32768),
-        (contents("gguf"), None, 32768),
-        (contents("int8"), None, 32768),
-        (contents(fast=False), None, 32768),
-        (contents(weights=7600, head=545), "int4", None),  # a head of 7 %
-        (contents(weights=135, head=28, vocab=49_152), "int4", None),  # a vocabulary that is no trouble
-        (contents(weights=1, head=1, vocab=8192), None, None),  # stays in the caches
+        (contents(), "int4"),
+        (contents("float32"), "int4"),
+        (contents("gguf"), None),
+        (contents("int8"), None),
+        (contents(fast=False), None),
+        (contents(weights=1), None),  # stays in the caches
     ],
     ids=str,
 )
-def test_what_is_chosen(given: Contents, quantization: str | None, head: int | None) -> None:
+def test_which_precision_is_chosen(given: Contents, quantization: str | None) -> None:
     reduce = DraftReduction()
-    chosen = reduce(given)
-    assert chosen.quantization == quantization
-    assert (None if chosen.head_ids is None else len(chosen.head_ids)) == head
-    assert (reduce.note is None) == (quantization is None and head is None)
-    kept = DraftReduction(choose_quantization=False, vocab=0)
-    assert kept(given) == (None, None)
-    assert kept.note is None
+    assert reduce(given) == (quantization, None)
+    assert (reduce.note is None) == (quantization is None)
+    asked = DraftReduction(choose_quantization=False)
+    assert asked(given) == (None, None)
+    assert asked.note is None
+
+
+@pytest.mark.parametrize(
+    ("vocab", "corpus", "kept"), [(None, None, None), (None, [5], 32768), (0, None, None), (8192, None, 8192)]
+)
+def test_how_many_tokens_are_kept(vocab: int | None, corpus: Any, kept: int | None) -> None:
+    ids = DraftReduction(vocab=vocab, corpus=corpus)(contents()).head_ids
+    assert (None if ids is None else len(ids)) == kept
+    assert DraftReduction(vocab=vocab, corpus=corpus)(contents(vocab=8000)).head_ids is None  # it has no more
 
 
 def test_the_note_says_what_was_left_out() -> None:
-    reduce = DraftReduction()
+    reduce = DraftReduction(vocab=32768)
     reduce(contents())
     assert str(reduce.note) == "draft model: int4 weights, its head has 32768 of 151936 tokens"
 
