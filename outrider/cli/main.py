@@ -13,7 +13,7 @@ from outrider.cli.bench import bench
 from outrider.cli.calibrate import calibrate
 from outrider.cli.chat import chat
 from outrider.cli.generate import demo, generate
-from outrider.cli.models import layers, models
+from outrider.cli.models import layers, models, pack
 from outrider.cli.options import grouped
 from outrider.cli.replay import replay
 from outrider.cli.report import report
@@ -79,7 +79,12 @@ add(
     'outrider generate "def f(x):" -m ./my-model --speculative-config '
     '\'{"method": "layer_skip", "layers": "layers.json"}\'',
 )
-add(models)
+add(models, "outrider models", "outrider models --remove all")
+add(
+    pack,
+    "outrider pack ./my-model --quantization int8 -o ./my-model-int8",
+    "outrider pack model.gguf -o ./my-model && outrider chat -m ./my-model",
+)
 add(
     serve,
     "outrider serve builtin:code",

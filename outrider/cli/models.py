@@ -1,15 +1,21 @@
-"""`outrider models` and `outrider layers`. Imports torch only when a command runs."""
+"""`outrider models`, `outrider pack` and `outrider layers`. Imports torch only when a command runs."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from outrider.cli.options import CODE, Debug, Model, PrecisionOptions, option
 from outrider.cli.terminal import DIM, console, loading, paint, readable
+
+if TYPE_CHECKING:
+    from outrider.models.builtin.download import Download
 
 
 def layers(
@@ -46,13 +52,24 @@ def layers(
         )
 
 
-def models(debug: Debug = False) -> None:
+def models(
+    remove: Annotated[
+        list[str] | None,
+        option(
+            "Cache", "Remove this from the cache folder; `all` removes everything. May be repeated.", metavar="NAME"
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
     """List the built-in models, whether they are here, and what the cache folder holds."""
     with readable(debug):
         with loading("the list"):
-            from outrider.core.files import cache_folder
-            from outrider.models.builtin.download import DOWNLOADS, find
+            from outrider.models.builtin.download import DOWNLOADS
             from outrider.models.load import BUILTIN, DATA, SYNTHETIC
+            from outrider.models.packs import store
+        if remove:
+            _remove(remove)
+            return
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
@@ -69,29 +86,85 @@ def models(debug: Debug = False) -> None:
                 continue
             config = json.loads((folder / "config.json").read_text())
             size = sum(f.stat().st_size for f in folder.iterdir())
-            numbers = [f"{_parameters(weights) / 1e6:.2f} M", f"{size / 1e6:.1f} MB"]
+            numbers = [f"{_parameters(weights) / 1e6:.2f} M", _size(size)]
             numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
             table.add_row(name, *numbers, what)
         for name, model in DOWNLOADS.items():
-            here = find(model)
-            where = "fetched on first use" if here is None else "cached" if here == model.cached else "installed"
-            numbers = [f"{model.parameters / 1e6:.2f} M", f"{model.size / 1e6:.1f} MB"]
-            numbers += [str(model.vocabulary), str(model.context)]
-            table.add_row(name, *numbers, f"{model.title}, {model.licence} ({where})")
+            numbers = [f"{model.parameters / 1e6:.2f} M", _size(model.size), str(model.vocabulary), str(model.context)]
+            table.add_row(name, *numbers, f"{model.title}, {model.licence} ({_where(model)})")
         console().print(table)
         print(
             f"The same function as builtin:code at the cost of a larger model, for measurements: {', '.join(SYNTHETIC)}"
         )
-        print(f"In the cache folder {cache_folder()}: {_held(cache_folder())}")
         print(f'Use one: outrider generate "def main():" --model {CODE}')
+        print(f"In the cache folder {store.folder().parent}: {_held(store.folder().parent)}")
+        if packs := store.packs():
+            table = Table(title="Packed weights", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            for head, side in (("name", "left"), ("weights", "left"), ("on disk", "right"), ("last used", "left")):
+                table.add_column(head, justify=side, no_wrap=True)  # pyright: ignore[reportArgumentType]
+            table.add_column("source", overflow="fold")
+            for pack in sorted(packs, key=lambda p: -p.used):
+                day = datetime.fromtimestamp(pack.used).strftime("%Y-%m-%d %H:%M")
+                table.add_row(pack.name, pack.weights, _size(pack.bytes), day, pack.source)
+            console().print(table)
+            print(f"The cache keeps at most {_size(store.limit())} of them ({store.LIMIT} changes that)")
+            print(f"Remove one: outrider models --remove {packs[0].name}")
+
+
+def pack(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
+    ],
+    out: Annotated[Path, option("Output", "The folder to write.", "--out", "-o", metavar="FOLDER")],
+    *,
+    precision: PrecisionOptions,
+    debug: Debug = False,
+) -> None:
+    """Save a model as the kernels keep it. It then starts without being quantised again."""
+    with readable(debug):
+        with loading(model):
+            from outrider.models.load import pack as write
+
+            size = write(model, out, **asdict(precision))
+        print(f"{out}: {_size(size)}. Use it: outrider chat -m {out}")
+
+
+def _where(model: Download) -> str:
+    from outrider.models.builtin.download import find
+
+    here = find(model)
+    return "fetched on first use" if here is None else "cached" if here == model.cached else "installed"
 
 
 def _held(folder: Path) -> str:
     """The kinds of files in the cache folder, with their number and size."""
-    kinds = {"fetched models": folder.glob("models/*.gguf"), "measured costs": folder.glob("cost-*.json")}
+    kinds = {
+        "fetched models": folder.glob("models/*.gguf"),
+        "files of packed weights": folder.glob("packs/*/*"),
+        "measured costs": folder.glob("cost-*.json"),
+    }
     sizes = {kind: [file.stat().st_size for file in files] for kind, files in kinds.items()}
-    parts = [f"{len(each)} {kind} ({sum(each) / 1e6:.1f} MB)" for kind, each in sizes.items() if each]
+    parts = [f"{len(each)} {kind} ({_size(sum(each))})" for kind, each in sizes.items() if each]
     return ", ".join(parts) or "nothing"
+
+
+def _remove(names: list[str]) -> None:
+    """Remove packs by name, and fetched models by their built-in name."""
+    from outrider.models.builtin.download import DOWNLOADS
+    from outrider.models.packs import store
+
+    for name in names:
+        fetched = [m for n, m in DOWNLOADS.items() if name in (n, "all") and m.cached.exists()]
+        for model in fetched:
+            model.cached.unlink()
+            print(f"removed {model.cached} ({_size(model.size)})")
+        if not fetched or name == "all":
+            for pack in store.remove(name):
+                print(f"removed {pack.name} ({_size(pack.bytes)})")
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _parameters(weights: Path) -> int:

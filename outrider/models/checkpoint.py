@@ -60,7 +60,7 @@ def sizes(name: str, folder: Path) -> Sizes | None:
     counts: dict[str, int] = {}
     matrices = rest = 0
     for file in sorted(files):
-        for tensor, entry in _header(file).items():
+        for tensor, entry in header(file)[0].items():
             if tensor == "__metadata__":
                 continue
             code, n = entry["dtype"], math.prod(entry["shape"])
@@ -128,8 +128,11 @@ def free_memory(where: torch.device) -> int:
     return free
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file. Raises ValueError if the file is not as long as its header says."""
+def header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its data start.
+
+    Raises ValueError if the file is not as long as its header says.
+    """
     size = file.stat().st_size
     broken = f"{file} is not whole: "
     with file.open("rb") as f:
@@ -146,4 +149,4 @@ def _header(file: Path) -> dict[str, Any]:
             raise ValueError(f"{broken}its table cannot be read ({error}); download it again") from error
     if size < 8 + length + end:
         raise ValueError(f"{broken}it has {size} bytes of {8 + length + end}; download it again")
-    return table
+    return table, 8 + length

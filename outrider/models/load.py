@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +43,8 @@ from outrider.models.gguf.reader import GGUFFile, read
 from outrider.models.gguf.tokenizer import tokenizer_of
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
+from outrider.models.packs import folder as packs
+from outrider.models.packs import store
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 BUILTIN = {
@@ -49,6 +55,10 @@ BUILTIN = {
 SYNTHETIC = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))
 # Seconds that the hub has to answer. transformers would try for half a minute per file.
 _HUB_TIMEOUT = 5.0
+# transformers makes a model by changing torch's functions for that time, so two threads cannot.
+_ONE_AT_A_TIME = RLock()
+# A start from a pack reads so many bytes a second. A pack is kept if it saves so much time, and is not small.
+_READ_SPEED, _WORTH_SECONDS, _WORTH_BYTES = 1e9, 1.0, 50e6
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,24 @@ def load(
     Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
     is raised before anything large is done.
     """
+    with _ONE_AT_A_TIME:
+        started = perf_counter()
+        loaded, raw, pack = _load(model, tokenizer, dtype, device, quantization, kv_cache_dtype, reduce)
+        if pack is not None:
+            _keep(pack, raw, loaded, perf_counter() - started)
+        return loaded
+
+
+def _load(
+    model: str | Path | PreTrainedModel,
+    tokenizer: Any | None,
+    dtype: str | torch.dtype,
+    device: str,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    reduce: Callable[[Contents], Reduction] | None,
+) -> tuple[Loaded, PreTrainedModel, str | None]:
+    """The model, the modules that it was made of, and the name that its pack gets in the cache."""
     kind = parse_dtype(dtype)
     check_kv_cache_dtype(kv_cache_dtype)
     if quantization not in (None, *QUANTIZATIONS):
@@ -127,33 +155,135 @@ def load(
     if quantization and missing:
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
     if isinstance(model, PreTrainedModel):
-        name, own, raw = model.config._name_or_path or type(model).__name__, False, model
+        name, own = model.config._name_or_path or type(model).__name__, False
+        opened = _Opened(model, None, quantization)
     else:
         name, own = str(model), True
-        if files := _gguf_files(name):
-            file = read(files)
-            raw = _from_gguf(name, file, kind, where, quantization)
-            if tokenizer is None:
-                tokenizer = tokenizer_of(file)
-        else:
-            path = _path("builtin:code" if name in SYNTHETIC else name)
-            raw = (
-                _synthetic(name, kind) if name in SYNTHETIC else _from_pretrained(name, path, kind, where, quantization)
-            )
-            if tokenizer is None:
-                tokenizer = _tokenizer(path)
+        opened = _open(name, kind, where, quantization, given=tokenizer is not None, cache=reduce is None)
+    raw = opened.raw
+    tokenizer = opened.tokenizer if tokenizer is None else tokenizer
     if isinstance(tokenizer, (str, Path)):
         files = _gguf_files(str(tokenizer))
         tokenizer = tokenizer_of(read(files)) if files else AutoTokenizer.from_pretrained(_path(str(tokenizer)))
     refuse(raw)
-    weights = quantization or (precision(raw) if kind == "auto" else kind)
+    weights = opened.weights or (precision(raw) if kind == "auto" else kind)
     ends = _end_ids(raw, tokenizer)
     reduction = Reduction()
-    if reduce is not None:
+    if reduce is not None and not opened.packed:
         reduction = reduce(_contents(raw, name, weights, ends, tokenizer, not missing))
         weights = quantization or reduction.quantization or weights
     prepared = _prepare(raw, own, where, weights, kv_cache_dtype, reduction.head_ids)
-    return Loaded(prepared, name, tokenizer, ends, weights, model)
+    return Loaded(prepared, name, tokenizer, ends, weights, model), raw, opened.pack
+
+
+class _Opened(NamedTuple):
+    """A model that was read. tokenizer: its own. weights: None for the precision of `raw`. packed: it comes from a pack. pack:
+    the name that its pack gets in the cache; None if it gets none."""
+
+    raw: PreTrainedModel
+    tokenizer: Any | None
+    weights: str | None
+    packed: bool = False
+    pack: str | None = None
+
+
+def _open(name: str, dtype: str, where: torch.device, quantization: str | None, given: bool, cache: bool) -> _Opened:
+    """Read a model by its name. given: the tokenizer is given, so its own is not read. cache: look for a pack in the cache."""
+    if name in SYNTHETIC:
+        return _Opened(_synthetic(name, dtype), None if given else _tokenizer(_path("builtin:code")), quantization)
+    if packs.is_pack(folder := Path(name).expanduser()):
+        return _from_pack(name, folder, dtype, where, quantization, given, cache)
+    files = _gguf_files(name)
+    path = name if files else _path(name)
+    pack = None
+    repacked = bool(files) or (quantization is not None and Path(path).is_dir())
+    if cache and repacked and not for_device(where).missing and store.limit() > 0:
+        pack = store.name_of(Path(name).stem, files or (Path(path),), f"{dtype} {quantization}")
+        if found := store.restored(pack):
+            return _Opened(found.model, None if given else _tokenizer(str(found.folder)), found.weights, packed=True)
+        pack = None if given else pack  # a pack has the model's own tokenizer
+    if files:
+        file = read(files)
+        raw = _from_gguf(name, file, dtype, where, quantization)
+        return _Opened(raw, None if given else tokenizer_of(file), quantization, pack=pack)
+    raw = _from_pretrained(name, path, dtype, where, quantization)
+    return _Opened(raw, None if given else _tokenizer(path), quantization, pack=pack)
+
+
+def _from_pack(
+    name: str, folder: Path, dtype: str, where: torch.device, quantization: str | None, given: bool, cache: bool
+) -> _Opened:
+    """A folder that `outrider pack` wrote. If it cannot be read any more, the model that it was made of."""
+    if missing := for_device(where).missing:
+        raise ValueError(
+            f"{name} has packed weights, which need the native CPU kernels: {missing}; give the model itself"
+        )
+    try:
+        pack = packs.load_manifest(folder)
+        if (wanted := quantization or dtype) not in ("auto", pack.weights):
+            raise ValueError(
+                f"{name} is packed in {pack.weights}, not in {wanted}; pack the model again, or leave it out"
+            )
+        checkpoint.fits(name, checkpoint.Sizes("gguf", 0, packs.size(folder)), None, where)
+        return _Opened(
+            packs.restore(folder, pack), None if given else _tokenizer(str(folder)), pack.weights, packed=True
+        )
+    except packs.BadPack as error:
+        source, weights = packs.source_of(folder)
+        if source is None:
+            raise ValueError(f"{error}; make it again: outrider pack MODEL -o {folder}") from error
+        again = f"outrider pack {source} -o {folder}"
+        warnings.warn(f"{error}; loading {source} in its place. Make it again: {again}", RuntimeWarning, stacklevel=4)
+        dtype, quantization = weights if weights in DTYPES else "auto", weights if weights in QUANTIZATIONS else None
+        return _open(source, dtype, where, quantization, given, cache)
+
+
+def pack(
+    model: str | Path, folder: str | Path, *, dtype: str | torch.dtype = "auto", quantization: str | None = None
+) -> int:
+    """Save a model as the kernels keep it. `load(folder)` then starts without quantising. Returns the bytes of the folder.
+
+    model, dtype, quantization: as for `load`. folder: a new or empty folder, or an older pack, which is replaced. Raises
+    FileExistsError for another folder, and what `load` raises.
+    """
+    out = Path(folder).expanduser()
+    if out.exists() and not (out.is_dir() and (packs.is_pack(out) or not any(out.iterdir()))):
+        raise FileExistsError(f"{out} is there and is no pack; give a folder that is new or empty")
+    if missing := for_device(torch.device("cpu")).missing:
+        raise ValueError(f"weights are packed for the native CPU kernels: {missing}")
+    with _ONE_AT_A_TIME:
+        loaded, raw, _ = _load(model, None, dtype, "cpu", quantization, "auto", None)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        size = _write(partial, raw, loaded)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+        return size
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(folder: Path, raw: PreTrainedModel, loaded: Loaded) -> int:
+    path = Path(str(loaded.source)).expanduser()
+    source = str(path.resolve()) if path.exists() else str(loaded.source)
+    return packs.write(folder, raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source)
+
+
+def _keep(name: str, raw: PreTrainedModel, loaded: Loaded, seconds: float) -> None:
+    """Add a model's pack to the cache, if a start from it is faster by a second or more. seconds: that this start took."""
+    size = packs.bytes_of(raw)
+    if size < _WORTH_BYTES or seconds < _WORTH_SECONDS + size / _READ_SPEED:
+        return
+    where = store.keep(name, size, lambda folder: _write(folder, raw, loaded))
+    if where is not None:
+        warnings.warn(
+            f"kept the packed weights ({size / 1e9:.2f} GB), so the next start is quicker. To remove them: "
+            f"`outrider models --remove {name}`; {store.LIMIT}=0 keeps none",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _contents(

@@ -35,6 +35,7 @@ from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.dtypes import dtype_name
 from outrider.models.matrix import free_matrix_, matrix_of, packed, rows_of, share_matrix
 from outrider.models.nodes import Nodes
+from outrider.models.packs.modules import leave_packed_, packed_before
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
 _ACTIVATIONS = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}
@@ -93,11 +94,12 @@ class LlamaModel(BaseModel):
             raise ValueError(f"the native step cannot run this model: {reason}; HFModel can")
         config: Any = model.config
         base: Any = model.model
-        head = matrix_of(model.get_output_embeddings())  # pyright: ignore[reportArgumentType]
-        stored = "gguf" if isinstance(head, Blocks) else dtype_name(head.dtype)
+        head: Any = model.get_output_embeddings()
+        matrix = matrix_of(head)
+        stored = "gguf" if isinstance(matrix, Blocks) else dtype_name(matrix.dtype)
         self._packing = stored if weights == "auto" else weights
-        self.vocab_size, self.max_length = int(head.shape[0]), int(config.max_position_embeddings)
-        del head  # a mapped file goes when the last name for a part of it goes
+        self.vocab_size, self.max_length = int(head.out_features), int(config.max_position_embeddings)
+        del matrix  # a mapped file goes when the last name for a part of it goes
         self._own, self.kv_cache_dtype = own, kv_cache_dtype
         self.num_layers, self.hidden = len(base.layers), int(config.hidden_size)
         self._kv_heads, self._dim = int(config.num_key_value_heads), int(base.layers[0].self_attn.head_dim)
@@ -120,18 +122,22 @@ class LlamaModel(BaseModel):
         tied = ids is None and share_matrix(inputs, outputs)
         embedding = matrix_of(inputs)
         packing = "int8" if self._packing in ("int8", "int4") else self._packing
-        if ids is not None:
-            matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
-        head = packed([matrix], packing, [None if bias is None else bias.detach()])
+        head, table = packed_before(outputs), packed_before(inputs)
+        if head is None:
+            if ids is not None:
+                matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
+            head = packed([matrix], packing, [None if bias is None else bias.detach()])
         self._keep += [head, ids]
-        if tied:
+        if table is None and tied:
             table = head
-        elif isinstance(embedding, Blocks):
-            table = packed([embedding], "gguf", [None])
-        else:
-            table = embedding.contiguous()
+        elif table is None:
+            table = packed([embedding], "gguf", [None]) if isinstance(embedding, Blocks) else embedding.contiguous()
         if self._own:
-            free_matrix_(outputs) if table is embedding else free_matrix_(inputs, outputs)
+            leave_packed_(outputs, head)
+            free_matrix_(outputs)
+            if isinstance(table, native.Packed):
+                leave_packed_(inputs, table)
+                free_matrix_(inputs)
         return head, table
 
     def _model_struct(self, base: Any, config: Any) -> ModelStruct:
@@ -139,7 +145,6 @@ class LlamaModel(BaseModel):
         inv_freq = rotary.inv_freq.detach().float().contiguous()
         self._keep.append(inv_freq)
         self._embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
-        table = self._table
         return ModelStruct(
             head=ctypes.addressof(self._head.struct),
             head_ids=None if self._head_ids is None else self._head_ids.data_ptr(),
@@ -318,10 +323,13 @@ class LlamaModel(BaseModel):
         )
 
     def _packed(self, linears: list[Any], *, paired: bool = False) -> int:
-        biases = [None if m.bias is None else m.bias.detach() for m in linears]
-        made = packed([matrix_of(m) for m in linears], self._packing, biases, paired=paired)
+        made = packed_before(linears[0])
+        if made is None:
+            biases = [None if m.bias is None else m.bias.detach() for m in linears]
+            made = packed([matrix_of(m) for m in linears], self._packing, biases, paired=paired)
         if self._own:
             free_matrix_(*linears)
+            leave_packed_(linears[0], made)
         self._keep.append(made)
         return ctypes.addressof(made.struct)
 

@@ -6,7 +6,7 @@ for any instruction set. Imports torch only.
 """
 
 from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, pack_vectors, words
-from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed
+from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, room
 from outrider.kernels.cpu.state import (
     available,
     isa,
@@ -33,6 +33,7 @@ __all__ = [
     "num_threads",
     "one_torch_thread",
     "pack_vectors",
+    "room",
     "set_num_threads",
     "use_isa",
     "why",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,22 +62,11 @@ class Packed:
                     f"got {sizes}; give them one format"
                 )
             self.parts: list[Packed] = [Packed([w], kind) for w in weights]
-            self._pointers = (ctypes.c_void_p * len(self.parts))(*(ctypes.addressof(p.struct) for p in self.parts))
             self._data = torch.empty(0, dtype=torch.uint8)
-            self.struct = PackedStruct(
-                None, _pointer(self._bias), self.n, self.k, 0, _MIXED, panels, ctypes.addressof(self._pointers),
-                len(self.parts), int(paired),
-            )  # fmt: skip
         else:
             self.parts = []
-            code = FORMATS[formats[0]]
-            size = library().panel_bytes(code, self.k)
-            self._data = torch.empty(max(panels * size, 1), dtype=torch.uint8)
-            library().advise_huge(self._data.data_ptr(), self._data.numel())
-            self._data.zero_()
-            self.struct = PackedStruct(
-                self._data.data_ptr(), _pointer(self._bias), self.n, self.k, size, code, panels, None, 0, 0
-            )
+            self._data = room(max(panels * library().panel_bytes(FORMATS[formats[0]], self.k), 1)).zero_()
+        self._point(paired)
         start = 0
         for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
             first = i * _LANES if paired else start
@@ -88,6 +78,47 @@ class Packed:
                     b.detach().float()
                 )
             start += sizes[i]
+
+    def _point(self, paired: bool) -> None:
+        """Make the struct over the buffers, or over the parts. paired: the panels of the parts alternate."""
+        panels, bias = _rounded(self.n) // _LANES, _pointer(self._bias)
+        if self.parts:
+            self._pointers = (ctypes.c_void_p * len(self.parts))(*(ctypes.addressof(p.struct) for p in self.parts))
+            parts = ctypes.addressof(self._pointers), len(self.parts), int(paired)
+            self.struct = PackedStruct(None, bias, self.n, self.k, 0, _MIXED, panels, *parts)
+        else:
+            code = FORMATS[self.formats[0]]
+            size = library().panel_bytes(code, self.k)
+            self.struct = PackedStruct(self._data.data_ptr(), bias, self.n, self.k, size, code, panels, None, 0, 0)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What `from_state` makes the same object of: settings that JSON can hold, and the buffers by name."""
+        parts = [p.state() for p in self.parts]
+        settings = {"formats": [*self.formats], "n": self.n, "k": self.k, "paired": bool(self.struct.alternate)}
+        buffers = {f"{i}.{name}": t for i, (_, own) in enumerate(parts) for name, t in own.items()}
+        buffers |= {} if parts else {"data": self._data}
+        buffers |= {} if self._bias is None else {"bias": self._bias}
+        return settings | {"parts": [given for given, _ in parts]}, buffers
+
+    @classmethod
+    def from_state(cls, settings: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Packed:
+        """Keeps the buffers, without a copy. Raises ValueError for buffers that are not of these settings."""
+        self = cls.__new__(cls)
+        self.formats, self.n, self.k = tuple(settings["formats"]), settings["n"], settings["k"]
+        self.parts = [
+            cls.from_state(part, {n.removeprefix(f"{i}."): t for n, t in buffers.items() if n.startswith(f"{i}.")})
+            for i, part in enumerate(settings["parts"])
+        ]
+        self._data, self._bias = buffers.get("data", torch.empty(0, dtype=torch.uint8)), buffers.get("bias")
+        self._point(settings["paired"])
+        sizes = {"data": 0 if self.parts else max(self.struct.panels * self.struct.panel_bytes, 1)}
+        sizes |= {} if self._bias is None else {"bias": self.struct.panels * _LANES}
+        got = {"data": self._data.numel()} | ({} if self._bias is None else {"bias": self._bias.numel()})
+        if got != sizes:
+            raise ValueError(
+                f"a matrix {self.n} x {self.k} in {', '.join(self.formats)} has buffers {sizes}, got {got}"
+            )
+        return self
 
     @property
     def bytes(self) -> int:
@@ -120,6 +151,13 @@ class Packed:
     def dense(self) -> Tensor:
         """float32 [out, in]: the matrix that the kernels multiply with. For tests."""
         return torch.stack([self.row(i) for i in range(self.n)])
+
+
+def room(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Memory [count] for weights, in huge pages where the system has them. Its content is undefined."""
+    t = torch.empty(count, dtype=dtype)
+    library().advise_huge(t.data_ptr(), t.numel() * t.element_size())
+    return t
 
 
 def _format_of(w: Tensor | Blocks, k: int, kind: str) -> str:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from outrider.kernels import cpu as native
 from outrider.models.hf.linear import PackedLinear
+from outrider.models.packs.modules import leave_packed_, packed_before
 
 NAME = "outrider"
 
@@ -66,14 +68,26 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> int:
     """
     packed = 0
     for module in mixtures(model):
-        up = _pack(module, "gate_up_proj" if module.has_gate else "up_proj", weights)
-        down = _pack(module, "down_proj", weights)
+        up = _before(module, "up") or _pack(module, "gate_up_proj" if module.has_gate else "up_proj", weights)
+        down = _before(module, "down") or _pack(module, "down_proj", weights)
         if len(up) != len(down):
             raise ValueError(f"{type(module).__name__} has {len(up)} up and {len(down)} down projections")
         module._outrider_experts = _PackedExperts(up, down)  # pyright: ignore[reportArgumentType]
+        _leave(module, up, down)
         module.config._experts_implementation = NAME  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         packed += 2 * len(up)
     return packed
+
+
+def _before(module: nn.Module, which: str) -> list[PackedLinear]:
+    """What a saved pack gave to the module. Empty if it did not."""
+    found: dict[str, native.Packed] = packed_before(module) or {}
+    return [PackedLinear.of(found[f"{which}.{i}"]) for i in range(len(found)) if f"{which}.{i}" in found]
+
+
+def _leave(module: nn.Module, up: list[PackedLinear], down: list[PackedLinear]) -> None:
+    made = {f"{n}.{i}": x.packed for n, each in (("up", up), ("down", down)) for i, x in enumerate(each)}
+    leave_packed_(module, {name: packed for name, packed in made.items() if packed is not None})
 
 
 def _pack(module: nn.Module, name: str, weights: str) -> list[PackedLinear]:

@@ -18,6 +18,7 @@ from outrider.kernels import for_device
 from outrider.kernels.blocks import Blocks
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.matrix import matrix_of, packed
+from outrider.models.packs.modules import packed_before
 
 
 class PackedLinear(nn.Module):
@@ -37,6 +38,15 @@ class PackedLinear(nn.Module):
             self.packed: native.Packed | None = made
         else:
             self._run, self.packed = _onednn(weight.detach(), bias, self.kind), None
+
+    @classmethod
+    def of(cls, packed: native.Packed) -> PackedLinear:
+        """Over a matrix that is packed already, with its bias."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.out_features, self.in_features, self.kind = packed.n, packed.k, "+".join(packed.formats)
+        self._run, self.packed = packed.linear, packed
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
@@ -64,12 +74,12 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, table: native.Packed, factor: float = 1.0) -> None:
         super().__init__()
-        self.table, self.factor = table, factor
+        self.packed, self.factor = table, factor
         self.num_embeddings, self.embedding_dim = table.n, table.k
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [...] -> float32 [..., hidden]."""
-        rows = torch.stack([self.table.row(t) for t in tokens.flatten().tolist()])
+        rows = torch.stack([self.packed.row(t) for t in tokens.flatten().tolist()])
         return rows.view(*tokens.shape, self.embedding_dim) * self.factor
 
 
@@ -100,7 +110,9 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> int:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
         module = owner.get_submodule(child)
-        if isinstance(module, Conv1D):
+        if (before := packed_before(module)) is not None:
+            new = PackedLinear.of(before)
+        elif isinstance(module, Conv1D):
             new = PackedLinear(module.weight.detach().T, module.bias, weights)
         elif isinstance(module, nn.Linear):
             matrix = matrix_of(module)
@@ -119,12 +131,16 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _pack_embeddings_(model: nn.Module, weights: str, linears: dict[int, PackedLinear]) -> None:
-    """Replace embeddings whose matrix is in blocks. linears: those that are packed already, by the matrix.
+    """Replace embeddings whose matrix is in blocks, or packed before. linears: those that are packed already, by the matrix.
 
     int4 would cost more accuracy in an embedding than memory in a second copy, so it becomes int8.
     """
     for name, module in [*model.named_modules()]:
-        if isinstance(module, nn.Embedding) and isinstance(blocks := matrix_of(module), Blocks):
+        if not isinstance(module, nn.Embedding):
+            continue
+        blocks, table = matrix_of(module), packed_before(module)
+        if table is None and isinstance(blocks, Blocks):
             tied = linears.get(id(blocks)) if weights != "int4" else None
             table = tied.packed if tied and tied.packed else packed([blocks], weights.replace("int4", "int8"), [None])
+        if table is not None:
             model.set_submodule(name, PackedEmbedding(table, getattr(module, "scalar_embed_scale", 1.0)))

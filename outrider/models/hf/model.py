@@ -40,6 +40,7 @@ from outrider.models.hf.linear import PackedLinear, pack_linears_
 from outrider.models.hf.taps import LayerStack, recorded
 from outrider.models.matrix import give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
+from outrider.models.packs.modules import packed_before
 
 # What transformers calls the attention that a model runs with on each route.
 _IMPLEMENTATION = {
@@ -342,6 +343,8 @@ def _vocab_size(model: PreTrainedModel) -> int:
 def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
     """Give the model an output head with the rows of these tokens. An embedding that was tied to it keeps all its rows."""
     old: Any = model.get_output_embeddings()
+    if packed_before(old) is not None:  # from a pack, which holds these rows
+        return
     ids = ids.to(old.weight.device)
     new = nn.Linear(old.in_features, len(ids), bias=False, device="meta")
     give_matrix_(new, rows_of(matrix_of(old), ids))

@@ -139,7 +139,7 @@ def test_gemma_embeddings_share_the_packed_head(tmp_path: Path) -> None:
     write_gguf(raw, file, "Q8_0")
     model: Any = load(file).model.model  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(model.model.embed_tokens, PackedEmbedding)
-    assert model.model.embed_tokens.table is model.lm_head.packed
+    assert model.model.embed_tokens.packed is model.lm_head.packed
 
 
 def test_nothing_of_the_file_stays_mapped(tmp_path: Path) -> None:
