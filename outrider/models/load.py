@@ -415,7 +415,8 @@ def _path(name: str) -> str:
     if name.startswith("builtin:"):
         if name not in BUILTIN:
             raise ValueError(
-                f"there is no built-in model {name!r}{did_you_mean(name, (*BUILTIN, *SYNTHETIC))}; there are {_names()}, and "
+                f"there is no built-in model {name!r}{did_you_mean(name, (*BUILTIN, *DOWNLOADS, *SYNTHETIC))}; there are "
+                f"{_names()}, and "
                 f"builtin:code at the cost of a bigger model: {', '.join(SYNTHETIC)}"
             )
         name = str(DATA / name.removeprefix("builtin:"))
@@ -497,7 +498,7 @@ def _device(given: str, model: Any) -> torch.device:
 
 
 def _names() -> str:
-    return ", ".join(BUILTIN)
+    return ", ".join((*BUILTIN, *DOWNLOADS))
 
 
 _said: set[str] = set()

@@ -149,6 +149,26 @@ def test_models_lists_the_pair() -> None:
     assert all(word in text for word in ("builtin:smollm2-135m", "Apache-2.0", "In the cache folder"))
 
 
+def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    packed = tmp_path / "packed"
+    shown = run("pack", SMALL, "--quantization", "int8", "-o", str(packed))
+    assert shown.exit_code == 0
+    assert f"Use it: outrider chat -m {packed}" in shown.stdout
+    plain = run("generate", PROMPT, *DRAWN, "--quantization", "int8", "--method", "none").stdout
+    again = run("generate", PROMPT, *("-m", str(packed)), *DRAWN[2:], "--method", "none").stdout
+    assert plain == again
+    assert run("models", "--remove", "smaller").exit_code == 2
+    kept = tmp_path / "cache" / "outrider" / "packs" / "smaller-0123"
+    packed.rename(kept.parent.mkdir(parents=True) or kept)
+    listed = run("models").stdout
+    assert "smaller-0123" in listed
+    assert "outrider models --remove smaller-0123" in listed
+    assert "removed smaller-0123" in run("models", "--remove", "smaller-0123").stdout
+    assert not kept.exists()
+    assert run("models", "--remove", "all").exit_code == 0
+
+
 def test_demo_compares_and_reports(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     done = run("demo", "-m", SMALL, "-d", SMALL, "--tokens", "6", "--repeats", "1", "--json", str(file))

@@ -15,11 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from outrider.core.files import cache_folder
 from outrider.models.builtin import download
 from outrider.models.builtin.download import DOWNLOADS, Download, fetch, find
+from outrider.models.load import load
+from outrider.models.nodes import Nodes
 
+USERS = Path.home() / ".cache" / "outrider" / "models" / DOWNLOADS["builtin:smollm2-135m"].file
 CONTENT = bytes(range(256)) * 40
 SMOLLM2 = DOWNLOADS["builtin:smollm2-135m"]
 SMALL = replace(
@@ -253,3 +257,19 @@ def test_every_download_is_described_in_full() -> None:
         assert len(model.sha256) == 64
         assert len(model.revision) == 40
         assert model.licence
+
+
+def test_the_real_model_speaks() -> None:
+    """Only if it is here already. The cache of the tests is another one than the user's, so this looks there, too."""
+    if USERS.is_file():
+        SMOLLM2.cached.parent.mkdir(parents=True)
+        SMOLLM2.cached.symlink_to(USERS)
+    if find(SMOLLM2) is None:
+        pytest.skip("builtin:smollm2-135m is not here")
+    loaded = load("builtin:smollm2-135m")
+    assert loaded.tokenizer is not None
+    assert loaded.model.vocab_size == SMOLLM2.vocabulary
+    assert loaded.model.max_length == SMOLLM2.context
+    ids = loaded.tokenizer("The capital of France is")["input_ids"]
+    logits = loaded.model.forward(Nodes(torch.tensor([ids]), loaded.model.new_cache(1, 64), [0]), want="last").logits
+    assert loaded.tokenizer.decode(int(logits[0, -1].argmax())) == " Paris"
