@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import decode, forward, identity, machine, pairs, predicted, table, workloads
+from benchmarks import decode, draft_vocab, forward, identity, machine, pairs, predicted, table, workloads
 from benchmarks.figures import HEAD, figures, names
 from benchmarks.inflate import Inflater, Size, compare, inflate, perturb
 from benchmarks.peers.llama_cpp import TYPES, converted
@@ -119,6 +119,23 @@ def test_methods_are_told_by_name() -> None:
     }
     with pytest.raises(ValueError, match="unknown method 'nrgam'"):
         config_of("nrgam:2", drafts, None)
+
+
+def test_heads_and_precisions_of_a_draft_are_compared_on_the_same_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    given = "--target builtin:code --draft builtin:code-draft --quantizations none int4 --sizes 0 512 --corpus outrider/core"
+    rest = f"--workloads code --texts 1 --tokens 20 --temperatures 0 --out {out}"
+    monkeypatch.setattr("sys.argv", ["draft_vocab", *given.split(), *rest.split()])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    draft_vocab.main()
+    found = json.loads(out.read_text())
+    assert found["corpus"] == ["core"]
+    rows = {r["draft"]: r for r in found["draft_vocab"]}
+    assert list(rows) == ["float32, all", "float32, 512", "int4, all", "int4, 512"]
+    assert rows["float32, all"]["bytes"] > rows["float32, 512"]["bytes"] > rows["int4, 512"]["bytes"]
+    assert all(1 <= r["length"] <= 5 and r["draft_seconds"] > 0 for r in rows.values())
 
 
 def test_the_runner_compares_methods_on_the_same_texts(worker: Ours) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import prompts, tiny
+from architectures import VOCAB, prompts, tiny
 from gguf_files import tokenizer_metadata, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -15,7 +15,7 @@ from outrider import LLM, SamplingParams
 from outrider.models.gguf.model import PACKED_FORMATS
 from outrider.models.hf.linear import PackedEmbedding
 from outrider.models.hf.model import HFModel
-from outrider.models.load import DATA, load
+from outrider.models.load import DATA, Reduction, load
 from outrider.models.native_llama import LlamaModel
 from outrider.models.nodes import Nodes
 
@@ -140,6 +140,19 @@ def test_gemma_embeddings_share_the_packed_head(tmp_path: Path) -> None:
     model: Any = load(file).model.model  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(model.model.embed_tokens, PackedEmbedding)
     assert model.model.embed_tokens.packed is model.lm_head.packed
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q6_K"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2"])  # native, native with one matrix, the general way
+def test_a_head_of_some_tokens_of_a_file(name: str, kind: str, tmp_path: Path) -> None:
+    """Rows of blocks: the logits of the whole head, bit for bit if the embedding is not tied to it."""
+    file, some = tmp_path / "model.gguf", torch.arange(0, VOCAB, 3)
+    write_gguf(tiny(MODELS[name][0], **MODELS[name][1] | _WIDE), file, kind)
+    [ids] = prompts(9)
+    whole = logits(load(file).model, ids)
+    part = logits(load(file, reduce=lambda contents: Reduction(head_ids=some)).model, ids)
+    assert far(part[:, some], whole[:, some]) < (1e-9 if name == "llama" else 0.03)
+    assert bool(part[:, [t for t in range(VOCAB) if t % 3]].isneginf().all())
 
 
 def test_nothing_of_the_file_stays_mapped(tmp_path: Path) -> None:
