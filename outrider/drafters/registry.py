@@ -257,7 +257,9 @@ def _draft_model(setup: DrafterSetup) -> Drafter:
         config.quantization == "auto", config.draft_vocab, config.draft_vocab_corpus, config.speculative_token_map
     )
     given = config.quantization if config.quantization in QUANTIZED else None
-    draft = load(config.model or "builtin:code-draft", device=setup.device, quantization=given, reduce=reduce)
+    name = config.model or "builtin:code-draft"
+    chosen = reduce if reduce.may_leave_out(name) else None
+    draft = load(name, device=setup.device, quantization=given, reduce=chosen)
     drafter = from_draft_model(draft, setup.target, setup.rows, setup.max_length)
     drafter.reduction = reduce.note
     return drafter

@@ -6,11 +6,13 @@ Neither changes what is guaranteed. A draft that is a little worse is rejected a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from outrider.drafters.model.draft_vocab import draft_vocab, token_map
+from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.dtypes import DTYPES
 from outrider.models.load import Contents, Reduction
 
@@ -59,6 +61,12 @@ class DraftReduction:
             token_map,
         )
         self.note: ReductionNote | None = None
+
+    def may_leave_out(self, model: Any) -> bool:
+        """Whether anything of this model may be left out. If not, `load` needs no `reduce`, and can use saved packed weights."""
+        blocks = isinstance(model, (str, Path)) and (str(model).endswith(".gguf") or model in DOWNLOADS)
+        chooses = self.choose_quantization and not blocks
+        return chooses or bool(self.vocab) or self.corpus is not None or self.token_map is not None
 
     def __call__(self, contents: Contents) -> Reduction:
         """Raises ValueError for a corpus or a token map that cannot be read."""

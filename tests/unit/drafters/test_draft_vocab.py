@@ -147,6 +147,15 @@ def test_how_many_tokens_are_kept(vocab: int | None, corpus: Any, kept: int | No
     assert DraftReduction(vocab=vocab, corpus=corpus)(contents(vocab=8000)).head_ids is None  # it has no more
 
 
+def test_a_file_whose_blocks_stay_can_come_from_saved_packed_weights() -> None:
+    assert not DraftReduction().may_leave_out("draft.gguf")
+    assert not DraftReduction().may_leave_out("builtin:smollm2-135m")
+    assert not DraftReduction(choose_quantization=False, vocab=0).may_leave_out("folder")
+    assert DraftReduction().may_leave_out("folder")
+    for head in ({"vocab": 9}, {"corpus": "texts"}, {"token_map": "map.pt"}):
+        assert DraftReduction(**head).may_leave_out("draft.gguf")  # type: ignore[arg-type]
+
+
 def test_the_note_says_what_was_left_out() -> None:
     reduce = DraftReduction(vocab=32768)
     reduce(contents())
