@@ -29,6 +29,7 @@ from outrider.control import Fixed
 from outrider.decode import Decoder, Sequence
 from outrider.drafters import Drafter, ModelDrafter, NoDraft, Noisy, Wrong, make_drafter
 from outrider.engine.scheduler import Scheduler
+from outrider.models.cache import KV_CACHE_DTYPES
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
 
@@ -54,9 +55,9 @@ WIDE = (
 class Bench:
     """A target in one precision and everything that drafts for it."""
 
-    def __init__(self, target: str, draft: str, weights: str) -> None:
+    def __init__(self, target: str, draft: str, weights: str, kv_cache_dtype: str = "auto") -> None:
         self._kept: dict[str, Drafter] = {}
-        self.target: Loaded = load(target, device="cpu", **PRECISIONS[weights])
+        self.target: Loaded = load(target, device="cpu", kv_cache_dtype=kv_cache_dtype, **PRECISIONS[weights])
         draft_model = load(draft, device="cpu", **PRECISIONS["int4" if weights == "gguf" else weights]).model
         vocab = self.target.model.vocab_size
         self.makers: dict[str, Callable[[], Drafter]] = {
@@ -193,19 +194,27 @@ def main() -> None:
     parser.add_argument("--target", default="builtin:code")
     parser.add_argument("--draft", default="builtin:code-draft")
     parser.add_argument("--weights", nargs="+", choices=PRECISIONS, default=list(DEFAULT))
+    parser.add_argument("--kv-cache-dtype", choices=list(KV_CACHE_DTYPES), default="auto", help="of the target")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
     parser.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
     args = parser.parse_args()
     if not 1 <= args.length < LENGTH // 2:
         parser.error(f"--length must be in 1..{LENGTH // 2 - 1}")
-    mark = [fingerprint(args.target), fingerprint(args.draft), args.length, args.weights, machine.facts()["commit"]]
+    mark = [
+        fingerprint(args.target),
+        fingerprint(args.draft),
+        args.length,
+        args.weights,
+        args.kv_cache_dtype,
+        machine.facts()["commit"],
+    ]
     path = WORK / "identity.json"
     state: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not args.afresh else {}
     if state.get("mark") != mark or state["tokens"] >= args.tokens:
         state = {"mark": mark, "round": 0, "tokens": 0, "differing": 0, "seconds": 0.0, "units": {}, "where": []}
     elif state["round"]:
         print(f"going on after round {state['round']}, {state['tokens']:,} tokens compared")
-    benches = {w: Bench(args.target, args.draft, w) for w in args.weights}
+    benches = {w: Bench(args.target, args.draft, w, args.kv_cache_dtype) for w in args.weights}
     tokenizer: Any = benches[args.weights[0]].target.tokenizer
     prompts = [tokenizer(p)["input_ids"][: LENGTH - args.length - 1] for p in humaneval(32)]
 

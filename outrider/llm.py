@@ -40,7 +40,7 @@ class LLM:
     speculative_config: see `SpeculativeConfig`; None is plain decoding.
     dtype: float32, bfloat16 or float16, what the weights are kept in; "auto" keeps the checkpoint's own precision.
     quantization: "int8" or "int4" for the weights, on the CPU; None keeps them at dtype.
-    kv_cache_dtype: how keys and values are kept: "int8" takes 27 % of the memory of float32 and "bfloat16" half of it; "auto" is
+    kv_cache_dtype: how keys and values are kept: "int8" takes 28 % of the memory of float32 and "bfloat16" half of it; "auto" is
     float32 on the CPU, and dtype on the GPU. A draft model keeps its own as with "auto".
     device: "cpu" or "cuda"; "auto" is the GPU if there is one, and for a loaded model where it is.
     max_model_len: tokens of prompt and output together, at least 2; None: as many as the model was made for.

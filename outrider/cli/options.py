@@ -69,7 +69,7 @@ Dtype = Annotated[str, option("Model", "auto (as in the checkpoint), float32, bf
 Device = Annotated[str, option("Model", "auto, cpu or cuda.")]
 Quantization = Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")]
 KvCacheDtype = Annotated[
-    str, option("Model", "Keys and values: auto (float32 on the CPU), bfloat16, or int8 with 27 % of the memory.")
+    str, option("Model", "Keys and values: auto (float32 on the CPU), bfloat16, or int8 with 28 % of the memory.")
 ]
 DraftModel = Annotated[
     str | None,

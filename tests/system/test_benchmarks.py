@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import decode, draft_vocab, forward, identity, machine, pairs, predicted, table, workloads
+from benchmarks import decode, draft_vocab, forward, identity, machine, pairs, predicted, quality, table, workloads
 from benchmarks.figures import HEAD, figures, names
 from benchmarks.inflate import Inflater, Size, compare, inflate, perturb
 from benchmarks.peers.llama_cpp import TYPES, converted
@@ -23,7 +23,9 @@ from benchmarks.trees import sized_shape
 from outrider.control import CostModel
 from outrider.control.expectation import BY_RANK, Shape
 from outrider.core.types import Budget
+from outrider.models.cache import SlotCache
 from outrider.models.load import load
+from outrider.models.nodes import Nodes
 
 VOCAB = 97
 
@@ -327,3 +329,24 @@ def test_the_tree_shrinks_where_nodes_are_expensive() -> None:
     assert len(free.parents) > len(cheap.parents) > len(expensive.parents) > len(absurd.parents) == 1
     assert expensive.ranks == (0,) * len(expensive.ranks)  # a chain
     assert len(size(0.0, draft_price=5.0).parents) == 1  # a drafter as expensive as the target
+
+
+def test_quality_is_cross_entropy_and_the_divergence_of_whole_distributions(tmp_path: Path) -> None:
+    """Against torch on all tokens. A text file is read, too."""
+    file = tmp_path / "text.txt"
+    file.write_text("def area(radius):\n    return 3.14 * radius * radius\n" * 3)
+    [exact, rounded] = quality.measure("builtin:code", ["float32"], ["auto", "int8"], [str(file)], 1, 100)
+    loaded = load("builtin:code", dtype="float32")
+    ids = torch.tensor([loaded.tokenizer(file.read_text())["input_ids"][:100]])  # type: ignore[misc]
+    whole = [
+        loaded.model.forward(Nodes(ids, SlotCache(1, 100, dtype), [0])).logits[0, :-1].double().log_softmax(-1)
+        for dtype in ("auto", "int8")
+    ]
+    for found, logp in zip((exact, rounded), whole, strict=True):
+        assert found["tokens"] == ids.shape[1] - 1
+        assert found["perplexity"] == pytest.approx(float(torch.nn.functional.nll_loss(logp, ids[0, 1:]).exp()))
+        moved = float((whole[0].exp() * (whole[0] - logp)).sum(-1).mean())
+        assert found["divergence"] == pytest.approx(moved, rel=0.05, abs=1e-12)
+        assert found["same"] == float((whole[0].argmax(-1) == logp.argmax(-1)).double().mean())
+    assert exact["nats"] == exact["divergence"] == 0
+    assert rounded["divergence"] > 0

@@ -16,12 +16,12 @@ enum Format : int32_t {
 };
 enum Finish : int32_t { STORE = 0, ADD = 1, SWIGLU = 2, GEGLU = 3 };  // what is done with a finished output element
 
-// How the slot cache keeps the key, or the value, of a head. INT8: for each block of CACHE_BLOCK numbers a bfloat16 scale, all
+// How the slot cache keeps the key, or the value, of a head. INT8: for each block of CACHE_BLOCK numbers a float32 scale, all
 // scales first, then a byte for each number.
 enum CacheFormat : int32_t { CACHE_FLOAT32 = 0, CACHE_BFLOAT16 = 1, CACHE_INT8 = 2 };
 constexpr int64_t CACHE_BLOCK = 32;
 inline int64_t vector_bytes(int32_t format, int64_t dim) {
-    return format == CACHE_FLOAT32 ? 4 * dim : format == CACHE_BFLOAT16 ? 2 * dim : dim + 2 * ((dim + CACHE_BLOCK - 1) / CACHE_BLOCK);
+    return format == CACHE_FLOAT32 ? 4 * dim : format == CACHE_BFLOAT16 ? 2 * dim : dim + 4 * ((dim + CACHE_BLOCK - 1) / CACHE_BLOCK);
 }
 
 constexpr int64_t LANES = 16;       // output columns of one panel

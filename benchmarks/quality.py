@@ -1,0 +1,171 @@
+"""What rounding does to a model: perplexity, and how far its distributions move, by precision.
+
+    python -m benchmarks.quality model.gguf --quantization int8 int4 --kv-cache-dtype auto int8
+    python -m benchmarks.quality FOLDER --dtype float32 bfloat16 --texts code chat my-own.txt --out quality.json
+
+The first precision of a model is the reference of its others: put float32 first to measure against it. Texts are read once, a
+chunk of tokens at a time, as a prompt is. Perplexity is exp of the mean of -log p(token | the tokens before it). `divergence` is
+the mean of KL(reference || this), over the reference's 1,000 likeliest tokens and the rest as one. `same` is the share of
+positions at which the likeliest token is the reference's. `nats` is the difference of the mean of -log p, with its standard
+error over the tokens. llama.cpp reports the same perplexity with its tool of that name, for windows of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import DATA, headline, machine
+from benchmarks.real.journal import identity
+from benchmarks.report import console, rich_table
+from outrider.models.base import LanguageModel
+from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
+from outrider.models.dtypes import DTYPES, QUANTIZATIONS
+from outrider.models.load import load
+from outrider.models.nodes import Nodes
+
+KEPT = 1000  # likeliest tokens of the reference that are compared one by one
+CHUNK = 64
+HEAD = ["weights", "keys and values", "tokens", "perplexity", "nats over the reference", "divergence", "same"]
+
+
+class Reading(NamedTuple):
+    """What a model makes of a text. One element per predicted token.
+
+    loss: -log p(token). best: the likeliest token. top: log p of tokens `ids` [token, KEPT].
+    """
+
+    loss: Tensor
+    best: Tensor
+    top: Tensor
+    ids: Tensor
+
+
+def code(count: int) -> list[str]:
+    """The first `count` functions of HumanEval that are kept here, with their solutions."""
+    lines = map(json.loads, (DATA / "humaneval.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line["prompt"] + line["canonical_solution"] for line in lines][:count]
+
+
+def chat(count: int) -> list[str]:
+    """The first `count` long prompts of Spec-Bench: articles to summarise, and passages that answer a question."""
+    lines = map(json.loads, (DATA / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line["turns"][0] for line in lines if line["category"] in ("summarization", "rag")][:count]
+
+
+def texts(names: Sequence[str], count: int) -> list[str]:
+    """The texts of "code", of "chat", or of text files. Raises FileNotFoundError for a file that is not there."""
+    known = {"code": code, "chat": chat}
+    return [t for n in names for t in (known[n](count) if n in known else [Path(n).read_text(encoding="utf-8")])]
+
+
+def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, ids_kept: Tensor | None = None) -> Reading:
+    """Read a text. ids_kept: int64 [token, KEPT], whose log-probabilities are kept; None: those of the likeliest."""
+    cache, parts = SlotCache(1, len(ids), kv_cache_dtype), list[Reading]()
+    for start in range(0, len(ids) - 1, CHUNK):
+        end = min(start + CHUNK, len(ids) - 1)
+        logits = model.forward(Nodes(torch.tensor([ids[start:end]]), cache, [0])).logits[0]
+        cache.commit([0], [range(end - start)])
+        logp = logits.double().log_softmax(-1)
+        wanted = torch.tensor(ids[start + 1 : end + 1])[:, None]
+        kept = logp.topk(min(KEPT, logp.shape[1])).indices if ids_kept is None else ids_kept[start:end]
+        parts.append(Reading(-logp.gather(1, wanted)[:, 0], logp.argmax(-1), logp.gather(1, kept), kept))
+    return Reading(*(torch.cat(some) for some in zip(*parts, strict=True)))
+
+
+def divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """KL(reference || other) of each position, from log-probabilities [token, KEPT] of the same tokens, the rest as one."""
+    rest = [(1 - logp.exp().sum(-1)).clamp_min(1e-12).log() for logp in (reference, other)]
+    return (reference.exp() * (reference - other)).sum(-1) + rest[0].exp() * (rest[0] - rest[1])
+
+
+def compared(readings: Sequence[Reading], references: Sequence[Reading]) -> dict[str, Any]:
+    """The figures of a precision, over all texts."""
+    loss = torch.cat([r.loss for r in readings])
+    over = loss - torch.cat([r.loss for r in references])
+    moved = torch.cat([divergence(a.top, b.top) for a, b in zip(references, readings, strict=True)])
+    same = torch.cat([a.best == b.best for a, b in zip(references, readings, strict=True)])
+    return {
+        "tokens": len(loss),
+        "perplexity": math.exp(float(loss.mean())),
+        "nats": float(over.mean()),
+        "error": float(over.std()) / math.sqrt(len(loss)),
+        "divergence": float(moved.mean()),
+        "same": float(same.double().mean()),
+    }
+
+
+def measure(
+    model: str, weights: Sequence[str], cells: Sequence[str], names: Sequence[str], count: int, length: int
+) -> Iterator[dict[str, Any]]:
+    """A record for each precision of weights, and of keys and values. The first is the reference.
+
+    weights: names of a dtype or a quantization. count, length: texts of a kind and tokens of a text, at most.
+    """
+    references, found = list[Reading](), texts(names, count)
+    for kind in weights:
+        loaded = load(model, **{"quantization" if kind in QUANTIZATIONS else "dtype": kind})
+        if loaded.tokenizer is None:
+            raise ValueError(f"{model} has no tokenizer, so no text can be read; give a model with one")
+        ids = [loaded.tokenizer(t)["input_ids"][:length] for t in found]
+        for cell in cells:
+            kept = [r.ids for r in references] or [None] * len(ids)
+            readings = [read(loaded.model, t, cell, k) for t, k in zip(ids, kept, strict=True)]
+            references = references or readings
+            yield {"model": model, "weights": loaded.weights, "kv_cache_dtype": cell, **compared(readings, references)}
+        del loaded
+
+
+def row(record: dict[str, Any]) -> list[str]:
+    return [
+        record["weights"],
+        record["kv_cache_dtype"],
+        f"{record['tokens']:,}",
+        f"{record['perplexity']:.4f}",
+        f"{record['nats']:+.5f} ± {record['error']:.5f}",
+        f"{record['divergence']:.2e}",
+        f"{record['same']:.2%}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=headline(__doc__))
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="a folder, a GGUF file, a hub name or a built-in model"
+    )
+    parser.add_argument("--dtype", nargs="+", choices=("auto", *DTYPES), default=["auto"], help="weights kept as these")
+    parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=[], help="and in these precisions")
+    parser.add_argument("--kv-cache-dtype", nargs="+", choices=list(KV_CACHE_DTYPES), default=["auto"])
+    parser.add_argument("--texts", nargs="+", default=["code"], help="code, chat, or text files")
+    parser.add_argument("--count", type=int, default=20, help="texts of a kind, at most")
+    parser.add_argument("--length", type=int, default=400, help="tokens of a text, at most")
+    parser.add_argument("--out", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    result: dict[str, Any] = {
+        "name": "quality",
+        "machine": machine.facts(),
+        "texts": args.texts,
+        "models": [],
+        "records": [],
+    }
+    for model in args.models:
+        rows = list[list[str]]()
+        result["models"].append(identity(model))
+        weights = [*args.dtype, *args.quantization]
+        for record in measure(model, weights, args.kv_cache_dtype, args.texts, args.count, args.length):
+            result["records"].append(record)
+            rows.append(row(record))
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        console.print(rich_table(f"{Path(model).name}: {', '.join(args.texts)}", HEAD, rows))
+
+
+if __name__ == "__main__":
+    main()
