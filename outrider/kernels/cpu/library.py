@@ -7,7 +7,7 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 6
+ABI = 7
 ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni")
 
 
