@@ -153,7 +153,6 @@ class _Header:
             )
         self.at = 8
         tensor_count, key_count = self._numbers("QQ")
-        self._room(key_count, 13, "metadata values")  # a key, a type and a value of one byte
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = self._string("strict")
@@ -161,7 +160,6 @@ class _Header:
             if key in metadata:
                 raise self._broken(f"it has the key {key!r} twice")
             metadata[key] = self._value(key, kind)
-        self._room(tensor_count, 32, "tensors")
         return metadata, self._tensors(tensor_count, metadata.get("general.alignment", 32))
 
     def _check_start(self) -> int:
@@ -169,7 +167,7 @@ class _Header:
         start = self.data[:24]
         if start.startswith(_LFS):
             raise ValueError(f"{self.path} is a Git LFS pointer, not the model; run `git lfs pull` there")
-        if start[:4] == b"FUGG" or (start[:4] == b"GGUF" and start[6:8] != b"\0\0" and start[4:6] == b"\0\0"):
+        if start[:4] == b"GGUF" and start[6:8] != b"\0\0" and start[4:6] == b"\0\0":
             raise ValueError(
                 f"{self.path} is a big-endian GGUF file, and outrider reads little-endian ones; get the little-endian file, or "
                 "convert it with `gguf-convert-endian FILE little`"

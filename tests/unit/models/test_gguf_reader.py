@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from outrider.models import checkpoint
-from outrider.models.gguf import files
+from outrider.models.gguf import files, reader
 from outrider.models.gguf.files import gguf_files
 from outrider.models.gguf.reader import read
 from outrider.models.hf.hooks import UnsupportedModel
@@ -106,6 +106,12 @@ def test_a_huge_count_allocates_nothing(file: Path, at: int, value: int) -> None
         read([file])
     assert tracemalloc.get_traced_memory()[1] < 5_000_000
     tracemalloc.stop()
+
+
+def test_an_array_that_no_model_has_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_LONGEST_ARRAY", 2)
+    with pytest.raises(ValueError, match=r"its key 'tokenizer.ggml.tokens' has 3 entries"):
+        read([file])
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
