@@ -36,7 +36,7 @@ class Heads(NamedTuple):
 
 
 SHAPES = (
-    Heads("builtin:code", 8, 2, 32),
+    Heads("builtin:code", 10, 2, 32),
     Heads("SmolLM2-135M", 9, 3, 64),
     Heads("Qwen2.5-1.5B", 12, 2, 128),
     Heads("Llama-3-8B", 32, 8, 128),
