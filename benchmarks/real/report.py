@@ -166,7 +166,8 @@ def short(made: dict[str, Any]) -> str:
     target = max(names, key=lambda n: made["files"][n]["bytes"])
     some = [r for r in read if r["target"] == target]
     peers = sorted({r["setting"] for r in some if r["setting"].startswith(f"{LLAMA} ")})
-    columns = [LLAMA, "plain", *(m for m in ("draft_model", "auto") if any(r["setting"] == m for r in some))]
+    methods = ("draft_model 4", "draft_model", "auto")
+    columns = [LLAMA, "plain", *(m for m in methods if any(r["setting"] == m for r in some))]
     head = [
         "",
         "llama.cpp",
