@@ -37,7 +37,12 @@ OPTIONS = {
         "Output": "--out --debug",
     },
     "models": {
+        "Cache": "--remove",
         "Output": "--debug",
+    },
+    "pack": {
+        "Output": "--out/-o --debug",
+        "Model": "--dtype --quantization",
     },
     "serve": {
         "Speculation": "--speculative-config",
