@@ -251,10 +251,8 @@ class Adaptive:
                 return self._remeasure_plain() if due else self._draft(budget, plain)
             if self._nearly_free():
                 return self._draft_nearly_free()
-        # Texts begin with words that are hard to guess: drafting that paid only for a moment does not end the look.
-        looking = probed or (slots if self.pays and not self.losses.proved else [])
-        if looking and self.probes_left > 0 and self._worth_a_look(plain) and {*looking} <= {*slots}:
-            return self._go_on_probing(looking)
+        if probed and self.probes_left > 0 and self._worth_a_look(plain) and {*probed} <= {*slots}:
+            return self._go_on_probing(probed)
         if self.pays or probed:
             return self._give_up()
         if self.now >= self.probe_at:
@@ -279,7 +277,6 @@ class Adaptive:
             fewest, most = self.costs.target.plain_gaps
             self.remeasure_at = self.now + round(min(max(lost / (ALLOWANCE * usual), fewest), most))
         self.pays = True
-        self.probes_left -= steps
         return budget, steps
 
     def _remeasure_plain(self) -> tuple[Budget, int]:
