@@ -90,6 +90,17 @@ class LanguageModel(Protocol):
         """
         ...
 
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        """float32 [*tokens.shape, hidden]: the rows of the embedding, as the checkpoint has them, without a factor."""
+        ...
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """float32 [n, hidden]: the rows of the output head for int64 [n] tokens, with the rounding of its precision.
+
+        Raises ValueError if the head does not keep one of them, or if it is not a plain matrix.
+        """
+        ...
+
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
         """Draft a chain of tokens in each of several slots, in one call. Call it only if `has_draft_chains`.
 
@@ -113,6 +124,16 @@ class BaseModel:
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
         raise ValueError(
             f"{type(self).__name__} has no layers to leave out; layer_skip works for models loaded by outrider.models.load"
+        )
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        raise ValueError(
+            f"{type(self).__name__} has no embedding to share; heads work for models loaded by outrider.models.load"
+        )
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        raise ValueError(
+            f"{type(self).__name__} has no output head to share; heads work for models loaded by outrider.models.load"
         )
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:

@@ -66,7 +66,7 @@ class Loaded:
     """A model that is ready to run.
 
     name: as given to `load`. end_ids: the end tokens. weights: the precision of the weights. source: what `load` was given; a
-    second copy with another precision is loaded from it.
+    second copy with another precision is loaded from it. config: the model's configuration of transformers.
     """
 
     model: LanguageModel
@@ -75,6 +75,7 @@ class Loaded:
     end_ids: tuple[int, ...]
     weights: str
     source: str | Path | PreTrainedModel
+    config: Any = None
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -173,7 +174,7 @@ def _load(
         reduction = reduce(_contents(raw, name, weights, ends, tokenizer, not missing))
         weights = quantization or reduction.quantization or weights
     prepared = _prepare(raw, own, where, weights, kv_cache_dtype, reduction.head_ids)
-    return Loaded(prepared, name, tokenizer, ends, weights, model), raw, opened.pack
+    return Loaded(prepared, name, tokenizer, ends, weights, model, raw.config), raw, opened.pack
 
 
 class _Opened(NamedTuple):

@@ -244,12 +244,25 @@ class LlamaModel(BaseModel):
                 features[..., i * self.hidden : (i + 1) * self.hidden] = self._embedded(tokens)
         return Output(logits, features)
 
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        if isinstance(self._table, Tensor):
+            return self._table[tokens].float()
+        rows = [self._table.row(t) for t in tokens.flatten().tolist()]
+        return torch.stack(rows).view(*tokens.shape, self.hidden) if rows else torch.empty(*tokens.shape, self.hidden)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        places = tokens if self._head_ids is None else torch.searchsorted(self._head_ids, tokens)
+        if self._head_ids is not None and not torch.equal(
+            self._head_ids[places.clamp_max(len(self._head_ids) - 1)], tokens
+        ):
+            raise ValueError(
+                "the output head of this model does not keep some of these tokens; load it without head_ids"
+            )
+        return torch.stack([self._head.row(t) for t in places.tolist()])
+
     def _embedded(self, tokens: Tensor) -> Tensor:
         """float32 [batch, node, hidden]: the input of layer 0."""
-        if isinstance(self._table, Tensor):
-            return self._table[tokens].float() * self._embedding_factor
-        rows = torch.stack([self._table.row(t) for t in tokens.flatten().tolist()])
-        return rows.view(*tokens.shape, self.hidden) * self._embedding_factor
+        return self.embedding_rows(tokens) * self._embedding_factor
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
         """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""

@@ -38,7 +38,7 @@ from outrider.models.hf.hooks import (
 from outrider.models.hf.layer_subset import HFLayerSubset
 from outrider.models.hf.linear import PackedLinear, pack_linears_
 from outrider.models.hf.taps import LayerStack, recorded
-from outrider.models.matrix import give_matrix_, matrix_of, rows_of
+from outrider.models.matrix import dense, give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
 from outrider.models.packs.modules import packed_before
 
@@ -158,6 +158,14 @@ class HFModel(BaseModel):
 
     def layer_subset(self, layers: Sequence[int]) -> HFLayerSubset:
         return HFLayerSubset(self, layers)
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        return _rows(self.model.get_input_embeddings(), tokens.flatten()).unflatten(0, tokens.shape)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        if self._head_ids is not None:
+            raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
+        return _rows(self.model.get_output_embeddings(), tokens)
 
     def _view(self) -> CacheView:
         return CacheView(self._call, gathered=self._route is AttentionRoute.MASK)
@@ -333,6 +341,18 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(b): b.detach() for b in model.buffers()}
     return copy.deepcopy(model, memo)
+
+
+def _rows(module: Any, rows: Tensor) -> Tensor:
+    """float32 [n, in]: rows of the matrix of an embedding or a linear. rows: int64 [n]."""
+    made = packed_before(module)
+    if made is None and isinstance(module, PackedLinear):
+        raise ValueError("a matrix of this model is in oneDNN's own layout; the native kernels could share it")
+    if made is not None:
+        return torch.stack([made.row(n) for n in rows.tolist()]) if len(rows) else torch.empty(0, made.k)
+    matrix = matrix_of(module)
+    at = rows if not isinstance(matrix, Tensor) else rows.to(matrix.device)
+    return dense(rows_of(matrix, at), torch.float32).float()
 
 
 def _vocab_size(model: PreTrainedModel) -> int:

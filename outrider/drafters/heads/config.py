@@ -1,0 +1,156 @@
+"""The settings of a head of the EAGLE family, in this package's own terms. `reader` and `writer` know the terms of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from outrider.models.base import EMBEDDING, FINAL_NORM
+
+# Rotary types whose frequencies do not depend on the length of the text.
+ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: one decoder layer over features and tokens.
+
+    hidden_size: width of the head. target_hidden_size: width of each feature. vocab_size: tokens of the target.
+    draft_vocab_size: tokens that the head proposes. taps: the target's layers that it reads, as `LanguageModel.forward` numbers
+    them. max_position_embeddings: tokens of the longest text that it drafts for. rope_parameters: as in transformers 5.
+
+    norm_before_fc: one norm over all features side by side. fc_norm: a norm for each feature. norm_output: the output of the last
+    norm is what the head feeds back (EAGLE-3.1 has this and fc_norm). norm_before_residual: the normed feature is the residual.
+    eagle1: a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
+    attention_bias, fc_bias: these linears have a bias. verifier: name of the target that it was trained for; a hint.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    target_hidden_size: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    hidden_act: str = "silu"
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    eagle1: bool = False
+    attention_bias: bool = False
+    fc_bias: bool = False
+    verifier: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that exclude each other or that no head has."""
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "norm_before_fc and fc_norm are both true; a head has one norm over all features or one for each"
+            )
+        if len(set(self.taps)) != len(self.taps) or not self.taps:
+            raise ValueError(f"a head reads different layers of its target, at least one; got taps={self.taps}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key heads; the second "
+                "must divide the first"
+            )
+        if (kind := self.rope_parameters.get("rope_type", "default")) not in ROTARY:
+            raise ValueError(f"the head's rotary embedding is {kind!r}; a head can have {', '.join(ROTARY)}")
+        if self.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"the head's activation is {self.hidden_act!r}; heads of this family have 'silu'")
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Any,
+        *,
+        draft_vocab_size: int | None = None,
+        taps: Sequence[int] | None = None,
+        **settings: Any,
+    ) -> HeadConfig:
+        """A head of a target's own shape.
+
+        target: its configuration of transformers. draft_vocab_size: None for all tokens. taps: None for `default_taps`.
+        settings: any other field.
+        """
+        text = target.get_text_config()
+        heads, known = int(text.num_attention_heads), {f.name for f in fields(cls)}
+        values: dict[str, Any] = {
+            "hidden_size": int(text.hidden_size),
+            "vocab_size": int(text.vocab_size),
+            "draft_vocab_size": int(draft_vocab_size or text.vocab_size),
+            "taps": tuple(default_taps(text.num_hidden_layers) if taps is None else taps),
+            "intermediate_size": int(text.intermediate_size),
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or heads),
+            "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            "target_hidden_size": int(text.hidden_size),
+            "max_position_embeddings": int(text.max_position_embeddings),
+            "rms_norm_eps": float(getattr(text, "rms_norm_eps", 1e-6)),
+            "rope_parameters": plain_rope(getattr(text, "rope_parameters", None)),
+            "verifier": getattr(target, "_name_or_path", None) or None,
+        }
+        if unknown := sorted(set(settings) - known):
+            raise ValueError(f"HeadConfig has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        return cls(**(values | settings))
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """`taps` as SafeAILab, speculators and vLLM count: the hidden state before that layer."""
+        return [0 if t == EMBEDDING else t + 1 for t in self.taps]
+
+    def rotary(self) -> tuple[Tensor, float]:
+        """(float32 [head_dim / 2] frequencies in radians per position, factor of cosine and sine)."""
+        config = LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope_parameters),  # pyright: ignore[reportCallIssue]
+        )
+        kind = self.rope_parameters.get("rope_type", "default")
+        if kind == "default":
+            at = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+            return 1.0 / float(self.rope_parameters["rope_theta"]) ** at, 1.0
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return frequencies.float(), float(factor)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high: the states before layers 2, n // 2 and n - 3, as all trainers of EAGLE-3 choose.
+
+    Fewer than 7 layers make them coincide; then they are spread evenly, up to the last layer. Taps are outputs of layers.
+    """
+    if num_layers >= 7:
+        return 1, num_layers // 2 - 1, num_layers - 4
+    return tuple(sorted({0, (num_layers - 1) // 2, num_layers - 2 if num_layers > 3 else num_layers - 1}))
+
+
+def tap_of(layer_id: int) -> int:
+    """The tap for the hidden state before a layer. Id 0 is the embedding."""
+    return EMBEDDING if layer_id == 0 else layer_id - 1
+
+
+def plain_rope(given: Any) -> dict[str, Any]:
+    """`rope_parameters` of a configuration as one dictionary. Raises ValueError if kinds of layers have different ones."""
+    if not given:
+        return {"rope_type": "default", "rope_theta": 10000.0}
+    rope = dict(given)
+    if rope and all(isinstance(v, dict) for v in rope.values()):  # one for each kind of layer, as Gemma 3 has
+        rope = dict(rope.get("full_attention") or next(iter(rope.values())))
+    return {"rope_type": "default", "rope_theta": 10000.0} | rope
+
+
+__all__ = ["EMBEDDING", "FINAL_NORM", "HeadConfig", "default_taps", "plain_rope", "tap_of"]
