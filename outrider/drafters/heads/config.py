@@ -122,7 +122,7 @@ class HeadConfig:
         )
         kind = self.rope_parameters.get("rope_type", "default")
         if kind == "default":
-            at = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+            at = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
             return 1.0 / float(self.rope_parameters["rope_theta"]) ** at, 1.0
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return frequencies.float(), float(factor)

@@ -89,7 +89,7 @@ class Eagle(nn.Module):
         if not config.eagle1:
             self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        ids = torch.arange(config.draft_vocab_size) if token_ids is None else token_ids.long().clone()
+        ids = torch.arange(config.draft_vocab_size, device="cpu") if token_ids is None else token_ids.long().clone()
         if len(ids) != config.draft_vocab_size or not bool((ids.diff() > 0).all()) or int(ids[-1]) >= config.vocab_size:
             raise ValueError(
                 f"token_ids are {config.draft_vocab_size} ascending ids below {config.vocab_size}, one for each row of the "

@@ -1,0 +1,186 @@
+"""A folder that holds a trained head: which kind it is, its settings and its tensors, from every layout in use.
+
+The kind is decided by the settings and the names of the tensors, in the order of `_kind`. No file is trusted to run code:
+`pytorch_model.bin` is read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outrider.models.checkpoint import header
+
+EAGLE3, EAGLE1, MEDUSA, DFLASH, DSPARK = "eagle3", "eagle1", "medusa", "dflash", "dspark"
+KINDS = (EAGLE3, EAGLE1, MEDUSA, DFLASH, DSPARK)
+# Kinds that are known by name and cannot be run: kind -> why.
+REFUSED = {
+    "peagle": "P-EAGLE drafts all tokens at once with masked features",
+    "mtp": "MTP layers belong inside their own model's checkpoint",
+    "dflash2": "DFlash2 chooses among candidates with a convolution",
+    "xpress": "it has layers of its own kind",
+    "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",
+    "hydra": "Hydra heads are not read by any engine",
+}
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+_MEDUSA_BLOCK = re.compile(r"(medusa_heads\.)?\d+\.\d+\.linear\.weight")
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFolder:
+    """kind: one of KINDS. settings: config.json, with `transformer_layer_config` merged in. names: of the tensors, as stored."""
+
+    path: Path
+    kind: str
+    settings: dict[str, Any]
+    names: frozenset[str]
+
+    @property
+    def speculators(self) -> bool:
+        """Whether it is in the layout of speculators; else it is a flat one."""
+        return "speculators_model_type" in self.settings
+
+    @property
+    def verifier(self) -> str | None:
+        """The target's name, as far as the folder says; a hint only."""
+        given = self.settings.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+        return given or self.settings.get("base_model_name_or_path") or None
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, without the prefix `model.` that some trainers put before them. Raises ValueError for a damaged
+        file."""
+        found: dict[str, Tensor] = {}
+        for file in _files(self.path):
+            found |= _read(file)
+        return {_plain(name): t for name, t in found.items()}
+
+
+def head_kind(folder: str | Path) -> str | None:
+    """The kind of a head's folder: one of KINDS or REFUSED. None for anything else, such as the folder of a whole model."""
+    path = Path(folder).expanduser()
+    if not path.is_dir() or not (path / "config.json").is_file():
+        return None
+    try:
+        settings = json.loads((path / "config.json").read_text())
+        files = _files(path)
+        if not isinstance(settings, dict) or not files:
+            return None
+        return _kind(settings, _names(files))
+    except (ValueError, OSError):
+        return None  # whoever loads it as a model says what is wrong
+
+
+def open_head(folder: str | Path) -> HeadFolder:
+    """Read the settings of a head's folder. Raises ValueError for a folder that holds no head, or one of REFUSED."""
+    path = Path(folder).expanduser()
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json; the folder of a head holds one, and model.safetensors beside it")
+    try:
+        settings = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'} is no JSON ({error}); download it again") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path / 'config.json'} holds a {type(settings).__name__}; a head's settings are an object")
+    files = _files(path)
+    if not files:
+        raise ValueError(f"{path} has no weights; a head's folder holds model.safetensors or pytorch_model.bin")
+    names = _names(files)
+    kind = _kind(settings, names)
+    if kind is None:
+        raise ValueError(
+            f"{path} holds no head that outrider knows: EAGLE-1, EAGLE-3, Medusa, DFlash or DSpark. Its tensors begin with "
+            f"{', '.join(sorted(names)[:3])}. A whole model drafts too: -d MODEL"
+        )
+    if kind in REFUSED:
+        raise ValueError(f"{path} is a head of the kind {kind!r}, which outrider does not run: {REFUSED[kind]}")
+    nested = settings.get("transformer_layer_config") or {}
+    return HeadFolder(path, kind, {**nested, **settings}, frozenset(names))
+
+
+def _kind(settings: Mapping[str, Any], names: Mapping[str, tuple[int, ...]]) -> str | None:
+    named = settings.get("speculators_model_type")
+    if named is not None:
+        return named if named in (*KINDS, *REFUSED) else _unknown(named)
+    if (
+        settings.get("model_type") == MEDUSA
+        or "medusa_num_heads" in settings
+        or any(map(_MEDUSA_BLOCK.fullmatch, names))
+    ):
+        return MEDUSA
+    plain = {_plain(name): shape for name, shape in names.items()}
+    if "mask_hidden" in plain:
+        return "peagle"
+    if any(n.startswith(("fc_norm.", "midlayer.")) for n in plain) or "layers.0.hidden_norm.weight" in plain:
+        return EAGLE3
+    if "encoder.fc.weight" in plain or {"layers.0.self_attn.q_norm.weight", "fc.weight", "hidden_norm.weight"} <= {
+        *plain
+    }:
+        return DSPARK if any(n.startswith("markov_head.") for n in plain) else DFLASH
+    if "fc.weight" in plain and any(n.startswith("layers.0.") for n in plain):
+        if "layers.0.input_layernorm.weight" not in plain:
+            return EAGLE1
+        return "mtp" if "pre_fc_norm_hidden.weight" in plain else None
+    if plain and all(n.startswith(("mtp.", "mtp_layers.")) for n in plain):
+        return "mtp"
+    return None
+
+
+def _unknown(kind: str) -> str:
+    raise ValueError(
+        f"the folder says speculators_model_type {kind!r}, which outrider does not know; it runs {', '.join(KINDS)}"
+    )
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of weights. Raises ValueError if an index names one that is not there."""
+    for name in _INDEXES:
+        index = path / name
+        if index.is_file():
+            try:
+                files = sorted({path / str(f) for f in json.loads(index.read_text())["weight_map"].values()})
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ValueError(f"{index} is no index of weights ({error}); download it again") from error
+            if missing := [f.name for f in files if not f.is_file()]:
+                raise ValueError(f"{path} lacks {missing[0]}, which {name} names; the download is incomplete")
+            return files
+    return next(([path / name] for name in _WHOLE if (path / name).is_file()), [])
+
+
+def _names(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            found |= {n: tuple(e["shape"]) for n, e in header(file)[0].items() if n != "__metadata__"}
+        else:
+            found |= {n: tuple(t.shape) for n, t in _read(file).items()}
+    return found
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, SafetensorError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file} cannot be read as weights ({error}); download it again") from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise ValueError(f"{file} holds no tensors by name; a head's weights are a state_dict")
+    return found

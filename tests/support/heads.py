@@ -1,0 +1,72 @@
+"""Heads for tests: those that speculators wrote, and made ones for small targets."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.models.load import Loaded
+from outrider.models.native_llama import LlamaModel
+
+GOLDEN = Path(__file__).parents[1] / "unit" / "drafters" / "heads" / "golden"
+EAGLE3 = ("eagle3", "eagle3_full_vocab", "eagle31", "eagle3_before_fc", "eagle3_before_residual")
+
+
+def small_config(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+    )
+
+
+def small_target(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) -> Loaded:
+    """A target of the golden heads' shape, with their embedding and output head where the sizes agree; float32."""
+    torch.manual_seed(7)
+    raw = LlamaForCausalLM(small_config(vocab_size, hidden_size, layers)).eval()
+    for p in raw.parameters():
+        if p.dim() == 2:
+            p.data.normal_(0, 0.15)
+    if (vocab_size, hidden_size) == (128, 32):
+        tables = load_file(GOLDEN / "target.safetensors")
+        raw.get_input_embeddings().weight.data = tables["embedding"].float()
+        raw.get_output_embeddings().weight.data = tables["lm_head"].float()
+    return Loaded(LlamaModel(raw), "golden-target", None, (), "float32", raw, raw.config)
+
+
+def golden(name: str) -> dict[str, Tensor]:
+    """What speculators computed: tokens, features, logits..."""
+    return load_file(GOLDEN / name / "expected.safetensors")
+
+
+def copied(name: str, into: Path, settings: dict[str, Any] | None = None, **tensors: Tensor | None) -> Path:
+    """A golden head with some settings and tensors changed; None leaves one out."""
+    out = into / name
+    shutil.copytree(GOLDEN / name, out)
+    config = json.loads((out / "config.json").read_text())
+    for key, value in (settings or {}).items():
+        inner = config["transformer_layer_config"] if key in config["transformer_layer_config"] else config
+        inner.pop(key, None) if value is None else inner.__setitem__(key, value)
+    (out / "config.json").write_text(json.dumps(config))
+    weights = load_file(out / "model.safetensors") | {
+        n.replace("__", "."): t for n, t in tensors.items() if t is not None
+    }
+    weights = {
+        n: t for n, t in weights.items() if n not in {n.replace("__", ".") for n, t in tensors.items() if t is None}
+    }
+    save_file(weights, out / "model.safetensors")
+    return out

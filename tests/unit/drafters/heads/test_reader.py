@@ -1,0 +1,219 @@
+"""Heads that speculators wrote are read, give its numbers, and are written again without a loss. Bad ones say why."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from heads import EAGLE3, GOLDEN, copied, golden, small_target
+from safetensors.torch import load_file, save_file
+
+from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.files import head_kind, open_head
+from outrider.drafters.heads.reader import EagleWeights, read_eagle
+from outrider.drafters.heads.writer import write_eagle
+
+TARGET = small_target()
+TABLE = TARGET.model.embedding_rows(torch.arange(128))
+
+
+def module(read: EagleWeights) -> Eagle:
+    return read.module(TABLE).eval()
+
+
+@torch.no_grad()
+def unrolled(head: Eagle, name: str, t: int, steps: int) -> torch.Tensor:
+    """float32 [step, draft_vocab]: a draft along the text, after the pair of position t."""
+    want = golden(name)
+    tokens, features = want["tokens"], want["features"]
+    y, past = head(tokens[None, 1 : t + 2], head.fuse(features[None, : t + 1]))
+    out = [head.logits(y[0, -1])]
+    for k in range(1, steps):
+        y, past = head(tokens[None, t + 1 + k : t + 2 + k], head.feedback(y[:, -1:]), past)
+        out.append(head.logits(y[0, -1]))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_numbers_are_those_of_speculators(name: str) -> None:
+    head, want = module(read_eagle(GOLDEN / name, TARGET)), golden(name)["logits"]
+    for t in range(1, 15):
+        assert torch.allclose(unrolled(head, name, t, 4), want[:, t], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["speculators", "flat"])
+@pytest.mark.parametrize("name", EAGLE3)
+def test_read_write_read_loses_nothing(name: str, layout: str, tmp_path: Path) -> None:
+    first = read_eagle(GOLDEN / name, TARGET)
+    if layout == "flat" and first.config.norm_before_residual:
+        with pytest.raises(ValueError, match="SGLang ignores"):
+            write_eagle(tmp_path, module(first), layout)
+        return
+    write_eagle(tmp_path, module(first), layout)
+    again = read_eagle(tmp_path, TARGET)
+    assert again.config == first.config
+    assert torch.equal(again.token_ids, first.token_ids)
+    assert {n: t.float().tolist() for n, t in again.tensors.items()} == {
+        n: t.float().tolist() for n, t in first.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_what_speculators_wrote_is_written_again_byte_for_byte(name: str, tmp_path: Path) -> None:
+    write_eagle(tmp_path, module(read_eagle(GOLDEN / name, TARGET)), embedding=True)
+    old, new = (load_file(f / "model.safetensors") for f in (GOLDEN / name, tmp_path))
+    assert old.keys() - new.keys() <= {"t2d"}
+    assert new.keys() - old.keys() <= {"t2d"}
+    assert all(torch.equal(old[n], new[n]) for n in old.keys() & new.keys())
+    config = json.loads((tmp_path / "config.json").read_text())
+    theirs = json.loads((GOLDEN / name / "config.json").read_text())
+    for key in (
+        "eagle_aux_hidden_state_layer_ids",
+        "norm_before_residual",
+        "fc_norm",
+        "norm_output",
+        "draft_vocab_size",
+    ):
+        assert config[key] == theirs[key]
+
+
+def test_the_flat_layout_says_the_layers_as_both_engines_count(tmp_path: Path) -> None:
+    write_eagle(tmp_path, module(read_eagle(GOLDEN / "eagle31", TARGET)), "flat")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 8]  # vLLM
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 7]  # SGLang
+    assert "target_hidden_size" not in config  # null breaks SGLang
+    assert any(n.startswith("midlayer.") for n in load_file(tmp_path / "model.safetensors"))
+    del config["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_eagle(tmp_path, TARGET).config.taps == (1, 3, 7)
+
+
+def test_other_files_and_names(tmp_path: Path) -> None:
+    """pytorch_model.bin, an index of parts, the prefix `model.`, SGLang's names of norms, a missing output head."""
+    want = read_eagle(GOLDEN / "eagle31", TARGET)
+    weights = load_file(GOLDEN / "eagle31" / "model.safetensors")
+    names = {"fc_norm.0": "aux_norm_low", "fc_norm.1": "aux_norm_mid", "fc_norm.2": "aux_norm_high"}
+    for old, new in names.items():
+        weights[f"{new}.weight"] = weights.pop(f"{old}.weight")
+    weights = {n if n.startswith("lm_head") else f"model.{n}": t for n, t in weights.items()}
+
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    shutil.copy(GOLDEN / "eagle31" / "config.json", folder)
+    torch.save(weights, folder / "pytorch_model.bin")
+    assert head_kind(folder) == "eagle3"
+    got = read_eagle(folder, TARGET)
+    assert got.config == want.config
+    assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
+
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    shutil.copy(GOLDEN / "eagle31" / "config.json", parts)
+    halves = [dict(list(weights.items())[i::2]) for i in range(2)]
+    for i, half in enumerate(halves):
+        save_file(half, parts / f"part-{i}.safetensors")
+    index = {"weight_map": {n: f"part-{i}.safetensors" for i, half in enumerate(halves) for n in half}}
+    (parts / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_eagle(parts, TARGET).config == want.config
+    (parts / "part-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"lacks part-1\.safetensors"):
+        read_eagle(parts, TARGET)
+
+    without = copied("eagle31", tmp_path, lm_head__weight=None)
+    shared = read_eagle(without, TARGET).tensors["lm_head.weight"]
+    assert torch.equal(shared, TARGET.model.head_rows(want.token_ids))
+
+
+def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    folder = copied("eagle3", tmp_path)
+    (folder / "model.safetensors").unlink()
+    torch.save({"fc.weight": Evil()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="cannot be read as weights"):
+        open_head(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+_WEIGHTS = load_file(GOLDEN / "eagle3" / "model.safetensors")
+_D2T = _WEIGHTS["d2t"]
+BROKEN = {
+    "three layers in the file, two in the settings": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 4]},
+        {},
+        "96 numbers, which is 3 layers .* name\n?.*2 layers",
+    ),
+    "a layer that the target lacks": ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, "layer 9 .* has 8 layers"),
+    "another hidden size": ({"hidden_size": 64}, {}, "32 rows, and config.json says hidden_size 64"),
+    "another head_dim": ({"head_dim": 16}, {}, r"q_proj.weight is \(32, 64\), and the settings say \(64, 64\)"),
+    "another vocabulary": ({"vocab_size": 200}, {}, "200 tokens in the vocabulary .* has 128"),
+    "another draft vocabulary": ({"draft_vocab_size": 40}, {}, "the map has 48 draft tokens, .* 40"),
+    "an index in place of offsets": ({}, {"d2t": _D2T + torch.arange(48), "t2d": None}, "holds token ids"),
+    "a map beyond the vocabulary": ({}, {"d2t": _D2T + 60, "t2d": None}, "they must ascend, from 0 to 127"),
+    "a map that descends": ({}, {"d2t": _D2T.flip(0), "t2d": None}, "they must ascend"),
+    "two maps": ({}, {"t2d": torch.arange(128) < 48}, "d2t and t2d name different tokens"),
+    "no map": ({}, {"d2t": None, "t2d": None}, "48 draft tokens of 128 and no map"),
+    "a missing tensor": ({}, {"norm__weight": None}, "lacks norm.weight"),
+    "a tensor left over": ({}, {"layers__1__mlp__up_proj__weight": torch.ones(2)}, "holds layers.1.mlp.up_proj.weight"),
+    "norms that the settings deny": ({"norm_before_fc": True}, {}, "norm_before_fc is True, and the file lacks"),
+    "two layers": ({"num_hidden_layers": 2}, {}, "the head has 2 layers"),
+    "a rotary embedding of another kind": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0}},
+        {},
+        "'dynamic'",
+    ),
+    "a method by another name": ({"speculators_model_type": "newest"}, {}, "'newest', which outrider does not know"),
+    "mtp": ({"speculators_model_type": "mtp"}, {}, "kind 'mtp', which outrider does not run"),
+    "p-eagle": ({"speculators_model_type": "peagle"}, {}, "kind 'peagle', which outrider does not run"),
+    "an output head of all tokens": ({}, {"lm_head__weight": torch.zeros(128, 32)}, "has a row for all 128 tokens"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_bad_head_says_what_is_wrong(what: str, tmp_path: Path) -> None:
+    settings, tensors, message = BROKEN[what]
+    folder = copied("eagle3", tmp_path, settings, **tensors)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        read_eagle(folder, TARGET)
+
+
+def test_a_head_of_another_target() -> None:
+    with pytest.raises(ValueError, match=r"32 numbers in a hidden state .* has 64"):
+        read_eagle(GOLDEN / "eagle3", small_target(hidden_size=64))
+    with pytest.raises(ValueError, match=r"128 tokens in the vocabulary .* has 130"):
+        read_eagle(GOLDEN / "eagle3", small_target(vocab_size=130))
+
+
+def test_an_embedding_of_its_own_is_used_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    same = read_eagle(GOLDEN / "eagle3", TARGET)
+    assert same.own_embedding is None
+    folder = copied("eagle3", tmp_path, embed_tokens__weight=torch.randn(128, 32))
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        own = read_eagle(folder, TARGET)
+    assert "an embedding of its own" in caplog.text
+    assert own.own_embedding is not None
+    assert torch.equal(module(own).embed_tokens.weight, own.own_embedding)
+
+
+def test_missing_settings_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = copied("eagle3", tmp_path, {"rope_parameters": None, "eagle_aux_hidden_state_layer_ids": None})
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        read = read_eagle(folder, TARGET)
+    assert read.config.taps == (1, 3, 4)
+    assert read.config.rope_parameters["rope_theta"] == 10000.0
+    assert "no rope_theta" in caplog.text
+    assert "before layers [2, 4, 5]" in caplog.text
+
+
+def test_kinds(tmp_path: Path) -> None:
+    kinds = {p.name: head_kind(p) for p in GOLDEN.iterdir() if p.is_dir()}
+    assert kinds == {n: n if n.startswith("d") else "eagle3" for n in kinds}
+    assert head_kind(tmp_path) is None
+    assert head_kind("no/such/folder") is None
+    for name, kind in (("eagle31", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark")):
+        assert head_kind(copied(name, tmp_path, {"speculators_model_type": None})) == kind  # by its tensors
