@@ -12,6 +12,7 @@ from outrider.core.types import Budget
 from outrider.drafters.registry import AUTO, METHODS, NONE, find, model_method, owner, plugins
 from outrider.verify import VERIFIERS
 
+_VLLM_METHODS = {"eagle3": "eagle"}
 _VLLM_RULES = {"standard": "rejection", "block": "block"}
 """vLLM's `rejection_sample_method` -> our verifier."""
 
@@ -29,7 +30,8 @@ class SpeculativeConfig(BaseModel):
     method: str | list[str] = Field(NONE, description="how to draft, one method or several: " + ", ".join(METHODS))
     model: Any = Field(
         None,
-        description="the draft model: a folder, a GGUF file, a hub name, a built-in model (builtin:...) or a loaded model",
+        description="the draft model: a folder, a GGUF file, a hub name, a built-in model (builtin:...) or a loaded model; or "
+        "the folder of a trained head",
     )
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=256, description="draft tokens in a row, at most; without it, as many as help"
@@ -112,7 +114,9 @@ class SpeculativeConfig(BaseModel):
                 )
                 data = {**data, "controller": "calibrated"}
             if "method" not in data and data.get("model") is not None:
-                data = {**data, "method": model_method()}
+                data = {**data, "method": model_method(data["model"])}
+            if isinstance(named := data.get("method"), str) and named in _VLLM_METHODS:
+                data = {**data, "method": _VLLM_METHODS[named]}
         return data
 
     @model_validator(mode="after")
@@ -129,9 +133,8 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(f"unknown verifier {self.verifier!r}{did_you_mean(self.verifier, VERIFIERS)}")
         for method in self.methods:
             if find(method).needs_model and self.model is None:
-                raise ValueError(
-                    f'method "{method}" needs a model: {{"method": "{method}", "model": "builtin:code-draft"}}'
-                )
+                example = "FOLDER" if find(method).heads else "builtin:code-draft"
+                raise ValueError(f'method "{method}" needs a model: {{"method": "{method}", "model": "{example}"}}')
         for key, about in type(self).model_fields.items():
             own = owner(key) if about.default is None and getattr(self, key) is not None else None
             if own and own.name not in self.methods and not (own.auto and AUTO in self.methods):

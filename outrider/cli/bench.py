@@ -66,7 +66,8 @@ class SettingOptions:
         list[str] | None, option("What", "The same as JSON or a file. May be repeated.", metavar="JSON|FILE")
     ] = None
     draft_model: Annotated[
-        str | None, option("What", "The small model for the method draft_model.", "--draft-model", "-d")
+        str | None,
+        option("What", "The small model for the method draft_model, or a head's folder.", "--draft-model", "-d"),
     ] = None
     num_speculative_tokens: Annotated[
         int | None,
@@ -75,7 +76,8 @@ class SettingOptions:
 
     def configs(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
         """Names and configurations. remote: of a server. Raises ValueError for a draft model without its method."""
-        model, draft, methods, drafting = self.model or WIDE, self.draft_model, self.method, model_method()
+        model, draft, methods = self.model or WIDE, self.draft_model, self.method
+        drafting = model_method(draft)
         if methods is None and self.speculative_config is None:
             methods = [] if remote else [drafting] if draft or own_draft(model) else [AUTO]
         if draft and not {drafting, AUTO} & {*(methods or ())}:
@@ -324,7 +326,7 @@ def _config(text: str) -> tuple[str, dict[str, Any]]:
 
 def _named(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A short name from the fields of a configuration."""
-    method = config.get("method") or (model_method() if config.get("model") else "server")
+    method = config.get("method") or (model_method(config["model"]) if config.get("model") else "server")
     words = ["+".join(method) if isinstance(method, list) else str(method)]
     short = {"num_speculative_tokens": "k", "tree_width": "width", "tree_nodes": "nodes"}
     words += [f"{word}={config[key]}" for key, word in short.items() if key in config]

@@ -73,7 +73,12 @@ KvCacheDtype = Annotated[
 ]
 DraftModel = Annotated[
     str | None,
-    option("Speculation", "The small model that drafts; builtin:code brings its own.", "--draft-model", "-d"),
+    option(
+        "Speculation",
+        "The small model, or the folder of a trained head, that drafts; builtin:code brings its own.",
+        "--draft-model",
+        "-d",
+    ),
 ]
 NumSpeculativeTokens = Annotated[
     int | None,
@@ -186,7 +191,7 @@ class SpeculationOptions:
         needs_model = method is None or (method in METHODS and METHODS[method].needs_model)
         if draft is not None and not needs_model and method != AUTO:
             raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
-        if needs_model:
+        if needs_model and not (method in METHODS and METHODS[method].heads):
             draft = draft or own_draft(model)
         if method is None and draft is None:
             return None

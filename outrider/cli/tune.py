@@ -28,7 +28,10 @@ class CandidateOptions:
         WIDE
     )
     draft_model: Annotated[
-        str | None, option("What", "A small model that drafts; builtin:code has its own.", "--draft-model", "-d")
+        str | None,
+        option(
+            "What", "A small model or a head's folder that drafts; builtin:code has its own.", "--draft-model", "-d"
+        ),
     ] = None
     method: Annotated[
         list[str] | None, option("What", "A drafting method to try. May be repeated. Default: all that are possible.")

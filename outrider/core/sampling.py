@@ -118,6 +118,25 @@ def _largest(scores: Tensor) -> Tensor:
     return torch.where(best.values > _NO, best.indices, -1)  # the comparison is false for NaN too
 
 
+@dataclass(frozen=True, eq=False)
+class TokenSubset:
+    """The tokens that a draft proposes, if it has logits for some of the vocabulary only. All others have probability 0.
+
+    ids: int64 [kept], ascending. vocab_size: tokens of the whole vocabulary.
+    """
+
+    ids: Tensor
+    vocab_size: int
+
+    def widened(self, values: Tensor, rest: float) -> Tensor:
+        """[..., kept] -> [..., vocab]. rest: the value of the tokens that are not kept."""
+        return values.new_full((*values.shape[:-1], self.vocab_size), rest).index_copy_(-1, self.ids, values)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """int64: the token at each place of `ids`; -1 stays -1."""
+        return torch.where(places < 0, places, self.ids[places.clamp_min(0)])
+
+
 class LogitsWarper:
     """The sampling parameters of a batch, compiled once. Entries are independent: each has the same result in any batch."""
 
@@ -133,17 +152,19 @@ class LogitsWarper:
             None if all(t == 1 for t in temperature) else torch.tensor(temperature, device=device)[:, None]
         )
 
-    def processed(self, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
-        """float32 [batch, vocab] -> the logits after the parameters that depend on tokens, before temperature."""
+    def processed(self, logits: Tensor, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None) -> Tensor:
+        """float32 [batch, vocab] -> the logits after the parameters that depend on tokens, before temperature.
+
+        subset: the tokens that the columns of `logits` stand for; None for the whole vocabulary."""
         if not any(self.active):
             return logits
         rows = zip(logits, self.histories, self.active, extra, strict=True)
-        return torch.stack([h.apply(x, e) if active else x for x, h, active, e in rows])
+        return torch.stack([_applied(h, x, e, subset) if active else x for x, h, active, e in rows])
 
-    def scores(self, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
+    def scores(self, logits: Tensor, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None) -> Tensor:
         """float32 [batch, vocab] -> log probabilities up to a constant per row. extra: the draft tokens from below the root
-        down to the node, for each row."""
-        logits = self.processed(logits, extra)
+        down to the node, for each row. subset: as in `processed`."""
+        logits = self.processed(logits, extra, subset)
         out = logits if self.temperature is None else logits / self.temperature
         if any(self.filtered):
             rows = zip(out, self.histories, self.filtered, strict=True)
@@ -156,22 +177,48 @@ class LogitsWarper:
         return out
 
     def draw(
-        self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
+        self,
+        logits: Tensor,
+        extra: Sequence[Sequence[int]],
+        noise: Noise,
+        stream: Stream,
+        position: Tensor,
+        subset: TokenSubset | None = None,
     ) -> Tensor:
-        """int64 [batch]: one draw per row, see `sampling.draw`. -1 if the logits hold NaN or no token is allowed."""
+        """int64 [batch]: one draw per row, see `sampling.draw`. -1 if the logits hold NaN or no token is allowed.
+
+        subset: as in `processed`. The noise is that of its tokens, and the result is one of them."""
         if for_device(logits.device).argmax_gumbel is not None:
             keys = noise.keys(stream, position)
-            return torch.tensor([self.draw_row(b, logits[b], extra[b], key) for b, key in enumerate(keys)])
-        return self._draw(logits, extra, noise, stream, position)
+            return torch.tensor([self.draw_row(b, logits[b], extra[b], key, subset) for b, key in enumerate(keys)])
+        return self._draw(logits, extra, noise, stream, position, subset)
 
     def _draw(
-        self, logits: Tensor, extra: Sequence[Sequence[int]], noise: Noise, stream: Stream, position: Tensor
+        self,
+        logits: Tensor,
+        extra: Sequence[Sequence[int]],
+        noise: Noise,
+        stream: Stream,
+        position: Tensor,
+        subset: TokenSubset | None,
     ) -> Tensor:
         if self.all_greedy:
-            return _largest(self.processed(logits, extra))
-        return draw(self.scores(logits, extra), noise, stream, position)
+            found = _largest(self.processed(logits, extra, subset))
+        elif subset is None:
+            return draw(self.scores(logits, extra), noise, stream, position)
+        else:
+            added = noise.gumbel(stream, position, subset.vocab_size)
+            found = _largest(self.scores(logits, extra, subset) + added[:, subset.ids])
+        return found if subset is None else subset.tokens(found)
 
-    def draw_row(self, b: int, logits: Tensor, extra: Sequence[int], key: tuple[int, int, int, int]) -> int:
+    def draw_row(
+        self,
+        b: int,
+        logits: Tensor,
+        extra: Sequence[int],
+        key: tuple[int, int, int, int],
+        subset: TokenSubset | None = None,
+    ) -> int:
         """`draw` for row b alone. One native pass adds the noise and finds the largest score; greedy needs no noise.
 
         logits: float32 [vocab]. key: the row of `noise.keys`.
@@ -180,19 +227,22 @@ class LogitsWarper:
         if kernels.argmax is None or kernels.argmax_gumbel is None:
             seed, stream, step, at = (torch.tensor([part]) for part in key)
             noise = Noise(seed, step)
-            return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream)), at)[0])
+            return int(self.select([b])._draw(logits[None], [extra], noise, Stream(int(stream)), at, subset)[0])
         history = self.histories[b]
         params = history.params
-        scores = history.apply(logits, extra) if self.active[b] else logits
+        scores = _applied(history, logits, extra, subset) if self.active[b] else logits
         temperature = params.temperature
         if self.filtered[b]:
             scores, temperature = truncate(scores / temperature, params), 1.0
         try:
             argmax, argmax_gumbel = kernels.argmax, kernels.argmax_gumbel
-            token = argmax(scores) if self.greedy[b] else argmax_gumbel(scores, *key, temperature=temperature)
+            ids = None if subset is None else subset.ids
+            token = argmax(scores) if self.greedy[b] else argmax_gumbel(scores, *key, temperature=temperature, ids=ids)
         except ValueError:  # NaN
             return -1
-        return -1 if self.active[b] and scores[token] == _NO else token  # everything was forbidden
+        if self.active[b] and scores[token] == _NO:
+            return -1  # everything was forbidden
+        return token if subset is None else int(subset.ids[token])
 
     def simple(self, row: int) -> bool:
         """True if the distribution of a row is softmax(logits / temperature), and no other parameter changes it."""
@@ -202,6 +252,12 @@ class LogitsWarper:
         """The parameters of some of the rows."""
         device = "cpu" if self.temperature is None else self.temperature.device
         return LogitsWarper([self.histories[r] for r in rows], device)
+
+
+def _applied(history: SequenceState, logits: Tensor, extra: Sequence[int], subset: TokenSubset | None) -> Tensor:
+    if subset is None:
+        return history.apply(logits, extra)
+    return history.apply(subset.widened(logits, _NO), extra)[subset.ids]
 
 
 def truncate(scores: Tensor, params: SamplingParams) -> Tensor:

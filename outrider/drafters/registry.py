@@ -92,7 +92,8 @@ class DraftMethod:
     default_depth: draft tokens in a row where the user gives no number. tune_depth: the most that `outrider tune` tries.
     trees: whether a tree can accept more draft tokens than a chain.
     keys: the keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key.
-    needs_model: the key `model` must name its draft model.
+    needs_model: the key `model` must name its draft model. heads: the kinds of trained heads that it reads, as
+    `outrider.drafters.heads.files` names them; then `model` names the folder of one.
     per_request: a request to a server can choose it, whatever the server's own method is.
     auto: whether the method "auto" uses it for this target; None if never.
     candidates: the configurations that `outrider tune` tries, by name. tune_hint: what it needs to try one.
@@ -108,6 +109,7 @@ class DraftMethod:
     trees: bool = True
     keys: tuple[str, ...] = ()
     needs_model: bool = False
+    heads: tuple[str, ...] = ()
     per_request: bool = False
     auto: Callable[[DrafterSetup], bool] | None = None
     candidates: Callable[[TuneInputs], Mapping[str, dict[str, Any]]] | None = None
@@ -177,9 +179,18 @@ def prediction_method() -> str:
     return method.name
 
 
-def model_method() -> str:
-    """The method that drafts with the model of the key `model`. A configuration with that key alone means this method."""
-    return next(name for name, method in METHODS.items() if method.needs_model)
+def model_method(model: Any = None) -> str:
+    """The method that drafts with the model of the key `model`. A configuration with that key alone means this method.
+
+    model: the value of the key. The folder of a trained head means the method that reads it, anything else a draft model."""
+    if isinstance(model, (str, Path)) and (Path(model).expanduser() / "config.json").is_file():
+        from outrider.drafters.heads.files import head_kind
+
+        kind = head_kind(model)
+        for name, method in METHODS.items():
+            if kind in method.heads:
+                return name
+    return next(name for name, method in METHODS.items() if method.needs_model and not method.heads)
 
 
 def level_cost(method: DraftMethod, drafter: Drafter, target: LanguageModel) -> float:
@@ -258,6 +269,7 @@ def _draft_model(setup: DrafterSetup) -> Drafter:
     )
     given = config.quantization if config.quantization in QUANTIZED else None
     name = config.model or "builtin:code-draft"
+    _refuse_head(name)
     chosen = reduce if reduce.may_leave_out(name) else None
     draft = load(name, device=setup.device, quantization=given, reduce=chosen)
     drafter = from_draft_model(draft, setup.target, setup.rows, setup.max_length)
@@ -265,10 +277,48 @@ def _draft_model(setup: DrafterSetup) -> Drafter:
     return drafter
 
 
+def _refuse_head(model: Any) -> None:
+    """Raise ValueError for the folder of a trained head, which is no draft model."""
+    from outrider.drafters.heads.files import head_kind, open_head
+
+    if isinstance(model, (str, Path)) and head_kind(model) is not None:
+        open_head(model)  # raises for one that cannot be run
+        method = model_method(model)
+        raise ValueError(f'{model} is a trained head, not a draft model: {{"method": "{method}", "model": "{model}"}}')
+
+
 def _brings_draft(setup: DrafterSetup) -> bool:
     from outrider.models.load import SYNTHETIC
 
-    return setup.config.model is not None or setup.target.name in ("builtin:code", *SYNTHETIC)
+    if setup.config.model is not None:
+        return model_method(setup.config.model) == "draft_model"
+    return setup.target.name in ("builtin:code", *SYNTHETIC)
+
+
+def _eagle(setup: DrafterSetup) -> Drafter:
+    from outrider.drafters.heads.eagle import EagleDrafter
+    from outrider.drafters.heads.eagle_model import EagleModel
+    from outrider.drafters.heads.reader import read_eagle
+
+    config, target = setup.config, setup.target
+    head = read_eagle(config.model, target)
+    return EagleDrafter(
+        EagleModel(head, target.model, setup.max_length, config.quantization), setup.rows, setup.max_length
+    )
+
+
+def _brings(method: str) -> Callable[[DrafterSetup], bool]:
+    return lambda setup: setup.config.model is not None and model_method(setup.config.model) == method
+
+
+def _with_model(method: str) -> Callable[[TuneInputs], Mapping[str, dict[str, Any]]]:
+    """The candidate of a method that needs a model, if the model that was given is one of its own."""
+
+    def candidates(inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
+        fits = inputs.draft is not None and model_method(inputs.draft) == method
+        return {method: {"method": method, "model": inputs.draft}} if fits else {}
+
+    return candidates
 
 
 def _quantized_self(setup: DrafterSetup) -> Drafter:
@@ -404,7 +454,7 @@ _ROWS = (
         needs_model=True,
         keys=("draft_vocab", "draft_vocab_corpus", "speculative_token_map"),
         auto=_brings_draft,
-        candidates=lambda i: {"draft_model": {"method": "draft_model", "model": i.draft}} if i.draft else {},
+        candidates=_with_model("draft_model"),
         vllm=EngineExport(
             lambda c: {"model": _folder(c), "draft_sample_method": "probabilistic"},
             lambda c: (
@@ -429,6 +479,29 @@ _ROWS = (
                 "--spec-draft-n-max": c.budget.depth,
             },
             lambda c: ["models: llama.cpp reads GGUF files; convert_hf_to_gguf.py makes them"],
+        ),
+    ),
+    DraftMethod(
+        "eagle",
+        "a trained EAGLE-3 or EAGLE-1 head, which reads the model's own layers; helps any text at a few percent of a step",
+        _eagle,
+        cost="model",
+        needs_model=True,
+        heads=("eagle3", "eagle1"),
+        tune_depth=7,
+        auto=_brings("eagle"),
+        candidates=_with_model("eagle"),
+        tune_hint="name the folder of a head, --draft-model FOLDER",
+        vllm=EngineExport(lambda c: {"method": "eagle3", "model": str(c.model)}),
+        sglang=EngineExport(
+            lambda c: {
+                "--speculative-algorithm": "EAGLE3",
+                "--speculative-draft-model-path": str(c.model),
+                "--speculative-num-steps": c.budget.depth,
+                "--speculative-eagle-topk": c.tree_width,
+                "--speculative-num-draft-tokens": c.budget.max_nodes + 1,  # SGLang counts the root
+            },
+            lambda c: ["the folder: SGLang reads the flat layout, not that of speculators"],
         ),
     ),
     DraftMethod(

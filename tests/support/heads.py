@@ -41,6 +41,7 @@ def small_target(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) 
     for p in raw.parameters():
         if p.dim() == 2:
             p.data.normal_(0, 0.15)
+    raw.model.norm.weight.data.uniform_(0.5, 1.5)
     if (vocab_size, hidden_size) == (128, 32):
         tables = load_file(GOLDEN / "target.safetensors")
         raw.get_input_embeddings().weight.data = tables["embedding"].float()

@@ -85,6 +85,10 @@ def head_kind(folder: str | Path) -> str | None:
 def open_head(folder: str | Path) -> HeadFolder:
     """Read the settings of a head's folder. Raises ValueError for a folder that holds no head, or one of REFUSED."""
     path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(
+            f"there is no folder {path}; a head is read from a folder here (hf download OWNER/NAME makes one)"
+        )
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; the folder of a head holds one, and model.safetensors beside it")
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import LogitsWarper
+from outrider.core.sampling import LogitsWarper, TokenSubset
 from outrider.core.types import Siblings, ints
 
 _NO = float("-inf")
@@ -36,16 +36,20 @@ class Children:
     probs: Tensor | None
 
 
-def child_scores(warp: LogitsWarper, logits: Tensor, extra: Sequence[Sequence[int]]) -> Tensor:
+def child_scores(
+    warp: LogitsWarper, logits: Tensor, extra: Sequence[Sequence[int]], subset: TokenSubset | None = None
+) -> Tensor:
     """`warp.scores`, except that greedy rows keep all their logits: the second best token is a candidate too.
 
-    For `Siblings.POINT`, with `greedy=warp.greedy` for `children`. logits: float32 [row, vocab].
+    For `Siblings.POINT`, with `greedy=warp.greedy` for `children`. logits: float32 [row, vocab], or of the tokens of `subset`.
     """
-    scores = warp.scores(logits, extra)
+    if warp.all_greedy:
+        return warp.processed(logits, extra, subset)
+    scores = warp.scores(logits, extra, subset)
     if not any(warp.greedy):
         return scores
     greedy = torch.tensor(warp.greedy, device=logits.device)[:, None]
-    return torch.where(greedy, warp.processed(logits, extra), scores)
+    return torch.where(greedy, warp.processed(logits, extra, subset), scores)
 
 
 def children(
@@ -58,12 +62,15 @@ def children(
     *,
     node: Tensor | None = None,
     greedy: Sequence[bool] | None = None,
+    subset: TokenSubset | None = None,
 ) -> Children:
     """Up to `width` children of each row's node.
 
     scores: float32 [row, vocab], log probabilities up to a constant. noise: one seed and step per row. position: int64 [row],
     the position of the children. node: int64 [row], the node's index in its draft, below 4096 (default 0). It makes two nodes
-    of a level draw independently. The TOKEN stream, which the target shares, ignores it. greedy: rows that add no noise.
+    of a level draw independently. The TOKEN stream, which the target shares, ignores it.
+    greedy: rows that add no noise. subset: the tokens that the columns of `scores` stand for; None for the whole vocabulary.
+    Tokens and probs that are returned are of the whole vocabulary.
 
     POINT: the largest of score + noise. With `Stream.TOKEN` this noise would make the target choose these tokens, if its
     distribution were the draft's. IID: `width` independent draws. WITHOUT_REPLACEMENT: draws in turn, by Gumbel-top-k (Kool et
@@ -78,7 +85,7 @@ def children(
     if node is not None and stream is not Stream.TOKEN:
         noise = replace(noise, step=noise.step + node * _STEPS)
     if kind is Siblings.POINT:
-        return _chosen(scores, width, noise, stream, position, greedy)
+        return _chosen(scores, width, noise, stream, position, greedy, subset)
     probs = scores.softmax(1).masked_fill(scores.amax(1, keepdim=True) == _NO, 0.0)
     log_probs = probs.log()  # draw from exactly what is returned, rounding included: the verifier divides by it
     if kind is Siblings.IID:
@@ -89,22 +96,31 @@ def children(
     else:
         tokens, keys = _largest(log_probs + noise.gumbel(stream, position, scores.shape[1]), width)
     log_q = log_probs.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
+    if subset is not None:
+        tokens, probs = subset.tokens(tokens), subset.widened(probs, 0.0)
     return Children(tokens, log_q, keys, probs)
 
 
 def _chosen(
-    scores: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor, greedy: Sequence[bool] | None
+    scores: Tensor,
+    width: int,
+    noise: Noise,
+    stream: Stream,
+    position: Tensor,
+    greedy: Sequence[bool] | None,
+    subset: TokenSubset | None,
 ) -> Children:
     perturbed = scores
     if greedy is None or not all(greedy):
         # the same expression as the target's, so the same ties
-        perturbed = scores + _gumbel(noise, stream, position, scores.shape[1])
+        perturbed = scores + _gumbel(noise, stream, position, scores.shape[1], subset)
     if greedy is not None and any(greedy):
         perturbed = torch.where(torch.tensor(greedy, device=scores.device)[:, None], scores, perturbed)
     tokens, keys = _largest(perturbed, width)
     total = scores.logsumexp(1, keepdim=True)
     log_q = (scores.gather(1, tokens.clamp_min(0)) - total).masked_fill(tokens < 0, _NO)
-    return Children(tokens, log_q, (keys - total).masked_fill(tokens < 0, _NO), None)
+    keys = (keys - total).masked_fill(tokens < 0, _NO)
+    return Children(tokens if subset is None else subset.tokens(tokens), log_q, keys, None)
 
 
 def _largest(keys: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -141,8 +157,10 @@ def _top_then_sampled(
     return torch.where(last, drawn, top), torch.where(last, drawn_key, keys)
 
 
-def _gumbel(noise: Noise, stream: Stream, position: Tensor, n: int) -> Tensor:
-    """`noise.gumbel`. On the CPU, nodes of a level that share their TOKEN noise compute it once."""
+def _gumbel(noise: Noise, stream: Stream, position: Tensor, n: int, subset: TokenSubset | None) -> Tensor:
+    """`noise.gumbel`, of the tokens of a subset if there is one. Nodes that share TOKEN noise compute it once on the CPU."""
+    if subset is not None:
+        return _gumbel(noise, stream, position, subset.vocab_size, None)[:, subset.ids]
     if stream is not Stream.TOKEN or position.device.type != "cpu":
         return noise.gumbel(stream, position, n)
     first: dict[tuple[int, int], int] = {}
