@@ -79,12 +79,15 @@ class Noise:
         words = self.words(stream, position, n)
         return ((words.double() + 0.5) * 2.0**-32).float().clamp_max_(_TOP)
 
-    def gumbel(self, stream: Stream, position: Tensor, n: int) -> Tensor:
-        """float32 [batch, n] standard Gumbel: argmax(log p + gumbel) is a draw from p."""
+    def gumbel(self, stream: Stream, position: Tensor, n: int, ids: Tensor | None = None) -> Tensor:
+        """float32 [batch, n] standard Gumbel: argmax(log p + gumbel) is a draw from p.
+
+        ids: int64 [kept], contiguous: only the noise of these of the n tokens, [batch, kept]. It is the same noise."""
         kernel = for_device(self.seed.device).gumbel
         if kernel is not None:
-            return torch.stack([kernel(*key, n) for key in self.keys(stream, position)])
-        return -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
+            return torch.stack([kernel(*key, n, ids) for key in self.keys(stream, position)])
+        every = -torch.log(-torch.log1p(-self.uniform(stream, position, n)))
+        return every if ids is None else every[:, ids]
 
     def keys(self, stream: Stream, position: Tensor) -> list[tuple[int, int, int, int]]:
         """(seed, stream, step, position) of each row, as the native kernels take them."""

@@ -207,8 +207,8 @@ class LogitsWarper:
         elif subset is None:
             return draw(self.scores(logits, extra), noise, stream, position)
         else:
-            added = noise.gumbel(stream, position, subset.vocab_size)
-            found = _largest(self.scores(logits, extra, subset) + added[:, subset.ids])
+            added = noise.gumbel(stream, position, subset.vocab_size, subset.ids)
+            found = _largest(self.scores(logits, extra, subset) + added)
         return found if subset is None else subset.tokens(found)
 
     def draw_row(

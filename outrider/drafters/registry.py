@@ -307,6 +307,45 @@ def _eagle(setup: DrafterSetup) -> Drafter:
     )
 
 
+def _medusa(setup: DrafterSetup) -> Drafter:
+    from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
+
+    _chains_only(setup, "medusa")
+    config, target = setup.config, setup.target
+    return MedusaDrafter(read_medusa(config.model, target), target.model, config.quantization)
+
+
+def _block(name: str) -> Callable[[DrafterSetup], Drafter]:
+    """The maker of a block drafter. name: the method, which is also the kind of its folder."""
+
+    def make(setup: DrafterSetup) -> Drafter:
+        from outrider.drafters.heads.block import BlockDrafter
+        from outrider.drafters.heads.block_reader import read_block
+        from outrider.drafters.heads.files import open_head
+
+        _chains_only(setup, name)
+        config, target = setup.config, setup.target
+        opened = open_head(config.model)
+        if opened.kind != name:
+            raise ValueError(
+                f'{opened.path} is a head of the kind {opened.kind!r}: {{"method": "{model_method(opened.path)}", ...}}'
+            )
+        return BlockDrafter(read_block(opened, target), target.model, setup.rows, setup.max_length, config.quantization)
+
+    return make
+
+
+def _chains_only(setup: DrafterSetup, method: str) -> None:
+    """Raise ValueError for trees that heads of several positions do not draw."""
+    from outrider.verify import VERIFIERS
+
+    if setup.config.tree_width > 1 and VERIFIERS[setup.config.verifier].needs_probs:
+        raise ValueError(
+            f"{method} drafts chains for the verifier {setup.config.verifier}, not trees of width {setup.config.tree_width}; "
+            'leave out tree_width, or use "verifier": "match"'
+        )
+
+
 def _brings(method: str) -> Callable[[DrafterSetup], bool]:
     return lambda setup: setup.config.model is not None and model_method(setup.config.model) == method
 
@@ -503,6 +542,42 @@ _ROWS = (
             },
             lambda c: ["the folder: SGLang reads the flat layout, not that of speculators"],
         ),
+    ),
+    DraftMethod(
+        "medusa",
+        "trained Medusa heads: each guesses one later token from the model's last state; cheap, and right less often",
+        _medusa,
+        cost="model",
+        needs_model=True,
+        heads=("medusa",),
+        tune_depth=4,
+        auto=_brings("medusa"),
+        candidates=_with_model("medusa"),
+        tune_hint="name the folder of Medusa heads, --draft-model FOLDER",
+        vllm=EngineExport(lambda c: {"model": str(c.model)}),
+    ),
+    *(
+        DraftMethod(
+            name,
+            about,
+            _block(name),
+            cost="model",
+            needs_model=True,
+            heads=(name,),
+            default_depth=7,
+            auto=_brings(name),
+            candidates=_with_model(name),
+            tune_hint="name the folder of a block drafter, --draft-model FOLDER",
+            vllm=EngineExport(lambda c: {"model": str(c.model)}, notes),
+        )
+        for name, about, notes in (
+            ("dflash", "a trained DFlash drafter, which drafts a block of tokens in one forward pass", lambda c: ()),
+            (
+                "dspark",
+                "a trained DSpark drafter: a block in one pass, then each token corrected by the one before it",
+                lambda c: ["DSpark needs vLLM's second model runner, VLLM_USE_V2_MODEL_RUNNER=1"],
+            ),
+        )
     ),
     DraftMethod(
         "quantized_self",

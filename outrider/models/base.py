@@ -101,6 +101,12 @@ class LanguageModel(Protocol):
         """
         ...
 
+    def output_head(self, hidden: Tensor) -> Tensor:
+        """float32 [..., vocab]: the product of the output head with float32 [..., hidden], without a factor or a cap.
+
+        Raises ValueError if the head keeps some tokens only."""
+        ...
+
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
         """Draft a chain of tokens in each of several slots, in one call. Call it only if `has_draft_chains`.
 
@@ -132,6 +138,11 @@ class BaseModel:
         )
 
     def head_rows(self, tokens: Tensor) -> Tensor:
+        raise ValueError(
+            f"{type(self).__name__} has no output head to share; heads work for models loaded by outrider.models.load"
+        )
+
+    def output_head(self, hidden: Tensor) -> Tensor:
         raise ValueError(
             f"{type(self).__name__} has no output head to share; heads work for models loaded by outrider.models.load"
         )

@@ -260,6 +260,11 @@ class LlamaModel(BaseModel):
             )
         return torch.stack([self._head.row(t) for t in places.tolist()])
 
+    def output_head(self, hidden: Tensor) -> Tensor:
+        if self._head_ids is not None:
+            raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
+        return self._head.linear(hidden)
+
     def _embedded(self, tokens: Tensor) -> Tensor:
         """float32 [batch, node, hidden]: the input of layer 0."""
         return self.embedding_rows(tokens) * self._embedding_factor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -66,8 +66,7 @@ class HeadConfig:
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key heads; the second "
                 "must divide the first"
             )
-        if (kind := self.rope_parameters.get("rope_type", "default")) not in ROTARY:
-            raise ValueError(f"the head's rotary embedding is {kind!r}; a head can have {', '.join(ROTARY)}")
+        self.rotary()  # raises for a kind that no head has
         if self.hidden_act not in ("silu", "swish"):
             raise ValueError(f"the head's activation is {self.hidden_act!r}; heads of this family have 'silu'")
 
@@ -113,19 +112,28 @@ class HeadConfig:
 
     def rotary(self) -> tuple[Tensor, float]:
         """(float32 [head_dim / 2] frequencies in radians per position, factor of cosine and sine)."""
-        config = LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(self.rope_parameters),  # pyright: ignore[reportCallIssue]
-        )
-        kind = self.rope_parameters.get("rope_type", "default")
-        if kind == "default":
-            at = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
-            return 1.0 / float(self.rope_parameters["rope_theta"]) ** at, 1.0
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        return frequencies.float(), float(factor)
+        return rotary_of(self.rope_parameters, self.hidden_size, self.head_dim, self.max_position_embeddings)
+
+
+def rotary_of(rope: Mapping[str, Any], hidden_size: int, head_dim: int, length: int) -> tuple[Tensor, float]:
+    """(float32 [head_dim / 2] frequencies, factor of cosine and sine) of `rope_parameters`. length: the longest text.
+
+    Raises ValueError for a kind whose frequencies depend on the length of the text."""
+    kind = rope.get("rope_type", "default")
+    if kind not in ROTARY:
+        raise ValueError(f"the head's rotary embedding is {kind!r}; a head can have {', '.join(ROTARY)}")
+    if kind == "default":
+        at = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        return 1.0 / float(rope["rope_theta"]) ** at, 1.0
+    config = LlamaConfig(
+        hidden_size=hidden_size,
+        num_attention_heads=max(hidden_size // head_dim, 1),
+        head_dim=head_dim,
+        max_position_embeddings=length,
+        rope_parameters=dict(rope),  # pyright: ignore[reportCallIssue]
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies.float(), float(factor)
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

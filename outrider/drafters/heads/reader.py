@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.config import FINAL_NORM, HeadConfig, default_taps, plain_rope, tap_of
+from outrider.drafters.heads.checks import check_target, log, needed, output_rows, rope_of, same_embedding, token_ids
+from outrider.drafters.heads.config import FINAL_NORM, HeadConfig, default_taps, tap_of
 from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.files import EAGLE1, EAGLE3, HeadFolder, open_head
 from outrider.models.load import Loaded
 
-log = logging.getLogger("outrider.heads")
 # Tensors that a file may hold beside those of the head.
 _SPARE = ("t2d", "d2t", "embed_tokens.weight", "lm_head.weight")
-_COMPARED = 256  # rows of an embedding that are compared with the target's
 _SGLANG_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
 
@@ -75,7 +72,7 @@ def read_eagle(folder: str | Path | HeadFolder, target: Loaded) -> EagleWeights:
 def _settings(opened: HeadFolder, tensors: Mapping[str, Tensor], target: Loaded) -> HeadConfig:
     path, given = opened.path, opened.settings
     eagle1 = opened.kind == EAGLE1
-    fc = _needed(path, tensors, "fc.weight")
+    fc = needed(path, tensors, "fc.weight")
     hidden = int(given.get("hidden_size") or fc.shape[0])
     if fc.shape[0] != hidden:
         raise ValueError(f"{path}: fc.weight has {fc.shape[0]} rows, and config.json says hidden_size {hidden}")
@@ -109,7 +106,7 @@ def _settings(opened: HeadFolder, tensors: Mapping[str, Tensor], target: Loaded)
             vocab_size=vocab_size,
             draft_vocab_size=int(given.get("draft_vocab_size") or vocab_size),
             taps=taps,
-            intermediate_size=_needed(path, tensors, "layers.0.mlp.gate_proj.weight").shape[0],
+            intermediate_size=needed(path, tensors, "layers.0.mlp.gate_proj.weight").shape[0],
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=int(given.get("head_dim") or hidden // heads),
@@ -135,7 +132,7 @@ def _taps(opened: HeadFolder, columns: int, wide: int, target: Loaded) -> tuple[
     given, path = opened.settings, opened.path
     inner = (given.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ids = given.get("eagle_aux_hidden_state_layer_ids")
-    layers = _layers(target)
+    layers = target.model.num_layers
     if ids is None and inner is not None:
         ids = [i + 1 for i in inner]  # SGLang's list counts outputs of layers
     if ids is None:
@@ -161,109 +158,6 @@ def _taps(opened: HeadFolder, columns: int, wide: int, target: Loaded) -> tuple[
     return taps
 
 
-def rope_of(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The rotary embedding: `rope_parameters`, else `rope_theta` and `rope_scaling`."""
-    if given.get("rope_parameters"):
-        return plain_rope(given["rope_parameters"])
-    theta = given.get("rope_theta")
-    if theta is None:
-        log.warning("%s has no rope_theta; 10000 is taken, and a head that was trained with another drafts badly", path)
-    scaling = dict(given.get("rope_scaling") or {})
-    kind = scaling.pop("type", None)
-    return plain_rope({"rope_theta": float(theta or 10000.0)} | ({"rope_type": kind} if kind else {}) | scaling)
-
-
-def check_target(path: Path, vocab_size: int, hidden_size: int, verifier: str | None, target: Loaded) -> None:
-    """Raise ValueError if a head was made for a target of another shape. verifier: the name of that target, if it is known."""
-    for what, head, own in (
-        ("tokens in the vocabulary", vocab_size, target.model.vocab_size),
-        ("numbers in a hidden state", hidden_size, _hidden(target)),
-    ):
-        if head != own:
-            hint = f" (it names {verifier})" if verifier else ""
-            raise ValueError(
-                f"{path} was trained for a target with {head} {what}{hint}, and {target.name} has {own}; a head drafts only for "
-                "the model that it was trained for"
-            )
-
-
-def token_ids(spare: Mapping[str, Tensor], config: Any, path: Path) -> Tensor:
-    """int64 [draft_vocab], ascending: the target's token of each row of the output head. Raises ValueError for a broken map.
-
-    spare: may hold d2t, the offset from each row to its token, and t2d, bool [vocab], the tokens with a row. config: has
-    vocab_size and draft_vocab_size.
-    """
-    offsets, has = spare.get("d2t"), spare.get("t2d")
-    size, rows = config.vocab_size, config.draft_vocab_size
-    if offsets is None and has is None:
-        if rows != size:
-            raise ValueError(
-                f"{path} has {rows} draft tokens of {size} and no map (d2t or t2d) that says which; the file is not whole"
-            )
-        return torch.arange(size)
-    if offsets is None:
-        assert has is not None
-        ids = has.bool().nonzero().flatten()
-    else:
-        ids = offsets.long() + torch.arange(len(offsets))
-        given = offsets.long()
-        if len(given) and bool((given.diff() > 0).all()) and int(given[-1]) < size <= int(ids.max()):
-            raise ValueError(
-                f"{path}: d2t holds token ids, and it must hold offsets: id - row. Write d2t - torch.arange({len(given)})"
-            )
-    if len(ids) != rows:
-        raise ValueError(f"{path}: the map has {len(ids)} draft tokens, and config.json says draft_vocab_size {rows}")
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size or not bool((ids.diff() > 0).all()):
-        raise ValueError(
-            f"{path}: the map d2t gives the tokens {int(ids.min())} to {int(ids.max())}; they must ascend, from 0 to {size - 1}"
-        )
-    if has is not None and not torch.equal(has.bool().nonzero().flatten(), ids):
-        raise ValueError(f"{path}: d2t and t2d name different tokens; one of the two is of another head")
-    return ids
-
-
-def output_rows(stored: Tensor | None, config: Any, ids: Tensor, opened: HeadFolder, target: Loaded) -> Tensor:
-    """float [draft_vocab, hidden]: the output head. Without one in the file it is the target's, for the draft tokens."""
-    wanted = (len(ids), config.hidden_size)
-    if stored is None:
-        if config.hidden_size != _hidden(target):
-            raise ValueError(
-                f"{opened.path} has no lm_head.weight, and the target's is {_hidden(target)} wide where the head is "
-                f"{config.hidden_size}; the file is not whole"
-            )
-        tied = opened.settings.get("tie_word_embeddings")
-        return target.model.embedding_rows(ids) if tied else target.model.head_rows(ids)
-    if tuple(stored.shape) == (config.vocab_size, config.hidden_size) and len(ids) < config.vocab_size:
-        raise ValueError(
-            f"{opened.path}: lm_head.weight has a row for all {config.vocab_size} tokens, and config.json says "
-            f"draft_vocab_size {len(ids)}"
-        )
-    if tuple(stored.shape) != wanted:
-        raise ValueError(f"{opened.path}: lm_head.weight is {tuple(stored.shape)}, and the settings say {wanted}")
-    return stored
-
-
-def same_embedding(own: Tensor, config: Any, target: Loaded, path: Path) -> bool:
-    """Whether an embedding in the file is the target's, up to the rounding of its weights. Says so if it is not."""
-    if tuple(own.shape) != (config.vocab_size, config.hidden_size):
-        raise ValueError(
-            f"{path}: embed_tokens.weight is {tuple(own.shape)}, and the settings say {(config.vocab_size, config.hidden_size)}"
-        )
-    if config.hidden_size != _hidden(target):
-        return False
-    some = torch.linspace(0, len(own) - 1, min(_COMPARED, len(own))).long()
-    theirs = target.model.embedding_rows(some).cpu()
-    gap = (own[some].float() - theirs).abs().amax(1) / theirs.abs().amax(1).clamp_min(1e-6)
-    if float(gap.median()) < 0.1:
-        return True
-    log.warning(
-        "%s has an embedding of its own, not that of %s; it is used, and engines that ignore it draft badly",
-        path,
-        target.name,
-    )
-    return False
-
-
 def _check_shapes(path: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     with torch.device("meta"):
         wanted = {
@@ -271,7 +165,7 @@ def _check_shapes(path: Path, config: HeadConfig, tensors: Mapping[str, Tensor])
             for n, t in Eagle(replace(config, draft_vocab_size=config.vocab_size)).state_dict().items()
         }
     wanted = {n: s for n, s in wanted.items() if n not in _SPARE}
-    _needed(path, tensors, *wanted)
+    needed(path, tensors, *wanted)
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:
             raise ValueError(f"{path}: {name} is {tuple(tensors[name].shape)}, and the settings say {shape}")
@@ -280,17 +174,3 @@ def _check_shapes(path: Path, config: HeadConfig, tensors: Mapping[str, Tensor])
             f"{path} holds {more[0]}{f' and {len(more) - 1} more tensors' if more[1:] else ''} that no "
             f"{'EAGLE-1' if config.eagle1 else 'EAGLE-3'} head of these settings has; without them it would draft badly"
         )
-
-
-def _needed(path: Path, tensors: Mapping[str, Tensor], *names: str) -> Tensor:
-    if missing := [n for n in names if n not in tensors]:
-        raise ValueError(f"{path} lacks {', '.join(missing[:3])}; the file is not whole, or of a head of another kind")
-    return tensors[names[0]]
-
-
-def _hidden(target: Loaded) -> int:
-    return int(target.config.get_text_config().hidden_size)
-
-
-def _layers(target: Loaded) -> int:
-    return target.model.num_layers

@@ -159,16 +159,20 @@ def _top_then_sampled(
 
 def _gumbel(noise: Noise, stream: Stream, position: Tensor, n: int, subset: TokenSubset | None) -> Tensor:
     """`noise.gumbel`, of the tokens of a subset if there is one. Nodes that share TOKEN noise compute it once on the CPU."""
-    if subset is not None:
-        return _gumbel(noise, stream, position, subset.vocab_size, None)[:, subset.ids]
+
+    def drawn(noise: Noise, position: Tensor) -> Tensor:
+        if subset is None:
+            return noise.gumbel(stream, position, n)
+        return noise.gumbel(stream, position, subset.vocab_size, subset.ids)
+
     if stream is not Stream.TOKEN or position.device.type != "cpu":
-        return noise.gumbel(stream, position, n)
+        return drawn(noise, position)
     first: dict[tuple[int, int], int] = {}
     for row, key in enumerate(zip(ints(noise.seed), ints(position), strict=True)):
         first.setdefault(key, row)
     if len(first) == len(position):
-        return noise.gumbel(stream, position, n)
+        return drawn(noise, position)
     rows = list(first.values())
     place = {row: at for at, row in enumerate(rows)}
-    drawn = noise.select(rows).gumbel(stream, position[rows], n)
-    return drawn[[place[first[key]] for key in zip(ints(noise.seed), ints(position), strict=True)]]
+    some = drawn(noise.select(rows), position[rows])
+    return some[[place[first[key]] for key in zip(ints(noise.seed), ints(position), strict=True)]]

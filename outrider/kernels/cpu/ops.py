@@ -147,10 +147,18 @@ def words(seed: int, stream: int, step: int, position: int, n: int) -> Tensor:
     return out.long() & _32
 
 
-def gumbel(seed: int, stream: int, step: int, position: int, n: int) -> Tensor:
-    """float32 [n] standard Gumbel, made of the integers of `outrider.core.noise`."""
-    out = torch.empty(n)
-    library().gumbel(seed & _64, stream, step & _32, position & _32, n, out.data_ptr())
+def gumbel(seed: int, stream: int, step: int, position: int, n: int, ids: Tensor | None = None) -> Tensor:
+    """float32 [n] standard Gumbel, made of the integers of `outrider.core.noise`.
+
+    ids: int64 [kept], contiguous: only the noise of these tokens, [kept]. Each costs as much as four that are neighbours.
+    """
+    key = seed & _64, stream, step & _32, position & _32
+    if ids is None:
+        out = torch.empty(n)
+        library().gumbel(*key, n, out.data_ptr())
+        return out
+    out = torch.empty(len(ids))
+    library().gumbel_at(*key, ids.data_ptr(), len(ids), out.data_ptr())
     return out
 
 

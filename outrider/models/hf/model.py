@@ -167,6 +167,13 @@ class HFModel(BaseModel):
             raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
         return _rows(self.model.get_output_embeddings(), tokens)
 
+    @torch.no_grad()
+    def output_head(self, hidden: Tensor) -> Tensor:
+        if self._head_ids is not None:
+            raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
+        head: Any = self.model.get_output_embeddings()
+        return head(hidden.to(self._stand_in.dtype)).float()
+
     def _view(self) -> CacheView:
         return CacheView(self._call, gathered=self._route is AttentionRoute.MASK)
 

@@ -184,3 +184,5 @@ def test_native_noise_is_the_same_noise(n):
         for b, key in enumerate(noise.keys(stream, position)):
             assert torch.equal(native.words(*key, n), words[b])
         torch.testing.assert_close(noise.gumbel(stream, position, n).double(), expected, atol=2e-6, rtol=2e-6)
+        some = torch.arange(n)[n // 3 :: 2].contiguous()
+        assert torch.equal(noise.gumbel(stream, position, n, some), noise.gumbel(stream, position, n)[:, some])

@@ -1,0 +1,214 @@
+"""Drafts a block of tokens in one forward: DFlash, and DSpark with its Markov bias and its confidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from outrider.core.sampling import TokenSubset
+from outrider.core.types import Commit
+from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.heads.block_reader import BlockWeights
+from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.layers import Linear, Linears, Norm, Rotary, precision_of
+from outrider.models.base import LanguageModel
+from outrider.models.cache import SCRATCH, SlotCache
+from outrider.models.nodes import Nodes
+
+_READ = 64  # features that wait before they are read
+
+
+class BlockModel:
+    """The layers of a block drafter on packed weights. A slot's cells hold each layer's keys and values of the text's features.
+
+    weight_bytes: that a draft of all depths reads, a share of it for each depth.
+    """
+
+    def __init__(self, head: BlockWeights, target: LanguageModel, max_length: int, quantization: str = "auto") -> None:
+        config, tensors = head.config, head.tensors
+        self.config, self.device = config, target.device
+        self.max_length = min(max_length, config.max_position_embeddings)
+        self._target, self._wide = target, len(config.taps) * config.target_hidden_size
+        matrices = [t for t in tensors.values() if t.dim() == 2]
+        linears = Linears(self.device, precision_of(quantization, matrices))
+
+        def linear(*names: str):
+            return linears([tensors[f"{n}.weight"] for n in names], [tensors.get(f"{n}.bias") for n in names])
+
+        def norm(name: str) -> Norm:
+            return Norm(tensors[f"{name}.weight"], config.rms_norm_eps, self.device)
+
+        self._fc, self._context_norm, self._norm = linear("fc"), norm("hidden_norm"), norm("norm")
+        read_once = linears.bytes
+        self._layers = [_BlockLayer(f"layers.{i}.", linear, norm) for i in range(config.num_layers)]
+        own = tensors.get("lm_head.weight")
+        self._lm_head = linears([own]) if own is not None else target.output_head
+        embedding = tensors.get("embed_tokens.weight")
+        self._embedding = None if embedding is None else embedding.to(self.device)
+        self.weight_bytes = (linears.bytes - read_once) // config.drafts
+        self._markov = self._confidence = None
+        if config.markov_rank:
+            first, second = (tensors[f"markov_head.markov_w{n}.weight"].to(self.device) for n in (1, 2))
+            self._markov = first, second.float()
+        if "confidence_head.proj.weight" in tensors:
+            weight, bias = (tensors[f"confidence_head.proj.{n}"].float().to(self.device) for n in ("weight", "bias"))
+            self._confidence = weight[0], bias
+        self._rotary = Rotary(*config.rotary(), self.max_length + SCRATCH + config.block_size, self.device)
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, min(max_length, self.max_length))
+
+    def read(self, cache: SlotCache, slot: int, features: Tensor) -> None:
+        """Commit the keys and values of features [position, taps * target_hidden] that follow those of the slot."""
+        start, count = cache.length[slot], len(features)
+        cache.reserve([slot], count + self.config.block_size)
+        context = self._context_norm(self._fc(features.float()))
+        positions = torch.arange(start, start + count, device=self.device)
+        for i, layer in enumerate(self._layers):
+            self._write(cache, i, slot, start, *self._keys_values(layer, context, positions))
+        cache.commit([slot], [range(count)])
+
+    def forward(self, nodes: Nodes, *, want: str = "none") -> None:
+        """Read nodes without features, as the engine does to see what a cache takes. want: as a language model has it."""
+        for slot in nodes.slots:
+            length = nodes.cache.length[slot]
+            self.read(nodes.cache, slot, torch.zeros(nodes.count, self._wide, device=self.device))
+            nodes.cache.keep(slot, length)
+
+    def block(self, cache: SlotCache, slots: Sequence[int], roots: Sequence[int]) -> Tensor:
+        """float32 [batch, slot, hidden], after the final norm: the block after each root. Attention within it looks both ways."""
+        c, size = self.config, self.config.block_size
+        cache.reserve(slots, size)
+        ids = torch.full((len(slots), size), c.mask_token_id, device=self.device)
+        ids[:, 0] = torch.tensor(list(roots), device=self.device)
+        s = self._target.embedding_rows(ids) if self._embedding is None else self._embedding[ids].float()
+        lengths = [cache.length[slot] for slot in slots]
+        positions = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(size, device=self.device)
+        for i, layer in enumerate(self._layers):
+            y = layer.input_norm(s)
+            query = self._rotary(layer.q_norm(layer.queries(y).unflatten(-1, (-1, c.head_dim))), positions)
+            key, value = self._keys_values(layer, y, positions)
+            attended: list[Tensor] = []
+            for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+                self._write(cache, i, slot, length, key[b], value[b])  # scratch, overwritten by the next read
+                keys, values = (t[slot : slot + 1, :, : length + size] for t in cache.layers[i])
+                out = F.scaled_dot_product_attention(
+                    query[b : b + 1].transpose(1, 2), keys, values, scale=c.head_dim**-0.5, enable_gqa=True
+                )
+                attended.append(out.transpose(1, 2).flatten(2))
+            s = s + layer.out(torch.cat(attended))
+            gate, up = layer.gate_up(layer.middle_norm(s)).chunk(2, -1)
+            s = s + layer.down(F.silu(gate) * up)
+        return self._norm(s)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """float32 [..., kept]."""
+        return self._lm_head(z)
+
+    def bias(self, token: int, places: Tensor | None) -> Tensor:
+        """float32 [kept]: of the logits after a token. places: some of the columns."""
+        assert self._markov is not None
+        first, second = self._markov
+        return (second if places is None else second[places]) @ first[token].float()
+
+    def log_confidence(self, z: Tensor, token: int) -> float:
+        """Log probability that the token of a slot is right, given that the slot is reached. z: float32 [hidden], of the slot."""
+        if self._confidence is None:
+            return 0.0
+        weight, bias = self._confidence
+        if self.config.confidence_markov and self._markov is not None:
+            z = torch.cat([z, self._markov[0][token].float()])
+        return -math.log1p(math.exp(-float((weight @ z + bias).clamp(-30, 30))))
+
+    def _keys_values(self, layer: _BlockLayer, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Both [..., kv_head, head_dim]."""
+        key, value = layer.keys_values(x).unflatten(-1, (2, -1, self.config.head_dim)).unbind(-3)
+        return self._rotary(layer.k_norm(key), positions), value
+
+    def _write(self, cache: SlotCache, i: int, slot: int, start: int, key: Tensor, value: Tensor) -> None:
+        """key, value: [position, kv_head, head_dim]."""
+        shape = key.shape[1], key.shape[2]
+        for stored, new in zip(cache.layer(i, shape, shape, key), (key, value), strict=True):
+            stored[slot, :, start : start + len(new)] = new.transpose(0, 1)
+
+
+class _BlockLayer:
+    def __init__(self, prefix: str, linear: Callable[..., Linear], norm: Callable[[str], Norm]) -> None:
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        self.queries, self.out = linear(f"{attention}q_proj"), linear(f"{attention}o_proj")
+        self.keys_values = linear(f"{attention}k_proj", f"{attention}v_proj")
+        self.gate_up, self.down = linear(f"{mlp}gate_proj", f"{mlp}up_proj"), linear(f"{mlp}down_proj")
+        self.input_norm, self.middle_norm = norm(f"{prefix}input_layernorm"), norm(f"{prefix}post_attention_layernorm")
+        self.q_norm, self.k_norm = norm(f"{attention}q_norm"), norm(f"{attention}k_norm")
+
+
+class BlockDrafter(ParallelDrafter):
+    """Drafts all tokens of a step in one forward over [root, mask, ...]. Its cache holds features of committed tokens only."""
+
+    def __init__(
+        self, head: BlockWeights, target: LanguageModel, num_slots: int, max_length: int, quantization: str = "auto"
+    ):
+        """num_slots, max_length: slots of the cache, and tokens of each."""
+        config, ids = head.config, head.token_ids
+        subset = TokenSubset(ids.to(target.device), config.vocab_size) if len(ids) < config.vocab_size else None
+        super().__init__(config.vocab_size, target.device, subset)
+        self.model = BlockModel(head, target, max_length, quantization)
+        self.cache = self.model.new_cache(num_slots, max_length)
+        self.taps, self.first_order = config.taps, config.markov_rank > 0
+        self._waiting: dict[int, Tensor] = {}  # slot -> features [position, feature] that are not in the cache
+        self._hidden = torch.empty(0)  # of the last block of each line, [line, depth, hidden]
+
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        if first == 0:
+            self.release(slot)
+        self._wait(slot, features, first)
+        self._read(slot)
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
+            if commit.features is not None and len(commit.features):
+                self._wait(slot, commit.features, len(tokens) - 1 - len(commit.features))
+                if len(self._waiting.get(slot, ())) > _READ:
+                    self._read(slot)
+
+    def release(self, slot: int) -> None:
+        self.cache.release(slot)
+        self._waiting.pop(slot, None)
+
+    def _wait(self, slot: int, features: Tensor, first: int) -> None:
+        """Keep features for the next draft, if all before them are known and the head is long enough."""
+        held = self._waiting.get(slot)
+        known = self.cache.length[slot] + (0 if held is None else len(held))
+        if first == known and known + len(features) <= self.cache.max_length:
+            self._waiting[slot] = features.clone() if held is None else torch.cat([held, features])
+
+    def _read(self, slot: int) -> None:
+        waiting = self._waiting.pop(slot, None)
+        if waiting is not None:
+            self.model.read(self.cache, slot, waiting)
+
+    def _depth(self, slot: int, tokens: Sequence[int]) -> int:
+        waiting = self._waiting.get(slot)
+        known = self.cache.length[slot] + (0 if waiting is None else len(waiting))
+        if known != len(tokens) - 1:  # the text is longer than the head, or the target has not read it
+            return 0
+        return min(self.model.config.drafts, self.cache.max_length - len(tokens))
+
+    def _logits(self, context: DraftContext, some: list[int], depth: int) -> Tensor:
+        slots = [context.slots[b] for b in some]
+        for slot in slots:
+            self._read(slot)
+        z = self.model.block(self.cache, slots, [context.tokens[b][-1] for b in some])
+        first = 0 if self.model.config.from_anchor else 1
+        self._hidden = z[:, first : first + depth]
+        return self.model.logits(self._hidden.contiguous())
+
+    def _bias(self, token: int, places: Tensor | None) -> Tensor:
+        return self.model.bias(token, places)
+
+    def _log_confidence(self, line: int, level: int, token: int) -> float:
+        return self.model.log_confidence(self._hidden[line, level], token)

@@ -1,0 +1,133 @@
+"""Checks that the readers of heads share: does a head fit its target, and do its settings fit its tensors?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.heads.config import plain_rope
+from outrider.drafters.heads.files import HeadFolder
+from outrider.models.load import Loaded
+
+log = logging.getLogger("outrider.heads")
+_COMPARED = 256  # rows of an embedding that are compared with the target's
+
+
+def rope_of(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The rotary embedding: `rope_parameters`, else `rope_theta` and `rope_scaling`."""
+    if given.get("rope_parameters"):
+        return plain_rope(given["rope_parameters"])
+    theta = given.get("rope_theta")
+    if theta is None:
+        log.warning("%s has no rope_theta; 10000 is taken, and a head that was trained with another drafts badly", path)
+    scaling = dict(given.get("rope_scaling") or {})
+    kind = scaling.pop("type", None)
+    return plain_rope({"rope_theta": float(theta or 10000.0)} | ({"rope_type": kind} if kind else {}) | scaling)
+
+
+def check_target(path: Path, vocab_size: int, hidden_size: int, verifier: str | None, target: Loaded) -> None:
+    """Raise ValueError if a head was made for a target of another shape. verifier: the name of that target, if it is known."""
+    for what, head, own in (
+        ("tokens in the vocabulary", vocab_size, target.model.vocab_size),
+        ("numbers in a hidden state", hidden_size, target_width(target)),
+    ):
+        if head != own:
+            hint = f" (it names {verifier})" if verifier else ""
+            raise ValueError(
+                f"{path} was trained for a target with {head} {what}{hint}, and {target.name} has {own}; a head drafts only for "
+                "the model that it was trained for"
+            )
+
+
+def token_ids(spare: Mapping[str, Tensor], config: Any, path: Path) -> Tensor:
+    """int64 [draft_vocab], ascending: the target's token of each row of the output head. Raises ValueError for a broken map.
+
+    spare: may hold d2t, the offset from each row to its token, and t2d, bool [vocab], the tokens with a row. config: has
+    vocab_size and draft_vocab_size.
+    """
+    offsets, has = spare.get("d2t"), spare.get("t2d")
+    size, rows = config.vocab_size, config.draft_vocab_size
+    if offsets is None and has is None:
+        if rows != size:
+            raise ValueError(
+                f"{path} has {rows} draft tokens of {size} and no map (d2t or t2d) that says which; the file is not whole"
+            )
+        return torch.arange(size)
+    if offsets is None:
+        assert has is not None
+        ids = has.bool().nonzero().flatten()
+    else:
+        ids = offsets.long() + torch.arange(len(offsets))
+        given = offsets.long()
+        if len(given) and bool((given.diff() > 0).all()) and int(given[-1]) < size <= int(ids.max()):
+            raise ValueError(
+                f"{path}: d2t holds token ids, and it must hold offsets: id - row. Write d2t - torch.arange({len(given)})"
+            )
+    if len(ids) != rows:
+        raise ValueError(f"{path}: the map has {len(ids)} draft tokens, and config.json says draft_vocab_size {rows}")
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size or not bool((ids.diff() > 0).all()):
+        raise ValueError(
+            f"{path}: the map d2t gives the tokens {int(ids.min())} to {int(ids.max())}; they must ascend, from 0 to {size - 1}"
+        )
+    if has is not None and not torch.equal(has.bool().nonzero().flatten(), ids):
+        raise ValueError(f"{path}: d2t and t2d name different tokens; one of the two is of another head")
+    return ids
+
+
+def output_rows(stored: Tensor | None, config: Any, ids: Tensor, opened: HeadFolder, target: Loaded) -> Tensor:
+    """float [draft_vocab, hidden]: the output head. Without one in the file it is the target's, for the draft tokens."""
+    wanted = (len(ids), config.hidden_size)
+    if stored is None:
+        if config.hidden_size != target_width(target):
+            raise ValueError(
+                f"{opened.path} has no lm_head.weight, and the target's is {target_width(target)} wide where the head is "
+                f"{config.hidden_size}; the file is not whole"
+            )
+        tied = opened.settings.get("tie_word_embeddings")
+        return target.model.embedding_rows(ids) if tied else target.model.head_rows(ids)
+    if tuple(stored.shape) == (config.vocab_size, config.hidden_size) and len(ids) < config.vocab_size:
+        raise ValueError(
+            f"{opened.path}: lm_head.weight has a row for all {config.vocab_size} tokens, and config.json says "
+            f"draft_vocab_size {len(ids)}"
+        )
+    if tuple(stored.shape) != wanted:
+        raise ValueError(f"{opened.path}: lm_head.weight is {tuple(stored.shape)}, and the settings say {wanted}")
+    return stored
+
+
+def same_embedding(own: Tensor, config: Any, target: Loaded, path: Path) -> bool:
+    """Whether an embedding in the file is the target's, up to the rounding of its weights. Says so if it is not."""
+    if tuple(own.shape) != (config.vocab_size, config.hidden_size):
+        raise ValueError(
+            f"{path}: embed_tokens.weight is {tuple(own.shape)}, and the settings say {(config.vocab_size, config.hidden_size)}"
+        )
+    if config.hidden_size != target_width(target):
+        return False
+    some = torch.linspace(0, len(own) - 1, min(_COMPARED, len(own))).long()
+    theirs = target.model.embedding_rows(some).cpu()
+    gap = (own[some].float() - theirs).abs().amax(1) / theirs.abs().amax(1).clamp_min(1e-6)
+    if float(gap.median()) < 0.1:
+        return True
+    log.warning(
+        "%s has an embedding of its own, not that of %s; it is used, and engines that ignore it draft badly",
+        path,
+        target.name,
+    )
+    return False
+
+
+def needed(path: Path, tensors: Mapping[str, Tensor], *names: str) -> Tensor:
+    """The first of some tensors. Raises ValueError if one is missing."""
+    if missing := [n for n in names if n not in tensors]:
+        raise ValueError(f"{path} lacks {', '.join(missing[:3])}; the file is not whole, or of a head of another kind")
+    return tensors[names[0]]
+
+
+def target_width(target: Loaded) -> int:
+    """Numbers in a hidden state of the target."""
+    return int(target.config.get_text_config().hidden_size)

@@ -1,0 +1,218 @@
+"""Drafts of heads that give the distributions of several positions at once: Medusa, DFlash and DSpark.
+
+The children of a node depend on its depth, and in DSpark on the node's own token too. So a draft tree is part of a lattice, and
+the best one is found without a forward: a heap holds the best node that is not taken of each list of siblings (DDTree,
+arXiv 2604.12989). A set of the likeliest nodes is closed under parents and better siblings, so best first is optimal if the
+estimates are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.core.sampling import TokenSubset
+from outrider.core.tree import tree
+from outrider.core.types import Budget, Draft, Siblings
+from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.drafters.model.children import child_scores, children
+from outrider.drafters.model.tree_drafter import ERROR, log_acceptance
+
+_RIVALS = 8  # candidates that share a node's acceptance probability
+_SHORTLIST = 64  # tokens of a depth whose bias is computed
+Candidates = tuple[list[int], list[float]]
+
+
+class ParallelDrafter(BaseDrafter):
+    """A drafter whose forward gives all depths of a draft. Write `_depth` and `_logits`, and `_bias` for a first-order head.
+
+    Under `match` it drafts chains and trees. For a verifier that needs probs it drafts chains, drawn depth by depth.
+
+    subset: the tokens of the logits; None for all. error: see `log_acceptance`. first_order: `_bias` is not 0.
+    """
+
+    error = ERROR
+    first_order = False
+
+    def __init__(self, vocab_size: int, device: torch.device, subset: TokenSubset | None = None) -> None:
+        self.vocab_size, self.device, self.subset = vocab_size, device, subset
+
+    def _depth(self, slot: int, tokens: Sequence[int]) -> int:
+        """Draft tokens in a row that can be drafted for a sequence now; 0 for none."""
+        raise NotImplementedError
+
+    def _logits(self, context: DraftContext, some: list[int], depth: int) -> Tensor:
+        """float32 [len(some), depth, kept]: the logits of each depth, without a bias."""
+        raise NotImplementedError
+
+    def _bias(self, token: int, places: Tensor | None) -> Tensor:
+        """float32 [kept]: what is added to the logits of the token after `token`. places: int64, some of the columns."""
+        raise NotImplementedError
+
+    def _log_confidence(self, line: int, level: int, token: int) -> float:
+        """Log probability that the token of a level is right if those before it are. line: index in `some` of `_logits`."""
+        return 0.0
+
+    def propose(self, context: DraftContext) -> Draft:
+        depths = [
+            min(budget.depth, budget.max_nodes, self._depth(slot, tokens)) if budget.depth else 0
+            for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True)
+        ]
+        some = [b for b, depth in enumerate(depths) if depth > 0]
+        trees: list[list[tuple[int, int]]] = [[(tokens[-1], -1)] for tokens in context.tokens]
+        if not some:
+            return Draft(*tree(trees))
+        logits = self._logits(context, some, max(depths[b] for b in some))
+        if context.needs_probs:
+            return self._drawn(context, trees, {b: (i, logits[i, : depths[b]]) for i, b in enumerate(some)})
+        confidence: dict[int, list[float]] = {}
+        for line, b in enumerate(some):
+            budget = replace(context.budgets[b], depth=depths[b])
+            if budget.width == 1 and not self.first_order and not context.warp.active[b]:
+                trees[b] += [(t, n) for n, t in enumerate(self._chain(context, b, logits[line, : depths[b]]))]
+                continue
+            expand = self._expander(context, b, line, logits[line, : depths[b]], budget.width)
+            trees[b], weights = grown_lattice(context.tokens[b][-1], budget, expand)
+            confidence[b] = weights
+        tokens, parents = tree(trees)
+        if not confidence:
+            return Draft(tokens, parents)
+        stated = torch.zeros(tokens.shape)
+        for b, weights in confidence.items():
+            stated[b, : len(weights)] = torch.tensor(weights).exp()
+        return Draft(tokens, parents, confidence=stated if len(confidence) == len(some) else None)
+
+    def _chain(self, context: DraftContext, b: int, logits: Tensor) -> list[int]:
+        """The token of each depth, where none depends on another."""
+        lines = [b] * len(logits)
+        position = context.positions[b] + torch.arange(len(logits), device=self.device)
+        warp, noise = context.warp.select(lines), context.noise.select(lines)
+        found = warp.draw(logits, [()] * len(lines), noise, context.stream, position, self.subset).tolist()
+        return found[: found.index(-1)] if -1 in found else found
+
+    def _expander(
+        self, context: DraftContext, b: int, line: int, logits: Tensor, width: int
+    ) -> Callable[[list[int]], Candidates]:
+        """path -> the best children of its last node: tokens, and the log acceptance of each. Kept for equal paths."""
+        known: dict[tuple[int, ...], Candidates] = {}
+        active, root = context.warp.active[b], context.tokens[b][-1]
+        if not self.first_order and not active:  # one call for all depths
+            every = self._candidates(context, b, logits, [[]] * len(logits), range(len(logits)), width, self.subset)
+            return lambda path: every[len(path)]
+
+        def expand(path: list[int]) -> Candidates:
+            level, last = len(path), path[-1] if path else root
+            key = tuple(path) if active else (level, last)
+            if key not in known:
+                own, subset = logits[level], self.subset
+                if self.first_order:
+                    places = None if active else self._shortlist(context, b, level, own)
+                    if places is not None:
+                        ids = places if subset is None else subset.ids[places]
+                        own, subset = own[places], TokenSubset(ids, self.vocab_size)
+                    own = own + self._bias(last, places)
+                sure = self._log_confidence(line, level, last)
+                found = self._candidates(context, b, own[None], [path], [level], width, subset)
+                known[key] = found[0][0], [w + sure for w in found[0][1]]
+            return known[key]
+
+        return expand
+
+    def _shortlist(self, context: DraftContext, b: int, level: int, logits: Tensor) -> Tensor:
+        """int64 [short], ascending: the columns that are the best without a bias, with the noise that will be added."""
+        count = min(_SHORTLIST, len(logits))
+        params = context.warp.histories[b].params
+        keys = logits
+        if not params.greedy:
+            ids = None if self.subset is None else self.subset.ids
+            noise = context.noise.select([b]).gumbel(
+                context.stream, context.positions[[b]] + level, self.vocab_size, ids
+            )
+            keys = logits / params.temperature + noise[0]
+        return keys.topk(count).indices.sort().values
+
+    def _candidates(
+        self,
+        context: DraftContext,
+        b: int,
+        logits: Tensor,
+        paths: list[list[int]],
+        levels: Sequence[int],
+        width: int,
+        subset: TokenSubset | None,
+    ) -> list[Candidates]:
+        """The best tokens of each line of `logits`, float32 [len(levels), kept]."""
+        lines = [b] * len(levels)
+        warp, noise = context.warp.select(lines), context.noise.select(lines)
+        position = context.positions[b] + torch.tensor(list(levels), device=self.device)
+        scores = child_scores(warp, logits, paths, subset)
+        made = children(
+            scores,
+            max(width, _RIVALS),
+            Siblings.POINT,
+            noise,
+            context.stream,
+            position,
+            greedy=warp.greedy,
+            subset=subset,
+        )
+        weights = log_acceptance(made.keys, [h.params.temperature for h in warp.histories], self.error)
+        return list(zip(made.tokens.tolist(), weights.tolist(), strict=True))
+
+    def _drawn(
+        self, context: DraftContext, trees: list[list[tuple[int, int]]], logits: dict[int, tuple[int, Tensor]]
+    ) -> Draft:
+        """A chain for each entry, each token drawn from its depth's distribution, given the one before it."""
+        drawn_from: dict[tuple[int, int], Tensor] = {}
+        for b, (_, levels) in logits.items():
+            warp, noise, path = context.warp.select([b]), context.noise.select([b]), list[int]()
+            for level, own in enumerate(levels):
+                biased = own + self._bias(trees[b][-1][0], None) if self.first_order else own
+                scores = warp.scores(biased[None], [path], self.subset)
+                made = children(scores, 1, Siblings.IID, noise, context.stream, context.positions[[b]] + level,
+                                node=torch.tensor([level], device=self.device), subset=self.subset)  # fmt: skip
+                token = int(made.tokens[0, 0])
+                if token < 0:
+                    break
+                assert made.probs is not None
+                drawn_from[b, level] = made.probs[0]
+                path.append(token)
+                trees[b].append((token, level))
+        tokens, parents = tree(trees)
+        probs = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
+        for (b, node), distribution in drawn_from.items():
+            probs[b, node] = distribution
+        return Draft(tokens, parents, probs, Siblings.IID)
+
+
+def grown_lattice(
+    root: int, budget: Budget, expand: Callable[[list[int]], Candidates]
+) -> tuple[list[tuple[int, int]], list[float]]:
+    """The likeliest nodes within a budget: (token, parent) of each, and the log probability that it is accepted.
+
+    expand: path -> the best next tokens, and the log probability that each is right. A token of -1 ends the list.
+    """
+    nodes, weights, paths = [(root, -1)], [0.0], list[list[int]]([[]])
+    heap: list[tuple[float, int, int]] = []  # (-weight, parent, rank)
+
+    def push(parent: int, rank: int) -> None:
+        if rank >= budget.width or len(paths[parent]) >= budget.depth:
+            return
+        tokens, chances = expand(paths[parent])
+        if rank < len(tokens) and tokens[rank] >= 0:
+            heapq.heappush(heap, (-weights[parent] - min(chances[rank], 0.0), parent, rank))
+
+    push(0, 0)
+    while heap and len(nodes) <= budget.max_nodes:
+        weight, parent, rank = heapq.heappop(heap)
+        token = expand(paths[parent])[0][rank]
+        nodes.append((token, parent))
+        weights.append(-weight)
+        paths.append([*paths[parent], token])
+        push(parent, rank + 1)
+        push(len(nodes) - 1, 0)
+    return nodes, weights

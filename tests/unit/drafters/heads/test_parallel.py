@@ -1,0 +1,439 @@
+"""Medusa, DFlash and DSpark: numbers, the lattice, and texts that do not change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import GOLDEN, copied, golden, small_target
+from helpers import Loop, plain_texts, request
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.config import SpeculativeConfig
+from outrider.control import Fixed
+from outrider.core.types import Budget, Draft
+from outrider.drafters import make_drafter
+from outrider.drafters.base import DraftContext
+from outrider.drafters.heads.block import BlockDrafter, BlockModel
+from outrider.drafters.heads.block_reader import read_block
+from outrider.drafters.heads.files import head_kind, open_head
+from outrider.drafters.heads.lattice import ParallelDrafter, grown_lattice
+from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
+from outrider.models.nodes import Nodes
+from outrider.testing.contract import GREEDY, HOT, check_drafter, context
+
+TARGET = small_target()
+PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
+
+
+def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
+    cache = TARGET.model.new_cache(1, len(tokens))
+    out = TARGET.model.forward(Nodes(torch.tensor([tokens]), cache, [0]), taps=taps, want="none").features
+    assert out is not None
+    return out[0]
+
+
+def medusa_folder(into: Path, layout: str = "vllm", heads: int = 3, layers: int = 2) -> Path:
+    """Random heads; the biases matter. Layouts: that of vLLM with own or with one shared output, and the old one."""
+    torch.manual_seed(5)
+    out = into / f"medusa-{layout}"
+    out.mkdir()
+    config: dict[str, Any] = {
+        "model_type": "medusa",
+        "num_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": 128,
+    }
+    tensors: dict[str, Tensor] = {}
+    for i, j in itertools.product(range(heads), range(layers)):
+        name = f"{i}.{j}.linear" if layout == "old" else f"blocks.{i}.layers.{j}"
+        tensors |= {f"{name}.weight": torch.randn(32, 32) * 0.3, f"{name}.bias": torch.randn(32)}
+    if layout == "shared":
+        ids = torch.randperm(128)[:40]
+        config |= {"original_lm_head": True, "truncated_vocab_size": 40, "medusa_fc_bias": True}
+        tensors |= {"lm_head.weight": torch.randn(40, 32), "token_map": ids}
+    elif layout != "target":
+        name = "{i}.{layers}.weight" if layout == "old" else "lm_heads.{i}.weight"
+        tensors |= {name.format(i=i, layers=layers): torch.randn(128, 32) for i in range(heads)}
+    if layout == "old":
+        config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "golden-target"}
+        torch.save({f"medusa_heads.{n}": t for n, t in tensors.items()}, out / "medusa_lm_head.pt")
+    else:
+        save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+MEDUSA = ("vllm", "old", "shared", "target")
+
+
+def medusa(folder: Path) -> MedusaDrafter:
+    return MedusaDrafter(read_medusa(folder, TARGET), TARGET.model, "none")
+
+
+def block(name: str = "dspark", rows: int = 4, max_length: int = 256, folder: Path | None = None) -> BlockDrafter:
+    return BlockDrafter(read_block(folder or GOLDEN / name, TARGET), TARGET.model, rows, max_length, "none")
+
+
+@pytest.fixture
+def makers(tmp_path: Path) -> dict[str, Callable[[], ParallelDrafter]]:
+    folders = {layout: medusa_folder(tmp_path, layout) for layout in MEDUSA}
+    made: dict[str, Callable[[], ParallelDrafter]] = {
+        f"medusa-{layout}": lambda f=folder: medusa(f) for layout, folder in folders.items()
+    }
+    small = copied("dspark", tmp_path, {"draft_vocab_size": 20}, **_reduced("dspark", 20))
+    return made | {
+        "dflash": lambda: block("dflash"),
+        "dspark": block,
+        "dspark-small": lambda: block(folder=small),
+    }
+
+
+NAMES = (*(f"medusa-{layout}" for layout in MEDUSA), "dflash", "dspark", "dspark-small")
+
+
+def _reduced(name: str, rows: int) -> dict[str, Tensor]:
+    """The tensors of a golden block head with a draft vocabulary."""
+    ids = torch.arange(128)[3::5][:rows]
+    has = torch.zeros(128, dtype=torch.bool)
+    has[ids] = True
+    second = load_file(GOLDEN / name / "model.safetensors")["markov_head.markov_w2.weight"][ids]
+    return {
+        "d2t": ids - torch.arange(rows),
+        "t2d": has,
+        "lm_head__weight": TARGET.model.head_rows(ids),
+        "markov_head__markov_w2__weight": second,
+    }
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_blocks_are_those_of_speculators(name: str) -> None:
+    want, model = golden(name), BlockModel(read_block(GOLDEN / name, TARGET), TARGET.model, 256, "none")
+    for at, hidden, logits in zip(want["anchors"].tolist(), want["hidden"], want["logits"], strict=True):
+        cache = model.new_cache(2, 64)
+        if at:
+            model.read(cache, 1, want["features"][:at])
+        got = model.block(cache, [1], [int(want["tokens"][at])])[0]
+        assert torch.allclose(got, hidden, atol=1e-4), at
+        assert torch.allclose(model.logits(got), logits, atol=1e-4), at
+
+
+def _chain_by_hand(name: str, tokens: list[int], depth: int) -> tuple[list[int], list[float]]:
+    """The most likely chain and the confidence of each token, from the equations and the golden weights."""
+    read = read_block(GOLDEN / name, TARGET)
+    model, own = BlockModel(read, TARGET.model, 256, "none"), {n: t.float() for n, t in read.tensors.items()}
+    cache = model.new_cache(1, 256)
+    model.read(cache, 0, features(tokens[:-1], read.config.taps))
+    z = model.block(cache, [0], [tokens[-1]])[0]
+    out, sure, last = list[int](), list[float](), tokens[-1]
+    for k in range(depth):
+        row = z[k if name == "dspark" else k + 1]
+        logits = row @ TARGET.model.head_rows(torch.arange(128)).T
+        if name == "dspark":
+            seen = own["markov_head.markov_w1.weight"][last]
+            logits = logits + own["markov_head.markov_w2.weight"] @ seen
+            score = own["confidence_head.proj.weight"] @ torch.cat([row, seen]) + own["confidence_head.proj.bias"]
+            sure.append(float(torch.sigmoid(score)))
+        last = int(logits.argmax())
+        out.append(last)
+    return out, sure
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_chains_follow_the_equations(name: str) -> None:
+    for length in (2, 3, 30):
+        tokens, made = PROMPT[:length], block(name)
+        made.start(0, tokens, 0, features(tokens[:-1], made.taps))
+        draft = made.propose(context([0], [tokens], [Budget(4)], GREEDY))
+        want, sure = _chain_by_hand(name, tokens, 4)
+        assert [t for t, _ in draft.host[0][1:]] == want
+        if name == "dspark":
+            assert draft.confidence is not None
+            assert math.isclose(made._log_confidence(0, 0, tokens[-1]), math.log(sure[0]), abs_tol=1e-5)
+            stated = draft.confidence[0].tolist()
+            assert all(s <= math.prod(sure[:n]) + 1e-5 for n, s in enumerate(stated))
+
+
+@pytest.mark.parametrize("layout", MEDUSA)
+def test_medusa_follows_its_equation(layout: str, tmp_path: Path) -> None:
+    folder = medusa_folder(tmp_path, layout)
+    made, read = medusa(folder), read_medusa(folder, TARGET)
+    h = features(PROMPT[:-1], (-1,))
+    made.start(0, PROMPT, 0, h)
+    draft = made.propose(context([0], [PROMPT], [Budget(9)], GREEDY))
+    want = []
+    for i, blocks in enumerate(read.blocks):
+        z = h[-1]
+        for a, b in blocks:
+            assert b is not None
+            z = z + torch.nn.functional.silu(a @ z + b)
+        outputs = read.outputs or [TARGET.model.head_rows(torch.arange(128))]
+        place = int((outputs[min(i, len(outputs) - 1)] @ z).argmax())
+        want.append(place if read.token_ids is None else int(read.token_ids[place]))
+    assert [t for t, _ in draft.host[0][1:]] == want  # 3 heads, so 3 tokens
+    if layout == "shared":  # token_map is an index, in any order
+        stored = load_file(folder / "model.safetensors")
+        z = h[-1]
+        for a, b in read.blocks[0]:
+            z = z + torch.nn.functional.silu(a @ z + b)
+        assert want[0] == int(stored["token_map"][(stored["lm_head.weight"] @ z).argmax()])
+
+
+# -- the lattice ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+def test_the_lattice_holds_the_likeliest_nodes(first_order: bool) -> None:
+    """Against every tree of the lattice, by listing all its nodes."""
+    draw = torch.Generator().manual_seed(int(first_order))
+    chances = {
+        (level, last): torch.randn(3, generator=draw).softmax(0).sort(descending=True).values.log().tolist()
+        for level in range(3)
+        for last in (range(-1, 9) if first_order else [None])
+    }
+
+    def expand(path: list[int]) -> tuple[list[int], list[float]]:
+        level = len(path)
+        return [3 * level, 3 * level + 1, 3 * level + 2], chances[
+            level, (path[-1] if path else -1) if first_order else None
+        ]
+
+    every = sorted(
+        (
+            sum(expand(list(path[:n]))[1][t - 3 * n] for n, t in enumerate(path))
+            for depth in (1, 2, 3)
+            for path in itertools.product(*[range(3 * n, 3 * n + 3) for n in range(depth)])
+        ),
+        reverse=True,
+    )
+    for count in (1, 4, 9, 39):
+        nodes, weights = grown_lattice(99, Budget(3, 3, count), expand)
+        assert len(nodes) == count + 1
+        assert torch.allclose(torch.tensor(weights[1:]), torch.tensor(every[:count]), atol=1e-6)
+        assert all(parent < n for n, (_, parent) in enumerate(nodes))
+
+
+# -- texts ----------------------------------------------------------------------------------------------------------------
+
+
+def requests(**params: Any) -> list:
+    return [
+        request(PROMPT[i : i + n], SamplingParams(max_tokens=14, seed=i, **({"temperature": i % 2} | params)), seed=i)
+        for i, n in enumerate((1, 2, 40, 9))
+    ]
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filtered": {"temperature": 1, "top_k": 9, "top_p": 0.9},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.4, "presence_penalty": 0.5},
+    "allowed": {"temperature": 1, "allowed_token_ids": [*range(5, 40)]},
+}
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
+    for budget in (Budget(4), Budget(4, 3, 9)):
+        asked = requests(**PARAMS[params])
+        loop = Loop(
+            TARGET.model, makers[name](), controller=Fixed(4, budget.width, budget.nodes), rows=3, max_length=128
+        )
+        loop.chunk = 7
+        rows = loop.generate(asked)
+        assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
+        assert sum(map(sum, (r.drafted for r in rows))) > 20
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "traversal"])
+@pytest.mark.parametrize("name", NAMES)
+def test_other_verifiers_run(name: str, verifier: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
+    loop = Loop(TARGET.model, makers[name](), verifier, controller=Fixed(3), rows=3, max_length=128)
+    assert all(len(r.output) == 14 for r in loop.generate(requests()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_contract(name: str, makers: dict[str, Callable[[], ParallelDrafter]]) -> None:
+    check_drafter(makers[name], 128, feature_size=32 * len(makers[name]().taps))
+
+
+class _CheckedBlock(BlockDrafter):
+    """Compares each draft with that of a new drafter that is told the whole text at once."""
+
+    compared = 0
+
+    def propose(self, context_: DraftContext) -> Draft:
+        draft = super().propose(context_)
+        for b, (slot, tokens) in enumerate(zip(context_.slots, context_.tokens, strict=True)):
+            if not context_.budgets[b].depth:
+                continue
+            new = block("dspark")
+            if len(tokens) > 1:
+                new.start(slot, tokens, 0, features(list(tokens[:-1]), self.taps))
+            one = replace(
+                context_,
+                slots=[slot],
+                tokens=[tokens],
+                budgets=[context_.budgets[b]],
+                warp=context_.warp.select([b]),
+                noise=context_.noise.select([b]),
+            )
+            assert new.propose(one).host[0] == draft.host[b]
+            self.compared += 1
+        return draft
+
+
+@pytest.mark.parametrize("budget", [Budget(4), Budget(3, 3, 8), Budget(0)], ids=str)
+def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
+    made = _CheckedBlock(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 4, 128, "none")
+    loop = Loop(TARGET.model, made, controller=Fixed(budget.depth, budget.width, budget.nodes), rows=2, max_length=128)
+    loop.chunk = 5
+    asked = requests()
+    assert [r.output for r in loop.generate(asked)] == plain_texts(TARGET.model, asked, end_ids=())
+    assert made.compared > 20 or not budget.depth
+    assert not made._waiting
+
+
+def test_a_text_longer_than_the_head(tmp_path: Path) -> None:
+    short = copied("dspark", tmp_path, {"max_position_embeddings": 50})
+    loop = Loop(TARGET.model, block(folder=short), controller=Fixed(4), rows=2, max_length=256)
+    asked = [
+        request(PROMPT[:40], SamplingParams(max_tokens=30, temperature=0)),
+        request(PROMPT, SamplingParams(max_tokens=9, temperature=0)),
+    ]
+    rows = loop.generate(asked)
+    assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
+    assert rows[0].drafted[2] > 0
+    assert rows[0].drafted[-1] == 0
+    assert sum(rows[1].drafted) == 0
+
+
+# -- folders --------------------------------------------------------------------------------------------------------------
+
+
+def make(**config: Any) -> Any:
+    return make_drafter(SpeculativeConfig.of(config), TARGET, rows=2, max_length=128, device="cpu")
+
+
+def test_a_folder_is_enough(tmp_path: Path) -> None:
+    folder = medusa_folder(tmp_path)
+    for path, name in ((folder, "medusa"), (GOLDEN / "dflash", "dflash"), (GOLDEN / "dspark", "dspark")):
+        assert SpeculativeConfig.of({"model": str(path)}).method == name
+        assert list(make(method="auto", model=str(path)).drafters)[-1] == name
+        config = {"model": str(path), "tree_width": 2, "tree_nodes": 6}
+        texts = [
+            LLM(TARGET, speculative_config=c, max_model_len=128)
+            .generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=20, temperature=1, seed=2))[0]
+            .outputs[0]
+            .token_ids
+            for c in (config, None)
+        ]
+        assert texts[0] == texts[1]
+        with pytest.raises(ValueError, match=f"{name} drafts chains for the verifier rejection, not trees of width 2"):
+            make(model=str(path), tree_width=2, verifier="rejection")
+    with pytest.raises(ValueError, match="is a head of the kind 'dspark'"):
+        make(method="dflash", model=str(GOLDEN / "dspark"))
+
+
+def test_other_layouts_of_blocks(tmp_path: Path) -> None:
+    """z-lab and DeepSpec name outputs of layers, transformers another encoder."""
+    want = read_block(GOLDEN / "dspark", TARGET)
+    deepspec = {
+        "speculators_model_type": None,
+        "aux_hidden_state_layer_ids": None,
+        "sample_from_anchor": None,
+        "target_layer_ids": [1, 3, 7],
+    }
+    assert read_block(copied("dspark", tmp_path, deepspec), TARGET).config == want.config
+    weights = load_file(GOLDEN / "dflash" / "model.safetensors")
+    names = {"fc__weight": None, "hidden_norm__weight": None}
+    moved = {
+        "encoder__fc__weight": weights["fc.weight"],
+        "encoder__output_norm_enc__weight": weights["hidden_norm.weight"],
+    }
+    z_lab = {
+        "speculators_model_type": None,
+        "aux_hidden_state_layer_ids": None,
+        "mask_token_id": None,
+        "dflash_config": {"target_layer_ids": [1, 3, 7], "mask_token_id": 127},
+    }
+    folder = copied("dflash", tmp_path, z_lab, **names, **moved)
+    assert head_kind(folder) == "dflash"
+    assert replace(read_block(folder, TARGET).config) == read_block(GOLDEN / "dflash", TARGET).config
+
+
+BROKEN = {
+    "a mask beyond the vocabulary": ({"mask_token_id": 128}, {}, "mask_token_id is 128"),
+    "no mask": ({"mask_token_id": None}, {}, "mask_token_id is None"),
+    "a block of one": ({"block_size": 1}, {}, "block_size is 1"),
+    "another width": ({"target_hidden_size": 48}, {}, "48 numbers in a hidden state .* has 32"),
+    "too many layers named": ({"aux_hidden_state_layer_ids": [1, 2, 3, 4]}, {}, "names? 4 layers|name 4 layers"),
+    "a layer that is not there": ({"aux_hidden_state_layer_ids": [1, 2, 9]}, {}, "has 8 layers"),
+    "sliding layers": ({"layer_types": ["sliding_attention", "full_attention"]}, {}, "sliding attention"),
+    "another Markov head": ({"markov_head_type": "rnn"}, {}, "kind 'rnn'"),
+    "a tensor left over": ({}, {"layers__0__mlp__extra__weight": torch.ones(1)}, "mlp.extra.weight"),
+    "a missing tensor": ({}, {"layers__1__mlp__up_proj__weight": None}, "lacks layers.1.mlp.up_proj.weight"),
+    "a wrong shape": ({}, {"norm__weight": torch.ones(31)}, r"norm.weight is \(31,\)"),
+    "another number of layers": ({"num_hidden_layers": 3}, {}, "has 2 layers, and config.json says 3"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_bad_block_head_says_what_is_wrong(what: str, tmp_path: Path) -> None:
+    settings, tensors, message = BROKEN[what]
+    with pytest.raises(ValueError, match=message):
+        read_block(copied("dspark", tmp_path, settings, **tensors), TARGET)
+
+
+def test_bad_medusa_heads(tmp_path: Path) -> None:
+    folder = medusa_folder(tmp_path)
+
+    def broken(settings: dict[str, Any], **tensors: Tensor | None) -> Path:
+        config = json.loads((folder / "config.json").read_text()) | settings
+        weights = load_file(folder / "model.safetensors")
+        out = tmp_path / f"broken-{len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        (out / "config.json").write_text(json.dumps(config))
+        changed = {n.replace("__", "."): t for n, t in tensors.items()}
+        kept = {n: t for n, t in (weights | changed).items() if t is not None}
+        save_file(kept, out / "model.safetensors")
+        return out
+
+    some = torch.arange(40)
+    for settings, tensors, message in (
+        ({"num_heads": 4}, {}, "holds 3 heads of 2 blocks, and config.json says 4 heads of 2"),
+        ({"vocab_size": 99}, {}, "99 tokens in the vocabulary, and golden-target has 128"),
+        ({}, {"lm_heads__2__weight": None}, r"output matrices of the heads \[0, 1\]"),
+        ({}, {"what__is__this": torch.ones(1)}, "holds what.is.this"),
+        ({}, {"lm_heads__0__weight": torch.ones(40, 32)}, "40 rows for 128 tokens"),
+        ({}, {"token_map": some // 2, "lm_head__weight": torch.ones(40, 32)}, "token_map must hold different tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_medusa(broken(settings, **tensors), TARGET)
+    with pytest.raises(ValueError, match="kind 'dspark'"):
+        read_medusa(open_head(GOLDEN / "dspark"), TARGET)
+
+
+def test_noise_is_that_of_the_target() -> None:
+    """With the target's own distribution a draft is the target's choice, at any temperature."""
+    made = block("dflash")
+    made.start(0, PROMPT, 0, features(PROMPT[:-1], made.taps))
+    cache = TARGET.model.new_cache(1, 64)
+    logits = TARGET.model.forward(Nodes(torch.tensor([PROMPT]), cache, [0]), want="last").logits[:, 0]
+    made._logits = lambda c, some, depth: logits[:, None].expand(-1, depth, -1)  # type: ignore[method-assign]
+    for width in (1, 3):
+        ask = context([0], [PROMPT], [Budget(1, width)], HOT)
+        right = int(ask.warp.draw(logits, [[]], ask.noise, ask.stream, ask.positions))
+        assert made.propose(ask).host[0][1] == (right, 0)
