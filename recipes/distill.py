@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from outrider.train.losses import divergence, rate
 from recipes.models import build, export
-from recipes.train import Corpus, Progress, autocast, load_stream, optimisers, rate, save, start
+from recipes.train import Corpus, Progress, autocast, load_stream, optimisers, save, start
 
 PROMPT, WRITTEN = 64, 192
 TEMPERATURES = (0.0, 1.0, 0.0, 0.7)  # in turn; greedy twice, because greedy is what most people run
@@ -61,16 +62,6 @@ def collect(
     np.random.default_rng(0).shuffle(written)
     np.save(path, written)
     return written
-
-
-def divergence(target_logits: Tensor, draft_logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward KL and total variation, means over the positions of the mask."""
-    log_p = target_logits.float().log_softmax(-1)
-    log_q = draft_logits.float().log_softmax(-1)
-    p = log_p.exp()
-    kl = (p * (log_p - log_q)).sum(-1)
-    tv = (p - log_q.exp()).clamp_min(0).sum(-1)
-    return (kl * mask).sum() / mask.sum(), (tv * mask).sum() / mask.sum()
 
 
 def asked(rows: Tensor) -> Tensor:
@@ -138,9 +129,9 @@ def main() -> None:
             with autocast(device):
                 with torch.no_grad():
                     target_logits = target(part, use_cache=False).logits
-                kl, tv = divergence(target_logits, draft(part, use_cache=False).logits, mask)
-            (((1 - variation_weight) * kl + variation_weight * tv) / len(parts)).backward()
-            measured += np.array([kl.item(), tv.item()]) / len(parts)
+                loss, kl, tv = divergence(target_logits, draft(part, use_cache=False).logits, variation_weight)
+            ((loss * mask).sum() / mask.sum() / len(parts)).backward()
+            measured += np.array([float((x * mask).sum() / mask.sum()) for x in (kl, tv)]) / len(parts)
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         for optim, base in zip(optims, base_rates, strict=True):
             optim.param_groups[0]["lr"] = base * rate(done, args.decay)

@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from outrider.train.losses import rate
+from outrider.train.muon import Muon
 from recipes.bigram import start_as_bigram
 from recipes.models import build, export
-from recipes.muon import Muon
 
 LONG_FROM = 0.8  # of the whole run
-WARM_UP = 0.02
 
 
 @dataclass
@@ -54,11 +54,6 @@ class Corpus:
 
 def load_stream(path: Path) -> np.ndarray:
     return np.fromfile(path, dtype=np.uint16)
-
-
-def rate(progress: float, decay: float) -> float:
-    """Warm up, hold, fall linearly to zero."""
-    return max(0.0, min(1.0, progress / WARM_UP, (1.0 - progress) / decay))
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from outrider.cli.replay import replay
 from outrider.cli.report import report
 from outrider.cli.serve import serve
 from outrider.cli.terminal import environment
+from outrider.cli.train import train
 from outrider.cli.tune import tune
 
 app = typer.Typer(
@@ -115,6 +116,11 @@ add(
     calibrate,
     "outrider calibrate builtin:code",
     """outrider calibrate builtin:code --speculative-config '{"method": "suffix", "controller": "calibrated"}'""",
+)
+add(
+    train,
+    "outrider train eagle3 -m ./my-model --minutes 60 -o ./my-head",
+    "outrider train eagle3 -m ./my-model --prompts my-prompts.jsonl --prompts self --minutes 60 -o ./my-head",
 )
 add(
     report,

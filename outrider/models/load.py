@@ -83,6 +83,17 @@ class Loaded:
         return self.model.kv_cache_dtype
 
 
+def modules(loaded: Loaded) -> PreTrainedModel:
+    """The modules that a loaded model was made of, read again from its source. `models.matrix` gives their matrices.
+
+    Raises what `load` raises.
+    """
+    if isinstance(loaded.source, PreTrainedModel):
+        return loaded.source
+    with _ONE_AT_A_TIME:
+        return _open(str(loaded.source), "auto", torch.device("cpu"), None, given=True, cache=False).raw
+
+
 class Contents(NamedTuple):
     """What is known of a model before its weights are packed.
 

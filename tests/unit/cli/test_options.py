@@ -77,6 +77,11 @@ OPTIONS = {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--debug",
     },
+    "train": {
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
+        "Output": "--out/-o --debug",
+        "Training": "--prompts --minutes --tokens --temperature --length --draft-vocab-size --batch-tokens --seed --from",
+    },
     "report": {
         "Output": "--out --debug",
     },

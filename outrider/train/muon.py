@@ -1,4 +1,4 @@
-"""Muon for many small matrices on a slow machine: float32, and equal shapes orthogonalised in one batched product.
+"""Muon for many small matrices on a slow machine: equal shapes are orthogonalised in one batched product.
 
 `torch.optim.Muon` works one matrix at a time in bfloat16, which a processor without bfloat16 units emulates.
 """
@@ -27,10 +27,21 @@ def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised, for the hidden matrices."""
+    """Momentum whose update is orthogonalised, for the hidden matrices.
 
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, steps: int = 5) -> None:
+    dtype: of the orthogonalisation. bfloat16 is enough for it, and faster where the machine multiplies in it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        momentum: float = 0.95,
+        steps: int = 5,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "steps": steps})
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -41,11 +52,13 @@ class Muon(torch.optim.Optimizer):
             for shape, params in by_shape.items():
                 updates = []
                 for p in params:
+                    assert p.grad is not None
                     state = self.state[p]
                     if not state:
                         state["momentum"] = torch.zeros_like(p)
                     state["momentum"].lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(state["momentum"], group["momentum"]))
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
-                for p, update in zip(params, orthogonalise(torch.stack(updates), group["steps"]), strict=True):
+                found = orthogonalise(torch.stack(updates).to(self._dtype), group["steps"])
+                for p, update in zip(params, found.to(params[0].dtype), strict=True):
                     p.add_(update, alpha=-group["lr"] * scale)

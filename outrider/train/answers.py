@@ -1,0 +1,133 @@
+"""The texts that a head learns from: prompts and the target's answers, kept as token ids in a file that grows line by
+line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outrider.decode import Sequence as Running
+from outrider.decode import nth_seed
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.train.prompts import Asked, Source
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One text. number: of its prompt in the run. source: where the prompt came from. tokens: prompt, then answer. start:
+    index of the first token of the answer. temperature: at which it was written. held_out: measures the head, and does not
+    train it."""
+
+    number: int
+    source: str
+    tokens: list[int]
+    start: int
+    temperature: float
+    held_out: bool
+
+
+class AnswerFile:
+    """Answers as JSON lines. A line that a kill left half written is dropped when the file is opened."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError for a file with other lines."""
+        self.path = path
+        self.answers: list[Answer] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        whole = 0
+        with path.open("rb") as file:
+            for count, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    self.answers.append(Answer(**json.loads(line)))
+                except (ValueError, TypeError) as error:
+                    raise ValueError(
+                        f"{path}, line {count} is no answer of a training run ({error}); move the file away, and it is "
+                        "written again"
+                    ) from None
+                whole += len(line)
+        os.truncate(path, whole)
+        self._file = path.open("ab")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers, without their prompts."""
+        return sum(len(a.tokens) - a.start for a in self.answers)
+
+    def add(self, answer: Answer) -> None:
+        self._file.write(json.dumps(asdict(answer), separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+        self.answers.append(answer)
+
+    def in_order(self) -> list[Answer]:
+        """The answers by number. They end in another order than they began."""
+        return sorted(self.answers, key=lambda a: a.number)
+
+
+def write_answers(
+    llm: LLM,
+    sources: Sequence[Source],
+    file: AnswerFile,
+    *,
+    length: int,
+    temperatures: Sequence[float],
+    seed: int,
+    slots: int,
+    enough: Callable[[AnswerFile], bool],
+) -> Iterator[int]:
+    """Let the target answer prompts, in rounds, until `enough(file)` after a round. Yields the answers of each step that
+    ended some.
+
+    The sources take turns, and so do the temperatures of each source. An answer depends on its number and the seed alone, so
+    a run that was killed goes on with what is missing. length: tokens of prompt and answer together; a prompt of more than
+    half of it is skipped. slots: texts written side by side.
+    """
+    first, round_size = 0, 4 * slots
+    while not enough(file):
+        known = {a.number for a in file.answers}
+        numbers = range(first, first + round_size)
+        first += round_size
+        if known and max(known) >= numbers.stop + round_size:  # what is missing there could not be used
+            continue
+        missing = [n for n in numbers if n not in known]
+        running: dict[int, tuple[int, str, float, bool]] = {}
+        begun: list[Running] = []
+        for number, source, asked in _asked(sources, missing):
+            if len(asked.tokens) > length // 2:
+                continue
+            temperature = temperatures[number // len(sources) % len(temperatures)]
+            if asked.answer is not None:
+                tokens = (asked.tokens + asked.answer)[:length]
+                file.add(Answer(number, source, tokens, len(asked.tokens), temperature, asked.held_out))
+                continue
+            params = SamplingParams(
+                temperature=temperature, max_tokens=length - len(asked.tokens), seed=nth_seed(seed, number)
+            )
+            [sequence] = llm.requests({"prompt_token_ids": asked.tokens}, params)
+            running[sequence.id] = number, source, temperature, asked.held_out
+            begun.append(sequence)
+        for _, moved in llm.scheduler.run(begun):
+            ended = [s for s in moved if s.finish]
+            for sequence in ended:
+                number, source, temperature, held = running[sequence.id]
+                file.add(Answer(number, source, sequence.tokens, len(sequence.prompt), temperature, held))
+            if ended:
+                yield len(ended)
+
+
+def _asked(sources: Sequence[Source], numbers: Sequence[int]) -> Iterator[tuple[int, str, Asked]]:
+    """(number, source, prompt) of the prompts that can be used. The sources take turns by number."""
+    found: dict[int, tuple[str, Asked]] = {}
+    for at, source in enumerate(sources):
+        own = [n for n in numbers if n % len(sources) == at]
+        for number, asked in zip(own, source.take([n // len(sources) for n in own]), strict=True):
+            if asked is not None:
+                found[number] = source.name, asked
+    for number in sorted(found):
+        yield number, *found[number]

@@ -1,0 +1,157 @@
+"""The folder of a training run: the head for whoever uses it, and what the run needs to go on, in `training/`.
+
+config.json, model.safetensors: the head as it was last measured. MODEL_CARD.md: what it is, for people.
+training/: settings.json (what the run was asked for), answers.jsonl, checkpoint.pt, run.json (the curve, for programs).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.core.files import written_whole
+from outrider.kernels.machine import machine
+from outrider.train.answers import AnswerFile
+from outrider.train.survival import Survival
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What a run was asked for. A run that goes on must be asked for the same.
+
+    method: "eagle3". model: as `load` takes it. prompts: names of sources. temperatures: of the answers, in turn. length:
+    tokens of a text, at most. draft_vocab_size: 0 for all tokens. batch_tokens: of one step. start: a folder with a head to begin
+    with.
+    """
+
+    method: str
+    model: str
+    prompts: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    length: int
+    draft_vocab_size: int
+    batch_tokens: int
+    seed: int
+    start: str | None = None
+
+
+@dataclass
+class Progress:
+    """How far a run is. seconds: of training, without writing answers. tokens: read in training, without filling. epoch,
+    batch: the next one. curve: one entry for each measurement."""
+
+    seconds: float = 0.0
+    writing_seconds: float = 0.0
+    tokens: int = 0
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+
+class RunFolder:
+    """The files of a run. Each is replaced whole."""
+
+    def __init__(self, path: Path, settings: TrainingSettings) -> None:
+        """Raises FileExistsError for a folder of something else, ValueError for a run with other settings."""
+        self.path, self._state = path, path / "training"
+        self.settings = settings
+        file = self._state / "settings.json"
+        if file.exists():
+            self._compare(json.loads(file.read_text()))
+        elif path.exists() and any(path.iterdir()):
+            raise FileExistsError(
+                f"{path} is not empty and is no training run; give a new folder, or that of a run to go on with"
+            )
+        else:
+            self._write(file, json.dumps(asdict(settings), indent=1) + "\n")
+        self.answers = AnswerFile(self._state / "answers.jsonl")
+
+    def load(self) -> dict[str, Any] | None:
+        """The last checkpoint, on the CPU, or None."""
+        file = self._state / "checkpoint.pt"
+        return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
+
+    def save(self, state: dict[str, Any]) -> None:
+        with written_whole(self._state / "checkpoint.pt") as partial:
+            torch.save(state, partial)
+
+    @property
+    def writing_seconds(self) -> float:
+        """Seconds that the answers took so far."""
+        file = self._state / "writing_seconds"
+        return float(file.read_text()) if file.exists() else 0.0
+
+    @writing_seconds.setter
+    def writing_seconds(self, seconds: float) -> None:
+        self._write(self._state / "writing_seconds", f"{seconds:.1f}\n")
+
+    def write_card(self, progress: Progress, model: str, parameters: int) -> None:
+        """run.json and MODEL_CARD.md."""
+        count = len(self.answers.answers)
+        run = {
+            "settings": asdict(self.settings),
+            "answers": {"texts": count, "tokens": self.answers.tokens, "seconds": round(self.writing_seconds)},
+            "training": {"tokens": progress.tokens, "steps": progress.step, "seconds": round(progress.seconds)},
+            "parameters_trained": parameters,
+            "machine": machine(),
+            "curve": progress.curve,
+        }
+        self._write(self._state / "run.json", json.dumps(run, indent=1) + "\n")
+        self._write(self.path / "MODEL_CARD.md", self._card(progress, model, parameters))
+
+    def _card(self, progress: Progress, model: str, parameters: int) -> str:
+        s = self.settings
+        lines = [
+            f"# A head for {model}",
+            "",
+            f"An {s.method} head with {parameters:,} trained parameters, for speculative decoding. Made by `outrider train`.",
+            "",
+            f"* Text: {self.answers.tokens:,} tokens in {len(self.answers.answers):,} answers that {model} wrote, at "
+            f"temperatures {', '.join(f'{t:g}' for t in s.temperatures)}. Prompts: {', '.join(Path(p).name for p in s.prompts)}.",
+            f"* Training: {progress.tokens:,} tokens in {progress.step:,} steps, {progress.seconds / 60:.0f} minutes; writing "
+            f"the answers took {self.writing_seconds / 60:.0f} minutes. Seed {s.seed}.",
+            f"* Machine: {machine()['cpu']}, {machine()['cores']} cores.",
+            "",
+            "S_j is the share of places in held-out answers where the first j drafted tokens are the target's own.",
+            "",
+            "| tokens | text | S_1 | S_2 | S_3 | S_4 | tokens a step |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for point in progress.curve:
+            groups = point["held_out"] if point is progress.curve[-1] else point["held_out"][:1]
+            for group in groups:
+                shares = " | ".join(f"{x:.3f}" for x in group["S"])
+                lines.append(f"| {point['tokens']:,} | {group['group']} | {shares} | {group['accepted_length']:.2f} |")
+        return "\n".join(lines) + "\n"
+
+    def _compare(self, stored: dict[str, Any]) -> None:
+        for name, value in json.loads(json.dumps(asdict(self.settings))).items():
+            if stored.get(name) != value:
+                raise ValueError(
+                    f"{self.path} holds a run with {name}={stored.get(name)!r}, and this one has {value!r}; give the same to go "
+                    "on with it, or another folder with -o"
+                )
+
+    @staticmethod
+    def _write(file: Path, text: str) -> None:
+        with written_whole(file) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+
+def point(progress: Progress, loss: float, measured: list[Survival]) -> dict[str, Any]:
+    """An entry of the curve."""
+    groups = [
+        {
+            "group": s.group,
+            "S": [round(x, 4) for x in s.shares],
+            "accepted_length": round(s.accepted_length, 3),
+            "places": s.places,
+        }
+        for s in measured
+    ]
+    return {"tokens": progress.tokens, "seconds": round(progress.seconds), "loss": round(loss, 4), "held_out": groups}

@@ -1,0 +1,96 @@
+"""The frozen target of a training run: one forward gives the features that the head reads and the distribution that it
+learns.
+
+Nothing of it is kept on disk. On the CPU the forward is the engine's own, in the precision in which the target will be used;
+it is faster there than torch in float32 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.models.base import FINAL_NORM, LanguageModel
+from outrider.models.load import Loaded
+from outrider.models.nodes import Nodes
+
+
+class Taught(NamedTuple):
+    """What the target says of some texts.
+
+    features: [batch, n, taps * hidden], the tapped states side by side. last: [batch, n, hidden], what its output head reads
+    at each token, for the logits of the token after it. Both float32.
+    """
+
+    features: Tensor
+    last: Tensor
+
+
+class Teacher:
+    """A loaded target, read with some taps.
+
+    hidden: width of its states. Raises ValueError for a target whose logits are not its last state times a matrix.
+    """
+
+    def __init__(self, loaded: Loaded, taps: tuple[int, ...]) -> None:
+        self.model: LanguageModel = loaded.model
+        self.hidden = int(loaded.config.get_text_config().hidden_size)
+        self.device, self.vocab_size = self.model.device, self.model.vocab_size
+        self._taps = taps
+        self.embedding = self.model.embedding_rows(torch.arange(self.vocab_size)).to(self.device)
+        self.output = self.model.head_rows(torch.arange(self.vocab_size)).to(self.device)
+        self.scale = self._scale(loaded.name)
+
+    def read(self, tokens: Tensor) -> Taught:
+        """tokens: int64 [batch, n], each a text from its start."""
+        with torch.inference_mode():
+            slots = list(range(len(tokens)))
+            cache = self.model.new_cache(len(slots), tokens.shape[1])
+            nodes = Nodes(tokens.to(self.device), cache, slots)
+            found = self.model.forward(nodes, taps=(*self._taps, FINAL_NORM), want="none").features
+        assert found is not None
+        found = found.float().clone()  # a tensor of inference mode cannot take part in a gradient
+        return Taught(found[..., : -self.hidden], found[..., -self.hidden :])
+
+    def logits(self, last: Tensor, rows: Tensor) -> Tensor:
+        """[..., n] of states [..., hidden], for rows [n, hidden] of the output head; in the precision of autocast."""
+        return (last @ rows.T) * self.scale
+
+    def _scale(self, name: str) -> float:
+        """The factor of the logits: some models have one. Found by comparing with the model's own logits."""
+        tokens = torch.arange(8, device=self.device)[None] % self.vocab_size
+        with torch.inference_mode():
+            nodes = Nodes(tokens, self.model.new_cache(1, 8), [0])
+            out = self.model.forward(nodes, taps=(FINAL_NORM,), want="all")
+        assert out.features is not None
+        theirs, ours = out.logits.float(), out.features.float() @ self.output.T
+        scale = float((theirs * ours).sum() / (ours * ours).sum())
+        error = (theirs - scale * ours).norm() / theirs.norm()
+        if not error < 0.05:
+            raise ValueError(
+                f"the logits of {name} are not its last hidden state times the rows of its output head (they differ by "
+                f"{float(error):.0%}), so there is nothing to teach a head with; a bias or a cap on the logits is the "
+                "usual reason"
+            )
+        return scale
+
+
+def multiplying_dtype(device: torch.device) -> torch.dtype:
+    """The precision to multiply in: bfloat16 where that is at least 1.5 times as fast as float32, as on a GPU, else
+    float32."""
+    seconds: dict[torch.dtype, float] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.ones(512, 512, device=device, dtype=dtype)
+        _ = a @ a
+        best = float("inf")
+        for _ in range(5):
+            started = time.perf_counter()
+            b = a @ a
+            b[0, 0].item()
+            best = min(best, time.perf_counter() - started)
+        seconds[dtype] = best
+    faster = device.type == "cuda" or seconds[torch.float32] > 1.5 * seconds[torch.bfloat16]
+    return torch.bfloat16 if faster else torch.float32

@@ -1,0 +1,274 @@
+"""A training run from prompts to a head in a folder. It can be stopped at any time, and goes on where it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.writer import write_eagle
+from outrider.llm import LLM
+from outrider.train.answers import Answer, AnswerFile, write_answers
+from outrider.train.batches import batch_of, draw_anchors, epoch, positions
+from outrider.train.beginning import continued_head, new_head
+from outrider.train.eagle import STEPS, count_tokens, loss_of, split
+from outrider.train.folder import Progress, RunFolder, TrainingSettings, point
+from outrider.train.losses import rate
+from outrider.train.muon import Muon
+from outrider.train.prompts import sources
+from outrider.train.survival import HeldOut, Survival
+from outrider.train.teacher import Teacher, multiplying_dtype
+
+WRITING = 0.4  # share of the minutes in which answers are written
+ANSWERS_PER_TOKEN = 0.25  # with a budget of tokens: each answer is read about four times
+ANCHORS = 0.5  # share of the positions that a step learns at
+SLOTS = 40  # texts that the target writes side by side
+MUON_RATE, ADAM_RATE, FALL = 0.01, 1e-3, 0.85
+SAVE_SECONDS = 60.0
+NEWS_SECONDS = 20.0
+POINTS = 20  # measurements of a run
+MEASURED_TEXTS = 40
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a run ends: after so many minutes, writing included, or after so many tokens read in training. One of the two."""
+
+    minutes: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless exactly one is given and positive."""
+        if (self.minutes is None) == (self.tokens is None):
+            raise ValueError("give the run minutes or tokens, one of the two; for example --minutes 60")
+        if (self.minutes or self.tokens or 0) <= 0:
+            raise ValueError(f"a run has a positive budget, got {self.minutes or self.tokens or 0}")
+
+    def writing(self, file: AnswerFile, seconds: float) -> float:
+        """The share of the answers that is written, 1 for all. seconds: spent on it."""
+        if self.tokens is not None:
+            return file.tokens / max(1.0, ANSWERS_PER_TOKEN * self.tokens)
+        assert self.minutes is not None
+        return seconds / (60 * WRITING * self.minutes)
+
+    def done(self, progress: Progress) -> float:
+        """The share of the training that is done."""
+        if self.tokens is not None:
+            return progress.tokens / self.tokens
+        assert self.minutes is not None
+        return progress.seconds / max(1.0, 60 * self.minutes - progress.writing_seconds)
+
+
+Say = Callable[[str], None]
+
+
+def train(settings: TrainingSettings, budget: Budget, out: Path, llm: LLM, say: Say = print) -> list[Survival]:
+    """Train a head for `llm` and write it to `out`. Returns how its drafts survive on held-out answers.
+
+    llm: the target, plain decoding, with SLOTS sequences side by side. say: gets a line of news now and then. A run with a
+    budget of tokens gives the same head bit for bit, killed or not, on the same machine. Raises what `RunFolder` and
+    `sources` raise, and ValueError if the prompts give no text to learn from or to measure with.
+    """
+    folder = RunFolder(out, settings)
+    write(folder, budget, llm, say)
+    return Training(folder, budget, llm, say).run()
+
+
+def write(folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:
+    """Write the answers that are still missing."""
+    settings, file = folder.settings, folder.answers
+    if budget.writing(file, folder.writing_seconds) >= 1:
+        return
+    found = sources(settings.prompts, llm, settings.seed)
+    clock = told = saved = time.monotonic()
+    before = file.tokens
+    start = clock
+    seconds = folder.writing_seconds
+
+    def enough(file: AnswerFile) -> bool:
+        return budget.writing(file, seconds) >= 1
+
+    for _ in write_answers(
+        llm,
+        found,
+        file,
+        length=settings.length,
+        temperatures=settings.temperatures,
+        seed=settings.seed,
+        slots=SLOTS,
+        enough=enough,
+    ):
+        now = time.monotonic()
+        seconds, clock = seconds + now - clock, now
+        if now - saved > 10:
+            folder.writing_seconds, saved = seconds, now
+        if now - told >= NEWS_SECONDS:
+            told, share = now, budget.writing(file, seconds)
+            speed = (file.tokens - before) / (now - start)
+            left = (now - start) * (1 - share) / max(share, 1e-6)
+            say(
+                f"answers: {file.tokens:,} tokens in {len(file.answers):,} texts, {speed:.0f} tokens/s, {_minutes(left)} left"
+            )
+    folder.writing_seconds = seconds
+
+
+class Training:
+    """The second half of a run: a head learns from the answers of its folder."""
+
+    def __init__(self, folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:
+        self._folder, self._budget, self._say = folder, budget, say
+        settings, loaded, state = folder.settings, llm.loaded, folder.load()
+        answers = folder.answers.in_order()
+        held = [a for a in answers if a.held_out]
+        self._answers = [a for a in answers if not a.held_out and len(positions(batch_of([a]), STEPS)[0])]
+        if not self._answers or not held:
+            raise ValueError(
+                f"{len(self._answers)} answers train the head and {len(held)} measure it; both need some. Give more prompts"
+            )
+        self._name = Path(settings.model).name if "/" in settings.model else settings.model
+        given = read_eagle(settings.start, loaded) if settings.start else None
+        if given is not None:
+            ids, config = given.token_ids, given.config
+        else:
+            ids = state["token_ids"] if state else self._vocabulary(loaded.model.vocab_size, loaded.end_ids)
+            config = HeadConfig.for_target(
+                loaded.config, draft_vocab_size=len(ids), fc_norm=True, norm_output=True, verifier=self._name
+            )
+        self._teacher = teacher = Teacher(loaded, config.taps)
+        self._dtype = torch.bfloat16 if state and state["bfloat16"] else torch.float32
+        if state is None:
+            self._dtype = multiplying_dtype(teacher.device)
+        self._own_embedding = given is not None and given.own_embedding is not None
+        if given is None:
+            sample = batch_of(self._answers[:4]).tokens
+            self.head: Eagle = new_head(loaded, teacher, config, ids, settings.seed, sample)
+        else:
+            self.head = continued_head(given, teacher)
+        matrices, rest = split(self.head)
+        self._trained = [*matrices, *rest]
+        self._optimisers: list[torch.optim.Optimizer] = [
+            Muon(matrices, lr=MUON_RATE, dtype=self._dtype),
+            torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self._rates = [o.param_groups[0]["lr"] for o in self._optimisers]
+        ids = ids.to(teacher.device)
+        self._rows = teacher.output[ids]
+        self._held = HeldOut(held[:MEASURED_TEXTS], teacher, ids, settings.seed, self._dtype)
+        self.progress = Progress()
+        if state:
+            self.head.load_state_dict(state["head"], strict=False)
+            for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
+                optimiser.load_state_dict(saved)
+            self.progress = Progress(**state["progress"])
+            say(f"goes on at step {self.progress.step}, after {self.progress.tokens:,} tokens")
+        self.progress.writing_seconds = folder.writing_seconds
+
+    def run(self) -> list[Survival]:
+        """Train until the budget is used, with measurements on the way."""
+        progress, settings = self.progress, self._folder.settings
+        lengths = [len(a.tokens) for a in self._answers]
+        clock = saved = told = time.monotonic()
+        begun, done = clock, self._budget.done(progress)
+        first, recent, measured = done, list[float](), None
+        if not progress.curve:
+            measured = self._measure(0.0)
+        while done < 1:
+            batches = epoch(lengths, settings.batch_tokens, settings.seed, progress.epoch)
+            if progress.batch >= len(batches):
+                progress.epoch, progress.batch = progress.epoch + 1, 0
+                continue
+            loss, accepted = self._step([self._answers[i] for i in batches[progress.batch]], done)
+            recent.append(loss)
+            progress.batch += 1
+            now = time.monotonic()
+            progress.seconds, clock = progress.seconds + now - clock, now
+            before, done = done, self._budget.done(progress)
+            if now - told >= NEWS_SECONDS:
+                told, left = now, (now - begun) * (1 - done) / max(done - first, 1e-9)
+                shares = " ".join(f"{a:.2f}" for a in accepted)
+                self._say(
+                    f"{progress.tokens:,} tokens, loss {loss:.3f}, training acceptance {shares}, {_minutes(left)} left"
+                )
+            if int(done * POINTS) > int(before * POINTS) or done >= 1:
+                measured = self._measure(sum(recent) / len(recent))
+                recent.clear()
+                self._save()
+                clock = saved = time.monotonic()
+            elif now - saved >= SAVE_SECONDS:
+                self._save()
+                saved = now
+        measured = measured or self._held.measure(self.head)
+        self._say(self.verdict(measured))
+        return measured
+
+    def verdict(self, measured: list[Survival]) -> str:
+        """Whether more training will help: whether S_1 rose in the last third of the run by more than its error."""
+        curve, now = self.progress.curve, measured[0]
+        earlier = [p for p in curve if p["tokens"] <= self.progress.tokens * 2 / 3]
+        rise = now.shares[0] - (earlier[-1]["held_out"][0]["S"][0] if earlier else 0.0)
+        told = f"S_1 on held-out answers is {now.shares[0]:.3f}, and rose by {rise:.3f} in the last third of the run"
+        if rise > now.error:
+            return f"{told}: more training will help. Give the same command a larger budget"
+        return f"{told}: more of the same will not help; other prompts or a larger head may"
+
+    def _vocabulary(self, vocab_size: int, ends: tuple[int, ...]) -> torch.Tensor:
+        return count_tokens(self._answers, self._folder.settings.draft_vocab_size, vocab_size, ends)
+
+    def _step(self, answers: list[Answer], done: float) -> tuple[float, list[float]]:
+        """One update. Returns the loss, and the acceptance at each step of the unroll."""
+        progress = self.progress
+        batch = batch_of(answers)
+        generator = torch.Generator().manual_seed(self._folder.settings.seed * 1_000_003 + progress.step)
+        anchors = draw_anchors(batch, STEPS, ANCHORS, generator)
+        progress.step += 1
+        progress.tokens += batch.size
+        taught = self._teacher.read(batch.tokens)
+        device = self._teacher.device
+        with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
+            loss, accepted = loss_of(
+                self.head, self._teacher, self._rows, batch, taught, anchors, weight=0.1 + 0.8 * min(done, 1.0)
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        for optimiser, base in zip(self._optimisers, self._rates, strict=True):
+            optimiser.param_groups[0]["lr"] = base * rate(done, FALL)
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        if not torch.isfinite(loss.detach()):
+            raise FloatingPointError(f"the loss became {loss.item()} at step {progress.step}")
+        return loss.item(), accepted
+
+    def _measure(self, loss: float) -> list[Survival]:
+        """Measure the held-out answers, and write head and card."""
+        measured = self._held.measure(self.head)
+        self.progress.curve.append(point(self.progress, loss, measured))
+        every = measured[0]
+        shares = " ".join(f"{x:.3f}" for x in every.shares)
+        self._say(
+            f"{self.progress.tokens:,} tokens: held-out drafts survive {shares}, {every.accepted_length:.2f} tokens a step"
+        )
+        write_eagle(self._folder.path, self.head, embedding=self._own_embedding)
+        self._folder.write_card(self.progress, self._name, sum(p.numel() for p in self._trained))
+        return measured
+
+    def _save(self) -> None:
+        frozen = {n for n, p in self.head.named_parameters() if not p.requires_grad}
+        self._folder.save(
+            {
+                "head": {n: t for n, t in self.head.state_dict().items() if n not in frozen},
+                "optimisers": [o.state_dict() for o in self._optimisers],
+                "token_ids": self.head.token_ids.cpu(),
+                "bfloat16": self._dtype == torch.bfloat16,
+                "progress": asdict(self.progress),
+            }
+        )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

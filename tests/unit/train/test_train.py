@@ -1,0 +1,185 @@
+"""A whole run on a tiny target whose structure is known: learnt, resumable bit for bit, and clear about bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.drafters.heads.reader import read_eagle
+from outrider.llm import LLM
+from outrider.train import trainer
+from outrider.train.answers import AnswerFile
+from outrider.train.folder import TrainingSettings
+from outrider.train.trainer import Budget, train
+
+VOCAB, WIDTH = 64, 64
+SETTINGS = TrainingSettings("eagle3", "tiny", ("self",), (0.8, 0.0), 64, 0, 512, 0)
+
+
+def chain_model() -> LlamaForCausalLM:
+    """Each token has three successors, of different weight, and the layers add nothing: a Markov chain."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        table = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q
+        model.model.embed_tokens.weight.copy_(table)
+        model.lm_head.weight.zero_()
+        for weight in (8.0, 7.0, 6.0):
+            following = torch.randperm(VOCAB - 1) + 1  # nothing leads to token 0, which ends a text
+            model.lm_head.weight[following[torch.arange(VOCAB) % (VOCAB - 1)]] += weight / WIDTH**0.5 * table
+    return model
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(chain_model(), max_num_seqs=trainer.SLOTS)
+
+
+def stopped_after(lines: int, with_word: str) -> Callable[[str], None]:
+    """A reader of news that pulls the plug at the last of so many lines with a word."""
+    left = [lines]
+
+    def say(line: str) -> None:
+        left[0] -= with_word in line
+        if left[0] <= 0:
+            raise KeyboardInterrupt
+
+    return say
+
+
+def test_a_known_structure_is_learnt_and_the_head_is_read_again(llm: LLM, tmp_path: Path) -> None:
+    said: list[str] = []
+    measured = train(SETTINGS, Budget(tokens=200_000), tmp_path / "head", llm, said.append)
+    groups = {s.group: s for s in measured}
+    assert set(groups) == {"all", "self", "temperature 0.8", "temperature 0"}
+    assert groups["temperature 0"].shares[0] > 0.95
+    assert groups["temperature 0.8"].shares[0] > 0.95
+    assert groups["all"].shares[3] > 0.8
+    assert groups["all"].accepted_length == 1 + sum(groups["all"].shares)
+    run = json.loads((tmp_path / "head" / "training" / "run.json").read_text())
+    assert run["training"]["tokens"] >= 200_000
+    assert run["curve"][0]["held_out"][0]["S"][0] < 0.5
+    assert len(run["curve"]) == trainer.POINTS + 1
+    assert "S_1" in (tmp_path / "head" / "MODEL_CARD.md").read_text()
+    assert "help" in said[-1]
+    weights = read_eagle(tmp_path / "head", llm.loaded)
+    assert len(weights.token_ids) == VOCAB
+    again = train(
+        TrainingSettings(**(vars(SETTINGS) | {"start": str(tmp_path / "head")})),
+        Budget(tokens=6_000),
+        tmp_path / "more",
+        llm,
+    )
+    assert again[0].shares[0] > 0.9  # a new head has a tenth of it after as many tokens
+
+
+def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "POINTS", 4)
+    monkeypatch.setattr(trainer, "NEWS_SECONDS", 0.0)
+    budget = Budget(tokens=16_000)
+    train(SETTINGS, budget, tmp_path / "whole", llm, lambda _: None)
+    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
+    for lines, word in ((2, "answers:"), (5, "answers:"), (1, "survive"), (5, "loss"), (9, "loss"), (3, "survive")):
+        with pytest.raises(KeyboardInterrupt):
+            train(SETTINGS, budget, tmp_path / "killed", llm, stopped_after(lines, word))
+        part = tmp_path / "killed" / "training" / "answers.jsonl"
+        part.write_bytes(part.read_bytes() + b'{"number": 7, "sou')  # as a kill leaves it
+    train(SETTINGS, budget, tmp_path / "killed", llm, lambda _: None)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes(), name
+    curves = [json.loads((tmp_path / n / "training" / "run.json").read_text())["curve"] for n in ("whole", "killed")]
+    for curve in curves:
+        for entry in curve:
+            del entry["seconds"], entry["loss"]
+    assert curves[0] == curves[1]
+    texts = [AnswerFile(tmp_path / n / "training" / "answers.jsonl").in_order() for n in ("whole", "killed")]
+    assert texts[0] == texts[1]
+
+
+def test_prompts_of_words_need_a_tokenizer(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tokenizer"):
+        train(vary(prompts=("code",)), Budget(tokens=2_000), tmp_path / "head", llm)
+
+
+def vary(**changes: object) -> TrainingSettings:
+    return TrainingSettings(**(vars(SETTINGS) | changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_bad_input_is_explained(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one of the two"):
+        Budget()
+    with pytest.raises(ValueError, match="one of the two"):
+        Budget(minutes=1, tokens=1)
+    with pytest.raises(ValueError, match="positive"):
+        Budget(tokens=0)
+    with pytest.raises(FileNotFoundError, match=r"there is no file nowhere\.jsonl"):
+        train(vary(prompts=("nowhere.jsonl",)), Budget(tokens=1000), tmp_path / "a", llm)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("hello")
+    with pytest.raises(FileExistsError, match="no training run"):
+        train(SETTINGS, Budget(tokens=1000), tmp_path / "other", llm)
+    with pytest.raises(ValueError, match=r"prompts=\['nowhere\.jsonl'\], and this one has \['self'\]"):
+        train(SETTINGS, Budget(tokens=1000), tmp_path / "a", llm)
+    (tmp_path / "b" / "training").mkdir(parents=True)
+    (tmp_path / "b" / "training" / "settings.json").write_text(
+        (tmp_path / "a" / "training" / "settings.json").read_text()
+    )
+    (tmp_path / "b" / "training" / "answers.jsonl").write_text('{"words": 3}\n')
+    with pytest.raises(ValueError, match=r"answers\.jsonl, line 1 is no answer"):
+        train(vary(prompts=("nowhere.jsonl",)), Budget(tokens=1000), tmp_path / "b", llm)
+
+
+def test_a_target_that_is_no_product_of_state_and_rows_is_refused(tmp_path: Path) -> None:
+    model = chain_model()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB) * 20)
+    biased = LLM(model, max_num_seqs=trainer.SLOTS)
+    with pytest.raises(ValueError, match="bias"):
+        train(SETTINGS, Budget(tokens=1000), tmp_path / "head", biased, lambda _: None)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    given = [
+        "train",
+        "eagle3",
+        "-m",
+        "builtin:code",
+        "--tokens",
+        "3000",
+        "--draft-vocab-size",
+        "1024",
+        "--length",
+        "64",
+    ]
+    run = CliRunner().invoke(app, [*given, "-o", str(out)])
+    assert run.exit_code == 0, run.output
+    assert "held-out drafts survive" in run.output
+    assert f"the head is in {out}" in run.output
+    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 1024
+    wrong = CliRunner().invoke(app, ["train", "medusa3", "-m", "builtin:code", "--tokens", "3000", "-o", str(out)])
+    assert wrong.exit_code == 2
+    assert "outrider train eagle3" in wrong.output
