@@ -299,12 +299,14 @@ def _eagle(setup: DrafterSetup) -> Drafter:
     from outrider.drafters.heads.eagle import EagleDrafter
     from outrider.drafters.heads.eagle_model import EagleModel
     from outrider.drafters.heads.reader import read_eagle
+    from outrider.drafters.heads.selftest import examine
+    from outrider.drafters.model.self_speculation import SAMPLE
 
     config, target = setup.config, setup.target
-    head = read_eagle(config.model, target)
-    return EagleDrafter(
-        EagleModel(head, target.model, setup.max_length, config.quantization), setup.rows, setup.max_length
-    )
+    model = EagleModel(read_eagle(config.model, target), target.model, setup.max_length, config.quantization)
+    if target.tokenizer is not None:
+        examine(model, target, target.tokenizer(SAMPLE)["input_ids"], config.model)
+    return EagleDrafter(model, setup.rows, setup.max_length)
 
 
 def _medusa(setup: DrafterSetup) -> Drafter:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 
 from outrider.control.expectation import Shape
-from outrider.core.types import Budget, Commit, Siblings
+from outrider.core.tree import chain
+from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.model.tree_drafter import TreeDrafter
@@ -109,6 +111,47 @@ class EagleDrafter(TreeDrafter):
         for i, rows in zip(some, features, strict=True):
             self._waiting[slots[i]] = rows[-1:].clone()
         return torch.stack([rows[-1] for rows in g])
+
+    def _drafted(self, context: DraftContext, some: list[int]) -> Draft:
+        if not some or not all(self._is_chain(context, b) for b in some):
+            return super()._drafted(context, some)
+        proposals: list[list[int]] = [[] for _ in context.slots]
+        for b, drawn in zip(some, self._chains(context, some), strict=True):
+            proposals[b] = drawn
+        return Draft(*chain([[t[-1], *p] for t, p in zip(context.tokens, proposals, strict=True)]))
+
+    def _is_chain(self, context: DraftContext, b: int) -> bool:
+        simple = context.budgets[b].width == 1 and not context.needs_probs and self.noise_aware
+        return simple and self.shape is None and self.least == -inf
+
+    def _chains(self, context: DraftContext, some: list[int]) -> list[list[int]]:
+        """The chains that a tree of width 1 would be, with less around each forward."""
+        drawn: list[list[int]] = [[] for _ in some]
+        wanted = [min(context.budgets[b].depth, context.budgets[b].max_nodes) for b in some]
+        logits, live = self._ingest(context, some), list(range(len(some)))
+        fed = [self._fed_back[context.slots[b]] for b in some]
+        for level in range(max(wanted)):
+            entries = [some[i] for i in live]
+            warp, noise = context.warp.select(entries), context.noise.select(entries)
+            paths, position = [drawn[i] for i in live], context.positions[entries] + level
+            tokens = warp.draw(logits, paths, noise, context.stream, position, self.subset).tolist()
+            going: list[int] = []
+            for i, token in zip(live, tokens, strict=True):
+                if token >= 0:
+                    drawn[i].append(token)
+                    if len(drawn[i]) < wanted[i]:
+                        going.append(i)
+            if not going:
+                break
+            live = going
+            feed = torch.tensor([drawn[i][-1:] for i in live])
+            parents = torch.arange(-1, level + 1).repeat(len(live), 1)
+            nodes = Nodes(feed, self.cache, [context.slots[some[i]] for i in live], parents)
+            y = self.model.forward(nodes, torch.stack([fed[i] for i in live]))
+            for i, new in zip(live, self.model.feedback(y), strict=True):
+                fed[i] = new
+            logits = self.model.logits(y[:, 0])
+        return drawn
 
     def _room(self, slot: int, tokens: list[int]) -> int:
         waiting = self._waiting.get(slot)

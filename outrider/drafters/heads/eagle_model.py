@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
+from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.layers import Linears, Norm, Rotary, precision_of
 from outrider.drafters.heads.reader import EagleWeights
 from outrider.kernels.attention import Scoring
@@ -62,6 +64,13 @@ class EagleModel:
         self._middle_norm, self._norm = norm(f"{_PREFIX}post_attention_layernorm"), norm("norm")
         self._rotary = Rotary(*config.rotary(), self.max_length + SCRATCH, self.device)
         self._scoring = Scoring(config.head_dim**-0.5)
+
+    def read_as(self, config: HeadConfig) -> EagleModel:
+        """The same weights with other settings: flags, taps and the rotary embedding."""
+        out = copy.copy(self)
+        out.config, out.taps = config, config.taps
+        out._rotary = Rotary(*config.rotary(), self.max_length + SCRATCH, self.device)
+        return out
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, min(max_length, self.max_length))
