@@ -26,7 +26,7 @@ CLEAR = 0.2  # by how much a misreading must be better, far more than chance ove
 
 
 @dataclass(frozen=True)
-class Survival:
+class DraftHits:
     """What a head gets right along a text. hits: share of positions at which the draft tokens up to that depth are all right."""
 
     hits: tuple[float, ...]
@@ -41,8 +41,8 @@ class Survival:
 class HeadReport:
     """found: as the head was read. better: the misreading that mends it, in words, and what it gives; None if none does."""
 
-    found: Survival
-    better: tuple[str, Survival] | None = None
+    found: DraftHits
+    better: tuple[str, DraftHits] | None = None
 
     def __str__(self) -> str:
         said = f"{self.found.accepted:.2f} of {DEPTH} draft tokens are right along a known text"
@@ -68,7 +68,7 @@ def examine(model: EagleModel, target: Loaded, text: Sequence[int], path: object
     columns = out.features[0].unflatten(-1, (len(taps), -1))
     right = out.logits[0].argmax(-1).tolist()
 
-    def tried(reading: EagleModel) -> Survival:
+    def tried(reading: EagleModel) -> DraftHits:
         own = [taps.index(t) for t in reading.taps]
         return survival(reading, ids, columns[:, own].flatten(1), right)
 
@@ -83,7 +83,7 @@ def examine(model: EagleModel, target: Loaded, text: Sequence[int], path: object
     return report
 
 
-def survival(model: EagleModel, text: Sequence[int], features: Tensor, right: Sequence[int]) -> Survival:
+def survival(model: EagleModel, text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
     """Drafts after each position of a text, fed with the text's own tokens. All positions are branches of one tree.
 
     features: float [position, feature] of the text. right: the target's most likely token after each position.
@@ -105,7 +105,7 @@ def survival(model: EagleModel, text: Sequence[int], features: Tensor, right: Se
         guess = guess if model.subset is None else model.subset.ids[guess]
         alive &= guess.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
         hits.append(float(alive.float().mean()))
-    return Survival(tuple(hits))
+    return DraftHits(tuple(hits))
 
 
 def _readings(model: EagleModel, num_layers: int) -> Iterator[tuple[str, EagleModel]]:
