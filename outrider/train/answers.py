@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -78,47 +78,65 @@ def write_answers(
     length: int,
     temperatures: Sequence[float],
     seed: int,
-    slots: int,
-    enough: Callable[[AnswerFile], bool],
-) -> Iterator[int]:
-    """Let the target answer prompts, in rounds, until `enough(file)` after a round. Yields the answers of each step that
-    ended some.
+    round_size: int,
+    tokens: int | None = None,
+) -> Generator[int, None, None]:
+    """Let the target answer prompts. Yields the number of answers that each step ended, so the caller can stop at any time.
 
-    The sources take turns, and so do the temperatures of each source. An answer depends on its number and the seed alone, so
-    a run that was killed goes on with what is missing. length: tokens of prompt and answer together; a prompt of more than
-    half of it is skipped. slots: texts written side by side.
+    The sources take turns, and so do the temperatures of each source. An answer depends on its number and the seed alone,
+    so a run that was killed goes on with what is missing. Prompts come in rounds of round_size. It ends after the round that
+    makes `tokens` tokens of answers, and without `tokens` never. length: tokens of prompt and answer together; a prompt of
+    more than half of it is skipped.
     """
-    first, round_size = 0, 4 * slots
-    while not enough(file):
+    first, empty = 0, 0
+    while True:
+        whole = [a for a in file.answers if a.number < first]
+        if tokens is not None and sum(len(a.tokens) - a.start for a in whole) >= tokens:
+            return
+        empty = 0 if not first or any(a.number >= first - round_size for a in whole) else empty + 1
+        if empty > 2:
+            raise ValueError(
+                f"{3 * round_size} prompts in a row gave no answer: they are empty, or longer than {length // 2} tokens; "
+                f"raise the length from {length}, or give other prompts"
+            )
         known = {a.number for a in file.answers}
         numbers = range(first, first + round_size)
-        first += round_size
+        first = numbers.stop
         if known and max(known) >= numbers.stop + round_size:  # what is missing there could not be used
             continue
-        missing = [n for n in numbers if n not in known]
-        running: dict[int, tuple[int, str, float, bool]] = {}
-        begun: list[Running] = []
-        for number, source, asked in _asked(sources, missing):
-            if len(asked.tokens) > length // 2:
-                continue
-            temperature = temperatures[number // len(sources) % len(temperatures)]
-            if asked.answer is not None:
-                tokens = (asked.tokens + asked.answer)[:length]
-                file.add(Answer(number, source, tokens, len(asked.tokens), temperature, asked.held_out))
-                continue
-            params = SamplingParams(
-                temperature=temperature, max_tokens=length - len(asked.tokens), seed=nth_seed(seed, number)
-            )
-            [sequence] = llm.requests({"prompt_token_ids": asked.tokens}, params)
-            running[sequence.id] = number, source, temperature, asked.held_out
-            begun.append(sequence)
-        for _, moved in llm.scheduler.run(begun):
-            ended = [s for s in moved if s.finish]
-            for sequence in ended:
-                number, source, temperature, held = running[sequence.id]
-                file.add(Answer(number, source, sequence.tokens, len(sequence.prompt), temperature, held))
-            if ended:
-                yield len(ended)
+        yield from _round(llm, sources, file, [n for n in numbers if n not in known], length, temperatures, seed)
+
+
+def _round(
+    llm: LLM,
+    sources: Sequence[Source],
+    file: AnswerFile,
+    numbers: Sequence[int],
+    length: int,
+    temperatures: Sequence[float],
+    seed: int,
+) -> Iterator[int]:
+    running: dict[int, tuple[int, str, float, bool]] = {}
+    begun: list[Running] = []
+    for number, source, asked in _asked(sources, numbers):
+        if len(asked.tokens) > length // 2:
+            continue
+        temperature = temperatures[number // len(sources) % len(temperatures)]
+        if asked.answer is not None:
+            tokens = (asked.tokens + asked.answer)[:length]
+            file.add(Answer(number, source, tokens, len(asked.tokens), temperature, asked.held_out))
+            continue
+        room = length - len(asked.tokens)
+        params = SamplingParams(temperature=temperature, max_tokens=room, seed=nth_seed(seed, number))
+        [sequence] = llm.requests({"prompt_token_ids": asked.tokens}, params)
+        running[sequence.id] = number, source, temperature, asked.held_out
+        begun.append(sequence)
+    for _, moved in llm.scheduler.run(begun):
+        ended = [s for s in moved if s.finish]
+        for sequence in ended:
+            number, source, temperature, held = running[sequence.id]
+            file.add(Answer(number, source, sequence.tokens, len(sequence.prompt), temperature, held))
+        yield len(ended)
 
 
 def _asked(sources: Sequence[Source], numbers: Sequence[int]) -> Iterator[tuple[int, str, Asked]]:

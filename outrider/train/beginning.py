@@ -31,7 +31,7 @@ def new_head(
     sample: int64 [batch, n], texts of the target.
     """
     torch.manual_seed(seed)
-    head = Eagle(config, token_ids).initialise_(teacher.embedding.cpu(), teacher.output.cpu())
+    head = Eagle(config, token_ids).initialise_(teacher.embedding().cpu(), teacher.output().cpu())
     head.lm_head.requires_grad_(False)
     high = teacher.read(sample).features[..., -config.target_hidden_size :]
     copy_last_layer_(head, modules(loaded), float(high.pow(2).mean(-1).sqrt().median()))
@@ -45,7 +45,7 @@ def continued_head(given: EagleWeights, teacher: Teacher) -> Eagle:
     """
     if given.config.eagle1:
         raise ValueError("heads of EAGLE-1 are not trained here; leave out --from, and an EAGLE-3 head is trained")
-    head = given.module(teacher.embedding.cpu())
+    head = given.module(teacher.embedding().cpu())
     head.lm_head.requires_grad_(False)
     return head.to(teacher.device)
 

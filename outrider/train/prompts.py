@@ -18,7 +18,7 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 
 SELF = "self"
-_INVENTED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=192)
+_INVENTED = SamplingParams(temperature=0.8, top_p=0.95)
 _MARK = "\x1a"  # stands for the user's words in a chat template
 
 
@@ -50,15 +50,15 @@ def held_out(number: int) -> bool:
     return number % 25 == 0
 
 
-def sources(names: Sequence[str], llm: LLM, seed: int) -> list[Source]:
-    """The sources by name: `self`, a file or a set of `outrider.bench.prompts`.
+def sources(names: Sequence[str], llm: LLM, seed: int, longest: int) -> list[Source]:
+    """The sources by name: `self`, a file or a set of `outrider.bench.prompts`. longest: tokens that the model invents.
 
     Raises FileNotFoundError or ValueError for a name that is none, and for a file without a usable line.
     """
     found: list[Source] = []
     for name in names:
         if name == SELF and not Path(SELF).exists():
-            found.append(InventedPrompts(llm, seed))
+            found.append(InventedPrompts(llm, seed, longest))
         elif name in SETS or Path(name).is_file():
             found.append(FilePrompts(name, llm))
         else:
@@ -102,13 +102,13 @@ class FilePrompts:
 
 
 class InventedPrompts:
-    """Prompts that the target writes itself."""
+    """Prompts that the target writes itself. One that is too long is cut, and is still a prompt."""
 
     name = SELF
 
-    def __init__(self, llm: LLM, seed: int) -> None:
+    def __init__(self, llm: LLM, seed: int, longest: int) -> None:
         """Raises ValueError for a model that has neither a chat template nor a first token."""
-        self._llm, self._seed = llm, seed
+        self._llm, self._seed, self._longest = llm, seed, longest
         tokenizer = llm.tokenizer
         self._opening = self._begin = None
         if tokenizer is not None and getattr(tokenizer, "chat_template", None):
@@ -128,13 +128,13 @@ class InventedPrompts:
         if self._begin is not None:
             return [Asked(self._begin, None, held_out(n)) for n in numbers]
         assert self._opening is not None
-        params = [_INVENTED.with_(seed=nth_seed(self._seed, n)) for n in numbers]
+        params = [_INVENTED.with_(seed=nth_seed(self._seed, n), max_tokens=self._longest) for n in numbers]
         written = self._llm.generate([{"prompt_token_ids": self._opening}] * len(params), params)
         return [self._asked(n, out.outputs[0]) for n, out in zip(numbers, written, strict=True)]
 
     def _asked(self, number: int, written: Any) -> Asked | None:
         text = written.text.strip()
-        if written.finish_reason != "stop" or not text:
+        if not text:
             return None
         return Asked(self._llm.encode([{"role": "user", "content": text}]), None, held_out(number))
 

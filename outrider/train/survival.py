@@ -67,7 +67,9 @@ class HeldOut:
         self, answers: Sequence[Answer], teacher: Teacher, token_ids: Tensor, seed: int, dtype: torch.dtype
     ) -> None:
         self._teacher, self._ids, self._seed, self._dtype = teacher, token_ids, seed, dtype
-        self._texts = [self._text(a) for a in answers if len(positions(batch_of([a]), DEPTH)[0])]
+        every = teacher.output()
+        self._rows = every[token_ids]
+        self._texts = [self._text(a, every) for a in answers if len(positions(batch_of([a]), DEPTH)[0])]
         if not self._texts:
             raise ValueError(
                 f"no held-out answer has {DEPTH + 2} tokens or more, so acceptance cannot be measured; give more prompts"
@@ -83,12 +85,12 @@ class HeldOut:
                 counts[group] = counts.get(group, torch.zeros_like(found)) + found
         return [Survival(group, tuple(c[:-1].tolist()), int(c[-1])) for group, c in counts.items()]
 
-    def _text(self, answer: Answer) -> _Text:
+    def _text(self, answer: Answer, every: Tensor) -> _Text:
         batch = batch_of([answer])
         taught = self._teacher.read(batch.tokens)
         total = torch.zeros(0)
         if answer.temperature:
-            logits = self._teacher.logits(taught.last[0, :-1], self._teacher.output)
+            logits = self._teacher.logits(taught.last[0, :-1], every)
             total = (logits.float() / answer.temperature).logsumexp(-1)
         return _Text(answer, batch, Taught(taught.features.to(torch.bfloat16), taught.last), total)
 
@@ -115,7 +117,7 @@ class HeldOut:
         """float32 [n, draft_vocab]: Gumbel noise of each position's tokens, given that it drew the text."""
         last, tokens = text.taught.last[0, :-1], text.batch.tokens[0, 1:].to(text.taught.last.device)
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + text.answer.number)
-        logits = self._teacher.logits(last, self._teacher.output[self._ids]).float() / text.answer.temperature
+        logits = self._teacher.logits(last, self._rows).float() / text.answer.temperature
         noise = noise_given(logits - text.total[:, None], tokens, self._ids, generator)
         return torch.cat([noise[:1], noise])  # row 0 is of no draft
 

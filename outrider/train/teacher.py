@@ -40,9 +40,16 @@ class Teacher:
         self.hidden = int(loaded.config.get_text_config().hidden_size)
         self.device, self.vocab_size = self.model.device, self.model.vocab_size
         self._taps = taps
-        self.embedding = self.model.embedding_rows(torch.arange(self.vocab_size)).to(self.device)
-        self.output = self.model.head_rows(torch.arange(self.vocab_size)).to(self.device)
         self.scale = self._scale(loaded.name)
+
+    def embedding(self) -> Tensor:
+        """float32 [vocab, hidden]. It is as large as it looks, so it is not kept."""
+        return self.model.embedding_rows(torch.arange(self.vocab_size)).to(self.device)
+
+    def output(self, ids: Tensor | None = None) -> Tensor:
+        """float32 [n, hidden]: rows of the output head, all without ids."""
+        ids = torch.arange(self.vocab_size) if ids is None else ids
+        return self.model.head_rows(ids.cpu()).to(self.device)
 
     def read(self, tokens: Tensor) -> Taught:
         """tokens: int64 [batch, n], each a text from its start."""
@@ -66,7 +73,7 @@ class Teacher:
             nodes = Nodes(tokens, self.model.new_cache(1, 8), [0])
             out = self.model.forward(nodes, taps=(FINAL_NORM,), want="all")
         assert out.features is not None
-        theirs, ours = out.logits.float(), out.features.float() @ self.output.T
+        theirs, ours = out.logits.float(), out.features.float() @ self.output().T
         scale = float((theirs * ours).sum() / (ours * ours).sum())
         error = (theirs - scale * ours).norm() / theirs.norm()
         if not error < 0.05:

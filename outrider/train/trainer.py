@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.heads.writer import write_eagle
 from outrider.llm import LLM
-from outrider.train.answers import Answer, AnswerFile, write_answers
+from outrider.train.answers import Answer, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
 from outrider.train.beginning import continued_head, new_head
 from outrider.train.eagle import STEPS, count_tokens, loss_of, split
@@ -50,10 +51,15 @@ class Budget:
         if (self.minutes or self.tokens or 0) <= 0:
             raise ValueError(f"a run has a positive budget, got {self.minutes or self.tokens or 0}")
 
-    def writing(self, file: AnswerFile, seconds: float) -> float:
+    @property
+    def answer_tokens(self) -> int | None:
+        """Tokens of answers to write; None for as many as there is time for."""
+        return None if self.tokens is None else math.ceil(ANSWERS_PER_TOKEN * self.tokens)
+
+    def written(self, tokens: int, seconds: float) -> float:
         """The share of the answers that is written, 1 for all. seconds: spent on it."""
-        if self.tokens is not None:
-            return file.tokens / max(1.0, ANSWERS_PER_TOKEN * self.tokens)
+        if self.answer_tokens is not None:
+            return tokens / self.answer_tokens
         assert self.minutes is not None
         return seconds / (60 * WRITING * self.minutes)
 
@@ -82,39 +88,39 @@ def train(settings: TrainingSettings, budget: Budget, out: Path, llm: LLM, say: 
 
 def write(folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:
     """Write the answers that are still missing."""
-    settings, file = folder.settings, folder.answers
-    if budget.writing(file, folder.writing_seconds) >= 1:
-        return
-    found = sources(settings.prompts, llm, settings.seed)
-    clock = told = saved = time.monotonic()
-    before = file.tokens
-    start = clock
+    settings, file, wanted = folder.settings, folder.answers, budget.answer_tokens
     seconds = folder.writing_seconds
-
-    def enough(file: AnswerFile) -> bool:
-        return budget.writing(file, seconds) >= 1
-
-    for _ in write_answers(
+    if wanted is None and budget.written(file.tokens, seconds) >= 1:
+        return
+    found = sources(settings.prompts, llm, settings.seed, settings.length // 4)
+    most = math.inf if wanted is None else math.ceil(wanted / settings.length)
+    making = write_answers(
         llm,
         found,
         file,
         length=settings.length,
         temperatures=settings.temperatures,
         seed=settings.seed,
-        slots=SLOTS,
-        enough=enough,
-    ):
+        round_size=int(min(2 * SLOTS, max(8, most))),
+        tokens=wanted,
+    )
+    begun = clock = told = saved = time.monotonic()
+    before = file.tokens
+    for _ in making:
         now = time.monotonic()
         seconds, clock = seconds + now - clock, now
+        share = budget.written(file.tokens, seconds)
         if now - saved > 10:
             folder.writing_seconds, saved = seconds, now
         if now - told >= NEWS_SECONDS:
-            told, share = now, budget.writing(file, seconds)
-            speed = (file.tokens - before) / (now - start)
-            left = (now - start) * (1 - share) / max(share, 1e-6)
+            told, speed = now, (file.tokens - before) / (now - begun)
+            left = (now - begun) * max(0.0, 1 - share) / max(share, 1e-6)
             say(
                 f"answers: {file.tokens:,} tokens in {len(file.answers):,} texts, {speed:.0f} tokens/s, {_minutes(left)} left"
             )
+        if wanted is None and share >= 1:
+            break
+    making.close()
     folder.writing_seconds = seconds
 
 
@@ -158,7 +164,7 @@ class Training:
         ]
         self._rates = [o.param_groups[0]["lr"] for o in self._optimisers]
         ids = ids.to(teacher.device)
-        self._rows = teacher.output[ids]
+        self._rows = teacher.output(ids)
         self._held = HeldOut(held[:MEASURED_TEXTS], teacher, ids, settings.seed, self._dtype)
         self.progress = Progress()
         if state:

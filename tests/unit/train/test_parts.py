@@ -93,14 +93,14 @@ def test_the_teacher_of_a_draft_vocabulary_is_a_distribution_and_answers_alone_a
     ids = torch.tensor([1, 5, 9, 200, 300, 1000, 8000])
     batch = batch_of([answer(20, 30), answer(5, 9)])
     taught = teacher.read(batch.tokens)
-    law = teacher.logits(taught.last, teacher.output[ids]).softmax(-1)
+    law = teacher.logits(taught.last, teacher.output(ids)).softmax(-1)
     assert torch.allclose(law.sum(-1), torch.ones(2, 50), atol=1e-5)
-    head = Eagle(config, ids).initialise_(teacher.embedding, teacher.output)
+    head = Eagle(config, ids).initialise_(teacher.embedding(), teacher.output())
     anchors = draw_anchors(batch, 4, 1.0, torch.Generator().manual_seed(0))
     assert [positions(batch, 4)[i] for i in (0, 1)] == [range(18, 45), range(3, 9)]
     assert anchors.at[0, anchors.valid[0]].tolist() == list(range(18, 45))
     assert anchors.at[1, anchors.valid[1]].tolist() == list(range(3, 9))
-    rows = teacher.output[ids]
+    rows = teacher.output(ids)
     loss, accepted = loss_of(head, teacher, rows, batch, taught, anchors, 0.5)
     assert len(accepted) == 4
     assert all(0 < a < 1 for a in accepted)
@@ -204,7 +204,7 @@ def test_prompts_come_from_files_conversations_and_the_model(tmp_path: Path, mon
         {"messages": [turn, {"role": "assistant", "content": "y = x + 1  # one more"}]},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    [talks] = sources([str(path)], llm, 0)
+    [talks] = sources([str(path)], llm, 0, 48)
     plain, asked, given = talks.take([0, 1, 2])
     assert plain is not None
     assert asked is not None
@@ -214,22 +214,34 @@ def test_prompts_come_from_files_conversations_and_the_model(tmp_path: Path, mon
     assert given.answer is not None
     assert llm.tokenizer.decode(given.answer) == "y = x + 1  # one more\n"  # pyright: ignore[reportOptionalMemberAccess]
     assert talks.take([3]) == [plain]
-    monkeypatch.setattr(prompts, "_INVENTED", SamplingParams(temperature=0.8, max_tokens=48, stop="\n"))
-    invented = sources(["self"], llm, 0)[0].take(range(12))
+    monkeypatch.setattr(prompts, "_INVENTED", SamplingParams(temperature=0.8, stop="\n"))
+    invented = sources(["self"], llm, 0, 48)[0].take(range(12))
     assert sum(asked is not None for asked in invented) > 5
     assert len({tuple(asked.tokens) for asked in invented if asked}) > 3
     assert [asked.held_out for asked in invented if asked][1:] == [False] * (sum(map(bool, invented)) - 1)
-    assert sources(["self"], llm, 0)[0].take(range(12)) == invented
-    assert sources(["self"], llm, 1)[0].take(range(12)) != invented
+    assert sources(["self"], llm, 0, 48)[0].take(range(12)) == invented
+    assert sources(["self"], llm, 1, 48)[0].take(range(12)) != invented
     file = AnswerFile(tmp_path / "answers.jsonl")
-    made = write_answers(
-        llm, [talks], file, length=64, temperatures=(0.8, 0.0), seed=0, slots=2, enough=lambda f: len(f.answers) >= 8
-    )
-    assert sum(made) == 6
+    options = {"length": 64, "temperatures": (0.8, 0.0), "seed": 0, "round_size": 8}
+    assert sum(write_answers(llm, [talks], file, **options, tokens=1)) == 6
     found = file.in_order()
     assert [a.number for a in found] == list(range(8))
     assert [a.temperature for a in found] == [0.8, 0.0] * 4
     assert found[2].tokens == found[5].tokens == given.tokens + given.answer
+    again = AnswerFile(tmp_path / "stopped.jsonl")
+    making = write_answers(llm, [talks], again, **options)
+    while len(again.answers) < 5:
+        next(making)
+    making.close()
+    assert sum(write_answers(llm, [talks], again, **options, tokens=1)) > 0
+    assert again.in_order() == found
+    path.write_text(json.dumps({"prompt": "x = 1\n" * 50}))
+    with pytest.raises(ValueError, match="24 prompts in a row gave no answer"):
+        list(
+            write_answers(
+                llm, sources([str(path)], llm, 0, 48), AnswerFile(tmp_path / "none.jsonl"), **options, tokens=1
+            )
+        )
     path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "y"}]}))
     with pytest.raises(ValueError, match="without a question"):
-        sources([str(path)], llm, 0)[0].take([0])
+        sources([str(path)], llm, 0, 48)[0].take([0])

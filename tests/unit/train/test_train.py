@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,21 @@ def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
     assert curves[0] == curves[1]
     texts = [AnswerFile(tmp_path / n / "training" / "answers.jsonl").in_order() for n in ("whole", "killed")]
     assert texts[0] == texts[1]
+
+
+def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(
+        trainer.time, "monotonic", lambda: next(ticks) / 10
+    )  # each look at the clock takes a tenth of a second
+    runs = []
+    for minutes in (1.0, 2.0):
+        train(SETTINGS, Budget(minutes=minutes), tmp_path / "head", llm, lambda _: None)
+        runs.append(json.loads((tmp_path / "head" / "training" / "run.json").read_text()))
+        used = runs[-1]["answers"]["seconds"], runs[-1]["training"]["seconds"]
+        assert used == pytest.approx((24 * minutes, 36 * minutes), abs=1.5)
+    assert runs[1]["answers"]["tokens"] > runs[0]["answers"]["tokens"] > 0
+    assert runs[1]["training"]["tokens"] > runs[0]["training"]["tokens"] > 0
 
 
 def test_prompts_of_words_need_a_tokenizer(llm: LLM, tmp_path: Path) -> None:
