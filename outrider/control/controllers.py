@@ -6,13 +6,16 @@ They change the speed, never the distribution of the text, and with the verifier
 
     phase            budget   left for
     MEASURE_PLAIN    none     any phase, as soon as the seconds of a plain step are known for this batch size
-    FIRST_LOOK       shallow  DRAFTING if it pays; SKIPPING after 10 steps, or when the loss budget is spent
-    PROBING          shallow  the same, after 4 steps
+    FIRST_LOOK       small    DRAFTING if it pays; SKIPPING after 10 steps, or when the loss budget is spent; 3 sequences get one
+    PROBING          small    the same, after 4 steps
     DRAFTING         best     REMEASURE_PLAIN when that is due; RECHECK_PLAIN or SKIPPING when drafting stops to pay
-    NEARLY_FREE      shallow  as DRAFTING
+    NEARLY_FREE      small    as DRAFTING
     REMEASURE_PLAIN  none     DRAFTING, or what the new measurement says
     RECHECK_PLAIN    none     DRAFTING if the new measurement of plain steps says so, else SKIPPING
     SKIPPING         none     FIRST_LOOK or PROBING, when the gap is over and `LossBudget` has room for it
+
+A small budget is two levels deep. A drafter that states how sure it is gets the deepest budget instead, because it ends
+unlikely drafts itself: each budget says how likely a token must be to get a successor.
 
 `LossBudget` alone judges whether drafting that has not proved itself may be tried.
 """
@@ -20,7 +23,7 @@ They change the speed, never the distribution of the text, and with the verifier
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -29,10 +32,12 @@ from outrider.control.costs import SETTLE, Costs
 from outrider.core.types import Budget, Commit, Step
 
 ALLOWANCE = 0.01  # the part of all time that probes may lose
-START = 4.0  # and the plain steps that they may lose in addition
+START = 4.0  # and the plain steps that each first look may lose in addition
+_LOOKS = 3  # sequences that get a first look: one text with unlikely words says little of the next one
 _FIRST_GAP, _LAST_GAP = 16, 512  # steps between probes that fail; each failure doubles the gap
 _FIRST_LOOK, _PROBE = 10, 4  # steps of the first look at a drafter, and of a later probe
-_SHALLOW = 2  # depth of both
+_SHALLOW = 2  # depth of both, for drafters that state no confidence
+_LEAST, _MOST_SURE = 0.01, 0.95  # bounds of the probability below which a draft ends
 _FADE = 0.1  # weight that a probe leaves to the acceptance observed before it
 _MOST = 16  # steps until the next decision, at most
 _THINKING = 0.005  # part of the time that decisions may take
@@ -60,8 +65,8 @@ class Controller(Protocol):
 class Fixed:
     """The same budget for every slot and step."""
 
-    def __init__(self, depth: int, width: int = 1, nodes: int | None = None) -> None:
-        self.budget = Budget(depth, width, nodes)
+    def __init__(self, depth: int, width: int = 1, nodes: int | None = None, min_probability: float = 0.0) -> None:
+        self.budget = Budget(depth, width, nodes, min_probability)
 
     def budgets(self, slots: list[int]) -> list[Budget]:
         return [self.budget] * len(slots)
@@ -87,10 +92,12 @@ class Phase(Enum):
 class LossBudget:
     """Judges whether drafting may be tried, from the seconds that it has cost and the seconds that its tokens were worth.
 
-    Drafting that has not proved itself may lose `START` plain steps, `ALLOWANCE` of all time, and what it lately gained.
+    Drafting that has not proved itself may lose `START` plain steps, `ALLOWANCE` of all time, and what it lately gained. Each
+    first look may lose `START` plain steps anew.
     """
 
     def __init__(self) -> None:
+        self.looks = 0  # first looks so far
         self.elapsed = 0.0  # seconds of all steps
         self.lost = 0.0  # seconds lost by drafting that had not proved itself
         self.worth = 0.0  # plain seconds for the tokens of recent drafted steps, fading
@@ -115,6 +122,11 @@ class LossBudget:
     def allows_drafting(self, plain: float) -> bool:
         return self.proved or (self.room(plain) > 0 and not self.disproved)
 
+    def grant_look(self, plain: float) -> None:
+        """A first look begins. It may lose `START` plain steps, whatever was lost before. plain: as for `room`."""
+        self.lost += min(self.room(plain) - START * plain, 0.0)
+        self.looks += 1
+
     def charge(self, worth: float, taken: float, extra: float) -> None:
         """A drafted step. worth: plain seconds for its tokens. taken: its seconds. extra: those charged in addition if
         drafting has not proved itself."""
@@ -135,6 +147,7 @@ class _SlotRecord:
     acceptance: Acceptance
     position: int | None = None  # committed tokens after the last step observed
     read: int = 0  # committed tokens that the drafter has read
+    drafted: bool = False  # was any step drafted for it?
     written: int = 0  # output tokens
 
 
@@ -150,8 +163,8 @@ class Adaptive:
     and leaves out a sequence whose own draft tokens do not pay for their drafting.
 
     The losses are bounded by `LossBudget`. A probe that may cost more waits until it is earned; a draft model that was
-    skipped must first read what it has missed. Two losses come on top: the first look, which reads one prompt, and
-    the few steps until the estimates follow a text that changes.
+    skipped must first read what it has missed. Two losses come on top: the first looks, each of which reads one prompt,
+    and the few steps until the estimates follow a text that changes.
     """
 
     def __init__(self, limit: Budget | None = None, costs: Costs | None = None) -> None:
@@ -164,12 +177,12 @@ class Adaptive:
         # What was observed.
         self.pooled = Acceptance(self.limit.depth, 64)
         self.proposed = Acceptance(self.limit.max_nodes, 128)  # nodes that were proposed, of those asked for
+        self.judged = False  # does the drafter state how sure it is of its tokens?
         shapes = self.costs.draft.shapes and self.limit.width > 1
         self.orders = RankAcceptance(self.limit, 64) if shapes else None
         self.slots: dict[int, _SlotRecord] = {}
         self.length, self.prompt = 128.0, 0.0  # mean tokens of an output and of a prompt
         self.streak = 0  # draft tokens accepted in a row
-        self.looked = False  # was any step drafted?
         self.now = 0  # steps so far
         # The last decision.
         self.budget = Budget(0)
@@ -216,7 +229,7 @@ class Adaptive:
 
     def prepare(self, slots: list[int]) -> None:
         """Decide, if a decision is due. `budgets` does it too."""
-        if self.steps_left <= 0 or self.batch_size != len(slots):
+        if self.steps_left <= 0 or self.batch_size != len(slots) or any(slot not in self.slots for slot in slots):
             self.decide(slots)
 
     def reconsider(self) -> None:
@@ -235,6 +248,8 @@ class Adaptive:
         self.batch_size = len(slots)
         probed, self.probed, self.left_out = self.probed, [], set()
         budget, self.steps_left = self._next_phase(slots, probed)
+        if budget.depth and budget.width == 1:
+            budget = replace(budget, min_probability=self._least_probability(budget))
         self.budget, self.decided_at = budget, self.now
         everything = [1.0] * budget.max_nodes
         self.usual = self.costs.step(self.batch_size, budget, everything) if budget.depth else 0.0
@@ -245,7 +260,11 @@ class Adaptive:
         if plain is None:
             return self._measure_plain()
         budget, self.gain = self._best(slots)
-        if self.looked and self.costs.draft.settled and self.losses.allows_drafting(plain):
+        if self.losses.looks < _LOOKS and not self.losses.proved and (self.judged or self._hopeful()):
+            newcomers = [slot for slot in slots if not self._record(slot).drafted]
+            if newcomers and not probed:
+                return self._first_look(newcomers, plain)
+        if self.losses.looks and self.costs.draft.settled and self.losses.allows_drafting(plain):
             if self.gain > (1.0 if self.pays else _ENTER):
                 due = self.pays and 0 < self.remeasure_at <= self.now
                 return self._remeasure_plain() if due else self._draft(budget, plain)
@@ -293,10 +312,17 @@ class Adaptive:
 
     def _probe(self, slots: list[int]) -> tuple[Budget, int]:
         """Begin a probe of these slots. What was observed before it weighs little from now on."""
-        self.phase = Phase.PROBING if self.looked else Phase.FIRST_LOOK
+        self.phase = Phase.PROBING
         for acceptance in (self.pooled, *(self._record(slot).acceptance for slot in slots)):
             acceptance.fade(_FADE)
-        self.probed, self.probes_left = slots, (_PROBE if self.looked else _FIRST_LOOK) - 1
+        self.probed, self.probes_left = slots, _PROBE - 1
+        return self._shallow, 1
+
+    def _first_look(self, slots: list[int], plain: float) -> tuple[Budget, int]:
+        """Begin a first look at the drafter, with these slots."""
+        self.phase = Phase.FIRST_LOOK
+        self.losses.grant_look(plain)
+        self.probed, self.probes_left = slots, _FIRST_LOOK - 1
         return self._shallow, 1
 
     def _go_on_probing(self, slots: list[int]) -> tuple[Budget, int]:
@@ -329,7 +355,7 @@ class Adaptive:
 
     @property
     def _shallow(self) -> Budget:
-        return self._shape(min(_SHALLOW, self.limit.depth))
+        return self._shape(self.limit.depth if self.judged else min(_SHALLOW, self.limit.depth))
 
     def _shape(self, depth: int) -> Budget:
         """A budget of this depth: a chain, or as wide as the limit if the costs do not tell chains from trees."""
@@ -349,7 +375,8 @@ class Adaptive:
         alive = [survival(self._record(slot).acceptance.chances(pooled)) for slot in slots]
         came = survival(self.proposed.chances())
         best, gain, tokens = Budget(0), 0.0, 1.0
-        deepest = self.limit.depth if self.losses.proved else min(max(2 * _SHALLOW, self.streak), self.limit.depth)
+        trusted = self.losses.proved or self.judged
+        deepest = self.limit.depth if trusted else min(max(2 * _SHALLOW, self.streak), self.limit.depth)
         for depth in range(1, deepest + 1):
             tokens += sum(k[depth - 1] for k in alive) / count
             new = tokens / self._slowness(self._shape(depth), came)
@@ -380,6 +407,16 @@ class Adaptive:
                 self.left_out.add(slot)
                 self._record(slot).acceptance.fade(self._aging)
 
+    def _least_probability(self, budget: Budget) -> float:
+        """A token that is less likely to be accepted gets no successor: that would cost more time than it can save.
+
+        The successor saves what a token takes now, if it is accepted, and it cannot be likelier than the token before it.
+        """
+        plain = self.costs.plain(self.batch_size)
+        assert plain is not None
+        price = self.costs.level(self.batch_size, budget) * max(self.gain, 1.0) / plain
+        return min(max(price, _LEAST), _MOST_SURE)
+
     def _slowness(self, budget: Budget, came: Sequence[float]) -> float:
         """Expected seconds of a step with this budget, in plain steps. came: as for `Costs.step`."""
         plain = self.costs.plain(self.batch_size)
@@ -403,9 +440,7 @@ class Adaptive:
 
     def _affordable(self, slots: list[int], plain: float) -> list[int]:
         """The slots that may be probed: the loss budget must cover what the drafter reads for them, and a probe in which no
-        draft token is accepted. The first look is always allowed."""
-        if not self.looked:
-            return slots
+        draft token is accepted."""
         slowness = self._slowness(self._shallow, survival(self.proposed.chances()))
         room = self.losses.room(plain) - _PROBE * max(slowness - 1, 0.0) * plain
         chosen: list[int] = []
@@ -445,10 +480,11 @@ class Adaptive:
             if not asked.depth:
                 continue
             behind += max(position - record.read, 0)
-            record.read = after
+            record.read, record.drafted = after, True
             if commit.finish is None:  # a text that was cut says nothing of what was rejected
                 self._accepted(record, step, b)
         nodes = step.draft.nodes - 1
+        self.judged = self.judged or step.draft.confidence is not None
         self.proposed.observe(max(b.max_nodes for b in step.budgets), nodes)
         self._account(step, self.costs.observe(step, nodes, behind))
 
@@ -481,9 +517,8 @@ class Adaptive:
             return
         worth = sum(len(commit.tokens) for commit in step.commits) * plain / len(step.slots)
         taken = min(taken, 2 * self.usual + reading)  # a pause of the machine is not the drafter's fault
-        # The first look is not charged for reading the prompt.
-        self.losses.charge(worth, taken - reading, reading if self.looked else 0.0)
-        self.looked = True
+        # A first look is not charged for reading the prompt.
+        self.losses.charge(worth, taken - reading, reading if self.phase is not Phase.FIRST_LOOK else 0.0)
 
     def _record(self, slot: int) -> _SlotRecord:
         if slot not in self.slots:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median_low
 from typing import Protocol
 
@@ -206,22 +207,29 @@ class LearnedDraft:
         return tokens * (self.read.at(0) or 0.0) if tokens > 1 else 0.0
 
     def observe(self, step: Step, behind: int) -> float:
-        depths = [b.depth for b in step.budgets if b.depth]
-        steady, self._drafted = self._drafted and bool(depths), bool(depths)
-        if not depths:
+        asked = sum(b.depth > 0 for b in step.budgets)
+        steady, self._drafted = self._drafted and asked > 0, asked > 0
+        if not asked:
             return 0.0
-        seconds, depth = step.seconds["draft"], max(depths)
-        curve = self.curves.setdefault(len(depths), Curve(start=0.0))
+        seconds, depth = step.seconds["draft"], _levels(step)
+        curve = self.curves.setdefault(asked, Curve(start=0.0))
         if behind <= 1:
             if steady:
                 curve.add(depth, seconds)
             return 0.0
-        known = _nearest(self.curves, len(depths))
+        known = _nearest(self.curves, asked)
         usual = (known.at(depth) or 0.0) if known and known.samples else 0.0
         extra = max(seconds - usual, 0.0)
         if behind >= 8:
             self.read.add(0, extra / behind)
         return extra
+
+
+def _levels(step: Step) -> int:
+    """Levels of a step's draft: those that were drafted of chains, those that were asked for of trees and empty drafts."""
+    asked = max(b.depth for b in step.budgets)
+    chains = all(b.width == 1 for b in step.budgets if b.depth)
+    return min(step.draft.nodes - 1, asked) or asked if chains else asked
 
 
 def _nearest(curves: dict[int, Curve], batch_size: int) -> Curve | None:
@@ -346,7 +354,7 @@ class CalibratedDraft:
         largest = max(step.budgets, key=lambda b: (b.depth, b.width))
         read = self.target.pace_before * self.share * self.target.model.prefill * behind if behind > 1 else 0.0
         if behind <= largest.depth + 1:
-            usual = self.target.draft_seconds(asked, largest.depth, largest.width)
+            usual = self.target.draft_seconds(asked, _levels(step), largest.width)
             ratio = max(step.seconds["draft"] / usual, _FLOOR)
             self._lately.append(math.log(ratio) - self.target.ratio)
             self.share = self.target.share["drafted"] * math.exp(median_low(self._lately))
@@ -368,9 +376,22 @@ class Costs:
     def step(self, batch_size: int, budget: Budget, came: Sequence[float]) -> float:
         """Expected seconds of a step in which every sequence has this budget.
 
-        came[n]: the chance that the draft has more than n nodes.
+        came[n]: the chance that the draft has more than n nodes. A chain that ends early saves its other levels.
         """
-        return self.target.verified(batch_size, came[: budget.max_nodes]) + self.draft.seconds(batch_size, budget)
+        draft = self.draft.seconds(batch_size, budget)
+        if budget.width == 1:
+            levels = [self.draft.seconds(batch_size, Budget(depth)) for depth in range(1, budget.depth + 1)]
+            draft = levels[0] + sum(
+                chance * (deep - high) for chance, (high, deep) in zip(came[1:], pairwise(levels), strict=False)
+            )
+        return self.target.verified(batch_size, came[: budget.max_nodes]) + draft
+
+    def level(self, batch_size: int, budget: Budget) -> float:
+        """Seconds of one more token of a chain, drafted and verified."""
+        first, whole = Budget(1), Budget(max(budget.depth, 2))
+        drafts = self.draft.seconds(batch_size, whole) - self.draft.seconds(batch_size, first)
+        nodes = self.target.verified(batch_size, [1.0] * whole.depth) - self.target.verified(batch_size, [1.0])
+        return max(drafts + nodes, 0.0) / (whole.depth - 1)
 
     def observe(self, step: Step, nodes: int, behind: int) -> float:
         """Learn from a step. nodes: of its largest draft. behind: tokens that the drafter had missed, over all sequences.

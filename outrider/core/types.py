@@ -49,9 +49,11 @@ class Budget:
     depth: int  # levels below the root
     width: int = 1  # children of one node
     nodes: int | None = None  # nodes below the root; None: depth * width
+    # No token follows one that is accepted with a lower probability, as far as the drafter knows.
+    min_probability: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.depth < 0 or self.width < 0 or (self.nodes is not None and self.nodes < 0):
+        if self.depth < 0 or self.width < 0 or (self.nodes is not None and self.nodes < 0) or self.min_probability < 0:
             raise ValueError(f"a budget cannot be negative, got {self}")
 
     @property
@@ -65,7 +67,7 @@ class Budget:
 
     def clipped(self, depth: int) -> Budget:
         """The same budget, at most `depth` levels deep."""
-        return self if depth >= self.depth else Budget(max(depth, 0), self.width, self.nodes)
+        return self if depth >= self.depth else replace(self, depth=max(depth, 0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,9 @@ class Chain(NamedTuple):
 
     slot: cache slot; each chain has its own. tokens: tokens to read first, at least one. depth: tokens to draft.
     temperature: 0 drafts the most likely token. noise: (seed, stream, step, position) of the first drafted token, as
-    `Noise.keys` gives them.
+    `Noise.keys` gives them. error: scale of the logits' errors (`drafters.model.confidence`), which gives each token a chance
+    to be accepted; 0 computes none. min_probability: the chain ends after a token whose chance, times those before it, is
+    lower.
     """
 
     slot: int
@@ -44,6 +46,15 @@ class Chain(NamedTuple):
     depth: int
     temperature: float = 0.0
     noise: tuple[int, int, int, int] = (0, 0, 0, 0)
+    error: float = 0.0
+    min_probability: float = 0.0
+
+
+class DrawnChain(NamedTuple):
+    """What `LanguageModel.draft_chains` has drawn. chances: of each token, given those before it; empty without `error`."""
+
+    tokens: list[int]
+    chances: list[float]
 
 
 class LanguageModel(Protocol):
@@ -107,12 +118,13 @@ class LanguageModel(Protocol):
         Raises ValueError if the head keeps some tokens only."""
         ...
 
-    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """Draft a chain of tokens in each of several slots, in one call. Call it only if `has_draft_chains`.
 
         Each chain first reads its `tokens` after the committed tokens of its slot. Then it draws `depth` tokens one
         after another, each from the logits after the one before: argmax(logits / temperature + noise at position,
-        position + 1, ...), or argmax(logits) at temperature 0. A chain ends early if its logits hold NaN.
+        position + 1, ...), or argmax(logits) at temperature 0. A chain ends early if its logits hold NaN, or by its
+        `min_probability`.
 
         Writes all but the last token of a chain to the scratch of its slot. Commits nothing.
         """
@@ -147,7 +159,7 @@ class BaseModel:
             f"{type(self).__name__} has no output head to share; heads work for models loaded by outrider.models.load"
         )
 
-    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         raise NotImplementedError(f"{type(self).__name__} drafts no chains in one call; check has_draft_chains first")
 
 

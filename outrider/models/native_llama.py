@@ -24,6 +24,7 @@ from outrider.models.base import (
     EMBEDDING,
     BaseModel,
     Chain,
+    DrawnChain,
     Output,
     Want,
     check_head_ids,
@@ -269,9 +270,9 @@ class LlamaModel(BaseModel):
         """float32 [batch, node, hidden]: the input of layer 0."""
         return self.embedding_rows(tokens) * self._embedding_factor
 
-    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[list[int]]:
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
-        drawn: list[list[int]] = [[] for _ in chains]
+        drawn = [DrawnChain([], []) for _ in chains]
         asked = [i for i, c in enumerate(chains) if c.depth > 0]
         if not asked:
             return drawn
@@ -282,12 +283,13 @@ class LlamaModel(BaseModel):
         for struct, i in zip(structs, asked, strict=True):
             c = chains[i]
             given, out = (ctypes.c_int64 * len(c.tokens))(*c.tokens), (ctypes.c_int64 * c.depth)()
-            keep.append((given, out))
-            struct.tokens, struct.drafted = ctypes.addressof(given), ctypes.addressof(out)
+            chances = (ctypes.c_float * c.depth)()
+            keep.append((given, out, chances))
+            struct.tokens, struct.drafted, struct.chances = map(ctypes.addressof, (given, out, chances))
             struct.count, struct.depth, struct.row, struct.length = len(c.tokens), c.depth, c.slot, cache.length[c.slot]
             seed, struct.stream, step, position = c.noise
             struct.seed, struct.step, struct.position = seed & (2**64 - 1), step & (2**32 - 1), position & (2**32 - 1)
-            struct.temperature = c.temperature
+            struct.temperature, struct.error, struct.min_probability = c.temperature, c.error, c.min_probability
         job = ChainsStruct(
             ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
         )
@@ -297,8 +299,8 @@ class LlamaModel(BaseModel):
             raise _explained(
                 error, torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked]), None, self.vocab_size
             )
-        for struct, i, (_, out) in zip(structs, asked, keep, strict=True):
-            drawn[i] = out[: struct.made]
+        for struct, i, (_, out, chances) in zip(structs, asked, keep, strict=True):
+            drawn[i] = DrawnChain(out[: struct.made], chances[: struct.made] if chains[i].error else [])
         return drawn
 
     def _cache_table(self, cache: SlotCache, slots: list[int], count: int) -> Any:

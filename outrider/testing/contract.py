@@ -88,6 +88,7 @@ def check_drafter(
     for step in range(25):
         slots = random_.sample(sorted(texts), random_.randrange(1, 5))
         budgets = [Budget(random_.randrange(6), random_.randrange(1, 4), random_.choice((None, 3))) for _ in slots]
+        budgets = [replace(b, min_probability=random_.choice((0.0, 0.0, 0.3))) for b in budgets]
         params, needs_probs = random_.choice([GREEDY, HOT]), draws and step % 2 > 0
         ask = context(slots, [texts[s] for s in slots], budgets, params, step=step, needs_probs=needs_probs)
         draft = _proposed(drafter, ask, vocab_size)

@@ -113,7 +113,7 @@ class Loop(Decoder):
 
 def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 4, rows: int = 4, **options) -> Loop:
     budget = options.pop("budget", Budget(depth))
-    controller = Fixed(budget.depth, budget.width, budget.nodes)
+    controller = Fixed(budget.depth, budget.width, budget.nodes, budget.min_probability)
     return Loop(target, drafter, controller=controller, rows=rows, end_ids=options.pop("end_ids", (0,)), **options)
 
 
@@ -141,7 +141,6 @@ def toy_drafters(target: ToyModel, rows: int = 4) -> dict[str, Callable[[], Draf
         "draft_model": lambda: draft(0.5),
         "self": lambda: draft(0.0),
         "shape": lambda: draft(0.5, shape=optimal_shape),
-        "unsure": lambda: draft(0.5, min_probability=0.3),
         "random_tree": lambda: RandomTree(target.vocab_size),
         "target_tree": lambda: TargetTree(target),
         "echo": lambda: Echo({}),

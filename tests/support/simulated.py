@@ -31,6 +31,7 @@ class Machine:
     row: float = 0.3  # of one more row in a plain step
     each: bool = False  # does a level cost as much again for every row?
     came: float = 1.0  # chance that the drafter has any guess at all
+    sure: Callable[[random.Random, int], float] | None = None  # chance of a guess, drawn anew; the drafter knows it
     context: float = 0.0  # how much slower a plain step is per 1000 tokens
     jitter: float = 0.03
     pauses: float = 0.01  # chance of a step that takes 5 times as long
@@ -77,7 +78,10 @@ class Machine:
             if budget.depth:
                 drafter = self.drafters.get(name, self)
                 behind[name] += self.position[row] - self.level_of[row]
-                if rng.random() < drafter.came:
+                if drafter.sure is not None:
+                    parents[b], path = drafter.judged(budget, self.position[row] - self.prompt, rng)
+                    nodes = max(nodes, len(parents[b]) - 1)
+                elif rng.random() < drafter.came:
                     alpha = drafter.alpha(self.position[row] - self.prompt)
                     parents[b], path = self.guesses(budget, alpha)
                     nodes = max(nodes, budget.max_nodes)
@@ -87,7 +91,7 @@ class Machine:
             self.position[row] += len(k.tokens)
             if budget.depth:
                 self.level_of[row] = self.position[row]
-        depth = max(b.depth for b in budgets)
+        depth = nodes if self.sure is not None else max(b.depth for b in budgets)
         slow = rng.lognormvariate(0, self.jitter) * (5 if rng.random() < self.pauses else 1)
         if self.swing != 1:
             self.slowed ^= rng.random() < 1 / 25
@@ -98,7 +102,8 @@ class Machine:
             drafter = self.drafters.get(name, self)
             if own:
                 width = drafter.wide if max(b.width for b in own) > 1 else 1.0
-                level = drafter.level * max(b.depth for b in own) * width * (len(own) if drafter.each else 1)
+                deep = nodes if drafter.sure is not None else max(b.depth for b in own)
+                level = drafter.level * deep * width * (len(own) if drafter.each else 1)
                 self.draft_seconds[name] = (level + drafter.read * missed) * slow
         seconds = {
             "draft": sum(self.draft_seconds.values()),
@@ -114,7 +119,22 @@ class Machine:
         self.budgets = budgets
         tree = torch.tensor([p + [-2] * (nodes + 1 - len(p)) for p in parents])
         none = torch.zeros(len(rows), dtype=torch.long)
-        return Step(Draft(tree, tree), Verdict(tree, none, none), kept, rows, positions, budgets, seconds)
+        confidence = torch.ones(tree.shape) if self.sure is not None and depth else None
+        return Step(
+            Draft(tree, tree, confidence=confidence), Verdict(tree, none, none), kept, rows, positions, budgets, seconds
+        )
+
+    def judged(self, budget: Budget, written: int, rng: random.Random) -> tuple[list[int], list[int]]:
+        """(parents, accepted nodes) of a chain by a drafter that knows the chance of each guess, and obeys the budget."""
+        assert self.sure is not None
+        parents, path, alive = [-1], [0], 1.0
+        while len(parents) <= budget.depth and (len(parents) == 1 or alive >= budget.min_probability):
+            chance = self.sure(rng, written + len(parents))
+            alive *= chance
+            if len(path) == len(parents) and rng.random() < chance:
+                path.append(len(parents))
+            parents.append(len(parents) - 1)
+        return parents, path
 
     def guesses(self, budget: Budget, alpha: float) -> tuple[list[int], list[int]]:
         """(parents, accepted nodes) of a draft: the best tree for these chances, likeliest nodes first."""

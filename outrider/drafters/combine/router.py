@@ -8,9 +8,10 @@ A drafter with a cost (a model) is asked when
 
     (1 + its running accepted tokens) / (1 + its cost)  >  1 + the best promise without a cost,
 
-with the cost in forwards of the target. It is asked for at most 1 + 2 * its recent run of accepted tokens, so a good drafter
-soon reaches the full budget. A tree is joined with the other trees: the most likely nodes of all within the budget stay. A
-chain is taken as it is. A drafter that was not asked for long is asked again now and then.
+with the cost in forwards of the target, at the number of levels where this is best. It is asked for at most 1 + 2 * its recent
+run of accepted tokens, so a good drafter soon reaches the full budget. A tree is joined with the other trees: the most likely
+nodes of all within the budget stay. A chain is taken as it is. A drafter that was not asked for long is asked again now and
+then, and one that has made few proposals at the beginning of each sequence.
 
 Only counts decide, never a clock: the same requests take the same way. The rule is our own; the promise of a text lookup
 follows suffix decoding (arXiv 2411.04975).
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from outrider.control.expectation import geometric
 from outrider.core.tree import levels, tree
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
@@ -40,6 +42,8 @@ from outrider.drafters.combine.merge import (
 
 _MEMORY = 0.1  # weight of the newest step in a running mean
 _PROBE = 24  # steps after which a drafter that lost is asked again
+_FEW = 16  # proposals until which it is asked at the beginning of each sequence
+_PRIOR = 3  # proposals that the first estimates count for
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class _Record:
     truth: float = 1.0  # accepted over promised tokens
     share: float = 0.5  # accepted over drafted nodes
     accepted: float = 2.0  # accepted tokens per step
+    depth: float = 5.0  # levels of a proposal
     missed: float = 1.0  # share of steps in which the deepest draft token was not accepted
     seen: int = 0
     waited: int = 0
@@ -101,9 +106,11 @@ class _Record:
         if not drafted:
             return
         self.seen += 1
-        rate = max(_MEMORY, 1 / (self.seen + 1))
+        rate = max(_MEMORY, 1 / (self.seen + _PRIOR))
+        depth = max(_depths(nodes))
         self.accepted += rate * (accepted - self.accepted)
-        self.missed += rate * ((accepted < max(_depths(nodes))) - self.missed)
+        self.depth += rate * (depth - self.depth)
+        self.missed += rate * ((accepted < depth) - self.missed)
         self.share += rate * (accepted / drafted - self.share)
         if promised:
             self.truth += rate * (min(accepted / promised, 4.0) - self.truth)
@@ -115,6 +122,19 @@ class _Record:
         A step in which all tokens were accepted does not show where the run ends. So the run is counted over several steps.
         """
         return 1 + int(2 * self.accepted / max(self.missed, 0.05))
+
+    def best(self, deepest: int, cost: float) -> tuple[float, float]:
+        """The number of levels with the largest expected gain, and that gain, in tokens per target forward.
+
+        Each token is taken to be accepted with the chance that gives the running mean. A drafter may end its proposals early:
+        a level costs as often as it was drafted lately. cost: of a level, in target forwards.
+        """
+        alpha = self.accepted / (1 + self.accepted)
+        best = 0.0, 1.0
+        for depth in range(1, deepest + 1):
+            levels = min(float(depth), max(self.depth, 1.0))
+            best = max(best, (levels, (1 + sum(geometric(alpha, depth))) / (1 + cost * levels)), key=lambda x: x[1])
+        return best
 
     def promise(self, nodes: NodeList, confidence: Sequence[float] | None) -> float:
         return self.share * (len(nodes) - 1) if confidence is None else self.truth * sum(confidence[1:])
@@ -212,7 +232,8 @@ class DrafterRouter(BaseDrafter):
     def _record(self, slot: int, name: str) -> _Record:
         """A new sequence starts from the record over all sequences, with enough weight to outlast its first steps."""
         known = self._pooled[name]
-        start = _Record(known.truth, known.share, known.accepted, known.missed, min(known.seen, round(1 / _MEMORY)))
+        waited = _PROBE if known.seen < _FEW else 0
+        start = replace(known, seen=min(known.seen, round(1 / _MEMORY)), waited=waited)
         return self._records.setdefault((slot, name), start)
 
     def _ask(self, name: str, context: DraftContext, some: list[int], found: list[list[_Proposal]]) -> None:
@@ -233,15 +254,15 @@ class DrafterRouter(BaseDrafter):
         """Whether a drafter with a cost is worth asking for this sequence."""
         budget = context.budgets[b]
         record = self._record(context.slots[b], name)
-        levels = min(budget.depth, budget.max_nodes, record.levels)
-        if not levels:
+        deepest = min(budget.depth, budget.max_nodes, record.levels)
+        if not deepest:
             return False
-        cost = self.cost[name] * levels
+        levels, gain = record.best(deepest, self.cost[name])
         free = max((p.worth for p in found), default=0.0)
         record.waited += 1
         again = record.waited > _PROBE
-        offers.append(Offer(name, accepted=record.accepted, cost=cost, retried=again))
-        return again or (1 + min(record.accepted, levels)) / (1 + cost) > 1 + free
+        offers.append(Offer(name, accepted=record.accepted, cost=self.cost[name] * levels, retried=again))
+        return again or gain > 1 + free
 
     def _chosen(self, context: DraftContext, b: int, proposals: list[_Proposal]) -> _Proposal:
         """The best of the proposals, or the tree of their likeliest nodes."""

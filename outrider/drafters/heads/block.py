@@ -169,6 +169,7 @@ class BlockDrafter(ParallelDrafter):
         self._read(slot)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        self.error.learn(context.slots, commits)
         for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
             if commit.features is not None and len(commit.features):
                 self._wait(slot, commit.features, len(tokens) - 1 - len(commit.features))
@@ -176,6 +177,7 @@ class BlockDrafter(ParallelDrafter):
                     self._read(slot)
 
     def release(self, slot: int) -> None:
+        self.error.release(slot)
         self.cache.release(slot)
         self._waiting.pop(slot, None)
 

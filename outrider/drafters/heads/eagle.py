@@ -37,7 +37,6 @@ class EagleDrafter(TreeDrafter):
         *,
         shape: Callable[[Budget], Shape] | None = None,
         siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
-        min_probability: float = 0.0,
         noise_aware: bool = True,
     ) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
@@ -48,7 +47,6 @@ class EagleDrafter(TreeDrafter):
             subset=model.subset,
             shape=shape,
             siblings=siblings,
-            min_probability=min_probability,
             noise_aware=noise_aware,
         )
         self.model, self.taps = model, model.taps
@@ -64,6 +62,7 @@ class EagleDrafter(TreeDrafter):
         self._read([slot], [tokens])
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        self.error.learn(context.slots, commits)
         for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
             self._places.pop(slot, None)
             self._fed_back.pop(slot, None)
@@ -74,6 +73,7 @@ class EagleDrafter(TreeDrafter):
 
     def release(self, slot: int) -> None:
         self.cache.release(slot)
+        self.error.release(slot)
         for held in (self._places, self._fed_back, self._waiting):
             held.pop(slot, None)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import exp
 
 import torch
 from torch import Tensor
@@ -20,9 +21,8 @@ from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.model.children import child_scores, children
-from outrider.drafters.model.tree_drafter import ERROR, log_acceptance
+from outrider.drafters.model.confidence import RIVALS, LogitError
 
-_RIVALS = 8  # candidates that share a node's acceptance probability
 _SHORTLIST = 64  # tokens of a depth whose bias is computed
 Candidates = tuple[list[int], list[float]]
 
@@ -32,14 +32,14 @@ class ParallelDrafter(BaseDrafter):
 
     Under `match` it drafts chains and trees. For a verifier that needs probs it drafts chains, drawn depth by depth.
 
-    subset: the tokens of the logits; None for all. error: see `log_acceptance`. first_order: `_bias` is not 0.
+    subset: the tokens of the logits; None for all. error: how far they are from the target's. first_order: `_bias` is not 0.
     """
 
-    error = ERROR
     first_order = False
 
     def __init__(self, vocab_size: int, device: torch.device, subset: TokenSubset | None = None) -> None:
         self.vocab_size, self.device, self.subset = vocab_size, device, subset
+        self.error = LogitError()
 
     def _depth(self, slot: int, tokens: Sequence[int]) -> int:
         """Draft tokens in a row that can be drafted for a sequence now; 0 for none."""
@@ -72,7 +72,8 @@ class ParallelDrafter(BaseDrafter):
         confidence: dict[int, list[float]] = {}
         for line, b in enumerate(some):
             budget = replace(context.budgets[b], depth=depths[b])
-            if budget.width == 1 and not self.first_order and not context.warp.active[b]:
+            simple = budget.width == 1 and not budget.min_probability
+            if simple and not self.first_order and not context.warp.active[b]:
                 trees[b] += [(t, n) for n, t in enumerate(self._chain(context, b, logits[line, : depths[b]]))]
                 continue
             expand = self._expander(context, b, line, logits[line, : depths[b]], budget.width)
@@ -84,6 +85,8 @@ class ParallelDrafter(BaseDrafter):
         stated = torch.zeros(tokens.shape)
         for b, weights in confidence.items():
             stated[b, : len(weights)] = torch.tensor(weights).exp()
+            if not self.first_order:  # its chances are not those of the logits alone
+                self.error.state(context.slots[b], [parent for _, parent in trees[b]], weights)
         return Draft(tokens, parents, confidence=stated if len(confidence) == len(some) else None)
 
     def _chain(self, context: DraftContext, b: int, logits: Tensor) -> list[int]:
@@ -152,7 +155,7 @@ class ParallelDrafter(BaseDrafter):
         scores = child_scores(warp, logits, paths, subset)
         made = children(
             scores,
-            max(width, _RIVALS),
+            max(width, RIVALS),
             Siblings.POINT,
             noise,
             context.stream,
@@ -160,7 +163,7 @@ class ParallelDrafter(BaseDrafter):
             greedy=warp.greedy,
             subset=subset,
         )
-        weights = log_acceptance(made.keys, [h.params.temperature for h in warp.histories], self.error)
+        weights = self.error.log_chances(made.keys, [h.params.temperature for h in warp.histories])
         return list(zip(made.tokens.tolist(), weights.tolist(), strict=True))
 
     def _drawn(
@@ -201,6 +204,8 @@ def grown_lattice(
 
     def push(parent: int, rank: int) -> None:
         if rank >= budget.width or len(paths[parent]) >= budget.depth:
+            return
+        if exp(weights[parent]) < budget.min_probability:
             return
         tokens, chances = expand(paths[parent])
         if rank < len(tokens) and tokens[rank] >= 0:

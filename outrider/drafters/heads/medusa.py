@@ -124,11 +124,13 @@ class MedusaDrafter(ParallelDrafter):
         self._states[slot] = first + len(features) - 1, features[-1].float().clone()
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        self.error.learn(context.slots, commits)
         for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
             if commit.features is not None and len(commit.features):
                 self._states[slot] = len(tokens) - 2, commit.features[-1].float().clone()
 
     def release(self, slot: int) -> None:
+        self.error.release(slot)
         self._states.pop(slot, None)
 
     def _depth(self, slot: int, tokens: Sequence[int]) -> int:

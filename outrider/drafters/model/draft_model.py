@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
+from itertools import accumulate
+from math import log
 
 import torch
 from torch import Tensor
@@ -38,7 +39,6 @@ class ModelDrafter(TreeDrafter):
         *,
         shape: Callable[[Budget], Shape] | None = None,
         siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
-        min_probability: float = 0.0,
         noise_aware: bool = True,
     ) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
@@ -48,7 +48,6 @@ class ModelDrafter(TreeDrafter):
             model.device,
             shape=shape,
             siblings=siblings,
-            min_probability=min_probability,
             noise_aware=noise_aware,
         )
         self.model = model
@@ -56,10 +55,12 @@ class ModelDrafter(TreeDrafter):
 
     def release(self, slot: int) -> None:
         self.cache.release(slot)
+        self.error.release(slot)
         self._places.pop(slot, None)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         """Commits the root and the accepted nodes that were forwarded. The next proposal reads what is missing."""
+        self.error.learn(context.slots, commits)
         for slot, commit in zip(context.slots, commits, strict=True):
             places = self._places.pop(slot, None)
             if places is not None:
@@ -84,13 +85,10 @@ class ModelDrafter(TreeDrafter):
     def _drafted(self, context: DraftContext, some: list[int]) -> Draft:
         if not some or not all(self._has_chain(context, b) for b in some):
             return super()._drafted(context, some)
-        proposals: list[list[int]] = [[] for _ in context.slots]
-        for b, drawn in zip(some, self._chains(context, some), strict=True):
-            proposals[b] = drawn
-        return Draft(*chain([[t[-1], *p] for t, p in zip(context.tokens, proposals, strict=True)]))
+        return self._chains(context, some)
 
     def _has_chain(self, context: DraftContext, b: int) -> bool:
-        simple = context.budgets[b].width == 1 and not context.needs_probs and self.shape is None and self.least == -inf
+        simple = context.budgets[b].width == 1 and not context.needs_probs and self.shape is None
         return (
             simple
             and self.noise_aware
@@ -99,24 +97,35 @@ class ModelDrafter(TreeDrafter):
             and context.stream is Stream.TOKEN
         )
 
-    def _chains(self, context: DraftContext, some: list[int]) -> list[list[int]]:
+    def _chains(self, context: DraftContext, some: list[int]) -> Draft:
         """Chains for `match`, in one call of a model that offers it: it saves the Python between a small model's tokens."""
+        budgets = [context.budgets[b] for b in some]
+        judged = any(budget.min_probability for budget in budgets)
         noise = context.noise.keys(context.stream, context.positions)
         chains = [
             Chain(
                 context.slots[b],
                 self._level(context.slots[b], context.tokens[b]),
-                min(context.budgets[b].depth, context.budgets[b].max_nodes),
+                min(budget.depth, budget.max_nodes),
                 context.warp.histories[b].params.temperature,
                 noise[b],
+                self.error.scale if judged else 0.0,
+                budget.min_probability,
             )
-            for b in some
+            for b, budget in zip(some, budgets, strict=True)
         ]
-        drawn = self.model.draft_chains(self.cache, chains)
-        for c, tokens in zip(chains, drawn, strict=True):
+        proposals: list[list[int]] = [[] for _ in context.slots]
+        confidence = torch.zeros(len(proposals), 1 + max(budget.depth for budget in budgets)) if judged else None
+        for b, c, drawn in zip(some, chains, self.model.draft_chains(self.cache, chains), strict=True):
             self.cache.commit([c.slot], [range(len(c.tokens) - 1)])
-            self._places[c.slot] = [*range(len(tokens)), -1]  # the last one drawn was not forwarded
-        return drawn
+            self._places[c.slot] = [*range(len(drawn.tokens)), -1]  # the last one drawn was not forwarded
+            proposals[b] = drawn.tokens
+            if confidence is not None:
+                weights = [0.0, *accumulate(log(max(chance, 1e-9)) for chance in drawn.chances)]
+                self.error.state(c.slot, range(-1, len(drawn.tokens)), weights)
+                confidence[b, : len(weights)] = torch.tensor(weights).exp()
+        tokens, parents = chain([[t[-1], *p] for t, p in zip(context.tokens, proposals, strict=True)])
+        return Draft(tokens, parents, confidence=None if confidence is None else confidence[:, : tokens.shape[1]])
 
     def _context(self, slot: int, tokens: list[int]) -> list[int]:
         """The committed tokens of a sequence as the model reads them, the root last."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import exp
 
 from outrider.control.expectation import Shape
 from outrider.core.types import Budget
@@ -72,13 +72,11 @@ class Growth:
         order = sorted(range(len(self.tokens)), key=lambda n: (-self.weights[n], n))
         return sorted(order[: self.budget.max_nodes + 1])
 
-    def open(self, level: int, least: float = -inf) -> list[int]:
-        """Nodes of a level that get children: by shape, or because they are within the budget so far and likely enough.
-
-        least: the lowest log probability of acceptance.
-        """
+    def open(self, level: int) -> list[int]:
+        """Nodes of a level that get children: by shape, or because they are within the budget so far and likely enough."""
         if level >= self.budget.depth:
             return []
         if self.shape is not None:
             return [n for n, d in enumerate(self.levels) if d == level and self.width(n)]
-        return [n for n in self.kept() if self.levels[n] == level and self.weights[n] >= least]
+        least = self.budget.min_probability
+        return [n for n in self.kept() if self.levels[n] == level and exp(self.weights[n]) >= least]

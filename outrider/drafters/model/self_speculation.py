@@ -45,8 +45,8 @@ class QuantizedSelfDrafter(ModelDrafter):
     Raises ValueError in `propose` if the context has no cache.
     """
 
-    def __init__(self, model: LanguageModel, *, min_probability: float = 0.0) -> None:
-        super().__init__(model, 1, 1, min_probability=min_probability)
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model, 1, 1)
 
     def propose(self, context: DraftContext) -> Draft:
         if context.cache is None:
@@ -55,22 +55,24 @@ class QuantizedSelfDrafter(ModelDrafter):
         return super().propose(context)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        """Nothing to do: the target's step has written the accepted tokens."""
+        """The target's step has written the accepted tokens."""
+        self.error.learn(context.slots, commits)
 
     def missing(self, slot: int, tokens: list[int]) -> int:
         """0: the target has read everything."""
         return 0
 
     def release(self, slot: int) -> None:
-        """Nothing to do: the loop releases the target's slots."""
+        """The loop releases the target's slots."""
+        self.error.release(slot)
 
 
 class LayerSkipDrafter(QuantizedSelfDrafter):
     """Some of the target's own layers (LayerSkip, arXiv 2404.16710)."""
 
-    def __init__(self, target: LanguageModel, layers: Sequence[int], *, min_probability: float = 0.0) -> None:
+    def __init__(self, target: LanguageModel, layers: Sequence[int]) -> None:
         """Raises ValueError for layers that the target does not have."""
-        super().__init__(target.layer_subset(layers), min_probability=min_probability)
+        super().__init__(target.layer_subset(layers))
         self.layers = tuple(layers)
 
 

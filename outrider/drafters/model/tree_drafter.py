@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import inf, log
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,15 +10,13 @@ from torch import Tensor
 from outrider.control.expectation import Shape, optimal_shape
 from outrider.core.sampling import TokenSubset
 from outrider.core.tree import tree
-from outrider.core.types import PADDING, Budget, Draft, Siblings
+from outrider.core.types import PADDING, Budget, Draft, Siblings, ints
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.model.children import child_scores, children
+from outrider.drafters.model.confidence import RIVALS, LogitError
 from outrider.drafters.model.growth import Growth
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
-
-_RIVALS = 8  # candidates that share a node's acceptance probability
-ERROR = 0.4  # scale of the errors of a draft's logits, see `log_acceptance`
 
 
 class TreeDrafter(BaseDrafter):
@@ -33,11 +30,9 @@ class TreeDrafter(BaseDrafter):
     shape: budget -> a fixed tree, in place of the likeliest nodes. A verifier that needs probs needs a fixed tree. The default
     is the best for usual acceptance by rank, because the shape must not depend on statistics of the text (docs/trees.md).
     siblings: how children are drawn for a verifier that needs probs.
-    min_probability: a node gets no children if its probability to be accepted is below this. Only under `match`.
     noise_aware: False ranks children by q alone, as other systems do; for comparison.
+    error: how far its logits are from the target's; learned. Under `match` it ends drafts at `Budget.min_probability`.
     """
-
-    error = ERROR
 
     def __init__(
         self,
@@ -48,12 +43,11 @@ class TreeDrafter(BaseDrafter):
         subset: TokenSubset | None = None,
         shape: Callable[[Budget], Shape] | None = None,
         siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
-        min_probability: float = 0.0,
         noise_aware: bool = True,
     ) -> None:
         self.cache, self.vocab_size, self.device, self.subset = cache, vocab_size, device, subset
         self.shape, self.siblings, self.noise_aware = shape, siblings, noise_aware
-        self.least = log(min_probability) if min_probability > 0 else -inf
+        self.error = LogitError()
         # slot -> place in the scratch of each proposed node, -1 if it was not forwarded
         self._places: dict[int, list[int]] = {}
 
@@ -108,10 +102,15 @@ class TreeDrafter(BaseDrafter):
                 self._places[context.slots[b]] = [growth.places[n] for n in nodes]
         tokens, parents = tree(trees)
         if not context.needs_probs:
+            if not self._has_confidence(grown):
+                return Draft(tokens, parents)
             confidence = torch.zeros(tokens.shape)
             for b, nodes in kept.items():
-                confidence[b, : len(nodes)] = torch.tensor([grown[b].weights[n] for n in nodes]).exp()
-            return Draft(tokens, parents, confidence=confidence if self._has_confidence(grown) else None)
+                weights = [grown[b].weights[n] for n in nodes]
+                confidence[b, : len(nodes)] = torch.tensor(weights).exp()
+                if self.noise_aware:
+                    self.error.state(context.slots[b], ints(parents[b]), weights)
+            return Draft(tokens, parents, confidence=confidence)
         probs = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
         for (b, node), distribution in drawn_from.items():
             probs[b, kept[b].index(node)] = distribution
@@ -119,7 +118,7 @@ class TreeDrafter(BaseDrafter):
 
     def _has_confidence(self, grown: dict[int, Growth]) -> bool:
         """False for chains without a threshold: an only child is taken, and its probability is not computed."""
-        return self.least > -inf or any(g.budget.width > 1 for g in grown.values())
+        return any(g.budget.width > 1 or g.budget.min_probability for g in grown.values())
 
     def _siblings(self, grown: dict[int, Growth]) -> Siblings:
         """How the children were drawn. An only child is drawn the same way by every kind, so chains declare the simplest."""
@@ -138,7 +137,7 @@ class TreeDrafter(BaseDrafter):
                 if distribution is not None:
                     drawn_from[b, node] = distribution
             level += 1
-            opened = {b: nodes for b, g in grown.items() if (nodes := g.open(level, self.least)) and b in scratch}
+            opened = {b: nodes for b, g in grown.items() if (nodes := g.open(level)) and b in scratch}
             if not opened:
                 break
             width = max(map(len, opened.values()))
@@ -184,7 +183,8 @@ class TreeDrafter(BaseDrafter):
                 for i, tokens, distribution in zip(lines, made.tokens.tolist(), made.probs, strict=True):
                     yield at[i], tokens, [0.0] * size, distribution
             return
-        if width == 1 and self.least == -inf and self.noise_aware:  # an only child needs no probability
+        judged = any(grown[b].budget.min_probability for b in entries)
+        if width == 1 and not judged and self.noise_aware:  # an only child needs no probability
             drawn = warp.draw(logits, extra, noise, context.stream, position, self.subset).tolist()
             for key, token in zip(at, drawn, strict=True):
                 yield key, [token], [0.0], None
@@ -193,7 +193,7 @@ class TreeDrafter(BaseDrafter):
         quiet = [not self.noise_aware or greedy for greedy in warp.greedy]
         made = children(
             scores,
-            max(width, _RIVALS),
+            max(width, RIVALS),
             Siblings.POINT,
             noise,
             context.stream,
@@ -203,19 +203,6 @@ class TreeDrafter(BaseDrafter):
         )
         estimated = made.log_q
         if self.noise_aware:
-            estimated = log_acceptance(made.keys, [h.params.temperature for h in warp.histories], self.error)
+            estimated = self.error.log_chances(made.keys, [h.params.temperature for h in warp.histories])
         for key, tokens, weights in zip(at, made.tokens.tolist(), estimated.tolist(), strict=True):
             yield key, tokens[:width], weights, None
-
-
-def log_acceptance(keys: Tensor, temperature: Sequence[float], error: float = ERROR) -> Tensor:
-    """float32 [node, candidate]: the log probability that the target chooses each of the best candidates.
-
-    keys: float32 [node, candidate], logits / temperature + noise, descending; without noise where the temperature is 0.
-
-    Model: the target's logits are the draft's plus independent Gumbel errors of scale `error`. Both divide by the temperature,
-    so the result is log_softmax(keys * temperature / error). On the built-in pair the maximum-likelihood scale is 0.3, 0.3,
-    0.4 and 0.5 at temperatures 0, 0.3, 0.7 and 1 (docs/trees.md). It only ranks nodes; no text depends on it.
-    """
-    scale = keys.new_tensor([t or 1.0 for t in temperature])[:, None] / error
-    return (keys * scale).log_softmax(-1)

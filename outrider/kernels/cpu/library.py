@@ -7,7 +7,7 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 7
+ABI = 8
 ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni")
 
 
@@ -77,11 +77,13 @@ class ForwardStruct(ctypes.Structure):
 class ChainStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "drafted")),
-        *((name, c_int64) for name in ("count", "depth", "made")),
+        *((name, c_int64) for name in ("count", "depth")),
+        ("chances", c_void_p),
+        ("made", c_int64),
         ("seed", c_uint64),
         *((name, c_int32) for name in ("row", "length")),
         *((name, c_uint32) for name in ("stream", "step", "position")),
-        ("temperature", c_float),
+        *((name, c_float) for name in ("temperature", "error", "min_probability", "alive")),
     ]
 
 

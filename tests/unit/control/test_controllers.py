@@ -256,3 +256,51 @@ def test_what_is_drafted_short_is_hoped_to_go_on():
         assert hoped[3] > plain[3]
         assert hoped[4:] == plain[4:]
         assert max(hoped) <= 1
+
+
+def mixed(easy: float):
+    """Chances as a draft model has them: most tokens are nearly certain, the others a toss-up. easy: the share of the first."""
+    return lambda rng, written: 0.98 if rng.random() < easy else 0.35
+
+
+@pytest.mark.parametrize("easy", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("level", [0.1, 0.4])
+def test_a_drafter_that_knows_its_chances_is_told_when_to_end(easy, level):
+    """Drafts that end at unlikely tokens beat every fixed length, with the same chances."""
+    speeds = {}
+    for depth in (1, 2, 4, 8):
+        [machine] = machines(1, sure=mixed(easy), level=level, node=0.05, pauses=0.0)
+        machine.run(Fixed(depth), tokens=6000)
+        speeds[depth] = machine.speed
+    [machine] = machines(1, sure=mixed(easy), level=level, node=0.05, pauses=0.0)
+    machine.run(Adaptive(Budget(8)), tokens=6000)
+    assert machine.speed > max(1.0, *speeds.values())
+
+
+def test_texts_of_all_kinds_in_turns():
+    """Code, chat, code...: sixty tokens each, with a draft model at 0.4 of a step that must read each prompt."""
+    for machine in machines(4, level=0.4, node=0.05, read=0.02):
+        controller, share, spent = Adaptive(Budget(8)), {}, {}
+        for text in range(40):
+            easy = (0.97, 0.4)[text % 2]
+            machine.sure, time, plain = mixed(easy), machine.time, machine.plain_time
+            machine.run(controller, tokens=60)
+            share[easy] = share.get(easy, 0.0) + machine.plain_time - plain
+            spent[easy] = spent.get(easy, 0.0) + machine.time - time
+            controller.release(0)
+            machine.start(0)
+        assert share[0.97] / spent[0.97] > 1.4
+        assert share[0.4] / spent[0.4] > 0.98
+
+
+def test_an_unlucky_first_text_condemns_no_drafter():
+    """A drafter is rightly unsure of the first text, and sure of the second. It drafts for that from its beginning."""
+    for machine in machines(6, sure=lambda rng, written: 0.05, level=0.3, node=0.05, read=0.03):
+        controller = Adaptive(Budget(8))
+        machine.run(controller, tokens=20)
+        controller.release(0)
+        machine.start(0)
+        machine.sure = lambda rng, written: 0.95
+        machine.depths.clear()
+        machine.run(controller, tokens=60)
+        assert sum(d > 0 for d in machine.depths[:6]) >= 5

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider.core.tree import tree, validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters import Echo, ModelDrafter, NgramDrafter, SuffixDrafter, Wrong
-from outrider.drafters.base import DraftContext
+from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.combine.merge import NodeList, join, united
 from outrider.drafters.combine.router import DrafterRouter, _Record
 from outrider.params import SamplingParams
@@ -110,6 +110,24 @@ def test_a_step_that_was_cut_teaches_nothing() -> None:
         router.propose(own)
         router.update(own, [Commit([9], [0], 0, finish)], None)
         assert router._pooled["wrong"].seen == (finish is None)
+
+
+def test_one_unlucky_text_condemns_no_draft_model() -> None:
+    """Three wrong proposals at the beginning of a text; the next text asks again at once. After many, it does not."""
+    for proposals, asked in ((3, True), (60, False)):
+        router = DrafterRouter({"draft": Wrong(2)}, {"draft": 0.4})
+        for step in range(proposals):
+            ask = context([0], [[1, 2, 3]], [Budget(4)], SamplingParams(), step=step)
+            router._records.pop((0, "draft"), None)  # as if each proposal were made for a sequence of its own
+            draft = router.propose(ask)
+            if draft.nodes > 1:
+                node = Commit([99], [0], 0)
+                router.update(ask, [node], TargetPass(draft, torch.zeros(1, draft.nodes, VOCAB)))
+            else:
+                router._pooled["draft"].learn(0, [(3, -1), (99, 0)], None)
+        router.release(0)
+        draft = router.propose(context([1], [[4, 5, 6]], [Budget(4)], SamplingParams()))
+        assert (draft.nodes > 1) is asked
 
 
 def test_the_better_one_is_taken() -> None:

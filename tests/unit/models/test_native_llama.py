@@ -25,6 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from outrider.drafters.model.confidence import RIVALS, LogitError
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import ISAS
 from outrider.kernels.vectors import unpack_vectors
@@ -342,7 +343,7 @@ def test_draft_chains_are_the_loop_in_one_call(kv_cache_dtype: str) -> None:
         Chain(2, [1, 2, 3], 0, 0.5),
         Chain(3, [6, 7, 8, 9, 1], 5, 1.3, (-4, 0, 0, 12)),
     ]
-    drawn = model.draft_chains(cache, chains)
+    drawn = [d.tokens for d in model.draft_chains(cache, chains)]
     assert drawn[2] == []
     for c, got in zip(chains, drawn, strict=True):
         if not c.depth:
@@ -363,6 +364,32 @@ def test_draft_chains_are_the_loop_in_one_call(kv_cache_dtype: str) -> None:
         assert got == expected
         alone = [t[c.slot, :, start:end] for pair in cache.layers for t in pair]
         assert all(torch.equal(a, b) for a, b in zip(scratch, alone, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
+@pytest.mark.parametrize("ids", [None, "some"])
+def test_a_chain_states_its_chances_and_ends_where_they_are_low(temperature: float, ids: str | None) -> None:
+    model = LlamaModel(build("llama"), head_ids=None if ids is None else SOME)
+    cache, error, ended = model.new_cache(1, 64), LogitError(), set[int]()
+    for first in range(1, 30):
+        noise = (first, 0, 0, 5)
+        [whole] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise, error.scale)])
+        [bare] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise)])
+        assert bare == (whole.tokens, [])
+        nodes = Nodes(torch.tensor([[first, *whole.tokens[:-1]]]), cache, [0])
+        keys = model.forward(nodes).logits[0] / (temperature or 1.0)
+        if temperature:
+            keys += torch.stack([native.gumbel(*noise[:3], 5 + i, VOCAB) for i in range(6)])
+        best = keys.topk(RIVALS).values
+        expected = error.log_chances(best, [temperature] * 6)[:, 0].exp()
+        assert torch.tensor(whole.chances).sub(expected).abs().max() < 2e-3  # rivals that are far behind are left out
+        least = 0.1
+        [cut] = model.draft_chains(cache, [Chain(0, [first], 6, temperature, noise, error.scale, least)])
+        alive = torch.tensor(whole.chances).cumprod(0)
+        length = next((n for n, chance in enumerate(alive.tolist(), 1) if chance < least), 6)
+        assert cut == (whole.tokens[:length], whole.chances[:length])
+        ended.add(length)
+    assert len(ended) > 2
 
 
 SOME = torch.tensor([0, 3, 4, 7, 8, 11, 12, 19, 20, 21, 22, 23, 29, 30, 31, 34, 36])
@@ -390,7 +417,7 @@ def test_chains_from_a_head_of_some_tokens(weights: str) -> None:
     cache = model.new_cache(2, 300)
     chains = [Chain(0, [3, 4], 20, 0.8, (9, 1, 2, 11)), Chain(1, [5], 9, 0.0), Chain(0, [1], 20, 1.5, (3, 0, 0, 2))]
     for c in chains:
-        [got] = model.draft_chains(cache, [c])
+        [(got, _)] = model.draft_chains(cache, [c])
         feed, expected = [*c.tokens], list[int]()
         seed, stream, step, position = c.noise
         for i in range(c.depth):

@@ -25,6 +25,7 @@ inline int64_t vector_bytes(int32_t format, int64_t dim) {
 }
 
 constexpr int64_t LANES = 16;       // output columns of one panel
+constexpr int64_t RIVALS = 8;       // candidates that share the chance of a draft token
 constexpr int64_t GROUP = 4;        // panels of one unit of work
 
 // Weights of y = x W^T + b, as panels of 16 output columns: [panel][k][16], or as quant.hpp says.
@@ -118,11 +119,15 @@ struct ChainJob {  // draft `depth` tokens of a slot one after another, after th
     const int64_t* tokens;  // [count] ingested first
     int64_t* drafted;       // [depth]
     int64_t count, depth;
-    int64_t made;  // out: tokens drafted; fewer than asked if the logits held NaN
+    float* chances;         // [depth] out: chance of each token to be accepted, given those before; unset without `error`
+    int64_t made;           // out: tokens drafted; fewer than asked if the logits held NaN or the chances are low
     uint64_t seed;
     int32_t row, length;
     uint32_t stream, step, position;  // of the first drafted token's noise
     float temperature;                // 0: greedy
+    float error;                      // scale of the logits' errors, which gives chances; 0: there are none
+    float min_probability;            // no token follows one whose chance, with those before it, is lower
+    float alive;                      // the product of the chances so far
 };
 
 struct ChainsJob {  // one forward per level for all chains
@@ -145,6 +150,8 @@ struct Kernels {
     void (*gumbel_at)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, const int64_t* index, int64_t n,
                       float* out);
     void (*words)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, uint32_t* out);
+    void (*top_keys)(const float* scores, const int64_t* ids, int64_t n, float temperature, uint64_t seed, uint32_t stream,
+                     uint32_t step, uint32_t position, int64_t best_index, float reach, float* top);
     int64_t (*argmax)(const float* scores, int64_t n);  // -1: a NaN was seen
     int64_t (*argmax_gumbel)(const float* scores, const int64_t* ids, int64_t n, float temperature, uint64_t seed,
                              uint32_t stream, uint32_t step, uint32_t position);

@@ -227,6 +227,15 @@ struct Choice {
     int64_t count;
 };
 
+// The chance that the target chooses the token with the largest key, if its logits are these plus Gumbel errors.
+float chance(const Choice& all, const ChainJob& c, const float* logits, int64_t at) {
+    float top[RIVALS], scale = (c.temperature > 0 ? c.temperature : 1.0f) / c.error, total = 0.0f;
+    kernels()->top_keys(logits, all.ids, all.count, c.temperature, c.seed, c.stream, c.step,
+                        c.position + static_cast<uint32_t>(c.made), at, 8.0f / scale, top);
+    for (float key : top) total += std::exp((key - top[0]) * scale);
+    return total > 0 ? 1.0f / total : 0.0f;  // NaN if no token is possible
+}
+
 // Each chain's next token; negative if its logits hold NaN.
 void choose(void* context, int64_t begin, int64_t end) {
     const Choice& all = *static_cast<Choice*>(context);
@@ -238,6 +247,7 @@ void choose(void* context, int64_t begin, int64_t end) {
                                                     c.position + static_cast<uint32_t>(c.made))
                          : kernels()->argmax(logits, all.count);
         c.drafted[c.made] = at < 0 || !all.ids ? at : all.ids[at];
+        if (at >= 0 && c.error > 0) c.alive *= c.chances[c.made] = chance(all, c, logits, at);
     }
 }
 
@@ -261,7 +271,7 @@ OUTRIDER_API int64_t outrider_draft_chains(void* decoder, const ChainsJob* asked
     int64_t nodes = 1;
     for (int64_t i = 0; i < asked->count; i++) {
         live.push_back(asked->chains + i);
-        live[i]->made = 0;
+        live[i]->made = 0, live[i]->alive = 1.0f;
         nodes = live[i]->count > nodes ? live[i]->count : nodes;
     }
     std::vector<int64_t> tokens(asked->count * nodes), parents(asked->count * nodes);
@@ -290,7 +300,8 @@ OUTRIDER_API int64_t outrider_draft_chains(void* decoder, const ChainsJob* asked
         for (ChainJob* c : live) {
             int64_t last = c->drafted[c->made];
             c->made += last >= 0;
-            if (last >= 0 && c->made < c->depth) going.push_back(c);
+            bool likely = c->error <= 0 || c->alive >= c->min_probability;
+            if (last >= 0 && likely && c->made < c->depth) going.push_back(c);
         }
         live.swap(going);
     }

@@ -63,8 +63,9 @@ def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
 
 
 def fresh(made: EagleDrafter, tokens: list[int], slot: int = 0) -> EagleDrafter:
-    """A new drafter over the same weights that was told the whole text at once."""
+    """A new drafter over the same weights that was told the whole text at once, and what was learned of their error."""
     new = EagleDrafter(made.model, made.cache.num_slots, made.cache.max_length)
+    new.error.scale = made.error.scale
     new.start(slot, tokens, 0, features(tokens[:-1], made.taps))
     return new
 
