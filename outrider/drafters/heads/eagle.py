@@ -130,11 +130,22 @@ class EagleDrafter(TreeDrafter):
         wanted = [min(context.budgets[b].depth, context.budgets[b].max_nodes) for b in some]
         logits, live = self._ingest(context, some), list(range(len(some)))
         fed = [self._fed_back[context.slots[b]] for b in some]
+        entries, warp, noise, position = (
+            some,
+            context.warp.select(some),
+            context.noise.select(some),
+            context.positions[some],
+        )
         for level in range(max(wanted)):
-            entries = [some[i] for i in live]
-            warp, noise = context.warp.select(entries), context.noise.select(entries)
-            paths, position = [drawn[i] for i in live], context.positions[entries] + level
-            tokens = warp.draw(logits, paths, noise, context.stream, position, self.subset).tolist()
+            if len(entries) != len(live):
+                entries = [some[i] for i in live]
+                warp, noise, position = (
+                    context.warp.select(entries),
+                    context.noise.select(entries),
+                    context.positions[entries],
+                )
+            paths = [drawn[i] for i in live]
+            tokens = warp.draw(logits, paths, noise, context.stream, position + level, self.subset).tolist()
             going: list[int] = []
             for i, token in zip(live, tokens, strict=True):
                 if token >= 0:

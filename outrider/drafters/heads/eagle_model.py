@@ -13,6 +13,7 @@ from outrider.core.sampling import TokenSubset
 from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.layers import Linears, Norm, Rotary, precision_of
 from outrider.drafters.heads.reader import EagleWeights
+from outrider.kernels import for_device
 from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.base import LanguageModel
@@ -51,8 +52,7 @@ class EagleModel:
         self._fc = linear("fc")
         fused = 0 if config.eagle1 else linears.bytes  # of a draft token only EAGLE-1 reads it
         attention, mlp = f"{_PREFIX}self_attn.", f"{_PREFIX}mlp."
-        self._queries = linear(f"{attention}q_proj")
-        self._keys_values = linear(f"{attention}k_proj", f"{attention}v_proj")
+        self._attention_in = linear(*(f"{attention}{n}_proj" for n in "qkv"))
         self._out = linear(f"{attention}o_proj")
         self._gate_up = linear(f"{mlp}gate_proj", f"{mlp}up_proj")
         self._down = linear(f"{mlp}down_proj")
@@ -95,7 +95,7 @@ class EagleModel:
         first = [cache.length[slot] for slot in slots]
         cache.reserve(slots, max(counts))
         positions = torch.cat([torch.arange(at, at + n) for at, n in zip(first, counts, strict=True)]).to(self.device)
-        key, value = self._rotated_keys(self._pairs(tokens, g)[0], positions)
+        _, key, value = self._attended(self._pairs(tokens, g)[0], positions)
         shape = key.shape[1], key.shape[2]
         keys, values = cache.layer(0, shape, shape, key)
         done = 0
@@ -116,10 +116,8 @@ class EagleModel:
         if g is None:
             g = torch.zeros(*nodes.tokens.shape, self.config.hidden_size, device=self.device)
         x, residual = self._pairs(nodes.tokens, g)
-        positions = nodes.positions.expand(len(nodes.slots), -1)
-        key, value = self._rotated_keys(x, positions)
+        query, key, value = self._attended(x, self._positions(nodes))
         write(nodes, 0, key.transpose(1, 2), value.transpose(1, 2))
-        query = self._rotary(self._queries(x).unflatten(-1, (-1, self.config.head_dim)), positions)
         attended = attend(nodes, 0, query.transpose(1, 2), self._scoring)
         y = residual + self._out(attended.flatten(2))
         assert self._middle_norm is not None
@@ -145,7 +143,19 @@ class EagleModel:
         x = torch.cat([self._token_norm(embedded), normed], -1)
         return x, normed if self.config.norm_before_residual else g
 
-    def _rotated_keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, both [..., kv_head, head_dim]."""
-        key, value = self._keys_values(x).unflatten(-1, (2, -1, self.config.head_dim)).unbind(-3)
-        return self._rotary(key, positions), value
+    def _attended(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [..., head, head_dim]. Queries and keys are turned."""
+        c = self.config
+        heads = self._attention_in(x).unflatten(-1, (-1, c.head_dim))
+        turned = self._rotary(heads[..., : c.num_attention_heads + c.num_key_value_heads, :], positions)
+        query, key = turned.split([c.num_attention_heads, c.num_key_value_heads], -2)
+        return query, key, heads[..., -c.num_key_value_heads :, :]
+
+    def _positions(self, nodes: Nodes) -> Tensor:
+        """int64 [batch, node]."""
+        batch, count = nodes.tokens.shape
+        if self.device.type == "cpu" and for_device(self.device).attention is not None:
+            plan = nodes.plan  # has them already; not those of padding
+            if plan.count == batch * count:
+                return plan.positions.view(batch, count)
+        return nodes.positions.expand(batch, -1)

@@ -12,7 +12,7 @@ from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.hf.linear import PackedLinear
 
 Linear = Callable[[Tensor], Tensor]
-SMALL = 2**24  # weights; a smaller head stays in the processor's caches, and fewer bits gain nothing
+SMALL = 2**22  # weights; a smaller head costs more in calls than in bytes
 
 
 class Linears:
