@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from outrider.models.base import LanguageModel
     from outrider.models.load import Loaded
 
+HEADS = Path(__file__).resolve().parents[1] / "data" / "heads"
+"""Trained heads of this package, in folders with the names of built-in models."""
+
 PLUGINS = "outrider.drafters"
 """The entry point group in which other packages name their methods."""
 
@@ -303,9 +306,10 @@ def _eagle(setup: DrafterSetup) -> Drafter:
     from outrider.drafters.model.self_speculation import SAMPLE
 
     config, target = setup.config, setup.target
-    model = EagleModel(read_eagle(config.model, target), target.model, setup.max_length, config.quantization)
+    head = _head_of(setup)
+    model = EagleModel(read_eagle(head, target), target.model, setup.max_length, config.quantization)
     if target.tokenizer is not None:
-        examine(model, target, target.tokenizer(SAMPLE)["input_ids"], config.model)
+        examine(model, target, target.tokenizer(SAMPLE)["input_ids"], head)
     return EagleDrafter(model, setup.rows, setup.max_length)
 
 
@@ -314,7 +318,7 @@ def _medusa(setup: DrafterSetup) -> Drafter:
 
     _chains_only(setup, "medusa")
     config, target = setup.config, setup.target
-    return MedusaDrafter(read_medusa(config.model, target), target.model, config.quantization)
+    return MedusaDrafter(read_medusa(_head_of(setup), target), target.model, config.quantization)
 
 
 def _block(name: str) -> Callable[[DrafterSetup], Drafter]:
@@ -327,7 +331,7 @@ def _block(name: str) -> Callable[[DrafterSetup], Drafter]:
 
         _chains_only(setup, name)
         config, target = setup.config, setup.target
-        opened = open_head(config.model)
+        opened = open_head(_head_of(setup))
         if opened.kind != name:
             raise ValueError(
                 f'{opened.path} is a head of the kind {opened.kind!r}: {{"method": "{model_method(opened.path)}", ...}}'
@@ -348,8 +352,25 @@ def _chains_only(setup: DrafterSetup, method: str) -> None:
         )
 
 
+def own_head(target: str) -> Path | None:
+    """The folder of the trained head that this package has for a built-in model; None if it has none."""
+    folder = HEADS / target.removeprefix("builtin:")
+    return folder if target.startswith("builtin:") and (folder / "config.json").is_file() else None
+
+
+def _head_of(setup: DrafterSetup) -> Any:
+    """The head's folder: the one that was given, or that of the package."""
+    return setup.config.model if setup.config.model is not None else own_head(setup.target.name)
+
+
 def _brings(method: str) -> Callable[[DrafterSetup], bool]:
-    return lambda setup: setup.config.model is not None and model_method(setup.config.model) == method
+    """Whether there is a head of this method for the target."""
+
+    def brings(setup: DrafterSetup) -> bool:
+        head = _head_of(setup)
+        return head is not None and model_method(head) == method
+
+    return brings
 
 
 def _with_model(method: str) -> Callable[[TuneInputs], Mapping[str, dict[str, Any]]]:

@@ -1,5 +1,6 @@
 """`-d FOLDER` is enough: the method follows from the folder, and what cannot be is said."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from outrider.cli.tune import candidates
 from outrider.config import SpeculativeConfig
 from outrider.drafters import DrafterRouter, make_drafter
 from outrider.drafters.heads.eagle import EagleDrafter
+from outrider.drafters.registry import own_head
 from outrider.integrations.engines import exports
 
 TARGET = small_target()
@@ -79,3 +81,20 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(1)}, plain / "model.safetensors")
     with pytest.raises(ValueError, match="holds no head that outrider knows"):
         make(method="eagle", model=str(plain))
+
+
+def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = replace(TARGET, name="builtin:small")
+    ask = SpeculativeConfig.of({"method": "auto"})
+
+    def drafters() -> list[str]:
+        made = make_drafter(ask, target, rows=1, max_length=64, device="cpu")
+        assert isinstance(made, DrafterRouter)
+        return list(made.drafters)
+
+    assert "eagle" not in drafters()
+    monkeypatch.setattr("outrider.drafters.registry.HEADS", tmp_path)
+    copied("eagle31", tmp_path).rename(tmp_path / "small")
+    assert "eagle" in drafters()
+    assert own_head("builtin:small") == tmp_path / "small"
+    assert own_head("builtin:other") is own_head("small") is own_head("builtin:") is None

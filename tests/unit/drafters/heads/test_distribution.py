@@ -1,0 +1,113 @@
+"""With a head, the other verifiers keep the distribution: thousands of texts against plain decoding's exact probabilities."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import Loop, request
+from scipy.stats import chi2
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider import SamplingParams
+from outrider.control import Fixed
+from outrider.drafters.base import BaseDrafter
+from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.eagle import EagleDrafter
+from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.medusa import MedusaDrafter, MedusaWeights
+from outrider.drafters.heads.reader import EagleWeights
+from outrider.models.native_llama import LlamaModel
+from outrider.models.nodes import Nodes
+
+VOCAB, SAMPLES, FEW, TOKENS = 5, 3000, 400, 3
+PROMPT = [1, 4, 2]
+
+
+def target() -> tuple[LlamaModel, LlamaConfig]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    raw = LlamaForCausalLM(config)
+    for p in raw.parameters():
+        if p.dim() == 2:
+            p.data.normal_(0, 0.5)
+    return LlamaModel(raw), config
+
+
+MODEL, CONFIG = target()
+
+
+def eagle(kept: tuple[int, ...]) -> EagleDrafter:
+    torch.manual_seed(1)
+    config = HeadConfig.for_target(CONFIG, draft_vocab_size=len(kept), taps=(0, 2))
+    head = Eagle(config, torch.tensor(kept))
+    tensors = {
+        n: torch.randn_like(t) * 0.5 if t.dim() == 2 else t for n, t in head.state_dict().items() if "embed" not in n
+    }
+    return EagleDrafter(EagleModel(EagleWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64)
+
+
+def medusa(kept: tuple[int, ...]) -> MedusaDrafter:
+    torch.manual_seed(2)
+    blocks = [[(torch.randn(16, 16) * 0.3, torch.randn(16))] for _ in range(2)]
+    ids = None if len(kept) == VOCAB else torch.tensor(kept)
+    return MedusaDrafter(MedusaWeights(blocks, [torch.randn(len(kept), 16) * 0.5], ids, VOCAB), MODEL, "none")
+
+
+def exact() -> dict[tuple[int, ...], float]:
+    """The probability of each text of TOKENS tokens."""
+    out = {}
+    for text in itertools.product(range(VOCAB), repeat=TOKENS):
+        ids = [*PROMPT, *text]
+        logits = MODEL.forward(Nodes(torch.tensor([ids]), MODEL.new_cache(1, 64), [0])).logits[0]
+        probs = logits.double().softmax(-1)
+        out[text] = float(torch.prod(torch.stack([probs[len(PROMPT) - 1 + i, t] for i, t in enumerate(text)])))
+    return out
+
+
+ALL, TWO = (0, 1, 2, 3, 4), (1, 3)
+CASES = [
+    pytest.param(make, verifier, width, kept, samples, marks=() if samples == FEW else pytest.mark.long)
+    for samples, cases in (
+        (FEW, [(eagle, "rejection", 2, TWO)]),
+        (
+            SAMPLES,
+            [
+                (make, verifier, width, kept)
+                for make in (eagle, medusa)
+                for kept in (ALL, TWO)
+                for verifier, width in (("rejection", 1), ("rejection", 2), ("block", 1), ("traversal", 2))
+            ],
+        ),
+    )
+    for make, verifier, width, kept in cases
+]
+
+
+@pytest.mark.parametrize(("make", "verifier", "width", "kept", "samples"), CASES)
+def test_the_distribution_is_the_targets(
+    make: Callable[[tuple[int, ...]], BaseDrafter], verifier: str, width: int, kept: tuple[int, ...], samples: int
+) -> None:
+    drafter = make(kept)
+    loop = Loop(MODEL, drafter, verifier, controller=Fixed(2, width, 4), rows=50, max_length=64)
+    params = SamplingParams(max_tokens=TOKENS, temperature=1, ignore_eos=True)
+    rows = loop.generate([request(PROMPT, params, seed=i) for i in range(samples)])
+    seen: dict[tuple[int, ...], int] = {}
+    for row in rows:
+        seen[tuple(row.output)] = seen.get(tuple(row.output), 0) + 1
+    want = {text: p * samples for text, p in EXACT.items()}
+    big = [t for t, n in want.items() if n >= 5]
+    observed = [*(seen.get(t, 0) for t in big), samples - sum(seen.get(t, 0) for t in big)]
+    expected = [*(want[t] for t in big), samples - sum(want[t] for t in big)]
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True) if e > 0)
+    assert chi2.sf(statistic, len(big)) > 1e-4
+    assert sum(map(sum, (r.accepted for r in rows))) > 0
+
+
+EXACT = exact()
