@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 
 import torch
 from torch import Tensor
@@ -121,8 +120,10 @@ class EagleDrafter(TreeDrafter):
         return Draft(*chain([[t[-1], *p] for t, p in zip(context.tokens, proposals, strict=True)]))
 
     def _is_chain(self, context: DraftContext, b: int) -> bool:
-        simple = context.budgets[b].width == 1 and not context.needs_probs and self.noise_aware
-        return simple and self.shape is None and self.least == -inf
+        """Whether an only child is taken whatever its chance, which is then not computed."""
+        budget = context.budgets[b]
+        simple = budget.width == 1 and not budget.min_probability and not context.needs_probs
+        return simple and self.noise_aware and self.shape is None
 
     def _chains(self, context: DraftContext, some: list[int]) -> list[list[int]]:
         """The chains that a tree of width 1 would be, with less around each forward."""
