@@ -568,7 +568,7 @@ _ROWS = (
     ),
     DraftMethod(
         "medusa",
-        "trained Medusa heads: each guesses one later token from the model's last state; cheap, and right less often",
+        "trained Medusa heads: each predicts one later token from the model's last state; cheap, and right less often",
         _medusa,
         cost="model",
         needs_model=True,
