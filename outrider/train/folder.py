@@ -155,3 +155,16 @@ def point(progress: Progress, loss: float, measured: list[Survival]) -> dict[str
         for s in measured
     ]
     return {"tokens": progress.tokens, "seconds": round(progress.seconds), "loss": round(loss, 4), "held_out": groups}
+
+
+def verdict(curve: list[dict[str, Any]], now: Survival) -> str:
+    """Whether more training will help: whether S_1 rose in the last third of the run by more than its error."""
+    told = f"S_1 on held-out answers is {now.shares[0]:.3f}"
+    earlier = [p for p in curve if p["tokens"] <= curve[-1]["tokens"] * 2 / 3]
+    if now.error > 0.02 or not earlier:
+        return f"{told}, measured at {now.places:,} places: too few to say whether it still rises"
+    rise = now.shares[0] - earlier[-1]["held_out"][0]["S"][0]
+    if rise > now.error:
+        again = "more training will help. Give the same command a larger budget"
+        return f"{told}, {rise:.3f} more than after two thirds of the run: {again}"
+    return f"{told}, {rise:+.3f} since two thirds of the run: more of the same will not help; other prompts may"

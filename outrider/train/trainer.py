@@ -19,7 +19,7 @@ from outrider.train.answers import Answer, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
 from outrider.train.beginning import continued_head, new_head
 from outrider.train.eagle import STEPS, count_tokens, loss_of, split
-from outrider.train.folder import Progress, RunFolder, TrainingSettings, point
+from outrider.train.folder import Progress, RunFolder, TrainingSettings, point, verdict
 from outrider.train.losses import rate
 from outrider.train.muon import Muon
 from outrider.train.prompts import sources
@@ -210,18 +210,8 @@ class Training:
                 self._save()
                 saved = now
         measured = measured or self._held.measure(self.head)
-        self._say(self.verdict(measured))
+        self._say(verdict(progress.curve, measured[0]))
         return measured
-
-    def verdict(self, measured: list[Survival]) -> str:
-        """Whether more training will help: whether S_1 rose in the last third of the run by more than its error."""
-        curve, now = self.progress.curve, measured[0]
-        earlier = [p for p in curve if p["tokens"] <= self.progress.tokens * 2 / 3]
-        rise = now.shares[0] - (earlier[-1]["held_out"][0]["S"][0] if earlier else 0.0)
-        told = f"S_1 on held-out answers is {now.shares[0]:.3f}, and rose by {rise:.3f} in the last third of the run"
-        if rise > now.error:
-            return f"{told}: more training will help. Give the same command a larger budget"
-        return f"{told}: more of the same will not help; other prompts or a larger head may"
 
     def _vocabulary(self, vocab_size: int, ends: tuple[int, ...]) -> torch.Tensor:
         return count_tokens(self._answers, self._folder.settings.draft_vocab_size, vocab_size, ends)

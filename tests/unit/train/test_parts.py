@@ -19,9 +19,10 @@ from outrider.train.answers import Answer, AnswerFile, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
 from outrider.train.beginning import copy_last_layer_
 from outrider.train.eagle import count_tokens, loss_of
+from outrider.train.folder import verdict
 from outrider.train.losses import divergence, rate
 from outrider.train.prompts import sources
-from outrider.train.survival import noise_given
+from outrider.train.survival import Survival, noise_given
 from outrider.train.teacher import Teacher
 from outrider.train.unroll import unrolled
 
@@ -175,6 +176,19 @@ def test_the_noise_of_a_text_draws_it_again_and_is_gumbel_noise() -> None:
     assert torch.equal(ids[keys.argmax(-1)][known], tokens[known])
     assert torch.allclose(noise.mean(0), torch.full((4,), 0.5772), atol=0.04)
     assert torch.allclose(noise.var(0), torch.full((4,), torch.pi**2 / 6), atol=0.12)
+
+
+def test_the_verdict_follows_the_curve() -> None:
+    def entry(tokens: int, share: float) -> dict[str, object]:
+        return {"tokens": tokens, "held_out": [{"S": [share]}]}
+
+    now = Survival("all", (6000, 0, 0, 0), 10_000)
+    rising, flat = [entry(600, 0.5), entry(900, 0.6)], [entry(600, 0.595), entry(900, 0.6)]
+    assert "more training will help" in verdict(rising, now)
+    assert "0.100" in verdict(rising, now)
+    assert "will not help" in verdict(flat, now)
+    assert "too few" in verdict(flat, Survival("all", (60, 0, 0, 0), 100))
+    assert "too few" in verdict([entry(900, 0.6)], now)
 
 
 def test_a_file_of_answers_drops_a_line_that_was_cut(tmp_path: Path) -> None:
