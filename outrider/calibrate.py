@@ -31,6 +31,7 @@ from outrider.kernels.machine import machine
 from outrider.models.base import LanguageModel
 from outrider.models.checkpoint import fingerprint
 from outrider.models.load import Loaded
+from outrider.models.packs import store
 from outrider.params import SamplingParams
 
 REVISION = "3"  # of this method of measurement; costs that an older one has stored are measured again
@@ -223,6 +224,7 @@ def calibrate(
     rounds, for a controller that corrects them as it goes (`outrider.control.Calibrated`). Of several drafters together, the
     most expensive one is measured.
     """
+    store.wait()  # a pack that is being written slows some of the steps
     plan, kind = QUICK if quick else WHOLE, _sampling_kind(sampling)
     if not plan.several and len(rows) > 1:
         one = calibrate(target, drafter, key, limit, (1,), known, sampling, quick)

@@ -9,9 +9,7 @@ from collections import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from outrider.calibrate import build_controller
 from outrider.config import SpeculativeConfig
@@ -23,9 +21,13 @@ from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.drafters.registry import DrafterSetup, plugins, request_drafters
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
+from outrider.models.tokenizer import complete
 from outrider.outputs import Delta, RequestMetrics, RequestOutput, SpeculativeMetrics
 from outrider.params import SamplingParams
 from outrider.trace import Recorder, describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Prompt = str | Mapping[str, Any] | abc.Sequence[Mapping[str, str]]
 
@@ -128,7 +130,8 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any | None:
-        return self.loaded.tokenizer
+        """A tokenizer of transformers, or the object that was given."""
+        return complete(self.loaded.tokenizer)
 
     def generate(
         self,
@@ -185,15 +188,15 @@ class LLM:
                     f'a prompt given as a dict is {{"prompt_token_ids": [...]}}, got keys {sorted(prompt)}'
                 )
             return [int(t) for t in prompt["prompt_token_ids"]]
-        if self.tokenizer is None:
+        if self.loaded.tokenizer is None:
             raise ValueError(
                 f'{self.loaded.name} has no tokenizer; pass tokenizer=..., or {{"prompt_token_ids": [...]}}'
             )
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        if not getattr(self.tokenizer, "chat_template", None):
+            return list(self.loaded.tokenizer(prompt)["input_ids"])
+        if not getattr(self.loaded.tokenizer, "chat_template", None):
             raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
-        encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+        encoded = self.loaded.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
     def _params(self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -223,17 +226,19 @@ class LLM:
         """The tokens of a prediction; none without one."""
         if not isinstance(given, str):
             return tuple(given or ())
-        if self.tokenizer is None:
+        if self.loaded.tokenizer is None:
             raise ValueError("a prediction given as text needs a tokenizer; give token ids, e.g. prediction=[17, 4]")
-        return tuple(self.tokenizer(given, add_special_tokens=False)["input_ids"])
+        return tuple(self.loaded.tokenizer(given, add_special_tokens=False)["input_ids"])
 
     def _bad_word(self, word: str | abc.Sequence[int]) -> list[tuple[int, ...]]:
         """The token sequences that write a forbidden word: at the start of a text and after a space."""
         if not isinstance(word, str):
             return [tuple(word)]
-        if self.tokenizer is None:
+        if self.loaded.tokenizer is None:
             raise ValueError("bad_words given as strings need a tokenizer; give token ids, e.g. bad_words=[[17, 4]]")
-        forms = {tuple(self.tokenizer(f, add_special_tokens=False)["input_ids"]) for f in (word, " " + word.lstrip())}
+        forms = {
+            tuple(self.loaded.tokenizer(f, add_special_tokens=False)["input_ids"]) for f in (word, " " + word.lstrip())
+        }
         return [f for f in forms if f]
 
     def _output(self, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:

@@ -18,7 +18,7 @@ from outrider.cli.options import grouped
 from outrider.cli.replay import replay
 from outrider.cli.report import report
 from outrider.cli.serve import serve
-from outrider.cli.terminal import environment
+from outrider.cli.terminal import environment, show_warnings
 from outrider.cli.train import train
 from outrider.cli.tune import tune
 
@@ -136,4 +136,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     environment()
+    show_warnings()  # also of what runs behind a command
     app()

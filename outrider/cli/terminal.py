@@ -26,19 +26,24 @@ def environment() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+def show_warnings(debug: bool = False) -> None:
+    """Show warnings as notes, from now on: those that are for the user, or all of them."""
+
+    def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if debug or issubclass(category, RuntimeWarning):
+            print(paint(f"note: {message}", YELLOW, sys.stderr), file=sys.stderr)
+
+    warnings.showwarning = note
+
+
 @contextmanager
 def readable(debug: bool) -> Iterator[None]:
     """Show an error as one red line and exit with code 2. Ctrl-C exits with 130, a closed pipe with 141.
 
     debug: show the traceback instead, and all warnings.
     """
-
-    def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        if debug or issubclass(category, RuntimeWarning):
-            print(paint(f"note: {message}", YELLOW, sys.stderr), file=sys.stderr)
-
     with warnings.catch_warnings():
-        warnings.showwarning = note
+        show_warnings(debug)
         try:
             yield
         except KeyboardInterrupt:
@@ -61,15 +66,15 @@ def readable(debug: bool) -> Iterator[None]:
             raise typer.Exit(2) from None
 
 
-@contextmanager
-def loading(what: str) -> Iterator[None]:
+def loading(what: str) -> AbstractContextManager[Any]:
     """Show a spinner on a terminal. The progress bars and logs of transformers stay silent."""
-    with working(f"loading {what}"):
+    environment()
+    if "transformers" in sys.modules:  # else it reads the environment
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        yield
+    return working(f"loading {what}")
 
 
 def working(what: str) -> AbstractContextManager[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 
@@ -28,5 +27,7 @@ class Blocks:
 
     def dense(self) -> Tensor:
         """float32 [out, in]: the values that ggml's own dequantisation gives. The reference of the packed kernels."""
+        from gguf import GGMLQuantizationType, quants
+
         rows = self.data if self.order is None else self.data[self.order]
         return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[self.format]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from outrider._version import __version__
 from outrider.kernels import cpu as native
@@ -28,6 +28,6 @@ def machine() -> dict[str, Any]:
         "kernels": "native" if native.available() else f"oneDNN (native kernels are not in use: {why})",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "outrider": __version__,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
@@ -11,40 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-import transformers
-from huggingface_hub import HfApi, errors, try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
-from transformers.pytorch_utils import Conv1D
 
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import for_device
 from outrider.models import checkpoint
-from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS, fetch
-from outrider.models.builtin.scale_up import SIZES, scaled_up
+from outrider.models.builtin.scale_up import SIZES
 from outrider.models.cache import check_kv_cache_dtype
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
-from outrider.models.gguf.architectures import architecture_of
 from outrider.models.gguf.files import gguf_files
-from outrider.models.gguf.model import build, dense_, precision, sizes
-from outrider.models.gguf.reader import GGUFFile, read
-from outrider.models.gguf.tokenizer import tokenizer_of
-from outrider.models.hf.experts import mixtures
-from outrider.models.hf.model import HFModel, UnsupportedModel, refuse, shared_copy
+from outrider.models.llama_weights import LlamaWeights
+from outrider.models.native_llama import LlamaModel
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 BUILTIN = {
@@ -88,10 +74,13 @@ def modules(loaded: Loaded) -> PreTrainedModel:
 
     Raises what `load` raises.
     """
-    if isinstance(loaded.source, PreTrainedModel):
+    if isinstance(loaded.source, nn.Module):
         return loaded.source
+    request = _Request(
+        str(loaded.source), "auto", torch.device("cpu"), None, tokenizer=False, cache=False, modules=True
+    )
     with _ONE_AT_A_TIME:
-        return _open(str(loaded.source), "auto", torch.device("cpu"), None, given=True, cache=False).raw
+        return cast("PreTrainedModel", _open(request).model)
 
 
 class Contents(NamedTuple):
@@ -141,7 +130,7 @@ def load(
     with _ONE_AT_A_TIME:
         started = perf_counter()
         loaded, raw, pack = _load(model, tokenizer, dtype, device, quantization, kv_cache_dtype, reduce)
-        if pack is not None:
+        if pack is not None and raw is not None:
             _keep(pack, raw, loaded, perf_counter() - started)
         return loaded
 
@@ -154,8 +143,12 @@ def _load(
     quantization: str | None,
     kv_cache_dtype: str,
     reduce: Callable[[Contents], Reduction] | None,
-) -> tuple[Loaded, PreTrainedModel, str | None]:
-    """The model, the modules that it was made of, and the name that its pack gets in the cache."""
+    modules: bool = False,
+) -> tuple[Loaded, PreTrainedModel | None, str | None]:
+    """The model, the modules that it was made of, and the name that its pack gets in the cache.
+
+    modules: they are needed. Without, a model of the native step is made from its pack without them.
+    """
     kind = parse_dtype(dtype)
     check_kv_cache_dtype(kv_cache_dtype)
     if quantization not in (None, *QUANTIZATIONS):
@@ -166,80 +159,109 @@ def _load(
     missing = for_device(where).missing
     if quantization and missing:
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
-    if isinstance(model, PreTrainedModel):
-        name, own = model.config._name_or_path or type(model).__name__, False
-        opened = _Opened(model, None, quantization)
+    own = not isinstance(model, nn.Module)
+    if own:
+        name = str(model)
+        request = _Request(name, kind, where, quantization, tokenizer is None, reduce is None, modules)
+        opened = _open(request)
     else:
-        name, own = str(model), True
-        opened = _open(name, kind, where, quantization, given=tokenizer is not None, cache=reduce is None)
-    raw = opened.raw
+        name, opened = model.config._name_or_path or type(model).__name__, _Opened(model, None, quantization)
     tokenizer = opened.tokenizer if tokenizer is None else tokenizer
     if isinstance(tokenizer, (str, Path)):
-        files = _gguf_files(str(tokenizer))
-        tokenizer = tokenizer_of(read(files)) if files else AutoTokenizer.from_pretrained(_path(str(tokenizer)))
+        tokenizer = _other_tokenizer(str(tokenizer))
+    if isinstance(opened.model, LlamaWeights):
+        ready = LlamaModel(opened.model, kv_cache_dtype=kv_cache_dtype)
+        ends = opened.end_ids or _end_of(tokenizer)
+        return Loaded(ready, name, tokenizer, ends, str(opened.weights), model, opened.config), None, None
+    from outrider.models import pretrained
+    from outrider.models.gguf.model import precision
+    from outrider.models.hf.model import refuse
+
+    raw = opened.model
     refuse(raw)
     weights = opened.weights or (precision(raw) if kind == "auto" else kind)
-    ends = _end_ids(raw, tokenizer)
+    ends = pretrained.end_ids(raw) or _end_of(tokenizer)
     reduction = Reduction()
     if reduce is not None and not opened.packed:
-        reduction = reduce(_contents(raw, name, weights, ends, tokenizer, not missing))
+        sizes = pretrained.multiplied(raw), pretrained.vocabulary(raw)
+        reduction = reduce(Contents(name, weights, *sizes, ends, tokenizer, not missing))
         weights = quantization or reduction.quantization or weights
-    prepared = _prepare(raw, own, where, weights, kv_cache_dtype, reduction.head_ids)
-    return Loaded(prepared, name, tokenizer, ends, weights, model, raw.config), raw, opened.pack
+    ready = pretrained.runnable(raw, own, where, weights, kv_cache_dtype, reduction.head_ids)
+    return Loaded(ready, name, tokenizer, ends, weights, model, raw.config), raw, opened.pack
+
+
+class _Request(NamedTuple):
+    """A model that is asked for by name. dtype, quantization: as for `load`. tokenizer: its own is wanted. cache: its pack may be
+    in the cache. modules: see `_load`."""
+
+    name: str
+    dtype: str
+    where: torch.device
+    quantization: str | None
+    tokenizer: bool
+    cache: bool
+    modules: bool
 
 
 class _Opened(NamedTuple):
-    """A model that was read. tokenizer: its own. weights: None for the precision of `raw`. packed: it comes from a pack. pack:
-    the name that its pack gets in the cache; None if it gets none."""
+    """A model that was read. tokenizer: its own. weights: None for the precision of `model`. packed: it comes from a pack. pack:
+    the name that its pack gets in the cache; None if it gets none. end_ids, config: those of a pack."""
 
-    raw: PreTrainedModel
+    model: PreTrainedModel | LlamaWeights
     tokenizer: Any | None
     weights: str | None
     packed: bool = False
     pack: str | None = None
+    end_ids: tuple[int, ...] = ()
+    config: Any = None
 
 
-def _open(name: str, dtype: str, where: torch.device, quantization: str | None, given: bool, cache: bool) -> _Opened:
-    """Read a model by its name. given: the tokenizer is given, so its own is not read. cache: look for a pack in the cache."""
-    if name in SYNTHETIC:
-        return _Opened(_synthetic(name, dtype), None if given else _tokenizer(_path("builtin:code")), quantization)
+def _open(request: _Request) -> _Opened:
+    """Read a model, from its pack if there is one."""
+    name, quantization = request.name, request.quantization
     if packs.is_pack(folder := Path(name).expanduser()):
-        return _from_pack(name, folder, dtype, where, quantization, given, cache)
-    files = _gguf_files(name)
-    path = name if files else _path(name)
+        return _open_pack(request, folder)
+    files = None if name in SYNTHETIC else _gguf_files(name)
+    path = name if files or name in SYNTHETIC else _path(name)
     pack = None
     repacked = bool(files) or (quantization is not None and Path(path).is_dir())
-    if cache and repacked and not for_device(where).missing and store.limit() > 0:
-        pack = store.name_of(Path(name).stem, files or (Path(path),), f"{dtype} {quantization}")
-        if found := store.restored(pack):
-            return _Opened(found.model, None if given else _tokenizer(str(found.folder)), found.weights, packed=True)
-        pack = None if given else pack  # a pack has the model's own tokenizer
+    if request.cache and repacked and not for_device(request.where).missing and store.enabled():
+        pack = store.name_of(Path(name).stem, files or (Path(path),), f"{request.dtype} {quantization}")
+        if found := store.restored(pack, tokenizer=request.tokenizer, modules=request.modules):
+            return _opened(request, found.folder, found.pack, found.start)
+        pack = pack if request.tokenizer else None  # a pack has the model's own tokenizer
+    from outrider.models import pretrained
+
     if files:
-        file = read(files)
-        raw = _from_gguf(name, file, dtype, where, quantization)
-        return _Opened(raw, None if given else tokenizer_of(file), quantization, pack=pack)
-    raw = _from_pretrained(name, path, dtype, where, quantization)
-    return _Opened(raw, None if given else _tokenizer(path), quantization, pack=pack)
+        from outrider.models.gguf import reader, tokenizer
+
+        file = reader.read(files)
+        raw = pretrained.from_gguf(name, file, request.dtype, request.where, quantization)
+        return _Opened(raw, tokenizer.tokenizer_of(file) if request.tokenizer else None, quantization, pack=pack)
+    if name in SYNTHETIC:
+        path = _path("builtin:code")
+        raw = pretrained.synthetic(name, request.dtype, path)
+    else:
+        raw = pretrained.from_folder(name, path, request.dtype, request.where, quantization)
+    return _Opened(raw, pretrained.tokenizer_of(path) if request.tokenizer else None, quantization, pack=pack)
 
 
-def _from_pack(
-    name: str, folder: Path, dtype: str, where: torch.device, quantization: str | None, given: bool, cache: bool
-) -> _Opened:
+def _open_pack(request: _Request, folder: Path) -> _Opened:
     """A folder that `outrider pack` wrote. If it cannot be read any more, the model that it was made of."""
-    if missing := for_device(where).missing:
+    name = request.name
+    if missing := for_device(request.where).missing:
         raise ValueError(
             f"{name} has packed weights, which need the native CPU kernels: {missing}; give the model itself"
         )
     try:
         pack = packs.load_manifest(folder)
-        if (wanted := quantization or dtype) not in ("auto", pack.weights):
+        if (wanted := request.quantization or request.dtype) not in ("auto", pack.weights):
             raise ValueError(
                 f"{name} is packed in {pack.weights}, not in {wanted}; pack the model again, or leave it out"
             )
-        checkpoint.fits(name, checkpoint.Sizes("gguf", 0, packs.size(folder)), None, where)
-        return _Opened(
-            packs.restore(folder, pack), None if given else _tokenizer(str(folder)), pack.weights, packed=True
-        )
+        checkpoint.fits(name, checkpoint.Sizes("gguf", 0, packs.size(folder)), None, request.where)
+        start = packs.start(folder, pack, tokenizer=request.tokenizer, modules=request.modules)
+        return _opened(request, folder, pack, start)
     except packs.BadPack as error:
         source, weights = packs.source_of(folder)
         if source is None:
@@ -247,7 +269,33 @@ def _from_pack(
         again = f"outrider pack {source} -o {folder}"
         warnings.warn(f"{error}; loading {source} in its place. Make it again: {again}", RuntimeWarning, stacklevel=4)
         dtype, quantization = weights if weights in DTYPES else "auto", weights if weights in QUANTIZATIONS else None
-        return _open(source, dtype, where, quantization, given, cache)
+        return _open(request._replace(name=source, dtype=dtype, quantization=quantization))
+
+
+def _opened(request: _Request, folder: Path, pack: packs.Pack, start: packs.Start) -> _Opened:
+    """What was read from a pack, with its tokenizer."""
+    tokenizer: Any = start.tokenizer
+    if tokenizer is None and request.tokenizer:
+        from outrider.models import pretrained
+
+        tokenizer = pretrained.tokenizer_of(str(folder))
+    return _Opened(start.model, tokenizer, pack.weights, packed=True, end_ids=pack.end_ids, config=start.config)
+
+
+def _other_tokenizer(name: str) -> Any:
+    """A tokenizer that was given by name."""
+    if files := _gguf_files(name):
+        from outrider.models.gguf import reader, tokenizer
+
+        return tokenizer.tokenizer_of(reader.read(files))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(_path(name))
+
+
+def _end_of(tokenizer: Any | None) -> tuple[int, ...]:
+    end = getattr(tokenizer, "eos_token_id", None)
+    return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
 
 
 def pack(
@@ -264,11 +312,13 @@ def pack(
     if missing := for_device(torch.device("cpu")).missing:
         raise ValueError(f"weights are packed for the native CPU kernels: {missing}")
     with _ONE_AT_A_TIME:
-        loaded, raw, _ = _load(model, None, dtype, "cpu", quantization, "auto", None)
+        loaded, raw, _ = _load(model, None, dtype, "cpu", quantization, "auto", None, modules=True)
+        assert raw is not None
+        made = _contents_of(raw, loaded)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
-        size = _write(partial, raw, loaded)
+        size = made.write(partial)
         if out.exists():
             shutil.rmtree(out)
         partial.rename(out)
@@ -277,10 +327,11 @@ def pack(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder: Path, raw: PreTrainedModel, loaded: Loaded) -> int:
+def _contents_of(raw: PreTrainedModel, loaded: Loaded) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
-    return packs.write(folder, raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source)
+    settings = loaded.model.packed_weights.settings if isinstance(loaded.model, LlamaModel) else None
+    return packs.contents(raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source, settings)
 
 
 def _keep(name: str, raw: PreTrainedModel, loaded: Loaded, seconds: float) -> None:
@@ -288,138 +339,18 @@ def _keep(name: str, raw: PreTrainedModel, loaded: Loaded, seconds: float) -> No
     size = packs.bytes_of(raw)
     if size < _WORTH_BYTES or seconds < _WORTH_SECONDS + size / _READ_SPEED:
         return
-    where = store.keep(name, size, lambda folder: _write(folder, raw, loaded))
-    if where is not None:
+    if store.keep(name, size, lambda: _contents_of(raw, loaded)):
         warnings.warn(
-            f"kept the packed weights ({size / 1e9:.2f} GB), so the next start is quicker. To remove them: "
+            f"keeping the packed weights ({size / 1e9:.2f} GB), so the next start is quicker. To remove them: "
             f"`outrider models --remove {name}`; {store.LIMIT}=0 keeps none",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
-def _contents(
-    raw: PreTrainedModel, name: str, stored: str, ends: tuple[int, ...], tokenizer: Any | None, quantizable: bool
-) -> Contents:
-    head: Any = raw.get_output_embeddings()
-    linears = [m for m in raw.modules() if isinstance(m, nn.Linear)]
-    others = [p for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, Conv1D))) for p in m.parameters()]
-    weights = sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
-    return Contents(name, stored, weights, head.out_features, ends, tokenizer, quantizable)
-
-
-def _prepare(
-    raw: PreTrainedModel, own: bool, where: torch.device, weights: str, kv_cache_dtype: str, head_ids: Tensor | None
-) -> LanguageModel:
-    if not own:  # the caller's model must not be moved or converted
-        raw = shared_copy(raw)
-    raw.eval()
-    if where.type != "cpu":
-        moved: Any = raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType]
-        return HFModel(moved, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
-    raw.to(where)  # pyright: ignore[reportArgumentType]
-    if missing := for_device(where).missing:
-        _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
-    elif llama.supports(raw) is None:
-        return llama.LlamaModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
-    return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
-
-
-def _from_pretrained(
-    name: str, path: str, dtype: str, where: torch.device, quantization: str | None
-) -> PreTrainedModel:
-    config = _config(name, path)
-    stored = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
-    if stored:
-        checkpoint.fits(name, stored, quantization or (None if dtype == "auto" else dtype), where)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype if dtype == "auto" else DTYPES[dtype], output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ValueError(f"{name} cannot be loaded: {error}") from error
-    raw, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"the weights of {name} are incomplete: {len(missing)} tensors of a {type(raw).__name__} are in no file, "
-            f"{missing[0]} among them. Download it again, or save it again with save_pretrained"
-        )
-    _unmap_(raw)
-    return raw
-
-
 def _gguf_files(name: str) -> tuple[Path, ...] | None:
     """The GGUF files that a name stands for, or None. A built-in real model is fetched if it is not here."""
     return (fetch(DOWNLOADS[name]),) if name in DOWNLOADS else gguf_files(name)
-
-
-def _from_gguf(name: str, file: GGUFFile, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
-    """dtype "auto" keeps blocks where the kernels can, and makes them bfloat16 elsewhere."""
-    architecture_of(file)  # raises for what is no model, before anybody asks its size
-    kind = quantization or (None if dtype == "auto" else dtype)
-    missing = for_device(where).missing
-    if kind is None and missing:
-        kind = "float32" if where.type == "cpu" else "bfloat16"
-    checkpoint.fits(name, sizes(file), kind, where)
-    raw = build(file)
-    if missing:
-        dense_(raw, DTYPES[kind or "bfloat16"])
-    return raw
-
-
-def _synthetic(name: str, dtype: str) -> PreTrainedModel:
-    """The built-in model, computed with as many weights as the name says. dtype "auto" means bfloat16."""
-    size = SIZES[name.removeprefix("builtin:code-")]
-    kind = "bfloat16" if dtype == "auto" else dtype
-    source = LlamaForCausalLM.from_pretrained(DATA / "code", dtype=torch.float32)
-    matrices = size.parameters(source.config.vocab_size)
-    checkpoint.fits(name, checkpoint.Sizes(kind, matrices, 0), kind, torch.device("cpu"))
-    return scaled_up(source, size, DTYPES[kind])
-
-
-def _unmap_(raw: PreTrainedModel) -> None:
-    """Copy the weights that are not repacked out of the mapped file.
-
-    Weights read from safetensors are views of that file. A single view that is left keeps the whole file in memory.
-    """
-    repacked = {id(m) for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, (nn.Linear, Conv1D))))}
-    for module in raw.modules():
-        if id(module) not in repacked:
-            for p in module.parameters(recurse=False):
-                p.data = p.data.clone()
-
-
-def _config(name: str, path: str) -> Any:
-    """The model's configuration. Raises unless it is a causal language model that this transformers knows."""
-    stored = Path(path, "config.json")
-    if stored.exists():
-        try:
-            given = json.loads(stored.read_text())
-        except ValueError as error:
-            raise ValueError(f"{stored} is not JSON ({error}); download it again") from error
-        kind = given.get("model_type")
-        if kind not in CONFIG_MAPPING:
-            own = ", and its own code (trust_remote_code) is not run here" if "auto_map" in given else ""
-            raise ValueError(
-                f"{name} has model_type {kind!r} in its config.json, which transformers {transformers.__version__} does "
-                f"not know{own}{did_you_mean(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
-                "yourself and give the object: LLM(model)"
-            )
-        method = (given.get("quantization_config") or {}).get("quant_method")
-        if method not in (None, "mxfp4"):  # transformers itself converts mxfp4 to bfloat16
-            raise UnsupportedModel(
-                f"the weights of {name} are quantised by {method}, which outrider does not read; give the unquantised "
-                "model, with quantization='int8' or 'int4' if it should be small"
-            )
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except Exception as error:  # each architecture checks its settings in its own way
-        raise ValueError(f"the configuration of {name} cannot be read: {error}") from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
-    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
-        raise UnsupportedModel(f"{name} is a {config.model_type}, of which transformers has no causal language model")
-    return config
 
 
 def _path(name: str) -> str:
@@ -452,6 +383,8 @@ def _path(name: str) -> str:
 
 def _hub(name: str) -> str:
     """The name if the hub has it; the folder of the cached copy if the hub cannot be reached."""
+    from huggingface_hub import HfApi, errors, try_to_load_from_cache
+
     otherwise = f"Give a folder that save_pretrained wrote, or one of {_names()}"
     try:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT)
@@ -474,30 +407,9 @@ def _hub(name: str) -> str:
     return name
 
 
-def _tokenizer(path: str) -> Any | None:
-    """The tokenizer, or None: a model without one can still continue token ids."""
-    try:
-        found = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
-        return None
-    # for a folder without tokenizer files, transformers makes an empty tokenizer that encodes every text as no token
-    return found if len(found) > len(found.all_special_ids) else None
-
-
-def _end_ids(raw: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
-    """The end tokens of the checkpoint's generation settings, else of its configuration, else of its tokenizer."""
-    known = (
-        raw.generation_config.eos_token_id if raw.generation_config else None,
-        getattr(raw.config.get_text_config(), "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
-    end = next((e for e in known if e is not None), None)
-    return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
-
-
 def _device(given: str, model: Any) -> torch.device:
     if given == "auto":
-        if isinstance(model, PreTrainedModel):
+        if isinstance(model, nn.Module):
             return next(model.parameters()).device
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -511,12 +423,3 @@ def _device(given: str, model: Any) -> torch.device:
 
 def _names() -> str:
     return ", ".join((*BUILTIN, *DOWNLOADS))
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)

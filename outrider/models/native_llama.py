@@ -10,14 +10,12 @@ import copy
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
-from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct, LayerStruct, ModelStruct
 from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
 from outrider.models.base import (
@@ -27,19 +25,19 @@ from outrider.models.base import (
     DrawnChain,
     Output,
     Want,
-    check_head_ids,
     check_layers,
     check_taps,
     over_vocabulary,
 )
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.dtypes import dtype_name
-from outrider.models.matrix import free_matrix_, matrix_of, packed, rows_of, share_matrix
+from outrider.models.llama_weights import ACTIVATIONS, LlamaLayerWeights, LlamaWeights
 from outrider.models.nodes import Nodes
-from outrider.models.packs.modules import leave_packed_, packed_before
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
-_ACTIVATIONS = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}
 _WANT = {"none": 0, "last": 1, "all": 2}
 # Rotary types whose frequencies do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -55,7 +53,7 @@ def supports(model: PreTrainedModel) -> str | None:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in _FIXED_ROTARY:
         return f"its rotary embedding ({kind}) changes with the length of the text"
-    if config.hidden_act not in _ACTIVATIONS:
+    if config.hidden_act not in ACTIVATIONS:
         return f"its activation is {config.hidden_act}"
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
@@ -69,6 +67,7 @@ def supports(model: PreTrainedModel) -> str | None:
 class LlamaModel(BaseModel):
     """A Llama, Mistral, Qwen2, Qwen3 or Granite model, run by the native step.
 
+    model: of transformers, or its `LlamaWeights`; then weights, own and head_ids are those that they were made with.
     weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
     file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied
     to it. A separate embedding of floats is not packed, because a forward reads only a few of its rows.
@@ -76,6 +75,7 @@ class LlamaModel(BaseModel):
     head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
     not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
     kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
+    packed_weights: what it computes with.
 
     Raises ValueError if the native step cannot run the model (see `supports`), or for tokens that it does not have.
     """
@@ -84,91 +84,27 @@ class LlamaModel(BaseModel):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | LlamaWeights,
         weights: str = "auto",
         own: bool = False,
         head_ids: Tensor | None = None,
         kv_cache_dtype: str = "auto",
     ) -> None:
-        reason = supports(model)
-        if reason is not None:
-            raise ValueError(f"the native step cannot run this model: {reason}; HFModel can")
-        config: Any = model.config
-        base: Any = model.model
-        head: Any = model.get_output_embeddings()
-        matrix = matrix_of(head)
-        stored = "gguf" if isinstance(matrix, Blocks) else dtype_name(matrix.dtype)
-        self._packing = stored if weights == "auto" else weights
-        self.vocab_size, self.max_length = int(head.out_features), int(config.max_position_embeddings)
-        del matrix  # a mapped file goes when the last name for a part of it goes
-        self._own, self.kv_cache_dtype = own, kv_cache_dtype
-        self.num_layers, self.hidden = len(base.layers), int(config.hidden_size)
-        self._kv_heads, self._dim = int(config.num_key_value_heads), int(base.layers[0].self_attn.head_dim)
-        self._head_ids = None if head_ids is None else check_head_ids(head_ids, self.vocab_size)
+        if not isinstance(model, LlamaWeights):
+            reason = supports(model)
+            if reason is not None:
+                raise ValueError(f"the native step cannot run this model: {reason}; HFModel can")
+            model = LlamaWeights.of_model(model, weights, own, head_ids)
+        self.packed_weights = model  # what the C structs point to
+        settings = model.settings
+        self.vocab_size, self.max_length, self.hidden = settings.vocab_size, settings.max_length, settings.hidden
+        self.num_layers, self.kv_cache_dtype = len(model.layers), kv_cache_dtype
         self.device = torch.device("cpu")
         self.batch_invariant = True
-        # What the C structs point to.
-        self._keep: list[Any] = []
-        # The largest first: while a matrix is packed, it is in memory twice. A forward reads only a few rows of the table.
-        self._head, self._table = self._pack_embeddings(model)
-        layers = (LayerStruct * self.num_layers)(*(self._layer_struct(layer, config) for layer in base.layers))
-        self.weight_bytes = sum(p.bytes for p in self._keep if isinstance(p, native.Packed))
-        self._start(self._model_struct(base, config), layers, range(self.num_layers))
-
-    def _pack_embeddings(self, model: PreTrainedModel) -> tuple[native.Packed, native.Packed | Tensor]:
-        """The output head, and the embedding: the head itself if they are tied, blocks packed as they are, or a plain table."""
-        inputs: Any = model.get_input_embeddings()
-        outputs: Any = model.get_output_embeddings()
-        ids, matrix, bias = self._head_ids, matrix_of(outputs), outputs.bias
-        tied = ids is None and share_matrix(inputs, outputs)
-        embedding = matrix_of(inputs)
-        packing = "int8" if self._packing in ("int8", "int4") else self._packing
-        head, table = packed_before(outputs), packed_before(inputs)
-        if head is None:
-            if ids is not None:
-                matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
-            head = packed([matrix], packing, [None if bias is None else bias.detach()])
-        self._keep += [head, ids]
-        if table is None and tied:
-            table = head
-        elif table is None:
-            table = packed([embedding], "gguf", [None]) if isinstance(embedding, Blocks) else embedding.contiguous()
-        if self._own:
-            leave_packed_(outputs, head)
-            free_matrix_(outputs)
-            if isinstance(table, native.Packed):
-                leave_packed_(inputs, table)
-                free_matrix_(inputs)
-        return head, table
-
-    def _model_struct(self, base: Any, config: Any) -> ModelStruct:
-        rotary, attention, table = base.rotary_emb, base.layers[0].self_attn, self._table
-        inv_freq = rotary.inv_freq.detach().float().contiguous()
-        self._keep.append(inv_freq)
-        self._embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
-        return ModelStruct(
-            head=ctypes.addressof(self._head.struct),
-            head_ids=None if self._head_ids is None else self._head_ids.data_ptr(),
-            table=ctypes.addressof(table.struct) if isinstance(table, native.Packed) else None,
-            embedding=table.data_ptr() if isinstance(table, Tensor) else None,
-            final_norm=self._floats(base.norm.weight),
-            inv_freq=inv_freq.data_ptr(),
-            hidden=self.hidden,
-            intermediate=int(config.intermediate_size),
-            heads=int(config.num_attention_heads),
-            kv_heads=self._kv_heads,
-            dim=self._dim,
-            rotary=2 * len(inv_freq),
-            vocab=self.vocab_size,
-            embedding_format=native.FORMATS[dtype_name(table.dtype)] if isinstance(table, Tensor) else 0,
-            activation=_ACTIVATIONS[config.hidden_act],
-            eps=float(config.rms_norm_eps),
-            scale=float(attention.scaling),
-            rope_factor=float(rotary.attention_scaling),
-            embedding_factor=self._embedding_factor,
-            residual_factor=float(getattr(config, "residual_multiplier", 1.0)),
-            logits_factor=1.0 / float(getattr(config, "logits_scaling", 1.0)),
-        )
+        matrices = [model.head, *(m for w in model.layers for m in (w.qkv, w.out, w.gate_up, w.down))]
+        self.weight_bytes = sum(m.bytes for m in matrices)
+        layers = (LayerStruct * self.num_layers)(*map(_layer_struct, model.layers, settings.windows))
+        self._start(_model_struct(model), layers, range(self.num_layers))
 
     def _start(self, struct: ModelStruct, layers: Any, numbers: Sequence[int]) -> None:
         """Make the native decoder. numbers: where the cache keeps the keys and values of each layer."""
@@ -211,7 +147,7 @@ class LlamaModel(BaseModel):
             parents = parents.long().contiguous()
         table = self._cache_table(cache, slots, held + count)
         shown = count if want == "all" else 1 if want == "last" else 0
-        logits = torch.empty(batch, shown, self._head.n)
+        logits = torch.empty(batch, shown, self.packed_weights.head.n)
         features = None
         if taps:
             check_taps(taps, self.num_layers)
@@ -238,37 +174,37 @@ class LlamaModel(BaseModel):
         error = self._forward(self._decoder, job)
         if error:
             raise _explained(error, tokens, parents, self.vocab_size)
-        if self._head_ids is not None:
-            logits = over_vocabulary(logits, self._head_ids, self.vocab_size)
+        if self.packed_weights.head_ids is not None:
+            logits = over_vocabulary(logits, self.packed_weights.head_ids, self.vocab_size)
         for i, t in enumerate(taps):
             if features is not None and t == EMBEDDING:
                 features[..., i * self.hidden : (i + 1) * self.hidden] = self._embedded(tokens)
         return Output(logits, features)
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
-        if isinstance(self._table, Tensor):
-            return self._table[tokens].float()
-        rows = [self._table.row(t) for t in tokens.flatten().tolist()]
+        table = self.packed_weights.table
+        if isinstance(table, Tensor):
+            return table[tokens].float()
+        rows = [table.row(t) for t in tokens.flatten().tolist()]
         return torch.stack(rows).view(*tokens.shape, self.hidden) if rows else torch.empty(*tokens.shape, self.hidden)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        places = tokens if self._head_ids is None else torch.searchsorted(self._head_ids, tokens)
-        if self._head_ids is not None and not torch.equal(
-            self._head_ids[places.clamp_max(len(self._head_ids) - 1)], tokens
-        ):
+        kept = self.packed_weights.head_ids
+        places = tokens if kept is None else torch.searchsorted(kept, tokens)
+        if kept is not None and not torch.equal(kept[places.clamp_max(len(kept) - 1)], tokens):
             raise ValueError(
                 "the output head of this model does not keep some of these tokens; load it without head_ids"
             )
-        return torch.stack([self._head.row(t) for t in places.tolist()])
+        return torch.stack([self.packed_weights.head.row(t) for t in places.tolist()])
 
     def output_head(self, hidden: Tensor) -> Tensor:
-        if self._head_ids is not None:
+        if self.packed_weights.head_ids is not None:
             raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
-        return self._head.linear(hidden)
+        return self.packed_weights.head.linear(hidden)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """float32 [batch, node, hidden]: the input of layer 0."""
-        return self.embedding_rows(tokens) * self._embedding_factor
+        return self.embedding_rows(tokens) * self.packed_weights.settings.embedding_factor
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
@@ -311,52 +247,57 @@ class LlamaModel(BaseModel):
         found = self._addresses.get(cache)
         if found is not None and found[0] is cache.layers:
             return found[1]
-        like, shape = torch.empty(0), (self._kv_heads, self._dim)
-        width = packed_width(self._dim, _cell_dtype(cache))
+        like, shape = torch.empty(0), (self.packed_weights.settings.kv_heads, self.packed_weights.settings.dim)
+        width = packed_width(self.packed_weights.settings.dim, _cell_dtype(cache))
         for i in self._numbers:
             keys, _ = cache.layer(i, shape, shape, like)
-            if keys.shape[1:] != (self._kv_heads, cache.capacity, width) or not keys.is_contiguous():
+            if (
+                keys.shape[1:] != (self.packed_weights.settings.kv_heads, cache.capacity, width)
+                or not keys.is_contiguous()
+            ):
                 raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
         pairs = [cache.layers[i] for i in self._numbers]
         table = (ctypes.c_void_p * (2 * self.num_layers))(*(t.data_ptr() for pair in pairs for t in pair))
         self._addresses[cache] = (cache.layers, table)
         return table
 
-    def _layer_struct(self, layer: Any, config: Any) -> LayerStruct:
-        a, mlp = layer.self_attn, layer.mlp
-        window = (
-            getattr(a, "sliding_window", None)
-            if hasattr(a, "sliding_window")
-            else getattr(config, "sliding_window", None)
-        )
-        q_norm, k_norm = getattr(a, "q_norm", None), getattr(a, "k_norm", None)
-        return LayerStruct(
-            qkv=self._packed([a.q_proj, a.k_proj, a.v_proj]),
-            out=self._packed([a.o_proj]),
-            gate_up=self._packed([mlp.gate_proj, mlp.up_proj], paired=True),
-            down=self._packed([mlp.down_proj]),
-            norm1=self._floats(layer.input_layernorm.weight),
-            norm2=self._floats(layer.post_attention_layernorm.weight),
-            q_norm=None if q_norm is None else self._floats(q_norm.weight),
-            k_norm=None if k_norm is None else self._floats(k_norm.weight),
-            window=window or 0,
-        )
 
-    def _packed(self, linears: list[Any], *, paired: bool = False) -> int:
-        made = packed_before(linears[0])
-        if made is None:
-            biases = [None if m.bias is None else m.bias.detach() for m in linears]
-            made = packed([matrix_of(m) for m in linears], self._packing, biases, paired=paired)
-        if self._own:
-            free_matrix_(*linears)
-            leave_packed_(linears[0], made)
-        self._keep.append(made)
-        return ctypes.addressof(made.struct)
+def _model_struct(weights: LlamaWeights) -> ModelStruct:
+    settings, table, ids = weights.settings, weights.table, weights.head_ids
+    return ModelStruct(
+        head=ctypes.addressof(weights.head.struct),
+        head_ids=None if ids is None else ids.data_ptr(),
+        table=ctypes.addressof(table.struct) if isinstance(table, native.Packed) else None,
+        embedding=table.data_ptr() if isinstance(table, Tensor) else None,
+        final_norm=weights.final_norm.data_ptr(),
+        inv_freq=weights.inv_freq.data_ptr(),
+        hidden=settings.hidden,
+        intermediate=settings.intermediate,
+        heads=settings.heads,
+        kv_heads=settings.kv_heads,
+        dim=settings.dim,
+        rotary=2 * len(weights.inv_freq),
+        vocab=settings.vocab_size,
+        embedding_format=native.FORMATS[dtype_name(table.dtype)] if isinstance(table, Tensor) else 0,
+        activation=ACTIVATIONS[settings.activation],
+        eps=settings.eps,
+        scale=settings.scale,
+        rope_factor=settings.rope_factor,
+        embedding_factor=settings.embedding_factor,
+        residual_factor=settings.residual_factor,
+        logits_factor=settings.logits_factor,
+    )
 
-    def _floats(self, weight: Tensor) -> int:
-        floats = weight.detach().float().clone()
-        self._keep.append(floats)
-        return floats.data_ptr()
+
+def _layer_struct(layer: LlamaLayerWeights, window: int) -> LayerStruct:
+    return LayerStruct(
+        **{n: ctypes.addressof(getattr(layer, n).struct) for n in ("qkv", "out", "gate_up", "down")},
+        norm1=layer.norm1.data_ptr(),
+        norm2=layer.norm2.data_ptr(),
+        q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
+        k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
+        window=window,
+    )
 
 
 def _cell_dtype(cache: SlotCache) -> torch.dtype:

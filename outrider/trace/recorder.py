@@ -14,11 +14,11 @@ from collections import abc
 from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from outrider._version import __version__
 from outrider.config import SpeculativeConfig
@@ -261,7 +261,7 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail
             "threads": str(torch.get_num_threads()),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
             "native": "yes" if native.available() else str(native.why()),
         },
     )

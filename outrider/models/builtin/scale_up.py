@@ -24,11 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 QUIET = 1e-12  # scale of k in the pairs of dimensions that the small model does not have
 
@@ -238,14 +240,14 @@ class Inflater:
             "tie_word_embeddings": False,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        return LlamaConfig(**{k: v for k, v in given.items() if k not in ("model_type", "architectures")})
+        return type(self.config)(**{k: v for k, v in given.items() if k not in ("model_type", "architectures")})
 
 
 def scaled_up(source: LlamaForCausalLM, size: Size, dtype: torch.dtype) -> LlamaForCausalLM:
     """The big model, in memory. Raises ValueError if `size` cannot hold the source."""
     big = Inflater(source, size, dtype)
     with torch.device("meta"):
-        model = LlamaForCausalLM(big.big_config())
+        model: Any = type(source)(big.big_config())
     for tensors in big.groups():
         model.load_state_dict(tensors, strict=False, assign=True)
     # the rotary frequencies are not in a checkpoint

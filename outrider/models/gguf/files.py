@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
-
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -60,6 +58,8 @@ def _in_folder(folder: Path) -> tuple[Path, ...] | None:
 
 
 def _downloaded(hub: str, file: str) -> Path:
+    from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
+
     try:
         return Path(hf_hub_download(hub, file))
     except errors.HFValidationError as error:

@@ -7,13 +7,16 @@ as llama.cpp's llama-vocab.cpp lists them by that name.
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from outrider.models.gguf.reader import GGUFFile
+from outrider.models.tokenizer import around
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's types of tokens
 _SPACE = "▁"
@@ -63,16 +66,6 @@ _ENDS = (
 )  # fmt: skip
 
 
-class _Uncopied:
-    """transformers copies the tokenizer that it is given, which takes as long as making it. Nobody else has this one."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def __deepcopy__(self, memo: Any) -> Tokenizer:
-        return self.tokenizer
-
-
 def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast | None:
     """The tokenizer, or None with a warning if outrider cannot make it: a model can still continue token ids.
 
@@ -117,15 +110,9 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast | None:
             if tokenizer.post_processor is not None
             else [processors.TemplateProcessing(single=form, special_tokens=ends)]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_Uncopied(tokenizer),
-        bos_token=named["bos"],
-        eos_token=named["eos"],
-        unk_token=named["unknown"],
-        pad_token=named["padding"],
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    settings = {setting: named[name] for setting, name in special.items()}
+    return around(tokenizer, settings | {"chat_template": file.metadata.get("tokenizer.chat_template")})
 
 
 def end_ids(file: GGUFFile) -> tuple[int, ...]:

@@ -4,8 +4,9 @@
     packed.safetensors                     the packed matrices, and the parameters and buffers that are not packed
     config.json and the tokenizer's files  as save_pretrained writes them
 
-A restored model is one of transformers without weights. The modules whose matrices are packed hold them as `packed`, as they do
-after packing (`models.matrix`). So `LlamaModel` and `HFModel` are made of it as of any model, and give the same bits.
+A model that the native step runs is restored as its `LlamaWeights`, without transformers. Any other one is restored as a model
+of transformers without weights. The modules whose matrices are packed hold them as `packed`, as they do after packing
+(`models.matrix`). So `LlamaModel` and `HFModel` are made of it as of any model, and give the same bits.
 """
 
 from __future__ import annotations
@@ -18,30 +19,36 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from threading import Semaphore
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import transformers
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models.checkpoint import header
+from outrider.models.llama_weights import LlamaSettings, LlamaWeights
 from outrider.models.packs.modules import give_packed_, packed_in
+from outrider.models.tokenizer import LazyTokenizer, settings_of
 
-MANIFEST, WEIGHTS = "outrider_pack.json", "packed.safetensors"
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
 LAYOUT = 1  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
-_LONGEST_READ = 1 << 30  # bytes of one system call; Linux reads less than 2 GiB at once
+_LONGEST_READ = 1 << 28  # bytes that one thread reads by one call of the system, unless a tensor is larger
+_MOST_BUFFERS = 512  # of one call; Linux takes 1024
+# What a pack may lack: older ones do.
+_LATER = ("native", "tokenizer")
 _DTYPES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}
 _DTYPES |= {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -61,6 +68,8 @@ class Pack:
     source: what the model was loaded from. weights: the precision. end_ids: the end tokens. layout, kernels, transformers:
     what a reader must have in common with the writer.
     matrices: the settings of each `Packed`, by the name of its module. sums: a checksum of each tensor of the file.
+    native: the `LlamaSettings` of a model that the native step runs. tokenizer: the settings of a `LazyTokenizer`. None: it is
+    restored by transformers.
     """
 
     source: str
@@ -70,7 +79,9 @@ class Pack:
     sums: dict[str, int]
     layout: int = LAYOUT
     kernels: str = ""
-    transformers: str = transformers.__version__
+    transformers: str = ""
+    native: dict[str, Any] | None = None
+    tokenizer: dict[str, Any] | None = None
 
     def save(self, folder: Path) -> None:
         (folder / MANIFEST).write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -84,12 +95,14 @@ def load_manifest(folder: Path) -> Pack:
     """Raises BadPack for a pack that these kernels or this version of transformers cannot read."""
     try:
         given = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        values: dict[str, Any] = {f.name: given[f.name] for f in fields(Pack)}
+        values: dict[str, Any] = {
+            f.name: given[f.name] for f in fields(Pack) if f.name in given or f.name not in _LATER
+        }
         values["end_ids"] = tuple(values["end_ids"])
         pack = Pack(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadPack(f"{folder / MANIFEST} cannot be read ({error!r})") from error
-    mine = {"layout": LAYOUT, "kernels": kernel_layout(), "transformers": transformers.__version__}
+    mine = {"layout": LAYOUT, "kernels": kernel_layout(), "transformers": version("transformers")}
     for name, value in mine.items():
         if (theirs := getattr(pack, name)) != value:
             raise BadPack(f"{folder} was packed with another version ({name} {theirs}; here it is {value})")
@@ -99,6 +112,8 @@ def load_manifest(folder: Path) -> Pack:
 @functools.cache
 def kernel_layout() -> str:
     """A digest of how the kernels round weights and where they put them: a small matrix in each format."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     matrix = (torch.arange(17 * 256) * 7919 % 4093 - 2046).float().view(17, 256) / 1000
     digest = hashlib.sha256()
     for name in (*native.KINDS, *native.FORMATS):
@@ -112,13 +127,38 @@ def kernel_layout() -> str:
     return digest.hexdigest()[:16]
 
 
-def write(
-    folder: Path, model: PreTrainedModel, weights: str, end_ids: tuple[int, ...], tokenizer: Any, source: str
-) -> int:
-    """Write the pack of a model whose linears are packed. Returns its bytes.
+class PackContents(NamedTuple):
+    """What a pack will hold. files: the small ones, by name. pack: the manifest, without checksums."""
 
-    model: the modules, after `LlamaModel` or `HFModel` was made of them. folder: must exist. Raises OSError if it cannot be
-    written, and NotRestorable. What the folder holds then is no pack.
+    pack: Pack
+    tensors: dict[str, Tensor]
+    files: dict[str, bytes]
+
+    def write(self, folder: Path) -> int:
+        """Write the pack into a folder that exists. Returns its bytes. Needs no lock.
+
+        Raises OSError if it cannot be written. What the folder holds then is no pack.
+        """
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        _save(self.tensors, folder / WEIGHTS)
+        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # only its owner can read what was saved
+        replace(self.pack, sums={name: _checksum(t) for name, t in self.tensors.items()}).save(folder)
+        return size(folder)
+
+
+def contents(
+    model: PreTrainedModel,
+    weights: str,
+    end_ids: tuple[int, ...],
+    tokenizer: Any,
+    source: str,
+    native: LlamaSettings | None = None,
+) -> PackContents:
+    """The pack of a model whose linears are packed. The tensors are those of the model, not copies.
+
+    model: the modules, after `LlamaModel` or `HFModel` was made of them. native: the settings of the `LlamaModel`. Raises
+    NotRestorable.
     """
     tensors, matrices = dict[str, Tensor](), dict[str, Any]()
     names: dict[int, str] = {}
@@ -135,17 +175,23 @@ def write(
             tensors[name] = t.clone() if t.data_ptr() in seen else t
             seen.add(t.data_ptr())
     _check_skeleton(model, {*tensors, *matrices})
-    model.config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    try:
-        save_file(tensors, folder / WEIGHTS)
-    except Exception as error:  # its own class, which is no OSError
-        raise OSError(f"{folder / WEIGHTS} cannot be written: {error}") from error
-    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # save_file lets nobody else read it
-    sums = {name: _checksum(t) for name, t in tensors.items()}
-    Pack(source, weights, end_ids, matrices, sums, kernels=kernel_layout()).save(folder)
-    return size(folder)
+    with TemporaryDirectory() as temporary:
+        model.config.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        files = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
+    pack = Pack(
+        source,
+        weights,
+        end_ids,
+        matrices,
+        {},
+        kernels=kernel_layout(),
+        transformers=version("transformers"),
+        native=None if native is None else native.as_dict(),
+        tokenizer=settings_of(tokenizer),
+    )
+    return PackContents(pack, tensors, files)
 
 
 def bytes_of(model: PreTrainedModel) -> int:
@@ -173,18 +219,61 @@ def size(folder: Path) -> int:
     return total
 
 
-def restore(folder: Path, pack: Pack) -> PreTrainedModel:
-    """The model of a pack, ready for the class that runs it. Raises BadPack if anything is missing or damaged."""
+class LazyConfig:
+    """The configuration of transformers, which is made when anything is asked of it. folder: has its config.json."""
+
+    def __init__(self, folder: Path) -> None:
+        self._given = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+
+    @functools.cached_property
+    def complete(self) -> PretrainedConfig:
+        from transformers import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[self._given["model_type"]].from_dict(self._given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.complete, name)
+
+
+class Start(NamedTuple):
+    """What a pack gives to start from. tokenizer: None if transformers has to read it, or if none was asked for."""
+
+    model: LlamaWeights | PreTrainedModel
+    config: LazyConfig
+    tokenizer: LazyTokenizer | None
+
+
+def start(folder: Path, pack: Pack, *, tokenizer: bool = True, modules: bool = False) -> Start:
+    """Read a pack. tokenizer: its tokenizer, too. modules: as a model of transformers in any case.
+
+    Raises BadPack if anything is missing or damaged.
+    """
     try:
-        return _restore(folder, pack)
+        config = LazyConfig(folder)
+        lazy: LazyTokenizer | None = None
+
+        def meanwhile() -> None:
+            nonlocal lazy
+            if tokenizer and pack.tokenizer is not None:
+                lazy = LazyTokenizer(folder, pack.tokenizer)
+
+        matrices, tensors = _read_parts(folder, pack, meanwhile)
+        if pack.native is None or modules:
+            return Start(_restored(config.complete, pack, matrices, tensors), config, lazy)
+        return Start(LlamaWeights.of_pack(pack.native, matrices, tensors), config, lazy)
     except BadPack:
         raise
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors
         raise BadPack(f"{folder} cannot be read ({error!r})") from error
 
 
-def _restore(folder: Path, pack: Pack) -> PreTrainedModel:
-    model, tensors = _skeleton(AutoConfig.from_pretrained(folder)), _read(folder / WEIGHTS, pack.sums)
+def _read_parts(
+    folder: Path, pack: Pack, meanwhile: Callable[[], None]
+) -> tuple[dict[str, native.Packed], dict[str, Tensor]]:
+    """The packed matrices, and the other tensors."""
+    tensors = _read(folder / WEIGHTS, pack.sums, meanwhile)
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in pack.matrices}
     for name in [*tensors]:
         owner, is_part, part = name.partition(_PART)
@@ -194,7 +283,14 @@ def _restore(folder: Path, pack: Pack) -> PreTrainedModel:
     for name, settings in pack.matrices.items():
         same = settings.get(_SAME)
         made[name] = made[same] if same else native.Packed.from_state(settings, parts[name])
-    give_packed_(model, made)
+    return made, tensors
+
+
+def _restored(
+    config: PretrainedConfig, pack: Pack, matrices: Mapping[str, native.Packed], tensors: Mapping[str, Tensor]
+) -> PreTrainedModel:
+    model = _skeleton(config)
+    give_packed_(model, matrices)
     for name, t in tensors.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -214,6 +310,9 @@ def _restore(folder: Path, pack: Pack) -> PreTrainedModel:
 
 def _skeleton(config: Any) -> PreTrainedModel:
     """The modules without memory for their weights."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
     with no_init_weights(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
 
@@ -229,35 +328,73 @@ def _check_skeleton(model: PreTrainedModel, known: Set[str]) -> None:
         )
 
 
-def _read(file: Path, sums: Mapping[str, int]) -> dict[str, Tensor]:
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file)
+    except Exception as error:  # its own class, which is no OSError
+        raise OSError(f"{file} cannot be written: {error}") from error
+
+
+def _read(file: Path, sums: Mapping[str, int], meanwhile: Callable[[], None]) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, read once into memory of its own. Raises ValueError for a damaged one.
 
-    Read and not mapped, because a mapped file has small pages, which makes each step of the model slower.
+    Read and not mapped, because a mapped file has small pages, which makes each step of the model slower. meanwhile: is called
+    while threads read. It may keep the interpreter to itself: a thread reads many tensors by one call of the system.
     """
     table, start = header(file)
-    if table.keys() - {"__metadata__"} != sums.keys():
+    table.pop("__metadata__", None)
+    if table.keys() != sums.keys():
         raise ValueError(f"{file} has other tensors than its manifest says")
-    descriptor = os.open(file, os.O_RDONLY)
+    made = {name: native.room(math.prod(e["shape"]), _DTYPES[e["dtype"]]) for name, e in table.items()}
+    descriptor, begun = os.open(file, os.O_RDONLY), Semaphore(0)
 
-    def read(name: str) -> Tensor:
-        entry = table[name]
-        t = native.room(math.prod(entry["shape"]), _DTYPES[entry["dtype"]])
-        first, end = entry["data_offsets"]
-        into = t.view(torch.uint8).numpy().data
-        while first < end:
-            got = os.preadv(descriptor, [into[: min(end - first, _LONGEST_READ)]], start + first)
+    def read(names: Sequence[str]) -> None:
+        """Tensors that lie one after another."""
+        buffers = [made[name].view(torch.uint8).numpy().data for name in names if made[name].numel()]
+        at = start + table[names[0]]["data_offsets"][0]
+        begun.release()
+        while buffers:
+            got = os.preadv(descriptor, buffers, at)
             if not got:
-                raise ValueError(f"{file} ends in the middle of {name}")
-            into, first = into[got:], first + got
-        if _checksum(t) != sums[name]:
-            raise ValueError(f"{file} is damaged: {name} has another checksum than when it was written")
-        return t.view(entry["shape"])
+                raise ValueError(f"{file} ends in the middle of {names[0]} to {names[-1]}")
+            at += got
+            while buffers and got >= len(buffers[0]):
+                got -= len(buffers.pop(0))
+            if got:
+                buffers[0] = buffers[0][got:]
+        for name in names:
+            if _checksum(made[name]) != sums[name]:
+                raise ValueError(f"{file} is damaged: {name} has another checksum than when it was written")
 
     try:
         with ThreadPoolExecutor(max(torch.get_num_threads(), 2)) as pool:
-            return dict(zip(sums, pool.map(read, sums), strict=True))
+            jobs = [pool.submit(read, names) for names in _stretches(table)]
+            if jobs:
+                begun.acquire()
+            meanwhile()
+            for job in jobs:
+                job.result()
     finally:
         os.close(descriptor)
+    return {name: t.view(table[name]["shape"]) for name, t in made.items()}
+
+
+def _stretches(table: Mapping[str, Any]) -> list[list[str]]:
+    """The names of a header, in stretches of the file that one call reads. Raises ValueError for tensors that do not touch."""
+    found: list[list[str]] = []
+    end = length = 0
+    for name in sorted(table, key=lambda n: table[n]["data_offsets"]):
+        first, last = table[name]["data_offsets"]
+        if first != end:
+            raise ValueError(f"{name} begins at byte {first}, and the tensor before ends at {end}")
+        if not found or length + last - first > _LONGEST_READ or len(found[-1]) == _MOST_BUFFERS:
+            found.append([])
+            length = 0
+        found[-1].append(name)
+        end, length = last, length + last - first
+    return found
 
 
 def _checksum(t: Tensor) -> int:

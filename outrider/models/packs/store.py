@@ -1,7 +1,13 @@
-"""The packs in the user's cache folder. They are keyed by content, and the least recently used ones make room for new ones."""
+"""The packs in the user's cache folder. They are keyed by content, and the least recently used ones make room for new ones.
+
+A pack is written behind: by a thread, while the model runs. A process that ends before waits for it, as the next start would
+else pack the model again, and so would every start of a short command. Ctrl-C gives it up. A pack is written beside its place and
+renamed, with its manifest last, so that a half one is never read: the next process that adds one removes it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import re
@@ -11,12 +17,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
-import transformers
 from filelock import FileLock, Timeout
-from transformers import PreTrainedModel
 
 from outrider.core.files import cache_folder
 from outrider.core.suggest import did_you_mean
@@ -25,10 +31,13 @@ from outrider.models.packs.folder import (
     MANIFEST,
     BadPack,
     NotRestorable,
+    Pack,
+    PackContents,
+    Start,
     kernel_layout,
     load_manifest,
-    restore,
     size,
+    start,
 )
 
 LIMIT = "OUTRIDER_PACK_CACHE_GB"
@@ -37,6 +46,8 @@ _DEFAULT_LIMIT = 20e9
 _SHARE = 0.25  # of the disk space that would be free without packs; the default limit is never more
 _SAMPLES, _SAMPLE = 16, 1 << 16  # pieces of a file that are read for its digest, and bytes of each
 _PARTIAL = ".partial"
+_PATIENCE = 0.5  # seconds that the end of the process is late without a word
+_CONTENT = 2  # of the packs of this cache; another number makes them all again
 # What a folder's pack depends on: weights, configuration and tokenizer.
 _SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja", ".txt")
 
@@ -54,6 +65,11 @@ class CachedPack:
 
 def folder() -> Path:
     return cache_folder() / "packs"
+
+
+def enabled() -> bool:
+    """Whether packs are kept. Raises ValueError for a variable that is no number."""
+    return LIMIT not in os.environ or limit() > 0
 
 
 def limit() -> float:
@@ -76,7 +92,8 @@ def name_of(title: str, files: Sequence[Path], request: str) -> str:
     title: how the name starts. files: or folders with them. request: the precision that was asked for, and what else decides.
     The digest covers the size and time of each file, and samples of its content.
     """
-    digest = hashlib.sha256(repr((request, LAYOUT, kernel_layout(), transformers.__version__)).encode())
+    made_by = LAYOUT, _CONTENT, kernel_layout(), version("transformers")
+    digest = hashlib.sha256(repr((request, *made_by)).encode())
     for given in files:
         for file in sorted(given.iterdir()) if given.is_dir() else [given]:
             if file.suffix in _SUFFIXES and file.is_file():
@@ -98,71 +115,137 @@ def _sample(file: Path, length: int) -> bytes:
 
 
 class Restored(NamedTuple):
-    """A model from the cache. folder: with its tokenizer. weights: the precision."""
+    """What a cached pack gives. folder: where it lies."""
 
-    model: PreTrainedModel
-    weights: str
+    start: Start
+    pack: Pack
     folder: Path
 
 
-def restored(name: str) -> Restored | None:
-    """The model of a cached pack. None if there is none, or it is damaged; then it is removed, with a warning."""
+def restored(name: str, *, tokenizer: bool = True, modules: bool = False) -> Restored | None:
+    """A cached pack, see `packs.folder.start`. None if there is none, or it is damaged; then it is removed, with a warning."""
     where = folder() / name
     if not (where / MANIFEST).exists():
         return None
     try:
         pack = load_manifest(where)
-        model = restore(where, pack)
+        found = start(where, pack, tokenizer=tokenizer, modules=modules)
         os.utime(where / MANIFEST)
     except (BadPack, OSError) as error:
         if (where / MANIFEST).exists():  # else another process has just removed it
             warnings.warn(f"{error}; it is removed, and the model is packed again", RuntimeWarning, stacklevel=2)
             _remove(where)
         return None
-    return Restored(model, pack.weights, where)
+    return Restored(found, pack, where)
 
 
-def keep(name: str, need: int, write: Callable[[Path], int]) -> Path | None:
-    """Add a pack. Returns its folder, or None if it was not kept: it is too large, or another process is adding one.
+def keep(name: str, need: int, contents: Callable[[], PackContents]) -> bool:
+    """Begin to add a pack, in the background. False if it is not kept: it is there, is too large, or cannot be restored.
 
-    need: bytes that it will take. write: fills a folder and returns its bytes. Warns if the folder cannot be written.
+    need: bytes that it will take. contents: gives what to write. The background warns if the folder cannot be written, and adds
+    nothing while another process adds a pack.
     """
-    root = folder()
+    if (folder() / name / MANIFEST).exists() or not _fits(need):
+        return False
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / ".lock").acquire(timeout=0):
-            for left in root.glob(f"*{_PARTIAL}"):  # of a process that was killed: this one has the lock
-                _remove(left)
-            if (root / name / MANIFEST).exists():
-                return root / name
-            if not _make_room(need):
-                return None
-            partial = root / f"{name}{_PARTIAL}"
-            partial.mkdir()
-            try:
-                write(partial)
-                shutil.rmtree(root / name, ignore_errors=True)  # without a manifest it is no pack
-                return partial.rename(root / name)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except (Timeout, NotRestorable):
-        return None
-    except OSError as error:
-        warnings.warn(
-            f"the packed weights were not kept in {root} ({error}); the model runs, and the next start packs it again. "
-            f"{LIMIT}=0 switches this off",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+        given = contents()
+    except NotRestorable:
+        return False
+    if not _writers:
+        atexit.register(_end)
+    _writers.append(_Writer(name, need, given, _writers[-1] if _writers else None))
+    _writers[-1].start()
+    return True
+
+
+def wait() -> None:
+    """Until all packs of this process are written."""
+    for writer in [*_writers]:
+        writer.join()
+        _writers.remove(writer)
+    atexit.unregister(_end)
+
+
+class _Writer(Thread):
+    """Adds one pack, after the one before. The thread ends with the process, if `_end` does not wait for it."""
+
+    def __init__(self, name: str, need: int, contents: PackContents, before: Thread | None) -> None:
+        super().__init__(name=f"pack {name}", daemon=True)
+        self.need = need
+        self._pack, self._contents, self._before = name, contents, before
+        self._given_up = False
+
+    def run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+        root = folder()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with FileLock(root / ".lock").acquire(timeout=0):
+                for left in root.glob(f"*{_PARTIAL}"):  # of a process that was killed: this one has the lock
+                    _remove(left)
+                if not (root / self._pack / MANIFEST).exists() and _make_room(self.need):
+                    self._write(root)
+        except Timeout:
+            pass
+        except OSError as error:
+            if not self._given_up:
+                warnings.warn(
+                    f"the packed weights were not kept in {root} ({error}); the model runs, and the next start packs it again. "
+                    f"{LIMIT}=0 switches this off",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        finally:
+            del self._contents, self._before  # the model's memory is its own again
+
+    def _write(self, root: Path) -> None:
+        partial = root / f"{self._pack}{_PARTIAL}"
+        partial.mkdir()
+        try:
+            self._contents.write(partial)
+            shutil.rmtree(root / self._pack, ignore_errors=True)  # without a manifest it is no pack
+            partial.rename(root / self._pack)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def give_up(self) -> None:
+        """Take away what is written so far. The thread then has nothing to rename."""
+        self._given_up = True
+        shutil.rmtree(folder() / f"{self._pack}{_PARTIAL}", ignore_errors=True)
+
+
+_writers: list[_Writer] = []
+
+
+def _end() -> None:
+    """At the end of the process: wait, unless the user does not want to."""
+    try:
+        for writer in _writers:
+            writer.join(_PATIENCE)
+            if writer.is_alive():
+                warnings.warn(
+                    f"still keeping the packed weights ({writer.need / 1e9:.2f} GB) for the next start; Ctrl-C gives that up",
+                    RuntimeWarning,
+                    stacklevel=1,
+                )
+                writer.join()
+    except KeyboardInterrupt:
+        for writer in _writers:
+            writer.give_up()
+
+
+def _fits(need: int) -> bool:
+    """Whether there could be room for so many bytes."""
+    return need <= limit() and need <= _free(folder()) + sum(p.bytes for p in packs())
 
 
 def _make_room(need: int) -> bool:
     """Remove the least recently used packs until another one fits. False, and nothing is removed, if it never does."""
+    if not _fits(need):
+        return False
     held = sorted(packs(), key=lambda p: p.used)
     total, most = sum(p.bytes for p in held), limit()
-    if need > most or need > _free(folder()) + total:
-        return False
     while held and (total + need > most or need > _free(folder())):
         oldest = held.pop(0)
         _remove(folder() / oldest.name)

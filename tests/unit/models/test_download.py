@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 
 from outrider.core.files import cache_folder
 from outrider.models.builtin import download
@@ -67,7 +68,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route to the hub")
 
-    monkeypatch.setattr(download.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
     return folder
 
 
@@ -146,8 +147,8 @@ def test_the_hub_is_asked_after_the_index(monkeypatch: pytest.MonkeyPatch) -> No
         (local_dir / file).write_bytes(CONTENT)
         return str(local_dir / file)
 
-    monkeypatch.setattr(download.HfApi, "model_info", lambda *_, **__: None)
-    monkeypatch.setattr(download, "hf_hub_download", hub)
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
     said: list[str] = []
     assert fetch(SMALL, said.append).read_bytes() == CONTENT
     assert asked == [(SMALL.repository, SMALL.file, SMALL.revision)]

@@ -162,7 +162,7 @@ def test_a_tied_embedding_is_packed_once(tmp_path: Path) -> None:
         write_gguf(tiny("llama", **_SHAPE, tie_word_embeddings=tied), file, "Q8_0")
         model = load(file).model
         assert isinstance(model, LlamaModel)
-        assert (model._table is model._head) == tied
+        assert (model.packed_weights.table is model.packed_weights.head) == tied
 
 
 def test_nothing_of_the_file_stays_mapped(tmp_path: Path) -> None:

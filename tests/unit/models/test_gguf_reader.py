@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from outrider.models import checkpoint
-from outrider.models.gguf import files, reader
+from outrider.models.gguf import reader
 from outrider.models.gguf.files import gguf_files
 from outrider.models.gguf.reader import read
 from outrider.models.hf.hooks import UnsupportedModel
@@ -304,7 +304,7 @@ def test_a_file_of_the_hub_is_downloaded(split: list[Path], monkeypatch: pytest.
         asked.append((hub, file))
         return str(split[0].with_name(file))
 
-    monkeypatch.setattr(files, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert load("owner/name:m-00002-of-00003.gguf").weights == "gguf"
     assert asked == [("owner/name", p.name) for p in split]
 

@@ -252,14 +252,14 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, saved: Path
         raise OSError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr(HfApi, "model_info", model_info)
-    monkeypatch.setattr("outrider.models.load.try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     with pytest.raises(
         ConnectionError, match=r"hub cannot be reached .*Name or service.*folder.*builtin:code.*hf download"
     ):
         load("some/model")
     assert len(asked) == 1  # no second try
     assert asked[0] <= 60
-    monkeypatch.setattr("outrider.models.load.try_to_load_from_cache", lambda *_: str(saved / "config.json"))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(saved / "config.json"))
     assert load("some/model").model.vocab_size == VOCAB
 
 

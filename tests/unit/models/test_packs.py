@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from outrider.kernels import cpu as native
 from outrider.models import load as loading
 from outrider.models.base import LanguageModel
 from outrider.models.hf.model import HFModel
-from outrider.models.load import Loaded, Reduction, load, pack
+from outrider.models.load import Loaded, Reduction, pack
 from outrider.models.native_llama import LlamaModel, supports
 from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
@@ -37,8 +38,21 @@ from outrider.models.packs.folder import MANIFEST, WEIGHTS, BadPack
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
 
+def load(*given: Any, **more: Any) -> Loaded:
+    """`loading.load`, and what it keeps is written."""
+    found = loading.load(*given, **more)
+    store.wait()
+    return found
+
+
 def run_by(raw: PreTrainedModel, weights: str, head_ids: torch.Tensor | None = None) -> LanguageModel:
     return (LlamaModel if supports(raw) is None else HFModel)(raw, weights=weights, own=True, head_ids=head_ids)
+
+
+def modules_of(folder: Path) -> PreTrainedModel:
+    model = packs.start(folder, packs.load_manifest(folder), modules=True).model
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
 def logits(model: LanguageModel) -> torch.Tensor:
@@ -87,10 +101,10 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_restored_model_gives_the_same_bits(name: str, weights: str, tmp_path: Path) -> None:
     raw = tiny(name).bfloat16()
     made = run_by(raw, weights)
-    packs.write(tmp_path, raw, weights, (5, 7), None, name)
+    packs.contents(raw, weights, (5, 7), None, name).write(tmp_path)
     found = packs.load_manifest(tmp_path)
     assert (found.weights, found.end_ids, found.source) == (weights, (5, 7), name)
-    again = run_by(packs.restore(tmp_path, found), found.weights)
+    again = run_by(modules_of(tmp_path), found.weights)
     assert type(again) is type(made)
     assert torch.equal(logits(made), logits(again))
     assert (again.weight_bytes, again.vocab_size) == (made.weight_bytes, made.vocab_size)
@@ -103,8 +117,8 @@ def test_an_output_head_of_some_tokens(name: str, tied: bool, tmp_path: Path) ->
     ids = torch.tensor([1, 5, 6, 50, 96])
     raw = tiny(name, tie_word_embeddings=tied)
     made = run_by(raw, "int8", ids)
-    packs.write(tmp_path, raw, "int8", (), None, name)
-    again = run_by(packs.restore(tmp_path, packs.load_manifest(tmp_path)), "int8", ids)
+    packs.contents(raw, "int8", (), None, name).write(tmp_path)
+    again = run_by(modules_of(tmp_path), "int8", ids)
     assert torch.equal(logits(made), logits(again))
 
 
@@ -114,8 +128,8 @@ def test_a_pack_of_a_restored_model_is_the_same_pack(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
-        packs.write(folder, raw, "int8", (), None, "qwen2")
-        raw = packs.restore(folder, packs.load_manifest(folder))
+        packs.contents(raw, "int8", (), None, "qwen2").write(folder)
+        raw = modules_of(folder)
         run_by(raw, "int8")
     assert (first / WEIGHTS).read_bytes() == (second / WEIGHTS).read_bytes()
 
@@ -174,7 +188,7 @@ def test_only_a_pack_or_nothing_is_replaced(source: Path, tmp_path: Path) -> Non
 
 
 def test_a_full_disk_leaves_no_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packs, "save_file", no_space)
+    monkeypatch.setattr(packs, "_save", no_space)
     with pytest.raises(OSError, match="No space left"):
         pack(source, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
@@ -252,12 +266,12 @@ def loaded(source: Path, **more) -> Loaded:
     """In int8, with warnings as errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "kept the packed weights")
+        warnings.filterwarnings("ignore", "keeping the packed weights")
         return load(source, quantization="int8", **more)
 
 
 def test_a_second_start_quantises_nothing(source: Path, cache: Path, quantised: list[int]) -> None:
-    with pytest.warns(RuntimeWarning, match=r"kept the packed weights.*--remove llama-.*OUTRIDER_PACK_CACHE_GB=0"):
+    with pytest.warns(RuntimeWarning, match=r"keeping the packed weights.*--remove llama-.*OUTRIDER_PACK_CACHE_GB=0"):
         first = load(source, quantization="int8")
     assert quantised
     quantised.clear()
@@ -364,7 +378,7 @@ def test_the_least_recently_used_packs_make_room(tmp_path: Path, monkeypatch: py
 
 def test_a_full_disk_does_no_harm(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(packs, "save_file", no_space)
+        patch.setattr(packs, "_save", no_space)
         with pytest.warns(RuntimeWarning, match=r"were not kept.*No space left"):
             found = load(source, quantization="int8")
         assert [p.name for p in cache.iterdir() if p.is_dir()] == []
@@ -431,12 +445,12 @@ def test_a_pack_that_vanishes_is_no_error(source: Path, cache: Path, monkeypatch
     """Another process makes room between the look and the reading."""
     expected = logits(loaded(source).model)
 
-    def vanish(folder: Path, pack: object) -> None:
+    def vanish(folder: Path, pack: object, **_: object) -> None:
         store.remove("all")
         raise BadPack("gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "restore", vanish)
+        patch.setattr(store, "start", vanish)
         found = loaded(source)
     assert torch.equal(logits(found.model), expected)
 

@@ -1,0 +1,219 @@
+"""What the native step computes with: packed matrices, norms and settings. They come from a model of transformers or from a pack.
+
+A pack has them under the names of the modules that they were packed for, so it needs no module to start from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.blocks import Blocks
+from outrider.kernels.cpu import Packed
+from outrider.models.base import check_head_ids
+from outrider.models.dtypes import dtype_name
+from outrider.models.matrix import free_matrix_, matrix_of, packed, rows_of, share_matrix
+from outrider.models.packs.modules import leave_packed_, packed_before
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ACTIVATIONS = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}
+"""The gates that the native step has, by the name in a configuration."""
+
+
+@dataclass(frozen=True)
+class LlamaSettings:
+    """The numbers of a model that its matrices do not tell.
+
+    max_length: positions. activation: of the gate, one of ACTIVATIONS. scale: of the scores. windows: tokens that each layer
+    sees, 0 for all. The factors are Granite's, and 1 elsewhere; rope_factor scales the rotary embedding.
+    """
+
+    vocab_size: int
+    max_length: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    dim: int
+    activation: str
+    eps: float
+    scale: float
+    rope_factor: float
+    embedding_factor: float
+    residual_factor: float
+    logits_factor: float
+    windows: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a file of JSON; `LlamaWeights.of_pack` reads it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LlamaLayerWeights:
+    """One layer. Norms are float32 [hidden], those of queries and keys [dim] or None."""
+
+    qkv: Packed
+    out: Packed
+    gate_up: Packed
+    down: Packed
+    norm1: Tensor
+    norm2: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class LlamaWeights:
+    """All that the native step needs. Make it by `of_model` or `of_pack`.
+
+    table: the embedding: the head itself if they are tied, blocks packed as they are, or a plain table [vocab, hidden].
+    inv_freq: float32 [dim / 2], the rotary frequencies. head_ids: the tokens of the head; None: all.
+    """
+
+    settings: LlamaSettings
+    head: Packed
+    table: Packed | Tensor
+    final_norm: Tensor
+    inv_freq: Tensor
+    layers: tuple[LlamaLayerWeights, ...]
+    head_ids: Tensor | None = None
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> LlamaWeights:
+        """Pack the matrices of a model, unless they are packed already. The arguments are those of `LlamaModel`."""
+        config, base, outputs = model.config, model.model, model.get_output_embeddings()
+        stored = matrix_of(outputs)  # pyright: ignore[reportArgumentType]
+        if packing == "auto":
+            packing = "gguf" if isinstance(stored, Blocks) else dtype_name(stored.dtype)
+        del stored  # a mapped file goes when the last name for a part of it goes
+        settings = _settings(config, base, outputs)
+        ids = None if head_ids is None else check_head_ids(head_ids, settings.vocab_size)
+        # The largest first: while a matrix is packed, it is in memory twice.
+        head, table = _embeddings(model, packing, own, ids)
+
+        def pack(*linears: Any, paired: bool = False) -> Packed:
+            made = packed_before(linears[0])
+            if made is None:
+                biases = [None if m.bias is None else m.bias.detach() for m in linears]
+                made = packed([matrix_of(m) for m in linears], packing, biases, paired=paired)
+            if own:
+                free_matrix_(*linears)
+                leave_packed_(linears[0], made)
+            return made
+
+        layers: list[LlamaLayerWeights] = []
+        for layer in base.layers:  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
+            a, mlp = layer.self_attn, layer.mlp
+            q_norm, k_norm = getattr(a, "q_norm", None), getattr(a, "k_norm", None)
+            layers.append(
+                LlamaLayerWeights(
+                    qkv=pack(a.q_proj, a.k_proj, a.v_proj),
+                    out=pack(a.o_proj),
+                    gate_up=pack(mlp.gate_proj, mlp.up_proj, paired=True),
+                    down=pack(mlp.down_proj),
+                    norm1=_floats(layer.input_layernorm.weight),
+                    norm2=_floats(layer.post_attention_layernorm.weight),
+                    q_norm=None if q_norm is None else _floats(q_norm.weight),
+                    k_norm=None if k_norm is None else _floats(k_norm.weight),
+                )
+            )
+        inv_freq = base.rotary_emb.inv_freq.detach().float().contiguous()  # pyright: ignore
+        return cls(settings, head, table, _floats(base.norm.weight), inv_freq, tuple(layers), ids)  # pyright: ignore
+
+    @classmethod
+    def of_pack(
+        cls, settings: Mapping[str, Any], matrices: Mapping[str, Packed], tensors: Mapping[str, Tensor]
+    ) -> LlamaWeights:
+        """From the contents of a pack. settings: `LlamaSettings.as_dict`. Raises KeyError or TypeError if one is missing."""
+        known = LlamaSettings(**{**settings, "windows": tuple(settings["windows"])})
+
+        def floats(name: str) -> Tensor | None:
+            return _floats(tensors[name]) if name in tensors else None
+
+        layers: list[LlamaLayerWeights] = []
+        for i in range(len(known.windows)):
+            a, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+            layers.append(
+                LlamaLayerWeights(
+                    qkv=matrices[f"{a}.q_proj"],
+                    out=matrices[f"{a}.o_proj"],
+                    gate_up=matrices[f"{mlp}.gate_proj"],
+                    down=matrices[f"{mlp}.down_proj"],
+                    norm1=_floats(tensors[f"model.layers.{i}.input_layernorm.weight"]),
+                    norm2=_floats(tensors[f"model.layers.{i}.post_attention_layernorm.weight"]),
+                    q_norm=floats(f"{a}.q_norm.weight"),
+                    k_norm=floats(f"{a}.k_norm.weight"),
+                )
+            )
+        table = matrices.get("model.embed_tokens")
+        return cls(
+            known,
+            matrices["lm_head"],
+            tensors["model.embed_tokens.weight"] if table is None else table,
+            _floats(tensors["model.norm.weight"]),
+            _floats(tensors["model.rotary_emb.inv_freq"]),
+            tuple(layers),
+        )
+
+
+def _settings(config: Any, base: Any, head: Any) -> LlamaSettings:
+    first = base.layers[0].self_attn
+    return LlamaSettings(
+        vocab_size=int(head.out_features),
+        max_length=int(config.max_position_embeddings),
+        hidden=int(config.hidden_size),
+        intermediate=int(config.intermediate_size),
+        heads=int(config.num_attention_heads),
+        kv_heads=int(config.num_key_value_heads),
+        dim=int(first.head_dim),
+        activation=str(config.hidden_act),
+        eps=float(config.rms_norm_eps),
+        scale=float(first.scaling),
+        rope_factor=float(base.rotary_emb.attention_scaling),
+        embedding_factor=float(getattr(config, "embedding_multiplier", 1.0)),
+        residual_factor=float(getattr(config, "residual_multiplier", 1.0)),
+        logits_factor=1.0 / float(getattr(config, "logits_scaling", 1.0)),
+        windows=tuple(_window(layer.self_attn, config) for layer in base.layers),
+    )
+
+
+def _window(attention: Any, config: Any) -> int:
+    own = attention if hasattr(attention, "sliding_window") else config
+    return getattr(own, "sliding_window", None) or 0
+
+
+def _embeddings(model: PreTrainedModel, packing: str, own: bool, ids: Tensor | None) -> tuple[Packed, Packed | Tensor]:
+    """The output head, and the embedding. A forward reads only a few rows of a table, so floats are not packed."""
+    inputs: Any = model.get_input_embeddings()
+    outputs: Any = model.get_output_embeddings()
+    matrix, bias = matrix_of(outputs), outputs.bias
+    tied = ids is None and share_matrix(inputs, outputs)
+    embedding = matrix_of(inputs)
+    head, table = packed_before(outputs), packed_before(inputs)
+    if head is None:
+        if ids is not None:
+            matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
+        kind = "int8" if packing in ("int8", "int4") else packing
+        head = packed([matrix], kind, [None if bias is None else bias.detach()])
+    if table is None and tied:
+        table = head
+    elif table is None:
+        table = packed([embedding], "gguf", [None]) if isinstance(embedding, Blocks) else embedding.contiguous()
+    if own:
+        leave_packed_(outputs, head)
+        free_matrix_(outputs)
+        if isinstance(table, Packed):
+            leave_packed_(inputs, table)
+            free_matrix_(inputs)
+    return head, table
+
+
+def _floats(weight: Tensor) -> Tensor:
+    return weight.detach().float().clone(memory_format=torch.contiguous_format)

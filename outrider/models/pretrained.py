@@ -1,0 +1,187 @@
+"""Models and tokenizers that transformers makes: from a folder, the hub, a GGUF file, or a built-in name.
+
+A start from a pack of the native step needs nothing of this, and so it does not import it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.pytorch_utils import Conv1D
+
+from outrider.core.suggest import did_you_mean
+from outrider.kernels import for_device
+from outrider.models import checkpoint
+from outrider.models import native_llama as llama
+from outrider.models.base import LanguageModel
+from outrider.models.builtin.scale_up import SIZES, scaled_up
+from outrider.models.dtypes import DTYPES
+from outrider.models.gguf.architectures import architecture_of
+from outrider.models.gguf.model import build, dense_, sizes
+from outrider.models.gguf.reader import GGUFFile
+from outrider.models.hf.experts import mixtures
+from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
+
+
+def runnable(
+    raw: PreTrainedModel, own: bool, where: torch.device, weights: str, kv_cache_dtype: str, head_ids: Tensor | None
+) -> LanguageModel:
+    """The model by the native step, or by the modelling code of transformers. own: change `raw` in place."""
+    if not own:  # the caller's model must not be moved or converted
+        raw = shared_copy(raw)
+    raw.eval()
+    if where.type != "cpu":
+        moved: Any = raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType]
+        return HFModel(moved, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+    raw.to(where)  # pyright: ignore[reportArgumentType]
+    if missing := for_device(where).missing:
+        _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
+    elif llama.supports(raw) is None:
+        return llama.LlamaModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+    return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+
+
+def from_folder(name: str, path: str, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
+    """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
+    config = _config(name, path)
+    stored = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
+    if stored:
+        checkpoint.fits(name, stored, quantization or (None if dtype == "auto" else dtype), where)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype if dtype == "auto" else DTYPES[dtype], output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise ValueError(f"{name} cannot be loaded: {error}") from error
+    raw, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"the weights of {name} are incomplete: {len(missing)} tensors of a {type(raw).__name__} are in no file, "
+            f"{missing[0]} among them. Download it again, or save it again with save_pretrained"
+        )
+    _unmap_(raw)
+    return raw
+
+
+def from_gguf(name: str, file: GGUFFile, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
+    """A file in GGUF. dtype "auto" keeps blocks where the kernels can, and makes them bfloat16 elsewhere."""
+    architecture_of(file)  # raises for what is no model, before anybody asks its size
+    kind = quantization or (None if dtype == "auto" else dtype)
+    missing = for_device(where).missing
+    if kind is None and missing:
+        kind = "float32" if where.type == "cpu" else "bfloat16"
+    checkpoint.fits(name, sizes(file), kind, where)
+    raw = build(file)
+    if missing:
+        dense_(raw, DTYPES[kind or "bfloat16"])
+    return raw
+
+
+def synthetic(name: str, dtype: str, source: str) -> PreTrainedModel:
+    """The built-in model, computed with as many weights as the name says. source: its folder. dtype "auto" means bfloat16."""
+    size = SIZES[name.removeprefix("builtin:code-")]
+    kind = "bfloat16" if dtype == "auto" else dtype
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    matrices = size.parameters(model.config.vocab_size)
+    checkpoint.fits(name, checkpoint.Sizes(kind, matrices, 0), kind, torch.device("cpu"))
+    return scaled_up(model, size, DTYPES[kind])
+
+
+def _unmap_(raw: PreTrainedModel) -> None:
+    """Copy the weights that are not repacked out of the mapped file.
+
+    Weights read from safetensors are views of that file. A single view that is left keeps the whole file in memory.
+    """
+    repacked = {id(m) for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, (nn.Linear, Conv1D))))}
+    for module in raw.modules():
+        if id(module) not in repacked:
+            for p in module.parameters(recurse=False):
+                p.data = p.data.clone()
+
+
+def _config(name: str, path: str) -> Any:
+    """The model's configuration. Raises unless it is a causal language model that this transformers knows."""
+    stored = Path(path, "config.json")
+    if stored.exists():
+        try:
+            given = json.loads(stored.read_text())
+        except ValueError as error:
+            raise ValueError(f"{stored} is not JSON ({error}); download it again") from error
+        kind = given.get("model_type")
+        if kind not in CONFIG_MAPPING:
+            own = ", and its own code (trust_remote_code) is not run here" if "auto_map" in given else ""
+            raise ValueError(
+                f"{name} has model_type {kind!r} in its config.json, which transformers {transformers.__version__} does "
+                f"not know{own}{did_you_mean(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
+                "yourself and give the object: LLM(model)"
+            )
+        method = (given.get("quantization_config") or {}).get("quant_method")
+        if method not in (None, "mxfp4"):  # transformers itself converts mxfp4 to bfloat16
+            raise UnsupportedModel(
+                f"the weights of {name} are quantised by {method}, which outrider does not read; give the unquantised "
+                "model, with quantization='int8' or 'int4' if it should be small"
+            )
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise ValueError(f"the configuration of {name} cannot be read: {error}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
+        raise UnsupportedModel(f"{name} is a {config.model_type}, of which transformers has no causal language model")
+    return config
+
+
+def tokenizer_of(path: str) -> Any | None:
+    """The tokenizer, or None: a model without one can still continue token ids."""
+    try:
+        found = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
+        return None
+    # for a folder without tokenizer files, transformers makes an empty tokenizer that encodes every text as no token
+    return found if len(found) > len(found.all_special_ids) else None
+
+
+def end_ids(raw: PreTrainedModel) -> tuple[int, ...]:
+    """The end tokens of the checkpoint's generation settings, else of its configuration."""
+    known = (
+        raw.generation_config.eos_token_id if raw.generation_config else None,
+        getattr(raw.config.get_text_config(), "eos_token_id", None),
+    )
+    end = next((e for e in known if e is not None), None)
+    return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
+
+
+def vocabulary(raw: PreTrainedModel) -> int:
+    """Tokens of the output head."""
+    return raw.get_output_embeddings().out_features  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
+
+
+def multiplied(raw: PreTrainedModel) -> int:
+    """Numbers in the matrices that a forward of one token multiplies with, all experts counted."""
+    linears = [m for m in raw.modules() if isinstance(m, nn.Linear)]
+    others = [p for m in (*mixtures(raw), *(m for m in raw.modules() if isinstance(m, Conv1D))) for p in m.parameters()]
+    return sum(m.in_features * m.out_features for m in linears) + sum(p.numel() for p in others)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,102 @@
+"""A tokenizer that needs transformers only for what is asked rarely. A start from a pack of a GGUF file has one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+FILE = "tokenizer.json"
+
+
+def around(backend: Tokenizer, settings: Mapping[str, str | None]) -> PreTrainedTokenizerFast:
+    """The tokenizer of transformers that has this backend, which nobody else may use. settings: special tokens, chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    given = dict(settings)
+    made = PreTrainedTokenizerFast(tokenizer_object=_Uncopied(backend), clean_up_tokenization_spaces=False, **given)
+    made._outrider_settings = given  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+def settings_of(tokenizer: Any) -> dict[str, str | None] | None:
+    """What `around` needs to make this tokenizer again. None if it did not make it."""
+    return (
+        tokenizer.settings if isinstance(tokenizer, LazyTokenizer) else getattr(tokenizer, "_outrider_settings", None)
+    )
+
+
+def complete(tokenizer: Any) -> Any:
+    """The tokenizer for other libraries: a lazy one as transformers' own, any other as it is."""
+    return tokenizer.complete if isinstance(tokenizer, LazyTokenizer) else tokenizer
+
+
+class LazyTokenizer:
+    """Encodes and decodes as the tokenizer of transformers that `around` makes, which it makes when anything else is asked.
+
+    folder: with the backend's tokenizer.json. settings: what `settings_of` gave. Raises ValueError for a file that cannot be
+    read. Threads may share it.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, str | None]) -> None:
+        try:
+            self._backend = Tokenizer.from_file(str(folder / FILE))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{folder / FILE} cannot be read ({error})") from error
+        self.settings = dict(settings)
+        self._complete: PreTrainedTokenizerFast | None = None
+        self._lock = RLock()  # the backend cannot be changed while another thread uses it
+
+    @property
+    def complete(self) -> PreTrainedTokenizerFast:
+        with self._lock:
+            if self._complete is None:
+                self._complete = around(self._backend, self.settings)
+            return self._complete
+
+    def __call__(self, text: Any, *, add_special_tokens: bool = True, **more: Any) -> Any:
+        """As transformers' own. Quick for one text and no other arguments; then there are only `input_ids`."""
+        with self._lock:
+            if self._complete is not None or more or not isinstance(text, str):
+                return self.complete(text, add_special_tokens=add_special_tokens, **more)
+            return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **more: Any) -> Any:
+        """As transformers' own. Quick for a list of ids and no other arguments."""
+        with self._lock:
+            if self._complete is not None or more or not _are_ids(token_ids):
+                return self.complete.decode(token_ids, skip_special_tokens, **more)
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        with self._lock:
+            return self._backend.get_vocab(with_added_tokens=True)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.complete, name)
+
+
+class _Uncopied:
+    """transformers copies the tokenizer that it is given, which takes as long as making it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
+        return self.tokenizer
+
+
+def _are_ids(given: Any) -> bool:
+    return isinstance(given, Sequence) and (not given or isinstance(given[0], int))
