@@ -114,7 +114,7 @@ def write(folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:
             folder.writing_seconds, saved = seconds, now
         if now - told >= NEWS_SECONDS:
             told, speed = now, (file.tokens - before) / (now - begun)
-            left = (now - begun) * max(0.0, 1 - share) / max(share, 1e-6)
+            left = seconds * max(0.0, 1 - share) / max(share, 1e-6)
             say(
                 f"answers: {file.tokens:,} tokens in {len(file.answers):,} texts, {speed:.0f} tokens/s, {_minutes(left)} left"
             )
