@@ -7,11 +7,14 @@ training/: settings.json (what the run was asked for), answers.jsonl, checkpoint
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from outrider.core.files import written_whole
 from outrider.kernels.machine import machine
@@ -70,6 +73,17 @@ class RunFolder:
         else:
             self._write(file, json.dumps(asdict(settings), indent=1) + "\n")
         self.answers = AnswerFile(self._state / "answers.jsonl")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else may train in this folder meanwhile. Raises ValueError if another process does."""
+        try:
+            with FileLock(self._state / ".lock").acquire(timeout=0):
+                yield
+        except Timeout:
+            raise ValueError(
+                f"another process trains in {self.path} now; wait for it, or give another folder: -o {self.path}-2"
+            ) from None
 
     def load(self) -> dict[str, Any] | None:
         """The last checkpoint, on the CPU, or None."""

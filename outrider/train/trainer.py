@@ -82,8 +82,9 @@ def train(settings: TrainingSettings, budget: Budget, out: Path, llm: LLM, say: 
     `sources` raise, and ValueError if the prompts give no text to learn from or to measure with.
     """
     folder = RunFolder(out, settings)
-    write(folder, budget, llm, say)
-    return Training(folder, budget, llm, say).run()
+    with folder.alone():
+        write(folder, budget, llm, say)
+        return Training(folder, budget, llm, say).run()
 
 
 def write(folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:

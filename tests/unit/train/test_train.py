@@ -17,7 +17,7 @@ from outrider.drafters.heads.reader import read_eagle
 from outrider.llm import LLM
 from outrider.train import trainer
 from outrider.train.answers import AnswerFile
-from outrider.train.folder import TrainingSettings
+from outrider.train.folder import RunFolder, TrainingSettings
 from outrider.train.trainer import Budget, train
 
 VOCAB, WIDTH = 64, 64
@@ -167,6 +167,12 @@ def test_bad_input_is_explained(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "b" / "training" / "answers.jsonl").write_text('{"words": 3}\n')
     with pytest.raises(ValueError, match=r"answers\.jsonl, line 1 is no answer"):
         train(vary(prompts=("nowhere.jsonl",)), Budget(tokens=1000), tmp_path / "b", llm)
+
+
+def test_two_processes_cannot_train_in_one_folder(llm: LLM, tmp_path: Path) -> None:
+    """The second one would append the same answers again, and the two checkpoints would replace each other."""
+    with RunFolder(tmp_path / "head", SETTINGS).alone(), pytest.raises(ValueError, match=r"another process trains in"):
+        train(SETTINGS, Budget(None, 2000), tmp_path / "head", llm)
 
 
 def test_a_target_that_is_no_product_of_state_and_rows_is_refused(tmp_path: Path) -> None:
