@@ -51,5 +51,5 @@ def test_a_line_for_each_text_and_the_mean_of_all() -> None:
     assert made["texts"] == 5
     assert made["best"] >= made["auto"] > 1
     told = replayed.measure("0.5B", "code", 1.0, [TEXT] * 5, 20, 1.0, 0.0, 1, 0.0)
-    assert made["best"] >= told["auto"] > made["auto"]  # nothing to find out
+    assert made["best"] >= told["auto"] > 0.95 * made["auto"]  # three first looks find out nearly all that it is told
     assert replayed.table([made, {**made, "auto": made["best"]}]).count("| 1.000 |") == 1

@@ -43,7 +43,7 @@ from outrider.drafters.combine.merge import (
 _MEMORY = 0.1  # weight of the newest step in a running mean
 _PROBE = 24  # steps after which a drafter that lost is asked again
 _FEW = 16  # proposals until which it is asked at the beginning of each sequence
-_PRIOR = 3  # proposals that the first estimates count for
+_PRIOR = 2  # proposals that the first estimates count for
 
 
 @dataclass(frozen=True)

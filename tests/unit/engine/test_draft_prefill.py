@@ -109,7 +109,7 @@ def test_the_controller_is_told_what_reading_cost() -> None:
     requests = [request([i + 1, 3] * 150, LONG.with_(max_tokens=90), i) for i in range(6)]
     results = run(eng, [read(r) for r in requests])
     assert [r.output for r in results] == plain_texts(TARGET, requests)
-    assert adaptive.looked
+    assert adaptive.losses.looks
     settled(eng)
 
 

@@ -360,7 +360,7 @@ def test_the_user_can_give_it_up(file: Path, cache: Path) -> None:
     while "still keeping" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=300)
     assert "Traceback" not in err
     assert store.packs() == []
     assert [p.name for p in cache.iterdir() if p.is_dir()] == []
@@ -371,7 +371,7 @@ def test_a_killed_process_leaves_nothing_that_is_read(by: signal.Signals, file: 
     process = python(SLOW_DISK, file, 600)
     half(process)
     process.send_signal(by)
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
     assert store.packs() == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
