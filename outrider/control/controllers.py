@@ -65,8 +65,8 @@ class Controller(Protocol):
 class Fixed:
     """The same budget for every slot and step."""
 
-    def __init__(self, depth: int, width: int = 1, nodes: int | None = None, min_probability: float = 0.0) -> None:
-        self.budget = Budget(depth, width, nodes, min_probability)
+    def __init__(self, depth: int, width: int = 1, nodes: int | None = None) -> None:
+        self.budget = Budget(depth, width, nodes)
 
     def budgets(self, slots: list[int]) -> list[Budget]:
         return [self.budget] * len(slots)

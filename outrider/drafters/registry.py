@@ -3,6 +3,7 @@
 To add a method, write its drafter in one file and add one row to `METHODS`. The configuration, the help texts, `auto`,
 `outrider tune` and the exports to other engines read the rows. A package can offer a method by an entry point (`find`).
 
+It is longer than other files because a method stands here in one piece: its row, and the function that makes its drafter.
 This module imports no torch: the command line lists the methods before anything large is loaded. The functions that make
 drafters import what they need.
 """

@@ -113,7 +113,8 @@ class Loop(Decoder):
 
 def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 4, rows: int = 4, **options) -> Loop:
     budget = options.pop("budget", Budget(depth))
-    controller = Fixed(budget.depth, budget.width, budget.nodes, budget.min_probability)
+    controller = Fixed(0)
+    controller.budget = budget
     return Loop(target, drafter, controller=controller, rows=rows, end_ids=options.pop("end_ids", (0,)), **options)
 
 

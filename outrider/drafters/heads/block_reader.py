@@ -9,20 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.drafters.heads.checks import (
-    check_target,
-    needed,
-    output_rows,
-    rope_of,
-    same_embedding,
-    token_ids,
-)
+from outrider.drafters.heads.checks import add_embedding, check_target, needed, output_rows, parted, rope_of, token_ids
 from outrider.drafters.heads.config import plain_rope, rotary_of, tap_of
 from outrider.drafters.heads.files import DFLASH, DSPARK, HeadFolder, open_head
 from outrider.models.load import Loaded
 
 _ENCODER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-_SPARE = ("t2d", "d2t", "embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -81,16 +73,13 @@ def read_block(folder: str | Path | HeadFolder, target: Loaded) -> BlockWeights:
     if opened.kind not in (DFLASH, DSPARK):
         raise ValueError(f"{opened.path} is a head of the kind {opened.kind!r}, not a block drafter")
     tensors = {_ENCODER.get(n, n): t for n, t in opened.tensors.items()}
-    spare = {n: tensors.pop(n) for n in _SPARE if n in tensors}
-    tensors = {n: t for n, t in tensors.items() if "rotary_emb" not in n and not n.startswith("verifier_")}
+    tensors, spare = parted(tensors)
     config = _settings(opened, tensors, target)
     _check_shapes(opened.path, config, tensors)
     ids = token_ids(spare, config, opened.path)
     if "lm_head.weight" in spare or len(ids) < config.vocab_size:
         tensors["lm_head.weight"] = output_rows(spare.get("lm_head.weight"), config, ids, opened, target)
-    own = spare.get("embed_tokens.weight")
-    if own is not None and not same_embedding(own, config, target, opened.path):
-        tensors["embed_tokens.weight"] = own
+    add_embedding(tensors, spare.get("embed_tokens.weight"), config, target, opened.path)
     return BlockWeights(config, tensors, ids)
 
 

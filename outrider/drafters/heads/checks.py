@@ -15,6 +15,7 @@ from outrider.drafters.heads.files import HeadFolder
 from outrider.models.load import Loaded
 
 log = logging.getLogger("outrider.heads")
+SPARE = ("t2d", "d2t", "embed_tokens.weight", "lm_head.weight")  # tensors that a file may leave out
 _COMPARED = 256  # rows of an embedding that are compared with the target's
 
 
@@ -119,6 +120,19 @@ def same_embedding(own: Tensor, config: Any, target: Loaded, path: Path) -> bool
         target.name,
     )
     return False
+
+
+def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the head's own tensors, those of `SPARE`). Buffers that are computed anew and notes about the target are left out."""
+    own = {n: t for n, t in tensors.items() if "rotary_emb" not in n and not n.startswith("verifier_")}
+    spare = {n: own.pop(n) for n in SPARE if n in own}
+    return own, spare
+
+
+def add_embedding(tensors: dict[str, Tensor], own: Tensor | None, config: Any, target: Loaded, path: Path) -> None:
+    """Keep an embedding of the file among the head's tensors, unless it is the target's."""
+    if own is not None and not same_embedding(own, config, target, path):
+        tensors["embed_tokens.weight"] = own
 
 
 def needed(path: Path, tensors: Mapping[str, Tensor], *names: str) -> Tensor:

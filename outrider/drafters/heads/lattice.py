@@ -20,8 +20,8 @@ from outrider.core.sampling import TokenSubset
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext
-from outrider.drafters.model.children import child_scores, children
-from outrider.drafters.model.confidence import RIVALS, LogitError
+from outrider.drafters.model.children import children
+from outrider.drafters.model.confidence import LogitError
 
 _SHORTLIST = 64  # tokens of a depth whose bias is computed
 Candidates = tuple[list[int], list[float]]
@@ -152,19 +152,8 @@ class ParallelDrafter(BaseDrafter):
         lines = [b] * len(levels)
         warp, noise = context.warp.select(lines), context.noise.select(lines)
         position = context.positions[b] + torch.tensor(list(levels), device=self.device)
-        scores = child_scores(warp, logits, paths, subset)
-        made = children(
-            scores,
-            max(width, RIVALS),
-            Siblings.POINT,
-            noise,
-            context.stream,
-            position,
-            greedy=warp.greedy,
-            subset=subset,
-        )
-        weights = self.error.log_chances(made.keys, [h.params.temperature for h in warp.histories])
-        return list(zip(made.tokens.tolist(), weights.tolist(), strict=True))
+        found = self.error.likeliest(warp, logits, paths, width, noise, context.stream, position, subset)
+        return list(zip(*found, strict=True))
 
     def _drawn(
         self, context: DraftContext, trees: list[list[tuple[int, int]]], logits: dict[int, tuple[int, Tensor]]

@@ -9,14 +9,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.checks import check_target, log, needed, output_rows, rope_of, same_embedding, token_ids
+from outrider.drafters.heads.checks import (
+    SPARE,
+    add_embedding,
+    check_target,
+    log,
+    needed,
+    output_rows,
+    parted,
+    rope_of,
+    token_ids,
+)
 from outrider.drafters.heads.config import FINAL_NORM, HeadConfig, default_taps, tap_of
 from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.files import EAGLE1, EAGLE3, HeadFolder, open_head
 from outrider.models.load import Loaded
 
-# Tensors that a file may hold beside those of the head.
-_SPARE = ("t2d", "d2t", "embed_tokens.weight", "lm_head.weight")
+
 _SGLANG_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
 
@@ -56,16 +65,13 @@ def read_eagle(folder: str | Path | HeadFolder, target: Loaded) -> EagleWeights:
     for theirs, ours in _SGLANG_NORMS.items():
         if f"{theirs}.weight" in tensors:
             tensors[f"{ours}.weight"] = tensors.pop(f"{theirs}.weight")
-    spare = {n: tensors.pop(n) for n in _SPARE if n in tensors}
-    tensors = {n: t for n, t in tensors.items() if "rotary_emb" not in n and not n.startswith("verifier_")}
+    tensors, spare = parted(tensors)
     config = _settings(opened, tensors, target)
     ids = token_ids(spare, config, opened.path)
     config = replace(config, draft_vocab_size=len(ids))
     _check_shapes(opened.path, config, tensors)
     tensors["lm_head.weight"] = output_rows(spare.get("lm_head.weight"), config, ids, opened, target)
-    own = spare.get("embed_tokens.weight")
-    if own is not None and not same_embedding(own, config, target, opened.path):
-        tensors["embed_tokens.weight"] = own
+    add_embedding(tensors, spare.get("embed_tokens.weight"), config, target, opened.path)
     return EagleWeights(config, tensors, ids)
 
 
@@ -164,7 +170,7 @@ def _check_shapes(path: Path, config: HeadConfig, tensors: Mapping[str, Tensor])
             n: tuple(t.shape)
             for n, t in Eagle(replace(config, draft_vocab_size=config.vocab_size)).state_dict().items()
         }
-    wanted = {n: s for n, s in wanted.items() if n not in _SPARE}
+    wanted = {n: s for n, s in wanted.items() if n not in SPARE}
     needed(path, tensors, *wanted)
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:

@@ -8,7 +8,10 @@ from math import exp, log, log1p
 import torch
 from torch import Tensor
 
-from outrider.core.types import Commit
+from outrider.core.noise import Noise, Stream
+from outrider.core.sampling import LogitsWarper, TokenSubset
+from outrider.core.types import Commit, Siblings
+from outrider.drafters.model.children import child_scores, children
 
 RIVALS = 8  # candidates that share a token's chance
 _SCALES = (0.3, 0.4, 0.55, 0.75, 1.0, 1.4)
@@ -59,6 +62,29 @@ class LogitError:
             for n, scale in enumerate(_SCALES):
                 self._losses[n] = _KEEP * self._losses[n] + _softplus(-margin / scale)
         self.scale = _SCALES[min(range(len(_SCALES)), key=self._losses.__getitem__)]
+
+    def likeliest(
+        self,
+        warp: LogitsWarper,
+        logits: Tensor,
+        extra: Sequence[Sequence[int]],
+        width: int,
+        noise: Noise,
+        stream: Stream,
+        position: Tensor,
+        subset: TokenSubset | None,
+        noise_aware: bool = True,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The best candidates of each row and their log chances, for `Siblings.POINT`. At least `width` of each.
+
+        logits: float32 [row, vocab], or [row, kept] with a subset. noise_aware: False ranks by q alone, and gives log q.
+        """
+        quiet = [not noise_aware or greedy for greedy in warp.greedy]
+        made = children(child_scores(warp, logits, extra, subset), max(width, RIVALS), Siblings.POINT, noise, stream,
+                        position, greedy=quiet, subset=subset)  # fmt: skip
+        temperatures = [h.params.temperature for h in warp.histories]
+        chances = self.log_chances(made.keys, temperatures) if noise_aware else made.log_q
+        return made.tokens.tolist(), chances.tolist()
 
     def log_chances(self, keys: Tensor, temperature: Sequence[float]) -> Tensor:
         """float32 [node, candidate]: the log chance of each of the best candidates.

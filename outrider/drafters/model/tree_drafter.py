@@ -12,8 +12,8 @@ from outrider.core.sampling import TokenSubset
 from outrider.core.tree import tree
 from outrider.core.types import PADDING, Budget, Draft, Siblings, ints
 from outrider.drafters.base import BaseDrafter, DraftContext
-from outrider.drafters.model.children import child_scores, children
-from outrider.drafters.model.confidence import RIVALS, LogitError
+from outrider.drafters.model.children import children
+from outrider.drafters.model.confidence import LogitError
 from outrider.drafters.model.growth import Growth
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
@@ -189,20 +189,8 @@ class TreeDrafter(BaseDrafter):
             for key, token in zip(at, drawn, strict=True):
                 yield key, [token], [0.0], None
             return
-        scores = child_scores(warp, logits, extra, self.subset)
-        quiet = [not self.noise_aware or greedy for greedy in warp.greedy]
-        made = children(
-            scores,
-            max(width, RIVALS),
-            Siblings.POINT,
-            noise,
-            context.stream,
-            position,
-            greedy=quiet,
-            subset=self.subset,
+        found, weighed = self.error.likeliest(
+            warp, logits, extra, width, noise, context.stream, position, self.subset, self.noise_aware
         )
-        estimated = made.log_q
-        if self.noise_aware:
-            estimated = self.error.log_chances(made.keys, [h.params.temperature for h in warp.histories])
-        for key, tokens, weights in zip(at, made.tokens.tolist(), estimated.tolist(), strict=True):
+        for key, tokens, weights in zip(at, found, weighed, strict=True):
             yield key, tokens[:width], weights, None

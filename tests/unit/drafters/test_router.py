@@ -115,7 +115,7 @@ def test_a_step_that_was_cut_teaches_nothing() -> None:
 def test_one_unlucky_text_condemns_no_draft_model() -> None:
     """Three wrong proposals at the beginning of a text; the next text asks again at once. After many, it does not."""
     for proposals, asked in ((3, True), (60, False)):
-        router = DrafterRouter({"draft": Wrong(2)}, {"draft": 0.4})
+        router = DrafterRouter({"draft": Wrong(2)}, {"draft": 0.8})
         for step in range(proposals):
             ask = context([0], [[1, 2, 3]], [Budget(4)], SamplingParams(), step=step)
             router._records.pop((0, "draft"), None)  # as if each proposal were made for a sequence of its own

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from heads import small_config
 
 from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle_module import Eagle
@@ -26,15 +26,7 @@ from outrider.train.survival import Survival, noise_given
 from outrider.train.teacher import Teacher
 from outrider.train.unroll import unrolled
 
-TARGET = LlamaConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-)
+TARGET = small_config(96)
 
 
 def answer(*lengths: int, number: int = 0, temperature: float = 0.0) -> Answer:

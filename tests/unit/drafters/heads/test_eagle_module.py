@@ -2,20 +2,12 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from heads import small_config
 
 from outrider.drafters.heads.config import HeadConfig, default_taps
 from outrider.drafters.heads.eagle_module import Eagle
 
-TARGET = LlamaConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-)
+TARGET = small_config(96)
 VARIANTS = {
     "eagle3": {},
     "eagle31": {"fc_norm": True, "norm_output": True},
