@@ -25,7 +25,6 @@ from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.files import EAGLE1, EAGLE3, HeadFolder, open_head
 from outrider.models.load import Loaded
 
-
 _SGLANG_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
 
