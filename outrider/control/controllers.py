@@ -29,6 +29,7 @@ from typing import Protocol
 
 from outrider.control.acceptance import Acceptance, RankAcceptance, survival
 from outrider.control.costs import SETTLE, Costs
+from outrider.control.lengths import AnswerLengths
 from outrider.core.types import Budget, Commit, Step
 
 ALLOWANCE = 0.01  # the part of all time that probes may lose
@@ -181,7 +182,8 @@ class Adaptive:
         shapes = self.costs.draft.shapes and self.limit.width > 1
         self.orders = RankAcceptance(self.limit, 64) if shapes else None
         self.slots: dict[int, _SlotRecord] = {}
-        self.length, self.prompt = 128.0, 0.0  # mean tokens of an output and of a prompt
+        self.lengths = AnswerLengths()
+        self.prompt = 0.0  # mean tokens of a prompt
         self.streak = 0  # draft tokens accepted in a row
         self.now = 0  # steps so far
         # The last decision.
@@ -225,7 +227,7 @@ class Adaptive:
     def release(self, slot: int) -> None:
         record = self.slots.pop(slot, None)
         if record is not None:
-            self.length += 0.1 * (record.written - self.length)
+            self.lengths.observe(record.written)
 
     def prepare(self, slots: list[int]) -> None:
         """Decide, if a decision is due. `budgets` does it too."""
@@ -458,16 +460,18 @@ class Adaptive:
         return self.costs.draft.reading(missed)
 
     def _wanted(self, slot: int) -> bool:
-        """Whether a slot is drafted for. What it gains until its end must cover the reading."""
+        """Whether a slot is drafted for. What it gains until its end must cover the reading twice."""
         if self.probed:
             return slot in self.probed
         reading = self._reading(slot)
         if slot in self.left_out or reading <= 0:
             return slot not in self.left_out
         record, plain = self._record(slot), self.costs.plain(self.batch_size)
-        remaining = max(self.length - record.written, record.written / 2, 16.0)
-        caution = 1.0 if self.losses.proved else 0.5  # unproved drafting must promise twice what it costs
-        return plain is not None and reading <= caution * (1 - 1 / self.gain) * remaining * plain / self.batch_size
+        remaining = self.lengths.remaining(record.written)
+        promised = (1 - 1 / self.gain) * remaining * (plain or 0.0) / self.batch_size
+        return (
+            2 * reading <= promised
+        )  # both the gain and the length are estimates: it must promise twice what it costs
 
     # -- observations ---------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Drafter(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget what was learned from earlier sequences."""
+        """Forget the texts of earlier sequences, so that their tokens cannot be found again."""
         ...
 
     def inner(self) -> Mapping[str, Drafter]:

@@ -8,10 +8,13 @@ A drafter with a cost (a model) is asked when
 
     (1 + its running accepted tokens) / (1 + its cost)  >  1 + the best promise without a cost,
 
-with the cost in forwards of the target, at the number of levels where this is best. It is asked for at most 1 + 2 * its recent
-run of accepted tokens, so a good drafter soon reaches the full budget. A tree is joined with the other trees: the most likely
-nodes of all within the budget stay. A chain is taken as it is. A drafter that was not asked for long is asked again now and
-then, and one that has made few proposals at the beginning of each sequence.
+with the cost in forwards of the target, at the number of levels where this is best. If it must first read tokens that it has
+missed, what it saves until the expected end of the text must also cover twice the reading. It is asked for at most 1 + 2 * its
+recent run of accepted tokens, so a good drafter soon reaches the full budget. A tree is joined with the other trees: the most
+likely nodes of all within the budget stay. A chain is taken as it is.
+
+A drafter that has made few proposals is asked at the beginning of each sequence. Later, one that was not asked for long is asked
+again, if what drafters with a cost have gained, and a hundredth of all steps, cover what that may lose.
 
 Only counts decide, never a clock: the same requests take the same way. The rule is our own; the promise of a text lookup
 follows suffix decoding (arXiv 2411.04975).
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 
 from outrider.control.expectation import geometric
+from outrider.control.lengths import AnswerLengths
 from outrider.core.tree import levels, tree
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
@@ -44,6 +48,10 @@ _MEMORY = 0.1  # weight of the newest step in a running mean
 _PROBE = 24  # steps after which a drafter that lost is asked again
 _FEW = 16  # proposals until which it is asked at the beginning of each sequence
 _PRIOR = 2  # proposals that the first estimates count for
+_READING = 1 / 8  # cost of reading a token in bulk, in levels of the drafter
+_START = 4.0  # target forwards that asking again may lose at first
+_ALLOWANCE = 0.01  # and the part of all steps that it may lose in addition, with what lately was gained
+_MOST = 16.0  # and the sum of all three, at most
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,11 @@ class DrafterRouter(BaseDrafter):
         self.taps = self._shared.taps
         self._records: dict[tuple[int, str], _Record] = {}
         self._pooled = {name: _Record() for name in drafters}
+        self._lengths = AnswerLengths()
+        self._written: dict[int, int] = {}  # tokens of each answer so far
+        self._room = _START  # target forwards that asking again may lose
+        self._read: dict[tuple[int, str], int] = {}  # committed tokens that a drafter with a cost has read
+        self._asked: dict[int, float] = {}  # by slot: what asking cost in the last step
         self._proposals: dict[int, list[_Proposal]] = {}  # by slot, of the last step
         self._nodes: dict[tuple[int, str], NodeList] = {}  # what each asked drafter returned, the root alone too
 
@@ -173,7 +186,7 @@ class DrafterRouter(BaseDrafter):
             self.drafters[name].start(slot, tokens, first, self._shared.of_drafter(name, features))
 
     def propose(self, context: DraftContext) -> Draft:
-        self._proposals, self._nodes = {}, {}
+        self._proposals, self._nodes, self._asked = {}, {}, {}
         free = [name for name in self.drafters if not self.cost.get(name)]
         costly = [name for name in self.drafters if self.cost.get(name)]
         found: list[list[_Proposal]] = [[] for _ in context.slots]
@@ -201,6 +214,7 @@ class DrafterRouter(BaseDrafter):
             for name, into in own.items():
                 nodes = self._nodes.pop((slot, name), None)
                 into.append(self._shared.commit(name, own_commit(commit, nodes)))
+            self._account(slot, commit)
             proposals = self._proposals.pop(slot, [])
             for p in (
                 proposals if commit.finish is None else ()
@@ -217,12 +231,13 @@ class DrafterRouter(BaseDrafter):
             drafter.release(slot)
             self._records.pop((slot, name), None)
             self._nodes.pop((slot, name), None)
+            self._read.pop((slot, name), None)
         self._proposals.pop(slot, None)
+        if slot in self._written:
+            self._lengths.observe(self._written.pop(slot))
 
     def reset(self) -> None:
-        """Forget what the drafters' proposals were worth, and let each drafter forget too."""
-        self._records.clear()
-        self._pooled = {name: _Record() for name in self.drafters}
+        """Let each drafter forget what it has read. What its proposals were worth stays known."""
         for drafter in self.drafters.values():
             drafter.reset()
 
@@ -241,6 +256,8 @@ class DrafterRouter(BaseDrafter):
         if self.cost.get(name):
             budgets = zip(asked.slots, asked.budgets, strict=True)
             asked = replace(asked, budgets=[b.clipped(self._record(slot, name).levels) for slot, b in budgets])
+            for slot, tokens in zip(asked.slots, asked.tokens, strict=True):
+                self._read[slot, name] = len(tokens)
         draft = self.drafters[name].propose(asked)
         for at, b in enumerate(some):
             nodes = self._nodes[context.slots[b], name] = draft.host[at]
@@ -258,11 +275,29 @@ class DrafterRouter(BaseDrafter):
         if not deepest:
             return False
         levels, gain = record.best(deepest, self.cost[name])
-        free = max((p.worth for p in found), default=0.0)
+        free = 1 + max((p.worth for p in found), default=0.0)
+        reading, price = self._reading(name, context, b), self.cost[name] * max(levels, 1.0)
+        saved = self._lengths.remaining(len(context.tokens[b]) - context.prompt_lengths[b]) * (1 / free - 1 / gain)
         record.waited += 1
-        again = record.waited > _PROBE
-        offers.append(Offer(name, accepted=record.accepted, cost=self.cost[name] * levels, retried=again))
-        return again or gain > 1 + free
+        first = self._pooled[name].seen < _FEW
+        again = record.waited > _PROBE and (first or self._room > reading + price)
+        pays = saved > 2 * reading
+        offers.append(Offer(name, accepted=record.accepted, cost=price, retried=again and not pays))
+        if (again or pays) and not first:
+            self._asked[context.slots[b]] = self._asked.get(context.slots[b], 0.0) + reading + price
+        return again or pays
+
+    def _reading(self, name: str, context: DraftContext, b: int) -> float:
+        """Target forwards that it costs a drafter to read the tokens of a sequence that it has missed."""
+        if name in self._shared.columns:  # it reads every step
+            return 0.0
+        return self.cost[name] * _READING * (len(context.tokens[b]) - self._read.get((context.slots[b], name), 0))
+
+    def _account(self, slot: int, commit: Commit) -> None:
+        """Count a step of a sequence: its tokens, and what asking drafters with a cost gained or lost."""
+        self._written[slot] = self._written.get(slot, 0) + len(commit.tokens)
+        gained = commit.num_accepted - self._asked.pop(slot) if slot in self._asked else 0.0
+        self._room = min(max(self._room + gained + _ALLOWANCE * len(commit.tokens), 0.0), _MOST)
 
     def _chosen(self, context: DraftContext, b: int, proposals: list[_Proposal]) -> _Proposal:
         """The best of the proposals, or the tree of their likeliest nodes."""

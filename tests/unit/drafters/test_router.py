@@ -130,6 +130,22 @@ def test_one_unlucky_text_condemns_no_draft_model() -> None:
         assert (draft.nodes > 1) is asked
 
 
+@pytest.mark.parametrize(("length", "asked"), [(10, False), (400, True)])
+def test_a_long_prompt_is_not_read_for_a_short_answer(length: int, asked: bool) -> None:
+    """A draft model that gains a little: reading 400 tokens pays for long answers only."""
+    router = DrafterRouter({"draft": Wrong(2)}, {"draft": 0.3})
+    for _ in range(40):
+        router._pooled["draft"].learn(2, [(3, -1), (99, 0), (99, 1)], None)
+    for slot in range(1, 33):
+        router._written[slot] = length
+        router.release(slot)
+    begun = replace(context([0], [[1] * 400], [Budget(4)], SamplingParams()), prompt_lengths=[400])
+    draft = router.propose(begun)
+    assert (draft.nodes > 1) is asked
+    draft = router.propose(context([1], [[1, 2]], [Budget(4)], SamplingParams()))
+    assert draft.nodes > 1, "a short prompt is soon read"
+
+
 def test_the_better_one_is_taken() -> None:
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
     [truth] = plain_texts(TARGET, [request([1, 2], params)])
