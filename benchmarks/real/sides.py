@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "draft_model": {"method": "draft_model"},
     "draft_model 4": {"method": "draft_model", "num_speculative_tokens": 4, "controller": "fixed"},
-    "quantized_self": {"method": "quantized_self"},
+    "quantized_self": {"method": "quantized_self", "quantization": "int4"},
     "layer_skip": {"method": "layer_skip"},
     "suffix": {"method": "suffix"},
     "ngram": {"method": "ngram"},

@@ -17,6 +17,7 @@ from outrider.drafters.model.draft_vocab import draft_vocab, token_counts, token
 from outrider.drafters.model.reduction import DraftReduction
 from outrider.kernels import cpu as native
 from outrider.models.load import Contents, load
+from outrider.outputs import RequestOutput
 
 TEXT = {"text": "the zebra and the quagga; the zebra\n" * 3}
 
@@ -181,6 +182,26 @@ def test_the_configuration_reaches_the_draft_model(tmp_path: Path) -> None:
         sizes[name] = llm.drafter.model.weight_bytes  # type: ignore[attr-defined]
     assert sizes["map"] < sizes["small"] < sizes["as it is"] == sizes["all"] > sizes["int8"]
     assert len(set(texts.values())) == 1
+
+
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"tree_width": 3, "num_speculative_tokens": 3}])
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_a_head_without_any_token_that_may_come_drafts_nothing(
+    tmp_path: Path, verifier: str, shape: dict[str, int]
+) -> None:
+    torch.save([0, 1, 2, 300, 8000], tmp_path / "map.pt")
+    target, found = load("builtin:code"), list[RequestOutput]()
+    draft = {"model": "builtin:code-draft", "speculative_token_map": str(tmp_path / "map.pt"), "controller": "fixed"}
+    for config in ({"method": "none"}, {**draft, **shape, "verifier": verifier}):
+        llm = LLM(target, speculative_config=config, max_model_len=128)
+        params = SamplingParams(temperature=1, seed=3, max_tokens=12, allowed_token_ids=[40, 41, 42, 43])
+        found.append(llm.generate("def area(", params)[0])
+    plain, drafted = (output.outputs[0].token_ids for output in found)
+    assert plain == drafted or verifier != "match"  # another rule keeps the distribution, not the tokens
+    assert set(drafted) <= {40, 41, 42, 43}
+    counted = found[1].metrics.speculative_decoding
+    assert counted is not None
+    assert counted.num_draft_tokens == 0
 
 
 @pytest.mark.parametrize(
