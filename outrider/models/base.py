@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
+
+if TYPE_CHECKING:
+    from outrider.kernels.cpu import Packed
 
 Want = Literal["all", "last", "none"]
 
@@ -38,7 +41,7 @@ class Chain(NamedTuple):
     temperature: 0 drafts the most likely token. noise: (seed, stream, step, position) of the first drafted token, as
     `Noise.keys` gives them. error: scale of the logits' errors (`drafters.model.confidence`), which gives each token a chance
     to be accepted; 0 computes none. min_probability: the chain ends after a token whose chance, times those before it, is
-    lower.
+    lower. features: float32 [token, feature], contiguous, of the target; for trained heads.
     """
 
     slot: int
@@ -48,6 +51,7 @@ class Chain(NamedTuple):
     noise: tuple[int, int, int, int] = (0, 0, 0, 0)
     error: float = 0.0
     min_probability: float = 0.0
+    features: Tensor | None = None
 
 
 class DrawnChain(NamedTuple):
@@ -101,6 +105,11 @@ class LanguageModel(Protocol):
         """
         ...
 
+    @property
+    def embedding_table(self) -> Packed | Tensor | None:
+        """What `embedding_rows` reads, for native code: packed, or floats [vocab, hidden]. None if it is neither."""
+        ...
+
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """float32 [*tokens.shape, hidden]: the rows of the embedding, as the checkpoint has them, without a factor."""
         ...
@@ -143,6 +152,10 @@ class BaseModel:
         raise ValueError(
             f"{type(self).__name__} has no layers to leave out; layer_skip works for models loaded by outrider.models.load"
         )
+
+    @property
+    def embedding_table(self) -> Packed | Tensor | None:
+        return None
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         raise ValueError(

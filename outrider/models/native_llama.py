@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct, LayerStruct, ModelStruct
-from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
+from outrider.kernels.cpu.library import LayerStruct, ModelStruct
 from outrider.models.base import (
     EMBEDDING,
     BaseModel,
@@ -29,16 +27,16 @@ from outrider.models.base import (
     check_taps,
     over_vocabulary,
 )
-from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
+from outrider.models.cache import SlotCache
 from outrider.models.dtypes import dtype_name
 from outrider.models.llama_weights import ACTIVATIONS, LlamaLayerWeights, LlamaWeights
+from outrider.models.native_decoder import NativeDecoder
 from outrider.models.nodes import Nodes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
-_WANT = {"none": 0, "last": 1, "all": 2}
 # Rotary types whose frequencies do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
@@ -104,24 +102,13 @@ class LlamaModel(BaseModel):
         matrices = [model.head, *(m for w in model.layers for m in (w.qkv, w.out, w.gate_up, w.down))]
         self.weight_bytes = sum(m.bytes for m in matrices)
         layers = (LayerStruct * self.num_layers)(*map(_layer_struct, model.layers, settings.windows))
-        self._start(_model_struct(model), layers, range(self.num_layers))
-
-    def _start(self, struct: ModelStruct, layers: Any, numbers: Sequence[int]) -> None:
-        """Make the native decoder. numbers: where the cache keeps the keys and values of each layer."""
-        self._struct, self._layers, self._numbers = struct, layers, numbers
-        struct.layers, struct.count = ctypes.addressof(layers), len(numbers)
-        library = native.library()
-        self._decoder = library.decoder_new(struct)
-        self._forward, self._chains = library.forward, library.draft_chains
-        self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
-        weakref.finalize(self, library.decoder_free, self._decoder)
+        self._decoder = NativeDecoder(_model_struct(model), layers, range(self.num_layers), model)
 
     def layer_subset(self, layers: Sequence[int]) -> LlamaModel:
         chosen = check_layers(layers, self.num_layers)
         out = copy.copy(self)
         out.num_layers = len(chosen)
-        structs = (LayerStruct * len(chosen))(*(self._layers[i] for i in chosen))
-        out._start(ModelStruct.from_buffer_copy(self._struct), structs, [self._numbers[i] for i in chosen])
+        out._decoder = self._decoder.layer_subset(chosen)
         return out
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
@@ -129,57 +116,18 @@ class LlamaModel(BaseModel):
 
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`. Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""
-        tokens, parents, slots, cache = nodes.tokens, nodes.parents, nodes.slots, nodes.cache
-        batch, count = tokens.shape
-        if len(slots) != batch or not tokens.numel():
-            raise ValueError(
-                f"tokens are {batch} x {count} for the cache slots {slots}: give each slot a line of one token at least"
-            )
-        if tokens.dtype != torch.int64 or not tokens.is_contiguous():
-            tokens = tokens.long().contiguous()
-        held = nodes.held
-        if parents is not None:
-            if parents.shape != (batch, held + count) or held < 0:
-                raise ValueError(
-                    f"tokens are {tuple(tokens.shape)}, parents {tuple(parents.shape)}; one parent per node, "
-                    "first those of the nodes in the scratch"
-                )
-            parents = parents.long().contiguous()
-        table = self._cache_table(cache, slots, held + count)
-        shown = count if want == "all" else 1 if want == "last" else 0
-        logits = torch.empty(batch, shown, self.packed_weights.head.n)
-        features = None
-        if taps:
-            check_taps(taps, self.num_layers)
-            features = (torch.empty if parents is None else torch.zeros)(batch, count, len(taps) * self.hidden)
-        ints = ctypes.c_int32 * batch
-        slot, length, tap = ints(*slots), ints(*nodes.lengths), (ctypes.c_int32 * len(taps))(*taps)
-        job = ForwardStruct(
-            tokens.data_ptr(),
-            None if parents is None else parents.data_ptr(),
-            ctypes.addressof(slot),
-            ctypes.addressof(length),
-            ctypes.addressof(table),
-            logits.data_ptr(),
-            None if features is None else features.data_ptr(),
-            ctypes.addressof(tap),
-            batch,
-            held,
-            count,
-            cache.capacity,
-            len(taps),
-            _WANT[want],
-            _cell_format(cache),
-        )
-        error = self._forward(self._decoder, job)
-        if error:
-            raise _explained(error, tokens, parents, self.vocab_size)
+        check_taps(taps, self.num_layers)
+        logits, features, _ = self._decoder.forward(nodes, taps, want)
         if self.packed_weights.head_ids is not None:
             logits = over_vocabulary(logits, self.packed_weights.head_ids, self.vocab_size)
         for i, t in enumerate(taps):
             if features is not None and t == EMBEDDING:
-                features[..., i * self.hidden : (i + 1) * self.hidden] = self._embedded(tokens)
+                features[..., i * self.hidden : (i + 1) * self.hidden] = self._embedded(nodes.tokens)
         return Output(logits, features)
+
+    @property
+    def embedding_table(self) -> native.Packed | Tensor:
+        return self.packed_weights.table
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         table = self.packed_weights.table
@@ -207,59 +155,7 @@ class LlamaModel(BaseModel):
         return self.embedding_rows(tokens) * self.packed_weights.settings.embedding_factor
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
-        """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
-        drawn = [DrawnChain([], []) for _ in chains]
-        asked = [i for i, c in enumerate(chains) if c.depth > 0]
-        if not asked:
-            return drawn
-        table = self._cache_table(
-            cache, [chains[i].slot for i in asked], max(len(c.tokens) + c.depth - 1 for c in chains)
-        )
-        structs, keep = (ChainStruct * len(asked))(), []
-        for struct, i in zip(structs, asked, strict=True):
-            c = chains[i]
-            given, out = (ctypes.c_int64 * len(c.tokens))(*c.tokens), (ctypes.c_int64 * c.depth)()
-            chances = (ctypes.c_float * c.depth)()
-            keep.append((given, out, chances))
-            struct.tokens, struct.drafted, struct.chances = map(ctypes.addressof, (given, out, chances))
-            struct.count, struct.depth, struct.row, struct.length = len(c.tokens), c.depth, c.slot, cache.length[c.slot]
-            seed, struct.stream, step, position = c.noise
-            struct.seed, struct.step, struct.position = seed & (2**64 - 1), step & (2**32 - 1), position & (2**32 - 1)
-            struct.temperature, struct.error, struct.min_probability = c.temperature, c.error, c.min_probability
-        job = ChainsStruct(
-            ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
-        )
-        error = self._chains(self._decoder, job)
-        if error:
-            width = max(len(chains[i].tokens) for i in asked)
-            raise _explained(
-                error, torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked]), None, self.vocab_size
-            )
-        for struct, i, (_, out, chances) in zip(structs, asked, keep, strict=True):
-            drawn[i] = DrawnChain(out[: struct.made], chances[: struct.made] if chains[i].error else [])
-        return drawn
-
-    def _cache_table(self, cache: SlotCache, slots: list[int], count: int) -> Any:
-        """Addresses of the cache's tensors. Made again when the cache has grown."""
-        if not all(0 <= s < cache.num_slots for s in slots):
-            raise IndexError(f"slots are 0 to {cache.num_slots - 1} of this cache, got {slots}")
-        cache.reserve(slots, count)
-        found = self._addresses.get(cache)
-        if found is not None and found[0] is cache.layers:
-            return found[1]
-        like, shape = torch.empty(0), (self.packed_weights.settings.kv_heads, self.packed_weights.settings.dim)
-        width = packed_width(self.packed_weights.settings.dim, _cell_dtype(cache))
-        for i in self._numbers:
-            keys, _ = cache.layer(i, shape, shape, like)
-            if (
-                keys.shape[1:] != (self.packed_weights.settings.kv_heads, cache.capacity, width)
-                or not keys.is_contiguous()
-            ):
-                raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
-        pairs = [cache.layers[i] for i in self._numbers]
-        table = (ctypes.c_void_p * (2 * self.num_layers))(*(t.data_ptr() for pair in pairs for t in pair))
-        self._addresses[cache] = (cache.layers, table)
-        return table
+        return self._decoder.draft_chains(cache, chains)
 
 
 def _model_struct(weights: LlamaWeights) -> ModelStruct:
@@ -297,27 +193,4 @@ def _layer_struct(layer: LlamaLayerWeights, window: int) -> LayerStruct:
         q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
         k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
         window=window,
-    )
-
-
-def _cell_dtype(cache: SlotCache) -> torch.dtype:
-    return KV_CACHE_DTYPES[cache.dtype] or torch.float32
-
-
-def _cell_format(cache: SlotCache) -> int:
-    return VECTOR_FORMATS[_cell_dtype(cache)]
-
-
-def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -> ValueError:
-    nodes = tokens.shape[1]
-    if error <= -(2**40):
-        entry, node = divmod(-(2**40) - error, nodes)
-        return ValueError(
-            f"token {int(tokens[entry, node])} (entry {entry}, node {node}) is not in the vocabulary of {vocab}"
-        )
-    entry, node = divmod(-1 - error, nodes if parents is None else parents.shape[1])
-    parent = "none" if parents is None else int(parents[entry, node])
-    return ValueError(
-        f"node {node} of entry {entry} has parent {parent}: a parent is -1 for the root, -2 for padding, else a smaller "
-        "node that is no padding, and every entry has a root"
     )

@@ -198,8 +198,8 @@ struct Toy {
         tokens[0] = VOCAB, parents[3] = 1;
         expect(outrider_forward(decoder, &job) < 0, "a token outside of the vocabulary is refused");
         std::vector<int64_t> drafted(9);
-        ChainJob chains[2] = {{prompt.data(), drafted.data(), 2, 4, 0, 7, 2, 6, 0, 1, 6, 0.0f},
-                              {prompt.data(), drafted.data() + 4, 1, 5, 0, 7, 0, 6, 0, 1, 6, 0.8f}};
+        ChainJob chains[2] = {{prompt.data(), nullptr, drafted.data(), 2, 4, 0, 7, 2, 6, 0, 1, 6, 0.0f},
+                              {prompt.data(), nullptr, drafted.data() + 4, 1, 5, 0, 7, 0, 6, 0, 1, 6, 0.8f}};
         ChainsJob both{chains, cache, 2, CELLS, format};
         expect(outrider_draft_chains(decoder, &both) == 0, "chains");
         tree.insert(tree.end(), logits.begin(), logits.end());

@@ -90,18 +90,18 @@ def survival(model: EagleModel, text: Sequence[int], features: Tensor, right: Se
     """
     count = len(text) - 1 - DEPTH
     cache = model.new_cache(1, len(text))
-    y = torch.empty(0)
+    g = torch.empty(0)
     alive = torch.ones(count, dtype=torch.bool)
     hits: list[float] = []
     parents = torch.arange(-1, count - 1)
     for depth in range(DEPTH):
         # level 0 is the text itself, a chain; each later level has one node below each node of the level before
         tokens = torch.tensor([list(text[1 + depth : 1 + depth + count])])
-        g = model.fuse(features[:count])[None] if depth == 0 else model.feedback(y)
         if depth:
             parents = torch.cat([parents, torch.arange(count) + (depth - 1) * count])
-        y = model.forward(Nodes(tokens, cache, [0], parents[None]), g)
-        guess = model.logits(y)[0].argmax(-1)
+        nodes = Nodes(tokens, cache, [0], parents[None])
+        logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, features[None, :count])
+        guess = logits[0].argmax(-1)
         guess = guess if model.subset is None else model.subset.ids[guess]
         alive &= guess.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
         hits.append(float(alive.float().mean()))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from math import log
 
 import torch
 from torch import Tensor
 
 from outrider.control.expectation import Shape
-from outrider.core.noise import Stream
 from outrider.core.tree import chain
-from outrider.core.types import Budget, Commit, Draft, Siblings
+from outrider.core.types import Budget, Commit, Siblings
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.model.tree_drafter import TreeDrafter
-from outrider.models.base import Chain, LanguageModel
+from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
 
 _CHUNK = 256  # prompt tokens read per forward
@@ -43,9 +40,9 @@ class ModelDrafter(TreeDrafter):
     ) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
         super().__init__(
-            model.new_cache(num_slots, max_length),
-            model.vocab_size,
-            model.device,
+            model,
+            num_slots,
+            max_length,
             shape=shape,
             siblings=siblings,
             noise_aware=noise_aware,
@@ -82,50 +79,8 @@ class ModelDrafter(TreeDrafter):
         self.model.forward(Nodes(torch.tensor([select]), self.cache, [slot]), want="none")
         self.cache.commit([slot], [range(len(select))])
 
-    def _drafted(self, context: DraftContext, some: list[int]) -> Draft:
-        if not some or not all(self._has_chain(context, b) for b in some):
-            return super()._drafted(context, some)
-        return self._chains(context, some)
-
-    def _has_chain(self, context: DraftContext, b: int) -> bool:
-        simple = context.budgets[b].width == 1 and not context.needs_probs and self.shape is None
-        return (
-            simple
-            and self.noise_aware
-            and self.model.has_draft_chains
-            and context.warp.simple(b)
-            and context.stream is Stream.TOKEN
-        )
-
-    def _chains(self, context: DraftContext, some: list[int]) -> Draft:
-        """Chains for `match`, in one call of a model that offers it: it saves the Python between a small model's tokens."""
-        budgets = [context.budgets[b] for b in some]
-        judged = any(budget.min_probability for budget in budgets)
-        noise = context.noise.keys(context.stream, context.positions)
-        chains = [
-            Chain(
-                context.slots[b],
-                self._level(context.slots[b], context.tokens[b]),
-                min(budget.depth, budget.max_nodes),
-                context.warp.histories[b].params.temperature,
-                noise[b],
-                self.error.scale if judged else 0.0,
-                budget.min_probability,
-            )
-            for b, budget in zip(some, budgets, strict=True)
-        ]
-        proposals: list[list[int]] = [[] for _ in context.slots]
-        confidence = torch.zeros(len(proposals), 1 + max(budget.depth for budget in budgets)) if judged else None
-        for b, c, drawn in zip(some, chains, self.model.draft_chains(self.cache, chains), strict=True):
-            self.cache.commit([c.slot], [range(len(c.tokens) - 1)])
-            self._places[c.slot] = [*range(len(drawn.tokens)), -1]  # the last one drawn was not forwarded
-            proposals[b] = drawn.tokens
-            if confidence is not None:
-                weights = [0.0, *accumulate(log(max(chance, 1e-9)) for chance in drawn.chances)]
-                self.error.state(c.slot, range(-1, len(drawn.tokens)), weights)
-                confidence[b, : len(weights)] = torch.tensor(weights).exp()
-        tokens, parents = chain([[t[-1], *p] for t, p in zip(context.tokens, proposals, strict=True)])
-        return Draft(tokens, parents, confidence=None if confidence is None else confidence[:, : tokens.shape[1]])
+    def _before_chain(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        return self._level(slot, tokens), None
 
     def _context(self, slot: int, tokens: list[int]) -> list[int]:
         """The committed tokens of a sequence as the model reads them, the root last."""

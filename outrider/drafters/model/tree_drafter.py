@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import log
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.control.expectation import Shape, optimal_shape
+from outrider.core.noise import Stream
 from outrider.core.sampling import TokenSubset
-from outrider.core.tree import tree
+from outrider.core.tree import chain, tree
 from outrider.core.types import PADDING, Budget, Draft, Siblings, ints
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import LogitError
 from outrider.drafters.model.growth import Growth
+from outrider.models.base import Chain, DrawnChain
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
+
+
+class ChainModel(Protocol):
+    """What gives the logits: a language model or a head. The members are those of `LanguageModel`."""
+
+    vocab_size: int
+    device: torch.device
+    has_draft_chains: bool
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...
+
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]: ...
 
 
 class TreeDrafter(BaseDrafter):
@@ -26,7 +43,7 @@ class TreeDrafter(BaseDrafter):
     earlier nodes. Under `match` the children of a node are the largest of log q + the noise that the target will use at that
     position. If a verifier needs probs, the children are drawn from q.
 
-    vocab_size, device: of the logits. cache: keys and values of what is read. subset: the tokens of the logits; None for all.
+    cache: keys and values of what is read. subset: the tokens of the logits; None for all.
     shape: budget -> a fixed tree, in place of the likeliest nodes. A verifier that needs probs needs a fixed tree. The default
     is the best for usual acceptance by rank, because the shape must not depend on statistics of the text (docs/trees.md).
     siblings: how children are drawn for a verifier that needs probs.
@@ -36,16 +53,18 @@ class TreeDrafter(BaseDrafter):
 
     def __init__(
         self,
-        cache: SlotCache,
-        vocab_size: int,
-        device: torch.device,
+        model: ChainModel,
+        num_slots: int,
+        max_length: int,
         *,
         subset: TokenSubset | None = None,
         shape: Callable[[Budget], Shape] | None = None,
         siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
         noise_aware: bool = True,
     ) -> None:
-        self.cache, self.vocab_size, self.device, self.subset = cache, vocab_size, device, subset
+        """num_slots, max_length: slots of the cache, and tokens of each."""
+        self._chain_model, self.cache = model, model.new_cache(num_slots, max_length)
+        self.vocab_size, self.device, self.subset = model.vocab_size, model.device, subset
         self.shape, self.siblings, self.noise_aware = shape, siblings, noise_aware
         self.error = LogitError()
         # slot -> place in the scratch of each proposed node, -1 if it was not forwarded
@@ -59,9 +78,62 @@ class TreeDrafter(BaseDrafter):
 
     def _drafted(self, context: DraftContext, some: list[int]) -> Draft:
         """The draft, with a root alone for entries that are not in `some`."""
+        if some and all(self._has_chain(context, b) for b in some):
+            return self._chains(context, some)
         grown = {b: self._start(context, b) for b in some}
         drawn_from = self._grow(context, grown) if some else {}
         return self._draft(context, grown, drawn_from)
+
+    def _has_chain(self, context: DraftContext, b: int) -> bool:
+        simple = context.budgets[b].width == 1 and not context.needs_probs and self.shape is None
+        return (
+            simple
+            and self.noise_aware
+            and self._chain_model.has_draft_chains
+            and context.warp.simple(b)
+            and context.stream is Stream.TOKEN
+        )
+
+    def _chains(self, context: DraftContext, some: list[int]) -> Draft:
+        """Chains for `match`, in one call of a model that offers it: it saves the Python between a small model's tokens."""
+        budgets = [context.budgets[b] for b in some]
+        judged = any(budget.min_probability for budget in budgets)
+        noise = context.noise.keys(context.stream, context.positions)
+        chains: list[Chain] = []
+        for b, budget in zip(some, budgets, strict=True):
+            tokens, features = self._before_chain(context.slots[b], context.tokens[b])
+            chains.append(
+                Chain(
+                    context.slots[b],
+                    tokens,
+                    min(budget.depth, budget.max_nodes),
+                    context.warp.histories[b].params.temperature,
+                    noise[b],
+                    self.error.scale if judged else 0.0,
+                    budget.min_probability,
+                    features,
+                )
+            )
+        proposals: list[list[int]] = [[] for _ in context.slots]
+        confidence = torch.zeros(len(proposals), 1 + max(budget.depth for budget in budgets)) if judged else None
+        for b, c, drawn in zip(some, chains, self._chain_model.draft_chains(self.cache, chains), strict=True):
+            self._ingested(c.slot, len(c.tokens))
+            self._places[c.slot] = [*range(len(drawn.tokens)), -1]  # the last one drawn was not forwarded
+            proposals[b] = drawn.tokens
+            if confidence is not None:
+                weights = [0.0, *accumulate(log(max(chance, 1e-9)) for chance in drawn.chances)]
+                self.error.state(c.slot, range(-1, len(drawn.tokens)), weights)
+                confidence[b, : len(weights)] = torch.tensor(weights).exp()
+        tokens, parents = chain([[t[-1], *p] for t, p in zip(context.tokens, proposals, strict=True)])
+        return Draft(tokens, parents, confidence=None if confidence is None else confidence[:, : tokens.shape[1]])
+
+    def _before_chain(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        """What a chain reads first: the tokens that the cache lacks, the root last, and their features if it needs any."""
+        raise NotImplementedError
+
+    def _ingested(self, slot: int, count: int) -> None:
+        """The first `count` cells of the scratch hold what was missing, the root last. All but the root are committed."""
+        self.cache.commit([slot], [range(count - 1)])
 
     def _room(self, slot: int, tokens: list[int]) -> int:
         """Tokens that can still be read after the committed ones."""

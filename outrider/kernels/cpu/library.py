@@ -7,7 +7,7 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 8
+ABI = 9
 ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni")
 
 
@@ -38,6 +38,7 @@ class AttentionStruct(ctypes.Structure):
         ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
+        ("begin", c_void_p),
         ("chunk", c_int64),
         ("task_segment", c_void_p),
         ("task_first", c_void_p),
@@ -52,9 +53,20 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
+class PairsStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("fc", "token_norm", "hidden_norm", "feature_norm")),
+        *((name, c_int64) for name in ("feature_size", "parts")),
+        *((name, c_int32) for name in ("normed_residual", "norm_output")),
+    ]
+
+
 class ModelStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "head", "head_ids", "table", "embedding", "final_norm", "inv_freq")),
+        *(
+            (name, c_void_p)
+            for name in ("layers", "pairs", "head", "head_ids", "table", "embedding", "final_norm", "inv_freq")
+        ),
         *((n, c_int64) for n in ("count", "hidden", "intermediate", "heads", "kv_heads", "dim", "rotary", "vocab")),
         ("embedding_format", c_int32),
         ("activation", c_int32),
@@ -71,12 +83,14 @@ class ForwardStruct(ctypes.Structure):
         *((name, c_int64) for name in ("batch", "held", "nodes", "capacity", "taps_count")),
         ("want", c_int32),
         ("cache_format", c_int32),
+        *((name, c_void_p) for name in ("given", "fed_back")),
+        ("fused", c_int32),
     ]
 
 
 class ChainStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "drafted")),
+        *((name, c_void_p) for name in ("tokens", "features", "drafted")),
         *((name, c_int64) for name in ("count", "depth")),
         ("chances", c_void_p),
         ("made", c_int64),

@@ -159,6 +159,15 @@ class HFModel(BaseModel):
     def layer_subset(self, layers: Sequence[int]) -> HFLayerSubset:
         return HFLayerSubset(self, layers)
 
+    @property
+    def embedding_table(self) -> native.Packed | Tensor | None:
+        module: Any = self.model.get_input_embeddings()
+        made = packed_before(module)
+        matrix = matrix_of(module) if made is None else made
+        if isinstance(matrix, Tensor):
+            return matrix if matrix.is_contiguous() else None
+        return matrix if isinstance(matrix, native.Packed) else None
+
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         return _rows(self.model.get_input_embeddings(), tokens.flatten()).unflatten(0, tokens.shape)
 

@@ -75,6 +75,7 @@ struct AttentionJob {
     int64_t segments, heads, kv_heads, dim, value_dim, capacity, ldq, ldo;
     int64_t window;  // 0: everything
     float scale, softcap;  // softcap 0: none
+    const int32_t* begin;  // [segments] first node of each that attends; null: all of them do
     int64_t chunk;  // nodes of one task
     const int32_t* task_segment;  // [tasks / kv_heads]
     const int32_t* task_first;    // first node of the task
@@ -84,17 +85,29 @@ struct AttentionJob {
 // One layer of a Llama-like decoder: norm, attention, residual, norm, gated MLP, residual.
 struct Layer {
     const Packed *qkv, *out, *gate_up, *down;
-    const float *norm1, *norm2, *q_norm, *k_norm;  // the last two [dim], or null
+    const float *norm1, *norm2, *q_norm, *k_norm;  // norm1 [hidden], null with Pairs; q_norm and k_norm [dim], or null
     int64_t window;
+};
+
+// What a trained head of the EAGLE family reads in place of a token: a token and the state g of the position before it. g is made
+// of features of the target, or is what the head fed back. EAGLE-3: the only layer attends over [token_norm(e); hidden_norm(g)].
+// EAGLE-1: over fc([e; g]).
+struct Pairs {
+    const Packed* fc;
+    const float *token_norm, *hidden_norm;  // [hidden]; null: EAGLE-1
+    const float* feature_norm;              // [feature_size], or null
+    int64_t feature_size, parts;            // parts of a feature that are normed each on its own
+    int32_t normed_residual, norm_output;   // hidden_norm(g) is the residual, and not g; the last norm is fed back, and not its input
 };
 
 struct Model {
     const Layer* layers;
+    const Pairs* pairs;       // null: it reads tokens
     const Packed* head;
     const int64_t* head_ids;  // the token of each row of the head, ascending; null: row i is token i
     const Packed* table;      // the embedding; null: it is not packed
     const void* embedding;    // [vocab, hidden] row-major; or null
-    const float* final_norm;
+    const float* final_norm;  // null: none
     const float* inv_freq;  // [rotary / 2]
     int64_t count, hidden, intermediate, heads, kv_heads, dim, rotary, vocab;
     int32_t embedding_format, activation;
@@ -113,10 +126,14 @@ struct ForwardJob {
     int64_t batch, held, nodes, capacity, taps_count;  // held: nodes that are in the scratch already
     int32_t want;  // 0 none, 1 last, 2 all
     int32_t cache_format;
+    const float* given;  // with Pairs: features [batch, nodes, feature_size], or g [batch, nodes, hidden]
+    float* fed_back;     // with Pairs: g of the children, [batch, nodes or 1, hidden] as `want` says
+    int32_t fused;       // 1: `given` is g
 };
 
 struct ChainJob {  // draft `depth` tokens of a slot one after another, after the given ones
     const int64_t* tokens;  // [count] ingested first
+    const float* features;  // [count, feature_size] with Pairs
     int64_t* drafted;       // [depth]
     int64_t count, depth;
     float* chances;         // [depth] out: chance of each token to be accepted, given those before; unset without `error`

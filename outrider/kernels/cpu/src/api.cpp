@@ -101,7 +101,7 @@ void run_linear(LinearJob& job) {
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
 }
 
-OUTRIDER_API int32_t outrider_abi() { return 8; }
+OUTRIDER_API int32_t outrider_abi() { return 9; }
 
 OUTRIDER_API const char* outrider_isa() { return kernels()->name; }
 

@@ -32,12 +32,14 @@ struct Buffer {
 struct Decoder {
     Model m;
     std::mutex busy;
-    Buffer x, h, qkv, att, act, angles, out, logits;
+    Buffer x, h, qkv, att, act, angles, features, logits, fed_back;
     std::vector<int32_t> ints;
-    int64_t ldx, ldqkv, ldatt, ldact;
+    int64_t ldx, ldh, ldqkv, ldatt, ldact, ldfeatures;
 
     explicit Decoder(const Model& model) : m(model) {
         ldx = padded(m.hidden);
+        ldh = m.pairs ? padded(2 * m.hidden) : ldx;
+        ldfeatures = m.pairs ? padded(m.pairs->token_norm ? m.pairs->feature_size : 2 * m.hidden) : 0;
         ldqkv = padded((m.heads + 2 * m.kv_heads) * m.dim);
         ldatt = padded(m.heads * m.dim);
         ldact = padded(m.intermediate);
@@ -50,12 +52,14 @@ struct Step {  // what the small phases of one forward need
     const Layer* layer;
     Plan plan;
     int64_t count;
-    float *x, *h, *qkv, *angles;
+    float *x, *h, *qkv, *angles, *features;
     uint8_t *keys, *values;
-    const float* weight;           // of a norm
+    const float* weight;           // of a norm; null: it only copies
     const int32_t* segment_of;     // [count]
     const int32_t* which;          // nodes to normalise; null: all
 };
+
+void copy(float* to, const float* from, int64_t floats) { std::memcpy(to, from, static_cast<size_t>(floats) * 4); }
 
 void embed(const Model& m, int64_t token, float* to) {
     if (m.table) {
@@ -81,7 +85,7 @@ void start_nodes(void* context, int64_t begin, int64_t end) {
     const Model& m = s.d->m;
     int64_t half = m.rotary / 2;
     for (int64_t n = begin; n < end; n++) {
-        embed(m, s.job->tokens[s.plan.index[n]], s.x + n * s.d->ldx);
+        embed(m, s.job->tokens[s.plan.index[n]], m.pairs ? s.h + n * s.d->ldh : s.x + n * s.d->ldx);
         float* angle = s.angles + n * m.rotary;
         for (int64_t i = 0; i < half; i++) {
             double f = static_cast<double>(static_cast<float>(s.plan.position[n]) * m.inv_freq[i]);
@@ -95,7 +99,44 @@ void normalise(void* context, int64_t begin, int64_t end) {
     Step& s = *static_cast<Step*>(context);
     for (int64_t n = begin; n < end; n++) {
         const float* from = s.x + (s.which ? s.which[n] : n) * s.d->ldx;
-        kernels()->rmsnorm(from, s.weight, s.h + n * s.d->ldx, s.d->m.hidden, s.d->m.eps);
+        float* to = s.h + n * s.d->ldh;
+        if (s.weight) kernels()->rmsnorm(from, s.weight, to, s.d->m.hidden, s.d->m.eps);
+        else copy(to, from, s.d->m.hidden);
+    }
+}
+
+// What fc reads: the normed features, or the embedding beside g.
+void place_features(void* context, int64_t begin, int64_t end) {
+    Step& s = *static_cast<Step*>(context);
+    const Model& m = s.d->m;
+    const Pairs& p = *m.pairs;
+    int64_t part = p.feature_size / p.parts;
+    for (int64_t n = begin; n < end; n++) {
+        float* to = s.features + n * s.d->ldfeatures;
+        const float* from = s.job->given + s.plan.index[n] * (p.token_norm ? p.feature_size : m.hidden);
+        if (!p.token_norm) copy(to, s.h + n * s.d->ldh, m.hidden), copy(to + m.hidden, from, m.hidden);
+        else if (!p.feature_norm) copy(to, from, p.feature_size);
+        else
+            for (int64_t at = 0; at < p.feature_size; at += part)
+                kernels()->rmsnorm(from + at, p.feature_norm + at, to + at, part, m.eps);
+    }
+}
+
+// The attention's inputs h and the residual x, from the embedding in h and g in x (EAGLE-1: both joined in x).
+void pair_nodes(void* context, int64_t begin, int64_t end) {
+    Step& s = *static_cast<Step*>(context);
+    const Model& m = s.d->m;
+    const Pairs& p = *m.pairs;
+    for (int64_t n = begin; n < end; n++) {
+        float *h = s.h + n * s.d->ldh, *x = s.x + n * s.d->ldx;
+        if (!p.token_norm) {
+            copy(h, x, m.hidden);
+            continue;
+        }
+        if (s.job->fused) copy(x, s.job->given + s.plan.index[n] * m.hidden, m.hidden);
+        kernels()->rmsnorm(h, p.token_norm, h, m.hidden, m.eps);
+        kernels()->rmsnorm(x, p.hidden_norm, h + m.hidden, m.hidden, m.eps);
+        if (p.normed_residual) copy(x, h + m.hidden, m.hidden);
     }
 }
 
@@ -128,24 +169,29 @@ void over_nodes(Work work, Step& s, int64_t count, double cost) {  // cost: micr
     parallel(work, &s, count, threads);
 }
 
-void tap(const Step& s, int64_t which, const float* from) {
+void tap(const Step& s, int64_t which, const float* from, int64_t ld) {
     int64_t hidden = s.d->m.hidden, width = s.job->taps_count * hidden;
     for (int64_t n = 0; n < s.count; n++)
-        std::memcpy(s.job->features + s.plan.index[n] * width + which * hidden, from + n * s.d->ldx,
-                    static_cast<size_t>(hidden) * 4);
+        copy(s.job->features + s.plan.index[n] * width + which * hidden, from + n * ld, hidden);
+}
+
+// Move the rows of some nodes to the front. which: ascending.
+void gather(float* rows, int64_t ld, const int32_t* which, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (which[i] != i) copy(rows + i * ld, rows + which[i] * ld, ld);
 }
 
 // 0, or what is wrong: -1 - i: parents[i]; -2^40 - i: tokens[i] is no token.
 int64_t forward(Decoder& d, const ForwardJob& job) {
     const Model& m = d.m;
     int64_t size = job.batch * job.nodes, all = job.batch * (job.held + job.nodes);
-    d.ints.resize(static_cast<size_t>(2 * size + 3 * all + 3 * job.batch + 1));
+    d.ints.resize(static_cast<size_t>(2 * size + 3 * all + 5 * job.batch + 1));
     int32_t* next = d.ints.data();
     auto ints = [&](int64_t count) { return next += count, next - count; };
     Step s{};
     s.d = &d, s.job = &job;
     s.plan = {ints(size), ints(job.batch + 1), ints(job.batch), ints(all), ints(all), ints(all)};
-    int32_t *segment_of = ints(size), *wanted = ints(job.batch);
+    int32_t *segment_of = ints(size), *wanted = ints(job.batch), *entries = ints(job.batch), *begin = ints(job.batch);
     s.count = make_plan(job.batch, job.held, job.nodes, job.parents, job.lengths, s.plan);
     if (s.count < 0) return s.count;
     for (int64_t n = 0; n < s.count; n++) {
@@ -158,21 +204,38 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         for (int64_t n = s.plan.segment[b]; n < s.plan.segment[b + 1]; n++) segment_of[n] = static_cast<int32_t>(b);
     s.segment_of = segment_of;
     int64_t T = s.count;
-    s.x = d.x.need(T * d.ldx), s.h = d.h.need(T * d.ldx), s.qkv = d.qkv.need(T * d.ldqkv);
+    s.x = d.x.need(T * d.ldx), s.h = d.h.need(T * d.ldh), s.qkv = d.qkv.need(T * d.ldqkv);
     s.angles = d.angles.need(T * m.rotary + 16);
     float *att = d.att.need(T * d.ldatt), *act = d.act.need(T * d.ldact);
     double width = static_cast<double>(m.hidden);
 
     Hot hot;
     over_nodes(start_nodes, s, T, width / 1e3 + static_cast<double>(m.rotary) / 50);
+    if (const Pairs* p = m.pairs) {
+        if (!job.fused || !p->token_norm) {
+            s.features = d.features.need(T * d.ldfeatures);
+            over_nodes(place_features, s, T, static_cast<double>(p->feature_size) / 8e3);
+            LinearJob fc{p->fc, s.features, s.x, T, d.ldfeatures, d.ldx, 1.0f, STORE, nullptr, nullptr, nullptr};
+            run_linear(fc);
+        }
+        over_nodes(pair_nodes, s, T, width / 4e3);
+    }
+    // Only the nodes that are asked for go through all of the last layer. The others leave their keys and values.
+    bool rest = job.want == 2;
+    for (int64_t t = 0; t < job.taps_count; t++) rest |= job.taps[t] == -1 || job.taps[t] == m.count - 1;
+    int64_t some = 0;
+    for (int32_t b = 0; b < job.batch && job.want == 1; b++)
+        if (s.plan.segment[b] < s.plan.segment[b + 1]) entries[some] = b, wanted[some++] = s.plan.segment[b + 1] - 1;
     for (int64_t l = 0; l < m.count; l++) {
         const Layer& layer = m.layers[l];
         s.layer = &layer, s.keys = static_cast<uint8_t*>(job.cache[2 * l]), s.values = static_cast<uint8_t*>(job.cache[2 * l + 1]);
         s.weight = layer.norm1;
-        over_nodes(normalise, s, T, width / 8e3);
-        LinearJob qkv{layer.qkv, s.h, s.qkv, T, d.ldx, d.ldqkv, 1.0f, STORE, nullptr, nullptr, nullptr};
+        if (!m.pairs) over_nodes(normalise, s, T, width / 8e3);
+        LinearJob qkv{layer.qkv, s.h, s.qkv, T, d.ldh, d.ldqkv, 1.0f, STORE, nullptr, nullptr, nullptr};
         run_linear(qkv);
         over_nodes(place_nodes, s, T, static_cast<double>((m.heads + m.kv_heads) * m.dim) / 4e3);
+        bool last = l + 1 == m.count && !rest;
+        if (last && job.want == 0) return 0;
         AttentionJob a{};
         a.q = s.qkv, a.k = s.keys, a.v = s.values, a.out = att;
         a.segment = s.plan.segment, a.row = job.rows, a.length = job.lengths, a.chain = s.plan.chain;
@@ -180,43 +243,53 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         a.segments = job.batch, a.heads = m.heads, a.kv_heads = m.kv_heads, a.dim = m.dim, a.value_dim = m.dim;
         a.capacity = job.capacity, a.ldq = d.ldqkv, a.ldo = d.ldatt, a.window = layer.window, a.scale = m.scale;
         a.format = job.cache_format;
+        if (last) {  // the last node of each entry; one without nodes keeps its empty range
+            for (int64_t b = 0, i = 0; b < job.batch; b++)
+                begin[b] = i < some && entries[i] == b ? wanted[i++] : s.plan.segment[b + 1];
+            a.begin = begin;
+        }
         run_attention(a);
+        if (last) {
+            gather(att, d.ldatt, wanted, some);
+            gather(s.x, d.ldx, wanted, some);
+            T = some;
+        }
         LinearJob out{layer.out, att, s.x, T, d.ldatt, d.ldx, m.residual_factor, ADD, nullptr, nullptr, nullptr};
         run_linear(out);
         s.weight = layer.norm2;
         over_nodes(normalise, s, T, width / 8e3);
-        LinearJob gate_up{layer.gate_up, s.h, act, T, d.ldx, d.ldact, 1.0f, m.activation, nullptr, nullptr, nullptr};
+        LinearJob gate_up{layer.gate_up, s.h, act, T, d.ldh, d.ldact, 1.0f, m.activation, nullptr, nullptr, nullptr};
         run_linear(gate_up);
         LinearJob down{layer.down, act, s.x, T, d.ldact, d.ldx, m.residual_factor, ADD, nullptr, nullptr, nullptr};
         run_linear(down);
         for (int64_t t = 0; t < job.taps_count; t++)
-            if (job.taps[t] == l) tap(s, t, s.x);
+            if (job.taps[t] == l) tap(s, t, s.x, d.ldx);
     }
     s.weight = m.final_norm;
     for (int64_t t = 0; t < job.taps_count; t++)
         if (job.taps[t] == -1) {
             over_nodes(normalise, s, T, width / 8e3);
-            tap(s, t, s.h);
+            tap(s, t, s.h, d.ldh);
         }
     if (job.want == 0) return 0;
     int64_t count = T;
     const int32_t* place = s.plan.index;  // rows of the logits; rows of padding are zeros
     int64_t shown = size;
     if (job.want == 1) {
-        count = 0, shown = job.batch;
-        for (int32_t b = 0; b < job.batch; b++)
-            if (s.plan.segment[b] < s.plan.segment[b + 1]) {
-                segment_of[count] = b;  // not needed any more
-                wanted[count++] = s.plan.segment[b + 1] - 1;
-            }
-        s.which = wanted, place = segment_of;
+        count = some, shown = job.batch, place = entries;
+        s.which = rest ? wanted : nullptr;  // else they are in front already
     }
     over_nodes(normalise, s, count, width / 8e3);
     for (int64_t i = 0, n = 0; i < shown; i++)
         if (n < count && place[n] == i) n++;
         else std::memset(job.logits + i * m.head->n, 0, static_cast<size_t>(m.head->n) * 4);
-    LinearJob head{m.head, s.h, job.logits, count, d.ldx, m.head->n, m.logits_factor, STORE, place, nullptr, nullptr};
+    LinearJob head{m.head, s.h, job.logits, count, d.ldh, m.head->n, m.logits_factor, STORE, place, nullptr, nullptr};
     run_linear(head);
+    if (!m.pairs) return 0;
+    for (int64_t i = 0; i < count; i++) {
+        const float* x = s.x + (s.which ? s.which[i] : i) * d.ldx;
+        copy(job.fed_back + place[i] * m.hidden, m.pairs->norm_output ? s.h + i * d.ldh : x, m.hidden);
+    }
     return 0;
 }
 
@@ -276,6 +349,8 @@ OUTRIDER_API int64_t outrider_draft_chains(void* decoder, const ChainsJob* asked
     }
     std::vector<int64_t> tokens(asked->count * nodes), parents(asked->count * nodes);
     std::vector<int32_t> rows(asked->count), lengths(asked->count);
+    int64_t hidden = d.m.hidden, feature = d.m.pairs ? d.m.pairs->feature_size : 0;
+    std::vector<float> given(asked->count * (nodes * feature > hidden ? nodes * feature : hidden) * (d.m.pairs != nullptr));
     for (; !live.empty(); nodes = 1) {
         int64_t batch = static_cast<int64_t>(live.size());
         for (int64_t b = 0; b < batch; b++) {
@@ -286,22 +361,28 @@ OUTRIDER_API int64_t outrider_draft_chains(void* decoder, const ChainsJob* asked
                 tokens[b * nodes + n] = !first ? c.drafted[c.made - 1] : n < c.count ? c.tokens[n] : 0;
                 parents[b * nodes + n] = n < (first ? c.count : 1) ? n - 1 : -2;
             }
+            if (first && feature) copy(given.data() + b * nodes * feature, c.features, c.count * feature);
         }
         ForwardJob job{};
         job.tokens = tokens.data(), job.parents = parents.data(), job.rows = rows.data(), job.lengths = lengths.data();
         job.cache = asked->cache, job.logits = d.logits.need(batch * d.m.head->n);
         job.batch = batch, job.nodes = nodes, job.capacity = asked->capacity, job.want = 1;
         job.cache_format = asked->cache_format;
+        job.given = given.data(), job.fused = live[0]->made > 0;
+        job.fed_back = d.m.pairs ? d.fed_back.need(batch * hidden) : nullptr;
         int64_t error = forward(d, job);
         if (error) return error;
         Choice choice{live.data(), job.logits, d.m.head_ids, d.m.head->n};
         parallel(choose, &choice, batch, pool_threads());
         std::vector<ChainJob*> going;
-        for (ChainJob* c : live) {
+        for (int64_t b = 0; b < batch; b++) {
+            ChainJob* c = live[b];
             int64_t last = c->drafted[c->made];
             c->made += last >= 0;
             bool likely = c->error <= 0 || c->alive >= c->min_probability;
-            if (last >= 0 && likely && c->made < c->depth) going.push_back(c);
+            if (last < 0 || !likely || c->made >= c->depth) continue;
+            if (d.m.pairs) copy(given.data() + static_cast<int64_t>(going.size()) * hidden, job.fed_back + b * hidden, hidden);
+            going.push_back(c);
         }
         live.swap(going);
     }

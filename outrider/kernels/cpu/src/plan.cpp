@@ -33,9 +33,10 @@ int64_t make_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* par
 }
 
 void run_attention(AttentionJob& job) {
+    auto first = [&](int64_t s) { return (job.begin ? job.begin : job.segment)[s]; };
     double keys = 0;
     for (int64_t s = 0; s < job.segments; s++) {
-        double count = job.segment[s + 1] - job.segment[s], span = job.length[s] + count / 2;
+        double count = job.segment[s + 1] - first(s), span = job.length[s] + count / 2;
         if (job.window > 0 && span > static_cast<double>(job.window)) span = static_cast<double>(job.window);
         keys += count * span;
     }
@@ -44,14 +45,14 @@ void run_attention(AttentionJob& job) {
     int64_t chunk = 32;
     auto count_tasks = [&] {
         int64_t n = 0;
-        for (int64_t s = 0; s < job.segments; s++) n += (job.segment[s + 1] - job.segment[s] + chunk - 1) / chunk;
+        for (int64_t s = 0; s < job.segments; s++) n += (job.segment[s + 1] - first(s) + chunk - 1) / chunk;
         return n * job.kv_heads;
     };
     while (threads > 1 && chunk > 1 && count_tasks() < 3 * threads) chunk /= 2;
     thread_local std::vector<int32_t> segments, firsts;
     segments.clear(), firsts.clear();
     for (int64_t s = 0; s < job.segments; s++)
-        for (int64_t n = job.segment[s]; n < job.segment[s + 1]; n += chunk) {
+        for (int64_t n = first(s); n < job.segment[s + 1]; n += chunk) {
             segments.push_back(static_cast<int32_t>(s));
             firsts.push_back(static_cast<int32_t>(n));
         }

@@ -50,8 +50,10 @@ def weights(name: str) -> EagleWeights:
 HEADS = (*EAGLE3, "eagle1")
 
 
-def drafter(name: str = "eagle31", rows: int = 4, max_length: int = 256, **settings: Any) -> EagleDrafter:
-    model = EagleModel(weights(name), TARGET.model, max_length, "none")
+def drafter(
+    name: str = "eagle31", rows: int = 4, max_length: int = 256, plain: bool = False, **settings: Any
+) -> EagleDrafter:
+    model = EagleModel(weights(name), TARGET.model, max_length, "none", plain=plain)
     return EagleDrafter(model, rows, max_length, **settings)
 
 
@@ -91,12 +93,61 @@ def proposed(made: EagleDrafter, tokens: list[int], depth: int = 5) -> list[int]
     return [t for t, _ in draft.host[0][1:]]
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["native", "torch"])
 @pytest.mark.parametrize("name", HEADS)
-def test_chains_are_those_of_the_plain_head(name: str) -> None:
-    made = drafter(name)
+def test_chains_are_those_of_the_plain_head(name: str, plain: bool) -> None:
+    made = drafter(name, plain=plain)
+    assert made.model.has_draft_chains != plain
     for length in (2, 3, 17, 60):
         tokens = PROMPT[:length]
         assert proposed(fresh(made, tokens), tokens) == reference(name, tokens)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8"])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_native_step_agrees_with_torch(name: str, kind: str) -> None:
+    """Prompts of different lengths, the last nodes, all nodes of two levels; in a batch, from features and from g."""
+    made = [EagleModel(weights(name), TARGET.model, 256, kind, plain=plain) for plain in (False, True)]
+    read = torch.stack([features(PROMPT[i : i + 9], made[0].taps) for i in (0, 20)])
+    tokens = torch.tensor([PROMPT[1:10], PROMPT[21:30]])
+    parents = torch.tensor([[*range(-1, 8)], [*range(-1, 4), -2, -2, -2, -2]])  # the second has 5 pairs
+    level = torch.tensor([[-1, 0, 0], [-1, 0, -2]])
+    got: list[list[Tensor]] = []
+    for model in made:
+        cache = model.new_cache(3, 64)
+        model.forward(Nodes(tokens, cache, [2, 0], parents), read, want="none")
+        cache.commit([2, 0], [range(8), range(4)])
+        root = torch.tensor([[PROMPT[9]], [PROMPT[25]]])
+        out = model.forward(Nodes(root, cache, [2, 0]), torch.stack([read[0, 8:], read[1, 4:5]]))
+        below = Nodes(torch.tensor([[5, 6], [7, 0]]), cache, [2, 0], level)
+        nodes = model.forward(below, g=out.g.expand(-1, 2, -1))
+        # the same without pieces: what waits is read by the call that wants the last pair of each
+        again = model.forward(Nodes(tokens, model.new_cache(3, 64), [2, 0], parents), read, want="last")
+        assert torch.allclose(again.logits, out.logits, atol=1e-5)
+        assert torch.allclose(again.g, out.g, atol=1e-5)
+        got.append([*out, *again, *(t[row, node] for t in nodes for row, node in ((0, 0), (0, 1), (1, 0)))])
+    for native, plain in zip(*got, strict=True):
+        assert torch.allclose(native, plain, atol=1e-4 if kind == "none" else 2e-2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chains_in_one_call_are_those_grown_level_by_level(temperature: float) -> None:
+    """Two rows of different length, one with a threshold that ends its chain; tokens, chances and what is learned of them."""
+    params = SamplingParams(temperature=temperature)
+    budgets = [Budget(5, min_probability=0.3), Budget(3, min_probability=1e-6)]
+    drafts = []
+    for plain in (False, True):
+        made = drafter("eagle31", plain=plain)
+        texts = [PROMPT[:30], PROMPT[5:20]]
+        for slot, text in enumerate(texts):
+            made.start(slot, text, 0, features(text[:-1], made.taps))
+        drafts.append(made.propose(context([0, 1], texts, budgets, params)))
+    one, level = drafts
+    assert one.host == level.host
+    assert 1 < len(one.host[0]) < 6, "the threshold was chosen to end the chain"
+    assert one.confidence is not None
+    assert level.confidence is not None
+    assert torch.allclose(one.confidence, level.confidence, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -236,16 +287,20 @@ def _wrong_tap(made: EagleDrafter) -> None:
 
 
 def _feedback_kept(made: EagleDrafter) -> None:
-    update = made.update
+    update, kept = made.update, set[int]()
 
     def keeps(context_: DraftContext, commits: Any, target: Any) -> None:
         for slot, commit in zip(context_.slots, commits, strict=True):
-            drafted = made._fed_back.get(slot)
-            if drafted is not None and len(commit.nodes) > 1:
-                made.cache.commit([slot], [range(min(len(commit.nodes), len(drafted)))])
-                made._waiting.pop(slot, None)
-                made._waiting[slot] = commit.features[-1:].clone()
-        rest = [replace(c, features=None) if len(c.nodes) > 1 else c for c in commits]
+            places = made._places.get(slot, [])
+            forwarded = [n for n in commit.nodes if n < len(places) and places[n] >= 0]
+            if len(forwarded) > 1:
+                made._places.pop(slot)
+                made._waiting.pop(slot)
+                made.cache.commit([slot], [range(len(forwarded))])
+                made._waiting[slot] = commit.features[len(forwarded) - 1 :].clone()
+                kept.add(slot)
+        rest = [replace(c, features=None) if s in kept else c for s, c in zip(context_.slots, commits, strict=True)]
+        kept.clear()
         update(context_, rest, target)
 
     made.update = keeps  # type: ignore[method-assign]

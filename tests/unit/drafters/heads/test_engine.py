@@ -25,12 +25,18 @@ TARGET = small_target()
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
 
 
-def eagle() -> EagleDrafter:
-    return EagleDrafter(EagleModel(read_eagle(GOLDEN / "eagle31", TARGET), TARGET.model, 160), 3, 160)
+def eagle(damaged: bool = False) -> EagleDrafter:
+    head = read_eagle(GOLDEN / "eagle31", TARGET)
+    if damaged:
+        head.tensors["lm_head.weight"] = torch.full_like(head.tensors["lm_head.weight"], torch.nan)
+    return EagleDrafter(EagleModel(head, TARGET.model, 160), 3, 160)
 
 
-def block() -> BlockDrafter:
-    return BlockDrafter(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 3, 160)
+def block(damaged: bool = False) -> BlockDrafter:
+    made = BlockDrafter(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 3, 160)
+    if damaged:
+        made.model.logits = lambda z: torch.full((*z.shape[:-1], 128), torch.nan)  # type: ignore[method-assign]
+    return made
 
 
 @pytest.mark.parametrize("make", [eagle, block])
@@ -66,10 +72,9 @@ def test_other_rows_without_a_head() -> None:
 
 
 @pytest.mark.parametrize("make", [eagle, block])
-def test_a_damaged_head_changes_no_text(make: Callable[[], EagleDrafter | BlockDrafter]) -> None:
+def test_a_damaged_head_changes_no_text(make: Callable[..., EagleDrafter | BlockDrafter]) -> None:
     """Weights that give NaN draft nothing."""
-    made = make()
-    made.model.logits = lambda z: torch.full((*z.shape[:-1], 48 if isinstance(made, EagleDrafter) else 128), torch.nan)  # type: ignore[method-assign]
+    made = make(damaged=True)
     llm = LLM(TARGET, drafter=made, max_num_seqs=3, max_model_len=160)
     got = llm.generate([{"prompt_token_ids": PROMPT[:9]}], SamplingParams(max_tokens=8, temperature=1, seed=1))
     want = LLM(TARGET, max_model_len=160).generate(

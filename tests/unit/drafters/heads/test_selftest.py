@@ -57,9 +57,7 @@ class Follower(BaseModel):
         parts = out.features.unflatten(-1, (len(taps) + len(self.head.taps), -1))
         own, shown = parts[:, :, len(taps) :].flatten(2), parts[:, :, : len(taps)].flatten(2)
         cache = self.head.new_cache(1, 256)
-        g = self.head.fuse(own[0, :-1])[None]
-        y = self.head.forward(Nodes(nodes.tokens[:, 1:], cache, [0]), g)
-        guess = self.head.logits(y)[0].argmax(-1)
+        guess = self.head.forward(Nodes(nodes.tokens[:, 1:], cache, [0]), own[:, :-1]).logits[0].argmax(-1)
         guess = guess if self.head.subset is None else self.head.subset.ids[guess]
         logits = torch.zeros_like(out.logits)
         logits[0, torch.arange(1, nodes.count), guess] = 9.0
@@ -101,14 +99,13 @@ def test_later_tokens_are_fed_back() -> None:
     out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=head.taps)
     assert out.features is not None
     t, cache = 20, head.new_cache(1, 256)
-    head.read(cache, [0], [t], torch.tensor(TEXT[1 : t + 1]), head.fuse(out.features[0, :t]))
-    y = head.forward(
-        Nodes(torch.tensor([TEXT[t + 1 : t + 2]]), cache, [0]), head.fuse(out.features[0, t : t + 1])[None]
-    )
-    first = int(head.logits(y)[0, 0].argmax())
+    head.forward(Nodes(torch.tensor([TEXT[1 : t + 1]]), cache, [0]), out.features[:, :t], want="none")
+    cache.commit([0], [range(t)])
+    logits, g = head.forward(Nodes(torch.tensor([TEXT[t + 1 : t + 2]]), cache, [0]), out.features[:, t : t + 1])
+    first = int(logits[0, 0].argmax())
     parents = torch.tensor([[-1, 0]])
-    again = head.forward(Nodes(torch.tensor([TEXT[t + 2 : t + 3]]), cache, [0], parents), head.feedback(y))
-    second = int(head.logits(again)[0, 0].argmax())
+    again = head.forward(Nodes(torch.tensor([TEXT[t + 2 : t + 3]]), cache, [0], parents), g=g)
+    second = int(again.logits[0, 0].argmax())
     assert head.subset is not None
     ids = head.subset.ids.tolist()
     for wrong in (False, True):
@@ -158,9 +155,12 @@ def test_norm_output_shows_in_later_tokens() -> None:
     other = read.read_as(replace(read.config, norm_output=True))
     out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=read.taps)
     assert out.features is not None
-    y = read.forward(Nodes(torch.tensor([TEXT[1:5]]), read.new_cache(1, 9), [0]), read.fuse(out.features[0, :4])[None])
-    assert torch.equal(read.logits(y), other.logits(y))
-    assert not torch.allclose(read.feedback(y), other.feedback(y))
+    first, second = (
+        head.forward(Nodes(torch.tensor([TEXT[1:5]]), head.new_cache(1, 9), [0]), out.features[:, :4])
+        for head in (read, other)
+    )
+    assert torch.equal(first.logits, second.logits)
+    assert not torch.allclose(first.g, second.g)
 
 
 def test_a_head_of_another_model_is_said(caplog: pytest.LogCaptureFixture) -> None:

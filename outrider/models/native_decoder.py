@@ -1,0 +1,195 @@
+"""The native step as Python calls it: one call for a forward, and one for whole chains of draft tokens."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import cpu as native
+from outrider.kernels.cpu.library import (
+    ChainsStruct,
+    ChainStruct,
+    ForwardStruct,
+    LayerStruct,
+    ModelStruct,
+    PackedStruct,
+)
+from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
+from outrider.models.base import Chain, DrawnChain, Want
+from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
+from outrider.models.nodes import Nodes
+
+_WANT = {"none": 0, "last": 1, "all": 2}
+
+
+class Forwarded(NamedTuple):
+    """What a call gives. logits: float32 [batch, node, rows of the head], of the nodes that were wanted.
+
+    features: [batch, node, taps * hidden], or None without taps. fed_back: [batch, node, hidden] of the nodes that were wanted,
+    from a model that reads pairs; else None.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+    fed_back: Tensor | None
+
+
+class NativeDecoder:
+    """A decoder of the native library.
+
+    model: what it computes with; `layers` and `count` are set here. layers: a ctypes array. numbers: where the cache keeps the
+    keys and values of each layer. keep: what the structs point to. A model with `pairs` reads a token and `given` (Pairs of
+    src/abi.hpp).
+    """
+
+    def __init__(self, model: ModelStruct, layers: Any, numbers: Sequence[int], keep: object) -> None:
+        self.model, self.layers, self.numbers, self._keep = model, layers, numbers, keep
+        model.layers, model.count = ctypes.addressof(layers), len(numbers)
+        library = native.library()
+        self._decoder = library.decoder_new(model)
+        self._forward, self._chains = library.forward, library.draft_chains
+        self._head_size: int = PackedStruct.from_address(model.head).n
+        self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
+        weakref.finalize(self, library.decoder_free, self._decoder)
+
+    def layer_subset(self, chosen: Sequence[int]) -> NativeDecoder:
+        structs = (LayerStruct * len(chosen))(*(self.layers[i] for i in chosen))
+        numbers = [self.numbers[i] for i in chosen]
+        return NativeDecoder(ModelStruct.from_buffer_copy(self.model), structs, numbers, self._keep)
+
+    def forward(
+        self, nodes: Nodes, taps: tuple[int, ...], want: Want, given: Tensor | None = None, fused: bool = False
+    ) -> Forwarded:
+        """given: float32 [batch, node, feature_size], or g [batch, node, hidden] if fused, for a model that reads pairs.
+
+        Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""
+        tokens, parents, slots, cache = nodes.tokens, nodes.parents, nodes.slots, nodes.cache
+        batch, count = tokens.shape
+        if len(slots) != batch or not tokens.numel():
+            raise ValueError(
+                f"tokens are {batch} x {count} for the cache slots {slots}: give each slot a line of one token at least"
+            )
+        if tokens.dtype != torch.int64 or not tokens.is_contiguous():
+            tokens = tokens.long().contiguous()
+        held = nodes.held
+        if parents is not None:
+            if parents.shape != (batch, held + count) or held < 0:
+                raise ValueError(
+                    f"tokens are {tuple(tokens.shape)}, parents {tuple(parents.shape)}; one parent per node, "
+                    "first those of the nodes in the scratch"
+                )
+            parents = parents.long().contiguous()
+        table = self._cache_table(cache, slots, held + count)
+        shown = count if want == "all" else 1 if want == "last" else 0
+        empty = torch.empty if parents is None else torch.zeros  # padding is not written
+        hidden = self.model.hidden
+        logits = torch.empty(batch, shown, self._head_size)
+        features = empty(batch, count, len(taps) * hidden) if taps else None
+        fed_back = None if given is None else empty(batch, shown, hidden)
+        ints = ctypes.c_int32 * batch
+        slot, length, tap = ints(*slots), ints(*nodes.lengths), (ctypes.c_int32 * len(taps))(*taps)
+        job = ForwardStruct(
+            tokens.data_ptr(),
+            None if parents is None else parents.data_ptr(),
+            ctypes.addressof(slot),
+            ctypes.addressof(length),
+            ctypes.addressof(table),
+            logits.data_ptr(),
+            None if features is None else features.data_ptr(),
+            ctypes.addressof(tap),
+            batch,
+            held,
+            count,
+            cache.capacity,
+            len(taps),
+            _WANT[want],
+            _cell_format(cache),
+            None if given is None else given.data_ptr(),
+            None if fed_back is None else fed_back.data_ptr(),
+            int(fused),
+        )
+        error = self._forward(self._decoder, job)
+        if error:
+            raise _explained(error, tokens, parents, self.model.vocab)
+        return Forwarded(logits, features, fed_back)
+
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
+        """See `LanguageModel.draft_chains`. One native forward a token, for all chains."""
+        drawn = [DrawnChain([], []) for _ in chains]
+        asked = [i for i, c in enumerate(chains) if c.depth > 0]
+        if not asked:
+            return drawn
+        table = self._cache_table(
+            cache, [chains[i].slot for i in asked], max(len(c.tokens) + c.depth - 1 for c in chains)
+        )
+        structs, keep = (ChainStruct * len(asked))(), []
+        for struct, i in zip(structs, asked, strict=True):
+            c = chains[i]
+            given, out = (ctypes.c_int64 * len(c.tokens))(*c.tokens), (ctypes.c_int64 * c.depth)()
+            chances = (ctypes.c_float * c.depth)()
+            keep.append((given, out, chances))
+            struct.tokens, struct.drafted, struct.chances = map(ctypes.addressof, (given, out, chances))
+            struct.features = None if c.features is None else c.features.data_ptr()
+            struct.count, struct.depth, struct.row, struct.length = len(c.tokens), c.depth, c.slot, cache.length[c.slot]
+            seed, struct.stream, step, position = c.noise
+            struct.seed, struct.step, struct.position = seed & (2**64 - 1), step & (2**32 - 1), position & (2**32 - 1)
+            struct.temperature, struct.error, struct.min_probability = c.temperature, c.error, c.min_probability
+        job = ChainsStruct(
+            ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
+        )
+        error = self._chains(self._decoder, job)
+        if error:
+            width = max(len(chains[i].tokens) for i in asked)
+            raise _explained(
+                error, torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked]), None, self.model.vocab
+            )
+        for struct, i, (_, out, chances) in zip(structs, asked, keep, strict=True):
+            drawn[i] = DrawnChain(out[: struct.made], chances[: struct.made] if chains[i].error else [])
+        return drawn
+
+    def _cache_table(self, cache: SlotCache, slots: list[int], count: int) -> Any:
+        """Addresses of the cache's tensors. Made again when the cache has grown."""
+        if not all(0 <= s < cache.num_slots for s in slots):
+            raise IndexError(f"slots are 0 to {cache.num_slots - 1} of this cache, got {slots}")
+        cache.reserve(slots, count)
+        found = self._addresses.get(cache)
+        if found is not None and found[0] is cache.layers:
+            return found[1]
+        like, shape = torch.empty(0), (self.model.kv_heads, self.model.dim)
+        width = packed_width(self.model.dim, _cell_dtype(cache))
+        for i in self.numbers:
+            keys, _ = cache.layer(i, shape, shape, like)
+            if keys.shape[1:] != (self.model.kv_heads, cache.capacity, width) or not keys.is_contiguous():
+                raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
+        pairs = [cache.layers[i] for i in self.numbers]
+        table = (ctypes.c_void_p * (2 * len(pairs)))(*(t.data_ptr() for pair in pairs for t in pair))
+        self._addresses[cache] = (cache.layers, table)
+        return table
+
+
+def _cell_dtype(cache: SlotCache) -> torch.dtype:
+    return KV_CACHE_DTYPES[cache.dtype] or torch.float32
+
+
+def _cell_format(cache: SlotCache) -> int:
+    return VECTOR_FORMATS[_cell_dtype(cache)]
+
+
+def _explained(error: int, tokens: Tensor, parents: Tensor | None, vocab: int) -> ValueError:
+    nodes = tokens.shape[1]
+    if error <= -(2**40):
+        entry, node = divmod(-(2**40) - error, nodes)
+        return ValueError(
+            f"token {int(tokens[entry, node])} (entry {entry}, node {node}) is not in the vocabulary of {vocab}"
+        )
+    entry, node = divmod(-1 - error, nodes if parents is None else parents.shape[1])
+    parent = "none" if parents is None else int(parents[entry, node])
+    return ValueError(
+        f"node {node} of entry {entry} has parent {parent}: a parent is -1 for the root, -2 for padding, else a smaller "
+        "node that is no padding, and every entry has a root"
+    )
