@@ -7,7 +7,12 @@ The first precision of a model is the reference of its others: put float32 first
 chunk of tokens at a time, as a prompt is. Perplexity is exp of the mean of -log p(token | the tokens before it). `divergence` is
 the mean of KL(reference || this), over the reference's 1,000 likeliest tokens and the rest as one. `same` is the share of
 positions at which the likeliest token is the reference's. `nats` is the difference of the mean of -log p, with its standard
-error over the tokens. llama.cpp reports the same perplexity with its tool of that name, for windows of its own.
+error over the tokens.
+
+    python -m benchmarks.quality model.gguf --dtype float32 auto --quantization int8 int4 --llama llama-perplexity
+
+With --llama, llama.cpp's tool reads the same file. All sides then read the texts as that tool does: joined, in windows of
+--length tokens, and only the second half of each window counts.
 """
 
 from __future__ import annotations
@@ -15,6 +20,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +33,7 @@ from torch import Tensor
 
 from benchmarks import DATA, headline, machine
 from benchmarks.real.journal import identity
-from benchmarks.report import console, rich_table
+from benchmarks.report import console, markdown, rich_table
 from outrider.models.base import LanguageModel
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS
@@ -80,6 +89,43 @@ def read(model: LanguageModel, ids: Sequence[int], kv_cache_dtype: str, ids_kept
     return Reading(*(torch.cat(some) for some in zip(*parts, strict=True)))
 
 
+def windows(ids: Sequence[int], length: int, first: int | None) -> list[list[int]]:
+    """The whole windows of a text, as llama.cpp's tool makes them. first: replaces the first token of each, if not None."""
+    cut = [list(ids[n : n + length]) for n in range(0, len(ids) - length + 1, length)]
+    return cut if first is None else [[first, *window[1:]] for window in cut]
+
+
+def second_half(reading: Reading, length: int) -> Reading:
+    """What counts of a window of so many tokens."""
+    return Reading(*(part[length // 2 :] for part in reading))
+
+
+def llama_perplexity(program: Path, model: str, text: str, length: int) -> dict[str, float]:
+    """Perplexity of a text by llama.cpp's tool, and its standard error, in nats. Raises RuntimeError if it prints none."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        command = [
+            str(program),
+            "-m",
+            model,
+            "-f",
+            file.name,
+            "-c",
+            str(length),
+            "-b",
+            str(length),
+            "--ppl-output-type",
+            "0",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r"PPL = ([0-9.]+) \+/- ([0-9.]+)", done.stdout + done.stderr)
+    if found is None:
+        raise RuntimeError(f"{program} printed no perplexity: {done.stderr[-400:]}")
+    perplexity, error = map(float, found.groups())
+    return {"perplexity": perplexity, "error": error / perplexity}
+
+
 def divergence(reference: Tensor, other: Tensor) -> Tensor:
     """KL(reference || other) of each position, from log-probabilities [token, KEPT] of the same tokens, the rest as one."""
     rest = [(1 - logp.exp().sum(-1)).clamp_min(1e-12).log() for logp in (reference, other)]
@@ -103,11 +149,18 @@ def compared(readings: Sequence[Reading], references: Sequence[Reading]) -> dict
 
 
 def measure(
-    model: str, weights: Sequence[str], cells: Sequence[str], names: Sequence[str], count: int, length: int
+    model: str,
+    weights: Sequence[str],
+    cells: Sequence[str],
+    names: Sequence[str],
+    count: int,
+    length: int,
+    llama: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A record for each precision of weights, and of keys and values. The first is the reference.
 
-    weights: names of a dtype or a quantization. count, length: texts of a kind and tokens of a text, at most.
+    weights: names of a dtype or a quantization. count, length: texts of a kind and tokens of a text, at most. llama: the tool
+    that reads them, too; all then read windows.
     """
     references, found = list[Reading](), texts(names, count)
     for kind in weights:
@@ -115,15 +168,38 @@ def measure(
         if loaded.tokenizer is None:
             raise ValueError(f"{model} has no tokenizer, so no text can be read; give a model with one")
         ids = [loaded.tokenizer(t)["input_ids"][:length] for t in found]
+        if llama is not None:
+            whole, bos = loaded.tokenizer("\n\n".join(found))["input_ids"], loaded.tokenizer.bos_token_id
+            ids = windows(whole, length, bos if whole[0] == bos else None)
         for cell in cells:
             kept = [r.ids for r in references] or [None] * len(ids)
             readings = [read(loaded.model, t, cell, k) for t, k in zip(ids, kept, strict=True)]
             references = references or readings
-            yield {"model": model, "weights": loaded.weights, "kv_cache_dtype": cell, **compared(readings, references)}
+            if llama is not None:
+                pairs = zip(readings, references, strict=True)
+                counted = compared(
+                    *zip(*((second_half(a, length), second_half(b, length)) for a, b in pairs), strict=True)
+                )
+                yield {"model": Path(model).name, "weights": loaded.weights, "kv_cache_dtype": cell, **counted}
+                continue
+            yield {
+                "model": Path(model).name,
+                "weights": loaded.weights,
+                "kv_cache_dtype": cell,
+                **compared(readings, references),
+            }
         del loaded
+    if llama is not None:
+        yield {
+            "model": Path(model).name,
+            "weights": "llama.cpp",
+            **llama_perplexity(llama, model, "\n\n".join(found), length),
+        }
 
 
 def row(record: dict[str, Any]) -> list[str]:
+    if record["weights"] == "llama.cpp":
+        return ["llama.cpp", "", "", f"{record['perplexity']:.4f}", "", "", ""]
     return [
         record["weights"],
         record["kv_cache_dtype"],
@@ -133,6 +209,11 @@ def row(record: dict[str, Any]) -> list[str]:
         f"{record['divergence']:.2e}",
         f"{record['same']:.2%}",
     ]
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """The records of all models, as Markdown."""
+    return markdown(["model", *HEAD], [[record["model"], *row(record)] for record in records])
 
 
 def main() -> None:
@@ -146,10 +227,12 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", default=["code"], help="code, chat, or text files")
     parser.add_argument("--count", type=int, default=20, help="texts of a kind, at most")
     parser.add_argument("--length", type=int, default=400, help="tokens of a text, at most")
+    parser.add_argument("--llama", type=Path, help="llama.cpp's llama-perplexity, which reads the same GGUF file")
     parser.add_argument("--out", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     result: dict[str, Any] = {
         "name": "quality",
+        "command": f"python -m benchmarks.quality {' '.join(Path(a).name if '/' in a else a for a in sys.argv[1:])}",
         "machine": machine.facts(),
         "texts": args.texts,
         "models": [],
@@ -159,7 +242,7 @@ def main() -> None:
         rows = list[list[str]]()
         result["models"].append(identity(model))
         weights = [*args.dtype, *args.quantization]
-        for record in measure(model, weights, args.kv_cache_dtype, args.texts, args.count, args.length):
+        for record in measure(model, weights, args.kv_cache_dtype, args.texts, args.count, args.length, args.llama):
             result["records"].append(record)
             rows.append(row(record))
             if args.out:

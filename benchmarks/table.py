@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, ROOT, headline, never_slower, predicted, replayed, trees, tuned, workloads
+from benchmarks import RESULTS, ROOT, headline, never_slower, predicted, quality, replayed, trees, tuned, workloads
 from benchmarks.figures import HEAD, figures
 from benchmarks.real import report as real
 from benchmarks.report import decode_rows, forward_rows, markdown
@@ -26,6 +26,7 @@ LISTS = {  # a module that measures, and where its result holds the records
     "predicted": (predicted.table, "settings"),
     "tuned": (tuned.table, "workloads"),
     "replayed": (replayed.table, "records"),
+    "quality": (quality.table, "records"),
 }
 WHOLE = {"real": real.tables, "real_short": real.short, "real_machine": real.conditions}  # of a result as it is
 KINDS = ("figures", "forward", "decode", "machine", "identity", "workloads", *LISTS, *WHOLE)

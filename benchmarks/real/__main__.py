@@ -127,11 +127,17 @@ class Real:
     def served(self, weights: str) -> None:
         """Clients on servers."""
         o, read = self.options, self.llama_reads(weights)
-        key = {**self.key(weights), "tokens": o.tokens, "clients": o.clients, "llama": read is not None}
+        key = {
+            **self.key(weights),
+            "tokens": o.tokens,
+            "clients": o.clients,
+            "texts": o.texts,
+            "llama": read is not None,
+        }
         if not self.journal.has("served", key):
             longest = o.llama_draft[0] if o.llama_draft else 4
             for line in served(
-                o.target, o.draft, weights, read, clients=o.clients, tokens=o.tokens, llama_draft=longest
+                o.target, o.draft, weights, read, clients=o.clients, count=o.texts, tokens=o.tokens, llama_draft=longest
             ):
                 self.journal.add("served", key, line)
 

@@ -33,10 +33,13 @@ def served(
     llama: tuple[Path, str, str | None] | None,
     *,
     clients: Sequence[int],
+    count: int,
     tokens: int,
     llama_draft: int,
 ) -> list[dict[str, Any]]:
-    """A record for each arm and number of clients, with `differing_texts` of our arms. llama: its program, target, draft."""
+    """A record for each arm and number of clients, with `differing_texts` of our arms. llama: its program, target, draft.
+    count: prompts of code, and of chat.
+    """
     config = {"method": "auto", **({"model": draft} if draft else {})}
     options = argparse.Namespace(
         start=target, model="model", config=json.dumps(config), max_model_len=LENGTH, max_concurrency=list(clients),
@@ -44,7 +47,7 @@ def served(
     )  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(server(options, SERVE[weights]))
-        every = _prompts(options.base_url)
+        every = _prompts(options.base_url, count)
         arms = {
             "plain": Endpoint(options.base_url, "model", {"disable_spec_decode": True}),
             "auto": Endpoint(options.base_url, "model"),
@@ -65,10 +68,12 @@ def served(
     return [run | {"differing_texts": differ, "compared_texts": compared} for run in runs]
 
 
-def _prompts(url: str) -> list[list[int]]:
+def _prompts(url: str, count: int) -> list[list[int]]:
     """Code and chat in turn, as our server encodes them: messages where the model has a chat template."""
     found = list[list[int]]()
-    for pair in zip(*(zip(texts(w, True), texts(w, False), strict=True) for w in ("code", "chat")), strict=True):
+    for pair in zip(
+        *(zip(texts(w, True, count), texts(w, False, count), strict=True) for w in ("code", "chat")), strict=True
+    ):
         found += [_tokenized(url, message.content, text.content) for message, text in pair]
     return found
 

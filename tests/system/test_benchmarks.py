@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -350,3 +351,26 @@ def test_quality_is_cross_entropy_and_the_divergence_of_whole_distributions(tmp_
         assert found["same"] == float((whole[0].argmax(-1) == logp.argmax(-1)).double().mean())
     assert exact["nats"] == exact["divergence"] == 0
     assert rounded["divergence"] > 0
+
+
+def test_quality_reads_the_windows_of_llama_cpps_tool(tmp_path: Path) -> None:
+    """That tool scores the tokens after the middle of each window; a window alone gives the same figure."""
+    file, tool = tmp_path / "text.txt", tmp_path / "llama-perplexity"
+    file.write_text("def area(radius):\n    return 3.14 * radius * radius\n" * 6)
+    tool.write_text(f"#!{sys.executable}\nprint('Final estimate: PPL = 4.0000 +/- 0.10000')\n")
+    tool.chmod(0o755)
+    [ours, theirs] = quality.measure("builtin:code", ["float32"], ["auto"], [str(file)], 1, 16, tool)
+    assert (theirs["weights"], theirs["perplexity"], theirs["error"]) == ("llama.cpp", 4.0, 0.025)
+    loaded = load("builtin:code", dtype="float32")
+    ids = loaded.tokenizer(file.read_text())["input_ids"]  # type: ignore[misc]
+    losses = []
+    for start in range(0, len(ids) - 15, 16):
+        window = torch.tensor([ids[start : start + 16]])
+        logits = loaded.model.forward(Nodes(window, SlotCache(1, 16), [0])).logits[0, 8:15]
+        losses.append(torch.nn.functional.cross_entropy(logits, window[0, 9:], reduction="sum"))
+    assert ours["tokens"] == 7 * len(losses)
+    assert ours["perplexity"] == pytest.approx(float((torch.stack(losses).sum() / ours["tokens"]).exp()), rel=1e-5)
+
+    tool.write_text(f"#!{sys.executable}\nraise SystemExit('no such model')\n")
+    with pytest.raises(RuntimeError, match="no such model"):
+        list(quality.measure("builtin:code", ["float32"], ["auto"], [str(file)], 1, 16, tool))

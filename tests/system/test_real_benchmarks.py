@@ -204,7 +204,7 @@ def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_clients_are_served_the_same_texts() -> None:
-    lines = served("builtin:code", "builtin:code-draft", "file", None, clients=[1, 2], tokens=6, llama_draft=4)
+    lines = served("builtin:code", "builtin:code-draft", "file", None, clients=[1, 2], count=4, tokens=6, llama_draft=4)
     assert [(line["arm"], line["max_concurrency"], line["failed"]) for line in lines] == [
         (arm, n, 0) for n in (1, 2) for arm in ("plain", "auto")
     ]
