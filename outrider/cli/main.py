@@ -11,6 +11,7 @@ import typer
 from outrider._version import __version__
 from outrider.cli.bench import bench
 from outrider.cli.calibrate import calibrate
+from outrider.cli.certify import certify
 from outrider.cli.chat import chat
 from outrider.cli.generate import demo, generate
 from outrider.cli.models import layers, models, pack
@@ -121,6 +122,13 @@ add(
     train,
     "outrider train eagle3 -m ./my-model --minutes 60 -o ./my-head",
     "outrider train eagle3 -m ./my-model --prompts my-prompts.jsonl --prompts self --minutes 60 -o ./my-head",
+)
+add(
+    certify,
+    "outrider certify builtin:code",
+    "outrider certify outrider.verify:reference_block",
+    """outrider certify ./my-model --speculative-config '{"method": "suffix", "verifier": "rejection"}' --budget 30m""",
+    "outrider certify --compare before.json after.json",
 )
 add(
     report,

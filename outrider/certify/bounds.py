@@ -1,0 +1,140 @@
+"""Statistics of a certificate: what a count can show, and what it could have shown.
+
+All tests of one part share its error probability: each gets an equal piece (Bonferroni).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+try:
+    from scipy import optimize, stats
+except ImportError as missing:
+    raise ValueError(
+        f"{missing.name} is not installed, and a certificate needs it: pip install 'outrider[certify]'"
+    ) from None
+
+POWER = 0.99  # with which a deviation is said to be found
+
+
+def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
+    """The probability of counts as far from what is expected, or farther, if the expectation is right.
+
+    Pearson's chi-square test. Cells that expect fewer than five are joined to one. counts, expected: float64 [cell].
+    """
+    small = expected < 5
+    if small.any():
+        counts = np.append(counts[~small], counts[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+        if expected[-1] < 5 and len(expected) > 1:
+            last = int(np.argmin(expected[:-1]))
+            counts[last], expected[last] = counts[last] + counts[-1], expected[last] + expected[-1]
+            counts, expected = counts[:-1], expected[:-1]
+    if len(counts) < 2:
+        return 1.0
+    return float(stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1))
+
+
+def total_variation_at_most(counts: np.ndarray, expected: np.ndarray, delta: float) -> float:
+    """An upper bound of the total variation between the distribution behind the counts and the expected one.
+
+    It holds with probability 1 - delta: the observed distance plus sqrt((k ln 2 + ln 1/delta) / 2n). That is Azuma's inequality
+    for each of the 2^k sets of cells. So the tokens may depend on one another, as those of a text do.
+    """
+    n = counts.sum()
+    if n == 0:
+        return 1.0
+    seen = 0.5 * float(np.abs(counts / n - expected / expected.sum()).sum())
+    return min(seen + radius(len(counts), n, delta), 1.0)
+
+
+def radius(cells: int, n: float, delta: float) -> float:
+    """The part of the bound that shrinks with n."""
+    return math.sqrt((cells * math.log(2) + math.log(1 / delta)) / (2 * n)) if n else 1.0
+
+
+def needed(cells: int, deviation: float, delta: float) -> int:
+    """Samples after which a correct subject's bound is expected to be below a deviation."""
+    typical = 0.4 * math.sqrt(cells)  # of the observed distance times sqrt(n), for equal cells
+    constant = typical + math.sqrt((cells * math.log(2) + math.log(1 / delta)) / 2)
+    return math.ceil((constant / deviation) ** 2)
+
+
+def smallest_deviation(cells: int, n: float, alpha: float, power: float = POWER) -> float:
+    """The smallest total variation that the chi-square test at alpha finds with this power.
+
+    For cells of equal mass, half of them too large and half too small by the same amount: w = 2 TV.
+    """
+    if n <= 0:
+        return 1.0
+    df, limit = cells - 1, stats.chi2.isf(alpha, cells - 1)
+    try:
+        found: Any = optimize.brentq(lambda x: stats.ncx2.sf(limit, df, x) - power, 1e-6, 1e6)
+    except ValueError:
+        return 1.0
+    return min(0.5 * math.sqrt(float(found) / n), 1.0)
+
+
+def smallest_rate(n: int, confidence: float = 0.99) -> float:
+    """The largest error rate of which n trials show none with probability 1 - confidence."""
+    return 1.0 if n <= 0 else 1 - (1 - confidence) ** (1 / n)
+
+
+def share_interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a share."""
+    if n == 0:
+        return 0.0, 1.0
+    z = float(stats.norm.isf((1 - confidence) / 2))
+    share, spread = hits / n, z * z / n
+    middle, half = share + spread / 2, z * math.sqrt(share * (1 - share) / n + spread / (4 * n))
+    return max((middle - half) / (1 + spread), 0.0), min((middle + half) / (1 + spread), 1.0)
+
+
+def sign_p_value(only_first: int, only_second: int) -> float:
+    """McNemar's exact test: the probability of a split as uneven, if both sides are as good."""
+    n = only_first + only_second
+    return 1.0 if n == 0 else float(stats.binomtest(only_first, n).pvalue)
+
+
+def two_sample_p_value(
+    first: Sequence[Sequence[object]],
+    second: Sequence[Sequence[object]],
+    *,
+    groups: Sequence[int] | None = None,
+    shuffles: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """(squared MMD, p-value) between two samples of texts, with a Hamming kernel (Gao et al. 2410.20247).
+
+    The kernel is the share of positions with equal tokens; a text that has ended equals only another that has. groups: the
+    prompt of each pair of texts; only texts of one prompt are compared and exchanged. Both samples are equally long.
+    """
+    rng = np.random.default_rng(seed)
+    groups = [0] * len(first) if groups is None else groups
+    total, shuffled = 0.0, np.zeros(shuffles)
+    for group in sorted(set(groups)):
+        texts = [t for side in (first, second) for t, g in zip(side, groups, strict=True) if g == group]
+        n = len(texts) // 2
+        if n < 2:
+            continue
+        longest = max(map(len, texts), default=1) or 1
+        names: dict[object, int] = {}
+        table = np.array(
+            [[names.setdefault(t, len(names) + 1) for t in text] + [0] * (longest - len(text)) for text in texts]
+        )
+        kernel = (table[:, None, :] == table[None, :, :]).mean(-1)
+        np.fill_diagonal(kernel, 0.0)
+        sign = np.array([1.0] * n + [-1.0] * n)
+        total += _mmd(kernel, sign)
+        shuffled += [_mmd(kernel, rng.permutation(sign)) for _ in range(shuffles)]
+    return total, float((1 + (shuffled >= total - 1e-12).sum()) / (1 + shuffles))
+
+
+def _mmd(kernel: np.ndarray, sign: np.ndarray) -> float:
+    n = len(sign) / 2
+    same, other = (sign[:, None] == sign[None, :]), (sign[:, None] != sign[None, :])
+    return float(kernel[same].sum() / (n * (n - 1)) - 2 * kernel[other].sum() / (2 * n * n))

@@ -1,0 +1,173 @@
+"""The certificate as data: what was tested, how much, what would have been found, and what was found. One JSON file."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+# Increase this when a field changes its meaning.
+FORMAT = 1
+
+
+class Conclusion(Enum):
+    """What a part, or a whole certificate, says. The worst one of the parts is that of the certificate."""
+
+    EXACT_TOKENS = "exact tokens"
+    SAME_DISTRIBUTION = "same distribution"
+    HOLDS = "holds"
+    NOT_TESTED = "not tested"
+    CANNOT_TELL = "cannot tell"
+    DIFFERS = "differs"
+
+    @property
+    def exit_code(self) -> int:
+        """For a shell: 0 nothing is wrong, 1 something differs, 3 the budget was too small or nothing could be tested."""
+        return {Conclusion.DIFFERS: 1, Conclusion.CANNOT_TELL: 3, Conclusion.NOT_TESTED: 3}.get(self, 0)
+
+
+_RANK = [
+    Conclusion.EXACT_TOKENS,
+    Conclusion.SAME_DISTRIBUTION,
+    Conclusion.HOLDS,
+    Conclusion.CANNOT_TELL,
+    Conclusion.DIFFERS,
+]
+
+
+class CertificateRecord(BaseModel):
+    """Base of all records of the file. An unknown field is an error, so that a misspelt name is not lost."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Finding(CertificateRecord):
+    """Something that is wrong, or that a reader should know.
+
+    title: one sentence. cause: the mistake whose traces it has; "" if unknown. where: prompt, seed, position.
+    evidence: lines that a person can check. error: whether it makes the conclusion `differs`.
+    """
+
+    title: str
+    cause: str = ""
+    where: str = ""
+    evidence: str = ""
+    error: bool = True
+
+
+class CertificatePart(CertificateRecord):
+    """What one kind of test says.
+
+    kind: exact, seeded, statistical, contract or quality. sentence: the conclusion in plain words. tested: what, by name, for a
+    table. power: what would have been found. figures: the numbers behind the sentences. skipped: what was not tested, and why.
+    """
+
+    kind: str
+    conclusion: Conclusion
+    sentence: str
+    power: str = ""
+    tested: dict[str, str] = {}
+    findings: list[Finding] = []
+    skipped: list[str] = []
+    figures: dict[str, Any] = {}
+    seconds: float = 0.0
+
+    @property
+    def causes(self) -> list[str]:
+        """The mistakes that its errors have the traces of, each once."""
+        return list(dict.fromkeys(f.cause for f in self.findings if f.error and f.cause))
+
+
+class Certificate(CertificateRecord):
+    """All parts, and what they were made with.
+
+    subject: its name and properties. weights: sha256 of the weights, where they are at hand. command: makes it again.
+    budget: seconds that were allowed. complete: False while it is being made.
+    """
+
+    format: int = FORMAT
+    type: Literal["outrider-certificate"] = "outrider-certificate"
+    subject: str
+    properties: dict[str, str] = {}
+    weights: dict[str, str] = {}
+    machine: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    command: str = ""
+    date: str = ""
+    budget: float = 0.0
+    confidence: float = 0.99
+    complete: bool = False
+    parts: list[CertificatePart] = Field(default_factory=list)
+
+    @property
+    def conclusion(self) -> Conclusion:
+        """The worst conclusion of the parts that tested something."""
+        said = [p.conclusion for p in self.parts if p.conclusion is not Conclusion.NOT_TESTED]
+        return max(said, key=_RANK.index) if said else Conclusion.NOT_TESTED
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in plain words: the sentences of the parts that decide it."""
+        return " ".join(p.sentence for p in self.parts if p.conclusion is self.conclusion) or "Nothing could be tested."
+
+    def save(self, path: Path) -> None:
+        """Write the file. It is replaced as a whole, so a reader never sees half of it."""
+        part = path.with_name(path.name + ".part")
+        part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8", errors="replace")
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Certificate:
+        """Read a file that `save` wrote. Raises ValueError for any other file, and for another format number."""
+        try:
+            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (ValidationError, UnicodeDecodeError) as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "it is not text"}
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise ValueError(
+                f"{path} is not a certificate of this outrider version ({where}: {first['msg']}). "
+                "Make one with: outrider certify SUBJECT -o certificate.html"
+            ) from None
+        if found.format != FORMAT:
+            raise ValueError(f"{path} has format {found.format}. This version reads format {FORMAT}. Certify again.")
+        return found
+
+
+def compare(before: Certificate, after: Certificate) -> tuple[list[str], bool]:
+    """What changed, one line each, and whether something is worse than before."""
+    lines, worse = list[str](), False
+    for name, old, new in (("subject", before.subject, after.subject), ("weights", before.weights, after.weights)):
+        if old != new:
+            lines.append(f"{name}: {old} before, {new} now")
+    for name in sorted({*before.versions, *after.versions}):
+        old, new = before.versions.get(name, "none"), after.versions.get(name, "none")
+        if old != new:
+            lines.append(f"version of {name}: {old} before, {new} now")
+    parts = {p.kind: p for p in before.parts}
+    for part in after.parts:
+        old = parts.pop(part.kind, None)
+        if old is None:
+            lines.append(f"{part.kind}: tested now, not before. {part.sentence}")
+            worse |= part.conclusion is Conclusion.DIFFERS
+            continue
+        if old.conclusion is not part.conclusion:
+            lines.append(f"{part.kind}: {old.conclusion.value} before, {part.conclusion.value} now. {part.sentence}")
+            worse |= _worse(old.conclusion, part.conclusion)
+        known = {(f.title, f.cause) for f in old.findings if f.error}
+        found = {(f.title, f.cause) for f in part.findings if f.error}
+        for title, cause in sorted(found - known):
+            lines.append(f"{part.kind}: new: {title}" + (f" ({cause})" if cause else ""))
+            worse = True
+        lines += [f"{part.kind}: gone: {title}" for title, _ in sorted(known - found)]
+        if old.power != part.power:
+            lines.append(f"{part.kind}: power before: {old.power} Now: {part.power}")
+    lines += [f"{kind}: tested before, not now" for kind in parts]
+    return lines, worse or bool(parts)
+
+
+def _worse(before: Conclusion, after: Conclusion) -> bool:
+    if after is Conclusion.NOT_TESTED:
+        return True
+    return before is not Conclusion.NOT_TESTED and _RANK.index(after) > _RANK.index(before)

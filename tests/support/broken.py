@@ -1,0 +1,262 @@
+"""A small speculative engine in numpy, and everything that can be wrong with it: each fault was shipped by a real engine.
+
+It shares no code with outrider's loop, verifiers or warper, so that a certificate is tried on a foreign engine. Its model
+is a table over the last two tokens in the cache and the position. So a wrong cache and a wrong position change the text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from outrider.certify.subjects.base import Job, Row, Subject, Way, Writing
+from outrider.core.types import Guarantee
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+class ToyEngine(Subject):
+    """fault: what is wrong, "" for nothing. rule: match, rejection or block. error: how wrong the drafter is."""
+
+    name, exact_numbers = "a toy engine", True
+
+    def __init__(
+        self,
+        fault: str = "",
+        rule: str = "rejection",
+        *,
+        gamma: int = 3,
+        vocab: int = 8,
+        error: float = 1.2,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.fault, self.rule, self.gamma, self.vocab_size = fault, rule, gamma, vocab
+        self.end_ids = (vocab - 1,)
+        self.promise = Guarantee.EXACT_TOKENS if rule == "match" else Guarantee.EXACT_DISTRIBUTION
+        rng = np.random.default_rng(seed)
+        self.table = 1.3 * rng.standard_normal((997, vocab))
+        self.table[:, vocab - 1] -= 1.0
+        self.wrong = self.table + error * rng.standard_normal((997, vocab))
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [(i % self.vocab_size, (3 * i + 1) % self.vocab_size) for i in range(6)]
+
+    def ways(self) -> list[Way]:
+        return [
+            Way("as it is"),
+            Way("one draft token", {"gamma": 1}),
+            Way("always wrong", {"draft": "wrong"}, own=False),
+        ]
+
+    def write(self, jobs: list[Job], way: Way) -> list[Writing]:
+        return [self._text(job, i, way.options) for job in jobs for i in range(job.params.n)]
+
+    def plain(self, jobs: list[Job]) -> list[Writing]:
+        return [self._text(job, i, None) for job in jobs for i in range(job.params.n)]
+
+    # -- the model --------------------------------------------------------------------------------------------------------
+
+    def logits(self, table: np.ndarray, cache: list[int], position: int) -> np.ndarray:
+        a, b = cache[-2:]
+        return table[(a * 131 + b * 17 + (position % 5) * 53) % len(table)]
+
+    def warp(self, logits: np.ndarray, params, text: list[int], prompt: int, drop: tuple[str, ...] = ()) -> np.ndarray:
+        x, written = logits.copy(), text[prompt:]
+        for word in () if "bad_words" in drop else params.bad_words:
+            head, last = list(word[:-1]), word[-1]
+            if text[len(text) - len(head) :] == head:
+                x[last] = -np.inf
+        if len(written) < params.min_tokens:
+            x[[*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids]] = -np.inf
+        for token, bias in ({} if "logit_bias" in drop else params.logit_bias or {}).items():
+            x[int(token)] += bias
+        for token, count in Counter(written).items():
+            x[token] -= params.presence_penalty + params.frequency_penalty * count
+        if params.repetition_penalty != 1:
+            for token in set(text):
+                x[token] = (
+                    x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+                )
+        if params.temperature == 0:
+            return (np.arange(len(x)) == x.argmax()).astype(float)
+        p = softmax(x / params.temperature)
+        if params.top_k > 0 and "top_k" not in drop:
+            p = np.where(p >= np.sort(p)[-params.top_k], p, 0)
+            p /= p.sum()
+        if params.top_p < 1:
+            order = np.argsort(-p, kind="stable")
+            before = np.cumsum(p[order]) - p[order]
+            p[order[before >= params.top_p]] = 0
+            p /= p.sum()
+        if params.min_p > 0 and "min_p" not in drop:
+            p = np.where(p >= params.min_p * p.max(), p, 0)
+            p /= p.sum()
+        return p
+
+    # -- the loop ---------------------------------------------------------------------------------------------------------
+
+    def _text(self, job: Job, index: int, options: dict | None) -> Writing:
+        fault = self.fault if options is not None else ""
+        params, prompt = job.params, list(job.prompt)
+        seed = (params.seed or 0) + (0 if fault == "shared seeds" else 1_000_003 * index)
+        if fault == "seed ignored":
+            seed = int(np.random.default_rng().integers(2**31))
+        gamma = 0 if options is None else options.get("gamma", self.gamma)
+        out = Writing(prompt=prompt, logprobs=None if params.logprobs is None else [])
+        tokens, cache, step = list(prompt), list(prompt), 0
+        while out.finish is None:
+            depth = min(gamma, params.max_tokens - len(out.tokens) - 1)
+            drafted, qs = self._draft(tokens, cache, params, len(prompt), depth, seed, step, options or {}, fault)
+            ps, raw = self._target(tokens, cache, params, len(prompt), drafted, fault)
+            accepted, token = self._judge(drafted, qs, ps, len(tokens), seed, step, fault)
+            new = [*drafted[:accepted], token]
+            kept = self._stopped(out, new, params, fault)
+            tokens += kept
+            cache += kept
+            if fault == "cache off by one" and accepted < len(drafted):
+                cache.append(drafted[accepted])
+            if out.logprobs is not None:
+                rows = raw[: len(kept)]
+                if fault == "logprobs of the wrong row" and len(rows) > 1:
+                    rows = [rows[0]] * len(rows)
+                out.logprobs += [{t: float(np.log(softmax(r)[t]))} for t, r in zip(kept, rows, strict=True)]
+            out.drafted.append(depth)
+            out.accepted.append(min(accepted, len(kept)) if fault != "counters past the end" else accepted + 2)
+            step += 1
+        out.usage = len(out.tokens) + (2 if fault == "usage past the end" and out.finish == "stop" else 0)
+        return out
+
+    def _draft(self, tokens, cache, params, prompt, depth, seed, step, options, fault):
+        drafted, qs = [], []
+        for i in range(depth):
+            logits = self.logits(self.wrong, cache + drafted, len(tokens) + i)
+            q = self.warp(logits, params, tokens + drafted, prompt)
+            if options.get("draft") == "wrong":
+                x = int(self.logits(self.table, cache + drafted, len(tokens) + i).argmin())
+                drafted.append(x)
+                qs.append((np.arange(len(q)) == x).astype(float))
+                continue
+            race = np.random.default_rng([seed, len(tokens) + i, step, 1]).exponential(size=len(q))
+            if self.rule == "match":
+                race = np.random.default_rng([seed, len(tokens) + i]).exponential(size=len(q))
+            drawn = q
+            if fault == "draft temperature ignored" and params.temperature:
+                drawn = softmax(logits)
+            if fault == "truncated q vocabulary":
+                part = np.where(np.arange(len(q)) < len(q) / 2, q, 0)
+                drawn = part / part.sum() if part.sum() else q
+            x = int(q.argmax()) if fault == "wrong q" else int((race / np.where(drawn > 0, drawn, 1e-300)).argmin())
+            if fault == "low q dropped" and q[x] < 0.2:
+                break
+            drafted.append(x)
+            qs.append(softmax(logits) if fault == "raw q" and params.temperature else q)
+        return drafted, qs
+
+    def _target(self, tokens, cache, params, prompt, drafted, fault):
+        ps, raw = [], []
+        for i in range(len(drafted) + 1):
+            position = len(tokens) + (0 if fault == "constant positions" else i)
+            logits = self.logits(self.table, cache + drafted[:i], position)
+            text = tokens if fault == "penalties per step" else tokens + drafted[:i]
+            drop = {
+                "top_k on the draft only": ("top_k",),
+                "min_p dropped": ("min_p",),
+                "logit_bias dropped": ("logit_bias",),
+            }
+            drop = drop.get(fault, ())
+            if fault == "bad words at the first token only" and i:
+                drop = ("bad_words",)
+            ps.append(self.warp(logits, params, text, prompt, drop))
+            raw.append(logits)
+            if fault == "greedy at any temperature":
+                ps[-1] = (np.arange(len(logits)) == logits.argmax()).astype(float)
+        return ps, raw
+
+    def _judge(self, drafted, qs, ps, position, seed, step, fault):
+        def draw(p, at, salt):
+            key = [seed, at] if salt is None else [seed, at, step, salt]
+            race = np.random.default_rng(key).exponential(size=len(p))
+            return int(np.where(p > 0, race / np.where(p > 0, p, 1), np.inf).argmin())
+
+        if self.rule == "match":
+            for i in range(len(drafted) + 1):
+                token = draw(ps[i], position + i, None)
+                if i == len(drafted) or token != drafted[i]:
+                    return i, token
+        coins = np.random.default_rng([seed, position, step, 2]).random(len(drafted) + 1)
+        if self.rule == "block":
+            return self._block(drafted, qs, ps, coins, lambda p, i: draw(p, position + i, 3), fault)
+        for i, x in enumerate(drafted):
+            p, q = ps[i], qs[max(i - 1, 0)] if fault == "stale q" else qs[i]
+            if fault == "everything accepted" or coins[i] * q[x] < p[x]:
+                continue
+            rest = np.maximum(p - q, 0)
+            if fault == "no residual" or rest.sum() <= 0:
+                rest = p
+            return i, draw(rest / rest.sum(), position + i, 1 if fault == "shared noise" else 3)
+        return len(drafted), draw(ps[-1], position + len(drafted), 3)
+
+    def _block(self, drafted, qs, ps, coins, draw, fault):
+        kept, kept_weight, weight, n = 0, 1.0, 1.0, len(drafted)
+        for i, x in enumerate(drafted, 1):
+            weight = min(weight * ps[i - 1][x] / qs[i - 1][x], 1.0) if qs[i - 1][x] else 0.0
+            h = weight
+            if i < n:
+                mass = np.maximum(weight * ps[i] - qs[i], 0).sum()
+                h = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
+            if coins[i] <= h:
+                kept, kept_weight = i, weight
+            elif fault == "first-failure block rule":
+                break
+        if kept == n:
+            return n, draw(ps[n], n)
+        rest = np.maximum(kept_weight * ps[kept] - qs[kept], 0)
+        return kept, draw(rest / rest.sum() if rest.sum() > 0 else ps[kept], kept)
+
+    def _stopped(self, out: Writing, new: list[int], params, fault: str) -> list[int]:
+        """Add new tokens to the text, up to the first thing that ends it. Returns those that were added."""
+        ends = (*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids)
+        for at, token in enumerate(new):
+            out.tokens.append(token)
+            out.text += LETTERS[token]
+            skipped = fault == "end token inside an accepted run" and at < len(new) - 1
+            if token in ends and not skipped:
+                out.finish, out.stop = "stop", token
+            for stop in params.stops:
+                seen = out.text if fault != "stop string at the end of a step only" or at == len(new) - 1 else ""
+                if stop in seen and (fault != "stop string at the end of a step only" or seen.endswith(stop)):
+                    out.text, out.finish, out.stop = out.text[: out.text.index(stop)], "stop", stop
+            if out.finish is None and len(out.tokens) >= params.max_tokens:
+                out.finish = "length"
+            if out.finish:
+                return new[: at + 1]
+        return new
+
+    # -- what it should do, by the honest code ------------------------------------------------------------------------------
+
+    def _rows(self, job: Job, writing: Writing, table: np.ndarray) -> list[Row]:
+        prompt, rows = list(job.prompt), []
+        for i in range(len(writing.tokens)):
+            text = prompt + writing.tokens[:i]
+            logits = self.logits(table, text, len(text))
+            rows.append(Row(self.warp(logits, job.params, text, len(prompt)), logits=logits))
+        return rows
+
+    def rows(self, job: Job, writing: Writing) -> list[Row]:
+        return self._rows(job, writing, self.table)
+
+    def draft_rows(self, job: Job, writing: Writing) -> list[Row]:
+        return self._rows(job, writing, self.wrong)
+
+    def margin(self, job: Job, writing: Writing, at: int, other: int | None) -> float:
+        return 1.0  # its numbers are exact, so a difference is never a tie
+
+    def show(self, tokens) -> str:
+        return "".join(LETTERS[t] for t in tokens)
