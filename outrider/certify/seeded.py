@@ -131,11 +131,15 @@ class Seeded:
         if other is not None and wanted is not None:
             margin, noise = self.subject.margin(job, want, at, other), self.subject.noise()
         tie = margin is not None and noise is not None and margin <= 2 * noise
+        ended = other is None or wanted is None  # one text is longer
+        unclear = noise is None or (margin is None and not ended)
+        if not (got.tokens and want.tokens):
+            unclear = True
         steps = got.steps()
         step, depth = steps[at] if at < len(steps) else (None, None)
         earlier = list(zip(got.drafted, got.accepted, strict=True))[:step] if step is not None else []
         return {
-            "kind": "tie" if tie else "error" if margin is None or noise is not None else "unclear",
+            "kind": "tie" if tie else "unclear" if unclear and not self.subject.exact_numbers else "error",
             "way": way.name,
             "own": way.own,
             "companions": job.companions,

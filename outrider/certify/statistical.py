@@ -120,6 +120,8 @@ class Statistical:
 
     def trials(self) -> Iterator[CertifyTrial]:
         sets = {**TEMPERATURES, **(FILTERS if self.subject.exact_numbers else {})}
+        if self.subject.partial_rows:
+            sets = {name: params for name, params in TEMPERATURES.items() if params["temperature"] == 1}
         ways = [way for way in self.subject.ways() if way.own]
         number = 0
         while True:
@@ -146,7 +148,11 @@ class Statistical:
             if writing.error:
                 errors.append(writing.error)
                 continue
-            rows, drafts = self.subject.rows(job, writing), self.subject.draft_rows(job, writing)
+            try:
+                rows, drafts = self.subject.rows(job, writing), self.subject.draft_rows(job, writing)
+            except (Unsupported, ConnectionError) as error:
+                errors.append(str(error))
+                continue
             read(writing, job, rows, drafts, self.subject, cells, audit, label, i, rng)
         return {
             "tokens": audit.tokens,

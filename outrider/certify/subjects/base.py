@@ -88,12 +88,14 @@ class Subject:
     """Base of all subjects. Derive from it to certify an engine of your own, and name it `module:class` on the command line.
 
     name: for the page. promise: what its sampled texts have in common with plain decoding. Greedy texts are always to be the
-    same. exact_numbers: whether `rows` computes the numbers of plain decoding to the last bit. properties: for the page.
+    same. exact_numbers: whether `rows` computes the numbers of plain decoding to the last bit. partial_rows: whether `rows` knows
+    the likeliest tokens only, at temperature 1. properties: for the page.
     """
 
     name = "subject"
     promise = Guarantee.EXACT_DISTRIBUTION
     exact_numbers = False
+    partial_rows = False
     vocab_size: int | None = None
     end_ids: tuple[int, ...] = ()
 
