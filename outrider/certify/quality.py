@@ -80,7 +80,7 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
             found = json.loads(line)
             missing = {"task_id", "prompt", "test", "entry_point"} - set(found)
         except (ValueError, TypeError):
-            missing = {"JSON"}
+            found, missing = {}, {"JSON"}
         if missing:
             raise ValueError(
                 f"{path}, line {number}: {', '.join(sorted(missing))} is missing; problems are in HumanEval's format"
