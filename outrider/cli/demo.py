@@ -89,6 +89,17 @@ class Point:
     def __sub__(self, other):
 """,
 }
+# For models with a chat template.
+FIRST_QUESTION = "Write a Python function that returns the n-th Fibonacci number, and explain it."
+FIRST_CHAT_SAMPLING: dict[str, Any] = {"temperature": 0.0, "seed": 20}
+QUESTIONS = {
+    "chat: a plant": "Explain in simple words how a plant makes its food.",
+    "chat: a letter": "Write a short letter that thanks a colleague for her help with a project.",
+    "chat: advice": "What are three good habits for someone who wants to sleep better?",
+    "code: a class": "Write a Python class for a stack with push, pop and peek.",
+    "code: a file": "Write a Python function that reads a CSV file and returns a list of dictionaries.",
+    "code: a loop": "Write a Python function that counts how often each word occurs in a text.",
+}
 # A newline at the end of a prompt hides the indentation: the two are one token. The model would then end the file.
 PROMPTS = {name: text.strip("\n") for name, text in PROMPTS.items()}
 
@@ -152,10 +163,21 @@ def _numbers(sample: Sample) -> dict[str, Any]:
     }
 
 
+def talks(llm: LLM) -> bool:
+    """Whether the model has a chat template. The demo then asks it questions."""
+    return bool(getattr(llm.loaded.tokenizer, "chat_template", None))
+
+
+def prompts_for(llm: LLM) -> list[Prompt]:
+    if talks(llm):
+        return [Prompt(name, "all", [{"role": "user", "content": text}]) for name, text in QUESTIONS.items()]
+    return [Prompt(name, "all", text) for name, text in PROMPTS.items()]
+
+
 def compare(llm: LLM, tokens: int, repeats: int) -> Iterator[tuple[Run, list[Sample]]]:
     """Every prompt greedily and sampled, in turns. Yields the run of the temperature and the samples of each turn."""
     plain = LLM(llm.loaded, max_num_seqs=1, max_model_len=llm.decoder.max_length)
-    prompts = [Prompt(name, "all", text) for name, text in PROMPTS.items()]
+    prompts = prompts_for(llm)
     for temperature in (0.0, 0.8):
         sampling = {"temperature": temperature, "max_tokens": tokens, "seed": SEED}
         run = Run(
@@ -188,20 +210,25 @@ def texts_of(runs: list[Run]) -> list[DemoText]:
 def run(
     llm: LLM,
     console: Console,
-    show: Callable[[LLM, str, SamplingParams], None],
+    show: Callable[[LLM, str, SamplingParams, bool], None],
     *,
     tokens: int = 128,
     repeats: int = 3,
     file: Path | None = None,
     command: str = "",
 ) -> int:
-    """Show one text, measure all texts, print the table and its meaning. Returns 1 if an exact text differs, else 0."""
-    console.print(FIRST_PROMPT, style="dim", markup=False, highlight=False, end="")
-    show(llm, FIRST_PROMPT, SamplingParams(max_tokens=tokens, **FIRST_SAMPLING))
+    """Show one text, measure all texts, print the table and its meaning. Returns 1 if an exact text differs, else 0.
+
+    show: gets the model, the prompt, the parameters, and whether the prompt is a question of a chat.
+    """
+    chat = talks(llm)
+    first, sampling = (FIRST_QUESTION, FIRST_CHAT_SAMPLING) if chat else (FIRST_PROMPT, FIRST_SAMPLING)
+    console.print(first, style="dim", markup=False, highlight=False, end="\n\n" if chat else "")
+    show(llm, first, SamplingParams(max_tokens=tokens, **sampling), chat)
     runs = list[Run]()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True, disable=console.color_system is None) as progress:
-        task = progress.add_task("measuring", total=len(PROMPTS) * 4 * repeats)
+        task = progress.add_task("measuring", total=len(prompts_for(llm)) * 4 * repeats)
         for measured, samples in compare(llm, tokens, repeats):
             if not runs or runs[-1] is not measured:
                 runs.append(measured)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.options import (
+    CHAT,
     WIDE,
     Debug,
     DraftModel,
-    Model,
     ModelOptions,
     NumSpeculativeTokens,
     SamplingOptions,
@@ -64,7 +64,15 @@ def generate(
 
 
 def demo(
-    model: Model = WIDE,
+    model: Annotated[
+        str | None,
+        option(
+            "Model",
+            f"A folder, a GGUF file, a hub name or a built-in model. Default: {CHAT}, if it is here.",
+            "--model",
+            "-m",
+        ),
+    ] = None,
     draft_model: DraftModel = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
     tokens: Annotated[int, option("Measurement", "Tokens of each text.", min=1)] = 128,
@@ -78,26 +86,43 @@ def demo(
 
     The two take turns in one process with the same weights. This takes about a minute. Exit code 1: a text differs.
 
-    Without --model, it uses builtin:code at the cost of 160 million weights. builtin:code itself is too small for a speedup.
+    Without --model, it uses builtin:smollm2-135m and its trained head, if that model is on this machine. Nothing is downloaded.
+    Else it uses builtin:code at the cost of 160 million weights. builtin:code itself is too small for a speedup.
     """
     with readable(debug):
         if json_file is not None and not json_file.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {json_file.absolute().parent} to write {json_file.name} to")
+        from outrider.drafters.registry import own_head
+        from outrider.models.builtin.download import DOWNLOADS, find
+
+        chosen, model = model, model or (WIDE if find(DOWNLOADS[CHAT]) is None else CHAT)
+        head = own_head(model) if draft_model is None else None
+        draft_model = draft_model if head is None else str(head)
         options = SpeculationOptions(draft_model=draft_model, num_speculative_tokens=num_speculative_tokens)
         config = options.config(model) or {"method": "suffix", "num_speculative_tokens": num_speculative_tokens}
         with loading(model):
             from outrider.cli import demo as show
             from outrider.llm import LLM
 
-            llm = LLM(model, speculative_config=config, max_num_seqs=1)
+            # as the model was published; in the 4 bits of its file a token costs so little that a draft hardly pays
+            precision = "bfloat16" if chosen is None and model == CHAT else "auto"
+            llm = LLM(model, dtype=precision, speculative_config=config, max_num_seqs=1)
         what = config.get("model") or f"the method {config['method']}"
+        what = what if head is None else "its trained head"
         print(paint(f"{llm.loaded.name} generates, {what} drafts up to {llm.config.budget.depth} tokens ahead.", DIM))
         if model == WIDE:
             print(paint("It computes the same function as builtin:code, with as many weights as its name says.", DIM))
+        if chosen is None and model == WIDE:
+            print(
+                paint(
+                    f"{CHAT}, a real chat model with a trained head, is not on this machine. To fetch its 98 MB:", DIM
+                )
+            )
+            print(paint(f"outrider chat -m {CHAT}", DIM))
         print()
 
-        def stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
-            if _stream(llm, prompt, params):
+        def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool) -> None:
+            if _stream(llm, prompt, params, chat):
                 raise KeyboardInterrupt
             print()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
 WIDE = "builtin:code-160M"
+CHAT = "builtin:smollm2-135m"
 """The built-in model at the cost of 160 million weights. builtin:code itself is too small for a speedup."""
 
 

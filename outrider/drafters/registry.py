@@ -354,9 +354,15 @@ def _chains_only(setup: DrafterSetup, method: str) -> None:
 
 
 def own_head(target: str) -> Path | None:
-    """The folder of the trained head that this package has for a built-in model; None if it has none."""
-    folder = HEADS / target.removeprefix("builtin:")
-    return folder if target.startswith("builtin:") and (folder / "config.json").is_file() else None
+    """The folder of the trained head that this package has for a model; None if it has none.
+
+    target: the name of a built-in model, or the path of a file with its content.
+    """
+    from outrider.models.builtin.download import name_of
+
+    name = target if target.startswith("builtin:") else name_of(target)
+    folder = HEADS / (name or "").removeprefix("builtin:")
+    return folder if name and (folder / "config.json").is_file() else None
 
 
 def _head_of(setup: DrafterSetup) -> Any:

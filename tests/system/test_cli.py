@@ -193,6 +193,45 @@ def test_demo_compares_and_reports(tmp_path: Path) -> None:
         assert text["speedup"] == pytest.approx(text["plain"][0]["seconds"] / text["fast"][0]["seconds"])
 
 
+def test_the_demo_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the chat model on this machine it runs the built-in pair and names the command that fetches the other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("outrider.models.builtin.download.find", lambda model: None)
+    monkeypatch.setattr("outrider.cli.generate.WIDE", SMALL)
+    done = run("demo", "--tokens", "2", "--repeats", "1")
+    assert done.exit_code == 0, done.output
+    assert f"{SMALL} generates" in done.stdout
+    assert "outrider chat -m builtin:smollm2-135m" in done.stdout
+    assert "greedy" in done.stdout
+
+
+def test_the_demo_asks_a_chat_model_questions() -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from outrider.cli.demo import PROMPTS, QUESTIONS, prompts_for
+
+    def model(template: str | None) -> Any:
+        return SimpleNamespace(loaded=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template)))
+
+    asked = prompts_for(model("{{ messages }}"))
+    assert [p.id for p in asked] == [*QUESTIONS]
+    assert asked[0].content == [{"role": "user", "content": next(iter(QUESTIONS.values()))}]
+    assert [p.content for p in prompts_for(model(None))] == [*PROMPTS.values()]
+
+
+def test_the_demo_runs_the_chat_model_with_its_head(tmp_path: Path) -> None:
+    from outrider.models.builtin.download import DOWNLOADS, find
+
+    if find(DOWNLOADS["builtin:smollm2-135m"]) is None:
+        pytest.skip("builtin:smollm2-135m is not here")
+    file = tmp_path / "numbers.json"
+    done = run("demo", "--tokens", "6", "--repeats", "1", "--json", str(file))
+    assert done.exit_code == 0, done.output
+    assert "builtin:smollm2-135m generates, its trained head drafts" in done.stdout
+    assert json.loads(file.read_text())["totals"]["identical"] == 12
+
+
 def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.bench.local import Local
 

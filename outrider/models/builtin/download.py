@@ -92,6 +92,12 @@ def find(model: Download) -> Path | None:
     return None
 
 
+def name_of(file: str | Path) -> str | None:
+    """The built-in model whose file this is, by its size and its content; None if it is none of them."""
+    found = [name for name, model in DOWNLOADS.items() if _size(Path(file)) == model.size]
+    return next((name for name in found if _digest(Path(file)) == DOWNLOADS[name].sha256), None)
+
+
 def fetch(model: Download, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)) -> Path:
     """The file, which is fetched into the cache folder if it is not here. Several processes may call this at once.
 

@@ -1,5 +1,6 @@
 """`-d FOLDER` is enough: the method follows from the folder, and what cannot be is said."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,15 @@ from outrider.cli.tune import candidates
 from outrider.config import SpeculativeConfig
 from outrider.drafters import DrafterRouter, make_drafter
 from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.registry import own_head
+from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.files import open_head
+from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.selftest import examine
+from outrider.drafters.model.self_speculation import SAMPLE
+from outrider.drafters.registry import HEADS, own_head
 from outrider.integrations.engines import exports
+from outrider.models.builtin.download import DOWNLOADS, find
+from outrider.models.load import SYNTHETIC, load
 
 TARGET = small_target()
 HEAD = str(GOLDEN / "eagle31")
@@ -98,3 +106,40 @@ def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch:
     assert "eagle" in drafters()
     assert own_head("builtin:small") == tmp_path / "small"
     assert own_head("builtin:other") is own_head("small") is own_head("builtin:") is None
+
+
+def test_a_file_with_the_content_of_a_builtin_model_has_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied("eagle31", tmp_path).rename(tmp_path / "small")
+    file = tmp_path / "any-name.gguf"
+    file.write_bytes(b"weights")
+    known = replace(
+        DOWNLOADS["builtin:smollm2-135m"], size=7, sha256=hashlib.sha256(b"weights").hexdigest(), file="other.gguf"
+    )
+    monkeypatch.setattr("outrider.models.builtin.download.DOWNLOADS", {"builtin:small": known})
+    monkeypatch.setattr("outrider.drafters.registry.HEADS", tmp_path)
+    assert own_head(str(file)) == tmp_path / "small"
+    file.write_bytes(b"wEights")  # the size alone does not tell
+    assert own_head(str(file)) is None
+
+
+@pytest.mark.parametrize("folder", sorted(p for p in HEADS.iterdir() if p.is_dir()), ids=lambda p: p.name)
+def test_shipped_heads_are_whole_and_small(folder: Path) -> None:
+    assert f"builtin:{folder.name}" in {*DOWNLOADS, *SYNTHETIC, "builtin:code"}
+    opened = open_head(folder)
+    assert opened.kind == "eagle3"
+    assert "embed_tokens.weight" not in opened.tensors, "the embedding is the target's"
+    assert sum(p.stat().st_size for p in folder.iterdir()) <= 24 * 2**20
+    assert "apache-2.0" in (folder / "MODEL_CARD.md").read_text()
+
+
+def test_the_shipped_head_is_right_along_a_text() -> None:
+    """With the model that it was trained for, where that is on this machine."""
+    if find(DOWNLOADS["builtin:smollm2-135m"]) is None:
+        pytest.skip("builtin:smollm2-135m is not here")
+    target, head = load("builtin:smollm2-135m"), own_head("builtin:smollm2-135m")
+    assert head is not None
+    model = EagleModel(read_eagle(head, target), target.model, 256)
+    assert target.tokenizer is not None
+    assert examine(model, target, target.tokenizer(SAMPLE)["input_ids"], head).found.accepted > 0.5
