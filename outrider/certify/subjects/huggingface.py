@@ -38,8 +38,7 @@ class TransformersSubject(Subject):
                 f"generate={generate} does not speculate; give for example "
                 '{"assistant_model": "./my-small-model"} or {"prompt_lookup_num_tokens": 5}'
             )
-        found = parse_dtype("float32" if dtype == "auto" else dtype)
-        self.dtype = found if isinstance(found, torch.dtype) else torch.float32
+        self.dtype: torch.dtype = getattr(torch, parse_dtype("float32" if dtype == "auto" else dtype))
         self.model, self.tokenizer = _loaded(model, self.dtype, tokenizer)
         self.options = dict(generate)
         self.assistant: Any = None
