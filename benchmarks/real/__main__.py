@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks import RESULTS, WORK, machine
 from benchmarks.peers.llama_server import about
 from benchmarks.real import report
+from benchmarks.real.forward import forwards
 from benchmarks.real.journal import Journal, identity, weight_files
 from benchmarks.real.served import served
 from benchmarks.real.sides import METHODS, WEIGHTS, Llama, Ours
@@ -33,7 +34,7 @@ from benchmarks.real.texts import WORKLOADS, texts
 from outrider.bench.prompts import Prompt
 from outrider.params import SamplingParams
 
-PARTS = ("texts", "start", "served")
+PARTS = ("texts", "forward", "start", "served")
 WARM = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
@@ -111,6 +112,13 @@ class Real:
                 told = {name: round(1e3 * t["seconds"] / max(t["tokens"], 1), 1) for name, t in timings.items()}
                 wrong = sum(t["differing"] for name, t in timings.items() if not name.startswith("llama.cpp"))
                 print(f"  {prompt.id}, T={key['temperature']:g}: {told}, {wrong} differ", file=sys.stderr, flush=True)
+
+    def forward(self, weights: str) -> None:
+        """Forwards over several rows."""
+        if not self.journal.has("forward", self.key(weights)):
+            for line in forwards(self.options.target, self.options.draft, weights):
+                self.journal.add("forward", self.key(weights), line)
+                print(f"  {line['model']} {line['ms']} ms, {line['ratio']}", file=sys.stderr, flush=True)
 
     def start(self, weights: str) -> None:
         """Starts of new processes, ours and llama.cpp's."""
@@ -196,6 +204,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             left = end - time.monotonic()
             if "texts" in options.only:
                 real.texts(weights, time.monotonic() + left / (len(options.weights) - number))
+            if "forward" in options.only:
+                real.forward(weights)
             if "start" in options.only:
                 real.start(weights)
             if "served" in options.only:

@@ -113,6 +113,7 @@ def result(journal: Journal, name: str) -> dict[str, Any]:
         "machine": journal.lines[0],
         "records": records(journal.of("round")),
         "missing": journal.of("missing"),
+        "forward": journal.of("forward"),
         "start": journal.of("start"),
         "served": journal.of("served"),
     }
@@ -130,6 +131,8 @@ def tables(made: dict[str, Any]) -> str:
         some = [r for r in every if (r["target"], r["draft"], r["weights"]) == (target, draft, weights)]
         title = f"**{target}, {'as in the file' if weights == 'file' else weights}**"
         parts.append(f"{title}{f', draft model {draft}' if draft else ''}\n\n{_table(some)}")
+    if made.get("forward"):
+        parts.append(f"**A forward over several rows, in forwards over one**\n\n{_forwards(made['forward'])}")
     if made["start"]:
         parts.append(f"**Start to first token, and memory**\n\n{_starts(made['start'])}")
     if made["served"]:
@@ -244,6 +247,18 @@ def _starts(lines: list[dict[str, Any]]) -> str:
             [f"{line['side']}, {line['target']}", line["weights"], line["start"], f"{line['seconds']:.1f}", f"{peak / 1e9:.2f}",
              f"{peak / size:.2f}" if size else "", f"{(peak - imports) / size:.2f}" if size and imports else ""]
         )  # fmt: skip
+    return markdown(head, body)
+
+
+def _forwards(lines: list[dict[str, Any]]) -> str:
+    """The medians over the rounds."""
+    rows = [m for m in lines[0]["ratio"] if int(m) > 1]
+    head = ["model", "weights", "one row", *(f"{m} rows" for m in rows)]
+    body = [
+        [line["target"] if line["model"] == "target" else line["draft"], line["weights"] if line["model"] == "target" else "file",
+         f"{line['ms']:.1f} ms", *(f"{line['ratio'][m]:.2f}" for m in rows)]
+        for line in lines
+    ]  # fmt: skip
     return markdown(head, body)
 
 

@@ -203,6 +203,17 @@ def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
     assert main(command)["start"] == made["start"]
 
 
+def test_forwards_over_several_rows_are_compared_with_one(tmp_path: Path) -> None:
+    command = ["--target", "builtin:code", "--draft", "builtin:code-draft", "--only", "forward"]
+    command += ["--journal", str(tmp_path / "j"), "--out", str(tmp_path)]
+    made = main(command)
+    assert [(line["model"], line["weights"], line["ratio"]["1"]) for line in made["forward"]] == [
+        ("target", "file", 1.0), ("draft model", "file", 1.0)
+    ]  # fmt: skip
+    assert "**A forward over several rows" in report.tables(made)
+    assert main(command)["forward"] == made["forward"]
+
+
 def test_clients_are_served_the_same_texts() -> None:
     lines = served("builtin:code", "builtin:code-draft", "file", None, clients=[1, 2], count=4, tokens=6, llama_draft=4)
     assert [(line["arm"], line["max_concurrency"], line["failed"]) for line in lines] == [
