@@ -72,6 +72,7 @@ class Contract:
             ),
             ContractCheck("max_tokens", "max_tokens is not kept, or its finish reason is wrong", self._max_tokens),
             ContractCheck("end token", "the text goes on past its end token", self._end_token),
+            ContractCheck("grammar", "the grammar is not applied to all tokens of a step", self._grammar),
             ContractCheck("usage", "tokens are counted that are not in the text", self._usage),
             ContractCheck("acceptance counters", "the acceptance counters do not agree with the text", self._counters),
         ]
@@ -184,6 +185,16 @@ class Contract:
                     wrong.append(f"the text goes on past the end token {inside[0]}: {self._shown(text)}")
         if not ended:
             raise Unsupported("no text came to its end token")
+        return wrong
+
+    def _grammar(self) -> list[str]:
+        wrong, choices = list[str](), ["a long first answer", "a long second answer", "neither"]
+        for job in self._jobs(temperature=1.0, ignore_eos=False, max_tokens=4 * self.length):
+            text = self.subject.constrained(job, choices)
+            if text.error:
+                raise Unsupported(text.error)
+            if text.text not in choices:
+                wrong.append(f"the grammar allows {choices}, and the text is {self._shown(text)}")
         return wrong
 
     def _usage(self) -> list[str]:

@@ -87,7 +87,10 @@ class Seeded:
         first, *others = self.subject.ways()
         turn = 2 * (number + sum(name.encode()))
         some = [others[(turn + i) % len(others)] for i in range(min(2, len(others)))]
-        return [(way, COMPANIONS[(turn // 2 + at) % len(COMPANIONS)]) for at, way in enumerate([first, *some])]
+        return [
+            (way, COMPANIONS[(turn // 2 + at) % len(COMPANIONS)] if self.subject.batches else 0)
+            for at, way in enumerate([first, *some])
+        ]
 
     def _jobs(self, number: int, temperature: float, name: str) -> list[Job]:
         """One job for each prompt, with its own value of the parameter."""
@@ -193,7 +196,7 @@ class Seeded:
                 "tokens": f"{tokens:,}",
                 "ways to speculate": "; ".join(ways),
                 "parameters": ", ".join(dict.fromkeys(r["set"] for r in records if not r["skipped"])),
-                "companions in the batch": " and ".join(map(str, COMPANIONS)),
+                **({"companions in the batch": " and ".join(map(str, COMPANIONS))} if self.subject.batches else {}),
             },
             figures={
                 "tokens": tokens,

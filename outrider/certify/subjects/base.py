@@ -89,13 +89,14 @@ class Subject:
 
     name: for the page. promise: what its sampled texts have in common with plain decoding. Greedy texts are always to be the
     same. exact_numbers: whether `rows` computes the numbers of plain decoding to the last bit. partial_rows: whether `rows` knows
-    the likeliest tokens only, at temperature 1. properties: for the page.
+    the likeliest tokens only, at temperature 1. batches: whether `write` gives a job its companions. properties: for the page.
     """
 
     name = "subject"
     promise = Guarantee.EXACT_DISTRIBUTION
     exact_numbers = False
     partial_rows = False
+    batches = False
     vocab_size: int | None = None
     end_ids: tuple[int, ...] = ()
 
@@ -123,6 +124,10 @@ class Subject:
     def plain(self, jobs: Sequence[Job]) -> list[Writing]:
         """Write texts without speculation. Raises Unsupported if it cannot."""
         raise Unsupported("it cannot write without speculation")
+
+    def constrained(self, job: Job, choices: Sequence[str]) -> Writing:
+        """Write a text that a grammar makes one of the choices. Raises Unsupported if the subject has no grammars."""
+        raise Unsupported("it is not asked for grammars")
 
     # -- what it should do ------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ class EngineSubject(Subject):
     rows: sequences side by side. options: precision, as `load` takes it.
     """
 
+    batches = True
+
     def __init__(
         self,
         model: Any,

@@ -258,6 +258,14 @@ class ServerSubject(Subject):
         client, model = self.without, self.plain_model
         return [text for job in jobs for text in self._ask(client, model, job, self.off)]
 
+    def constrained(self, job: Job, choices: Sequence[str]) -> Writing:
+        if self.llama:
+            more: dict[str, Any] = {"grammar": "root ::= " + " | ".join(json.dumps(c) for c in choices)}
+        else:
+            more = {"structured_outputs": {"choice": list(choices)}}
+        [text] = self._ask(self.server, self.model, job, more)
+        return text
+
     # -- the target's numbers -----------------------------------------------------------------------------------------------
 
     def rows(self, job: Job, writing: Writing) -> list[Row]:

@@ -40,6 +40,7 @@ class ToyServer:
     ) -> None:
         self.engine, self.ids, self.logprobs, self.refuses, self.first = engine, ids, logprobs, refuses, first
         self.requests = list[dict[str, Any]]()
+        self.grammar: str | None = None  # what follows a text that a grammar allows; None refuses grammars
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -50,7 +51,10 @@ class ToyServer:
         self.requests.append(body)
         if self.first is not None and (found := self.first(body)) is not None:
             return found
-        wrong = [name for name in self.refuses if name in body]
+        if self.grammar is not None and "structured_outputs" in body:
+            text = body["structured_outputs"]["choice"][0] + self.grammar
+            return httpx.Response(200, json={"choices": [{"text": text, "token_ids": [1], "finish_reason": "stop"}]})
+        wrong = [name for name in (*self.refuses, "structured_outputs") if name in body]
         if wrong:
             return httpx.Response(400, json={"error": {"message": f"{wrong[0]} is not supported"}})
         return httpx.Response(200, json=self.answer(body))
@@ -174,6 +178,15 @@ def test_a_refused_parameter_is_listed_and_is_no_error() -> None:
     part = certified(Contract(toy, length=24))
     assert part.conclusion is Conclusion.HOLDS, part.sentence
     assert any("min_p is not supported" in line for line in part.skipped)
+
+
+@pytest.mark.parametrize("after", ["", " and more"])
+def test_a_grammar_is_seen_to_hold(after: str) -> None:
+    toy = ToyServer(ToyEngine())
+    toy.grammar = after
+    made = Contract(subject(toy), length=12)
+    [check] = [c for c in made.checks() if c.name == "grammar"]
+    assert bool(check.run()) is bool(after)
 
 
 def test_a_server_without_a_switch_says_so() -> None:
