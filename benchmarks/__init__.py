@@ -7,6 +7,7 @@ python -m benchmarks.inflate         a Llama of any size that computes the funct
 python -m benchmarks.forward         the time of a forward over M tokens, over one over a single token
 python -m benchmarks.quality         perplexity by precision of weights, keys and values
 python -m benchmarks.attention       attention over long contexts, by precision of keys and values
+python -m benchmarks.heads           what a draft with a trained head costs, with made weights
 python -m benchmarks.decode          tokens/s of methods and peers, interleaved
 python -m benchmarks.workloads       every drafter on code, prose and edits
 python -m benchmarks.trees           trees against chains at equal node count

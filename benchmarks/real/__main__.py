@@ -43,14 +43,15 @@ class Real:
 
     def __init__(self, options: argparse.Namespace, journal: Journal) -> None:
         self.options, self.journal = options, journal
-        self.files = {name: identity(name) for name in (options.target, options.draft) if name}
+        self.files = {name: identity(name) for name in (options.target, options.draft, options.head) if name}
         self.target = self.files[options.target]["name"]
         self.draft = self.files[options.draft]["name"] if options.draft else None
 
     def key(self, weights: str) -> dict[str, Any]:
         """What every line of this bout holds."""
         digest = self.files[self.options.target].get("sha256")
-        return {"target": self.target, "sha256": digest, "draft": self.draft, "weights": weights}
+        found = {"target": self.target, "sha256": digest, "draft": self.draft, "weights": weights}
+        return found | ({"head": self.files[self.options.head]["sha256"]} if self.options.head else {})
 
     def llama_reads(self, weights: str) -> tuple[Path, str, str | None] | None:
         """llama.cpp's program with its target and draft files, where it reads the target as we do."""
@@ -80,7 +81,7 @@ class Real:
         if next(self.todo(weights, False), None) is None:
             return
         print(f"{self.target}, {weights}: loading", file=sys.stderr, flush=True)
-        ours = Ours(o.target, o.draft, weights, o.methods, o.length)
+        ours = Ours(o.target, o.draft, weights, o.methods, o.length, o.head)
         if ours.missing:
             self.journal.add("missing", self.key(weights), {"methods": ours.missing})
         with ExitStack() as stack:
@@ -162,6 +163,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--target", required=True, help="a GGUF file, a folder, a hub name or a built-in name")
     parser.add_argument("--draft", help="a draft model, the same way")
+    parser.add_argument("--head", help="the folder of an EAGLE head, for the methods of heads")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["file"], help="file: as they are stored")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="all that are possible, if not given")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
@@ -184,7 +186,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
     options = parser.parse_args(arguments)
     if options.methods is None:
-        options.methods = [m for m in METHODS if options.draft or not m.startswith("draft_model")]
+        absent = [start for start, given in (("draft_model", options.draft), ("head", options.head)) if not given]
+        options.methods = [m for m in METHODS if not m.startswith(tuple(absent))]
     return options
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,6 +71,7 @@ def _record(name: str, rounds: list[Round], short: int) -> dict[str, Any]:
         "prompt_ms_per_token": round(median(prompts), 3) if prompts else None,
         "acceptance_length": round(total["tokens"] / total["steps"], 3) if total["steps"] else None,
         "acceptance_rate": round(total["accepted"] / total["drafted"], 3) if total["drafted"] else None,
+        "accepted_by_depth": by_depth([t.get("depths", []) for t in timings], total["steps"]),
         "differing_tokens": total["differing"],
         "commits": sorted({r["commit"] for r in rounds}),
     }  # fmt: skip
@@ -83,6 +85,11 @@ def _record(name: str, rounds: list[Round], short: int) -> dict[str, Any]:
             best = min(peers, key=lambda p: median(_per_token(r["timings"][p]) for r in rounds if p in r["timings"]))
             out["over_llama_best"] = _ratio(rounds, lambda r: _per_token(r["timings"][best]), name) | {"best": best}
     return out
+
+
+def by_depth(texts: list[list[int]], steps: int) -> list[float]:
+    """The share of steps in which at least 1, 2, ... draft tokens were accepted."""
+    return [round(sum(counts) / steps, 3) for counts in zip_longest(*texts, fillvalue=0)]
 
 
 def _per_token(timing: dict[str, Any]) -> float:

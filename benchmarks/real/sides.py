@@ -23,11 +23,21 @@ STRETCH = 8  # tokens that a method writes before the next one's turn
 PREFIX_BYTES = 2**31
 PLAIN = "plain"
 
-# By name: speculative_config, without the draft model. What is not given is the product's default.
+# By name: speculative_config, without the draft model or the trained head. What is not given is the product's default.
 METHODS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "draft_model": {"method": "draft_model"},
     "draft_model 4": {"method": "draft_model", "num_speculative_tokens": 4, "controller": "fixed"},
+    "head": {"method": "eagle"},
+    "head 2": {"method": "eagle", "num_speculative_tokens": 2, "controller": "fixed"},
+    "head 4": {"method": "eagle", "num_speculative_tokens": 4, "controller": "fixed"},
+    "head tree": {
+        "method": "eagle",
+        "num_speculative_tokens": 3,
+        "tree_width": 3,
+        "tree_nodes": 6,
+        "controller": "fixed",
+    },
     "quantized_self": {"method": "quantized_self", "quantization": "int4"},
     "layer_skip": {"method": "layer_skip"},
     "suffix": {"method": "suffix"},
@@ -49,7 +59,8 @@ class Timing:
 
     tokens, seconds: of the decode, from the first token (or the first step) to the last. written: tokens of the text.
     prompt_seconds: for the prompt, None where it was not read anew. steps: of the decode. drafted, accepted: draft tokens.
-    differing: tokens that plain decoding of the same side would not have written.
+    differing: tokens that plain decoding of the same side would not have written. depths: steps in which at least one draft token
+    was accepted, at least two, and so on; ours only.
     """
 
     tokens: int
@@ -60,6 +71,7 @@ class Timing:
     drafted: int
     accepted: int
     differing: int
+    depths: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {k: round(v, 6) if isinstance(v, float) else v for k, v in asdict(self).items()}
@@ -68,10 +80,13 @@ class Timing:
 class Ours:
     """One target and an LLM for each method; all share the weights. `missing`: why a method cannot be had here.
 
+    draft, head: the draft model and the folder of the trained head, None for none. `auto` takes the draft model, else the head.
     limit: tokens of prompt and text. Raises what `LLM` raises for the target itself.
     """
 
-    def __init__(self, target: str, draft: str | None, weights: str, methods: Sequence[str], limit: int) -> None:
+    def __init__(
+        self, target: str, draft: str | None, weights: str, methods: Sequence[str], limit: int, head: str | None = None
+    ) -> None:
         self.target = load(target, device="cpu", **WEIGHTS[weights])
         self.limit = min(limit, self.target.model.max_length)
         self.llms: dict[str, LLM] = {}
@@ -79,19 +94,21 @@ class Ours:
         self._prefixes = PrefixCache(PREFIX_BYTES) if self.target.model.batch_invariant else None
         for name in [PLAIN, *(m for m in methods if m != PLAIN)]:
             try:
-                self.llms[name] = self._made(METHODS[name], draft)
+                self.llms[name] = self._made(METHODS[name], draft, head)
             except ValueError as reason:
                 self.missing[name] = str(reason)
                 print(f"  {name} is left out: {reason}", file=sys.stderr, flush=True)
 
-    def _made(self, config: dict[str, Any], draft: str | None) -> LLM:
+    def _made(self, config: dict[str, Any], draft: str | None, head: str | None) -> LLM:
         given = dict(config)
-        if given.get("method") in ("draft_model", "auto") and draft is not None:
-            given["model"] = draft
+        model = {"draft_model": draft, "eagle": head, "auto": draft or head}.get(given.get("method", ""))
+        if model is not None:
+            given["model"] = model
         llm = LLM(
             self.target, speculative_config=given, max_model_len=self.limit, max_num_seqs=1, calibrate=bool(given)
         )
-        llm.decoder.prefixes = self._prefixes
+        if not llm.drafter.taps:  # a head must see the target read: what others have read has no features for it
+            llm.decoder.prefixes = self._prefixes
         return llm
 
     @property
@@ -104,7 +121,10 @@ class Ours:
         return self.llms[PLAIN].encode(content)
 
     def write(self, prompt: list[int], params: SamplingParams) -> dict[str, Timing]:
-        """The same text by every method, in turns. The prompt is read once; each method forgets the texts before."""
+        """The same text by every method, in turns. Each method forgets the texts before.
+
+        The prompt is read once, and again for each method with a head.
+        """
         runs = {
             name: TimedRun(
                 llm.decoder,
@@ -119,7 +139,7 @@ class Ours:
             llm.drafter.reset()
         interleave(runs, STRETCH)
         plain = runs[PLAIN].row.output
-        fresh = {PLAIN} if self._prefixes is not None else set(runs)
+        fresh = {name for name, llm in self.llms.items() if name == PLAIN or llm.decoder.prefixes is None}
         return {name: _timing(run, plain, name in fresh) for name, run in runs.items()}
 
 
@@ -135,7 +155,13 @@ def _timing(run: TimedRun, plain: Sequence[int], fresh: bool) -> Timing:
         drafted=sum((sample.drafted or [])[1:]),
         accepted=sum((sample.accepted or [])[1:]),
         differing=differing(run.row.output, plain),
+        depths=_depths((sample.accepted or [])[1:]),
     )
+
+
+def _depths(accepted: Sequence[int]) -> tuple[int, ...]:
+    """How many steps accepted at least 1, 2, ... draft tokens."""
+    return tuple(sum(n >= depth for n in accepted) for depth in range(1, max(accepted, default=0) + 1))
 
 
 class Llama:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.peers.llama_server import about, command
 from benchmarks.real import report
@@ -17,6 +18,10 @@ from benchmarks.real.served import served
 from benchmarks.real.sides import Llama
 from benchmarks.real.texts import WORKLOADS, texts
 from benchmarks.side import Missing
+from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.writer import write_eagle
+from outrider.models.load import load
 from outrider.params import SamplingParams
 
 STUB = """#!{python}
@@ -100,6 +105,27 @@ def test_every_method_writes_the_plain_text_and_a_run_goes_on_where_it_was(tmp_p
     assert "differing tokens | 0 | 0 | 0 | 0 |" in report.tables(written)
     assert f"{written['threads']} threads on all sides" in report.conditions(written)
     assert report.short(written) == ""
+
+
+def test_a_head_sees_the_prompts_and_is_in_the_record(tmp_path: Path) -> None:
+    """A made head that repeats the last token: it drafts from the first step on, and its file is named by its hash."""
+    target = load("builtin:code")
+    config = HeadConfig.for_target(target.config, norm_output=True, fc_norm=True)
+    write_eagle(tmp_path / "made-head", Eagle(config).initialise_(target.model.embedding_rows(torch.arange(8192))))
+    command = ["--target", "builtin:code", "--head", str(tmp_path / "made-head"), "--methods", "plain", "head 2"]
+    command += ["--workloads", "code", "--texts", "1", "--tokens", "12", "--length", "512", "--temperatures", "0"]
+    made = main([*command, "--journal", str(tmp_path / "real.jsonl"), "--out", str(tmp_path)])
+    [round_] = [r for r in Journal(tmp_path / "real.jsonl").lines if r["kind"] == "round"]
+    assert round_["head"] == made["files"]["made-head"]["sha256"]
+    timing = round_["timings"]["head 2"]
+    assert timing["drafted"] >= timing["steps"]
+    assert timing["differing"] == 0
+    assert sum(timing["depths"]) == timing["accepted"]
+    assert str(tmp_path) not in next(tmp_path.glob("*-real.json")).read_text()
+
+
+def test_shares_of_steps_by_depth() -> None:
+    assert report.by_depth([[5, 2], [3], []], 10) == [0.8, 0.2]
 
 
 def test_llama_cpp_reads_the_same_tokens_and_its_own_clock_counts(stub: tuple[Path, Path]) -> None:
