@@ -154,6 +154,19 @@ def stored(
     return model if measured == rows else derive_batches(model, rows, plan.many_nodes)
 
 
+def all_stored() -> list[CostModel]:
+    """The cost models that `outrider calibrate` has measured on this machine as it is now, by the names in their keys."""
+    here, found = {**conditions(), "plan": str(WHOLE)}, list[CostModel]()
+    for path in sorted(cache_folder().glob("cost-*.json")):
+        try:
+            model = CostModel.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # damaged: the next measurement replaces it
+        if all(model.key.get(name) == value for name, value in here.items()):
+            found.append(model)
+    return sorted(found, key=lambda model: (model.key["target"], model.key["draft"]))
+
+
 def calibrated(
     target: LanguageModel,
     drafter: Callable[[int], Drafter],

@@ -13,6 +13,7 @@ from outrider.cli.bench import bench
 from outrider.cli.calibrate import calibrate
 from outrider.cli.certify import certify
 from outrider.cli.chat import chat
+from outrider.cli.explain import explain
 from outrider.cli.generate import demo, generate
 from outrider.cli.models import layers, models, pack
 from outrider.cli.options import grouped
@@ -20,6 +21,7 @@ from outrider.cli.replay import replay
 from outrider.cli.report import report
 from outrider.cli.serve import serve
 from outrider.cli.terminal import environment, show_warnings
+from outrider.cli.top import top
 from outrider.cli.train import train
 from outrider.cli.tune import tune
 
@@ -100,6 +102,12 @@ add(
     "outrider replay run.jsonl --step 3",
 )
 add(
+    explain,
+    "outrider explain",
+    'outrider generate "def f(x):" --trace run.jsonl && outrider explain run.jsonl',
+    "outrider explain run.jsonl --recorded -o page.html",
+)
+add(
     bench,
     "outrider bench",
     "outrider bench my-prompts.jsonl -m ./my-model --method suffix --method auto",
@@ -136,6 +144,7 @@ add(
     "outrider report run.json --out page.html",
     "outrider report before.json after.json",
 )
+add(top, "outrider top", "outrider top http://127.0.0.1:8000 --window 60", "outrider top --once")
 add(chat, "outrider chat", "outrider chat http://127.0.0.1:8000 -t 0 -n 64")
 
 

@@ -49,7 +49,7 @@ def replay(
         # Errors about the step or the prompt come before the model is loaded.
         _ = text.step(step), text.prompt
         with loading(found.header.model):
-            llm = _model(found, model)
+            llm = trace_model(found, model)
             from outrider.trace import replay as again
 
             result = again(found, llm.decoder, step, text.id)
@@ -57,8 +57,8 @@ def replay(
         raise typer.Exit(0 if result.same else 1)
 
 
-def _model(trace: Trace, name: str | None) -> Any:
-    """Load the model of the trace, with its drafter if the verifier reads the drafter's probabilities."""
+def trace_model(trace: Trace, name: str | None, drafts: bool = False) -> Any:
+    """Load the model of a trace, with its drafter if the verifier reads the drafter's probabilities. drafts: in any case."""
     from outrider.llm import LLM
     from outrider.verify import VERIFIERS
 
@@ -68,7 +68,7 @@ def _model(trace: Trace, name: str | None) -> Any:
     )
     if header.kv_cache_dtype is not None:
         kind["kv_cache_dtype"] = header.kv_cache_dtype
-    needed = header.verifier in VERIFIERS and VERIFIERS[header.verifier].needs_probs
+    needed = drafts or (header.verifier in VERIFIERS and VERIFIERS[header.verifier].needs_probs)
     config = header.speculative_config if needed else None
     return LLM(name or header.model, speculative_config=config, max_num_seqs=1, **kind)
 

@@ -112,6 +112,11 @@ class Engine:
         return self._thread.is_alive() and not self._stop
 
     @property
+    def closing(self) -> bool:
+        """It takes no more sequences."""
+        return self.scheduler.stop_at < math.inf or not self.alive
+
+    @property
     def stalled(self) -> float:
         """Seconds that a step has lasted; 0 without work."""
         return 0.0 if self.scheduler.idle else perf_counter() - self._turned
@@ -139,7 +144,7 @@ class Engine:
         for sequence in sequences:
             self.scheduler.check(sequence)
         with self._wake:
-            if self.scheduler.stop_at < math.inf or not self.alive:
+            if self.closing:
                 raise EngineStopped(self.problem or CLOSING)
             if self.scheduler.idle:
                 self._turned = perf_counter()
@@ -151,6 +156,16 @@ class Engine:
         with self._wake:
             self.scheduler.cancel(sequences)
             self._wake.notify()
+
+    def watch(self, observer: Observer) -> None:
+        """Tell this observer of every step and every end from now on, beside those that are told already."""
+        with self._wake:
+            self.scheduler.observers = (*self.scheduler.observers, observer)
+
+    def unwatch(self, observer: Observer) -> None:
+        """Tell it nothing more. Nothing happens if it was not told."""
+        with self._wake:
+            self.scheduler.observers = tuple(o for o in self.scheduler.observers if o is not observer)
 
     def drain(self, seconds: float) -> None:
         """Take no more sequences. What is not finished after `seconds` ends with the text it has."""

@@ -52,7 +52,7 @@ class Scheduler:
     max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
     When it runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
     others decode, None for the decoder's own. max_draft_tokens: per step and sequence, for the counts. observer: counts.
-    trace: where every step is written.
+    trace: where every step is written. observers: those that count now; replaced as a whole, by any thread.
     raises: an exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
     """
 
@@ -76,7 +76,8 @@ class Scheduler:
         if self.drafter is not None:
             self.reading = DraftPrefill(self.drafter, decoder.sequences)
             self.lengths = decoder.controller = RequestBudgets(self._controller(self.drafter), self.reading)
-        self.observer, self.trace, self.raises = observer, trace, raises
+        self.observers: tuple[Observer, ...] = () if observer is None else (observer,)
+        self.trace, self.raises = trace, raises
         self.max_draft_tokens = max_draft_tokens
         self._chunk_alone = max(prefill_chunk or 0, decoder.chunk)
         self._chunk = prefill_chunk or decoder.chunk
@@ -298,9 +299,11 @@ class Scheduler:
             return None
         if self.trace:
             self.trace.keep(step, live)
-        if self.observer:
+        if observers := self.observers:
             now = perf_counter()
-            self.observer.step(step, [None if s.last is None else now - s.last for s in live])
+            seconds = [None if s.last is None else now - s.last for s in live]
+            for observer in observers:
+                observer.step(step, seconds)
         for sequence in live:
             self._progress(sequence)
         return step
@@ -343,8 +346,8 @@ class Scheduler:
         sink = sequence.sink
         if sequence.finish is not None:
             sequence.sink = None
-            if sink is not None and self.observer:
-                self.observer.finished(sequence)
+            for observer in self.observers if sink is not None else ():
+                observer.finished(sequence)
         if sink is None:
             return
         try:

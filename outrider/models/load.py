@@ -168,7 +168,7 @@ def _load(
         name, opened = model.config._name_or_path or type(model).__name__, _Opened(model, None, quantization)
     tokenizer = opened.tokenizer if tokenizer is None else tokenizer
     if isinstance(tokenizer, (str, Path)):
-        tokenizer = _other_tokenizer(str(tokenizer))
+        tokenizer = tokenizer_named(str(tokenizer))
     if isinstance(opened.model, LlamaWeights):
         ready = LlamaModel(opened.model, kv_cache_dtype=kv_cache_dtype)
         ends = opened.end_ids or _end_of(tokenizer)
@@ -282,8 +282,10 @@ def _opened(request: _Request, folder: Path, pack: packs.Pack, start: packs.Star
     return _Opened(start.model, tokenizer, pack.weights, packed=True, end_ids=pack.end_ids, config=start.config)
 
 
-def _other_tokenizer(name: str) -> Any:
-    """A tokenizer that was given by name."""
+def tokenizer_named(name: str) -> Any:
+    """The tokenizer of a model that is given by name, without its weights. Raises OSError or ValueError if it has none."""
+    if name in SYNTHETIC:
+        name = "builtin:code"
     if files := _gguf_files(name):
         from outrider.models.gguf import reader, tokenizer
 

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from outrider._version import __version__
-from outrider.serve import errors
+from outrider.serve import dashboard, errors
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import Guard
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
@@ -146,6 +146,7 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         """The version of outrider."""
         return json_response({"version": __version__})
 
+    app.state.dashboard = dashboard.install(app, service)
     return app
 
 

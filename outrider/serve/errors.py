@@ -30,7 +30,7 @@ SCHEMA = {
 
 
 class Refused(Exception):
-    """The response is an error. The client sees the message. retry: seconds for `Retry-After`."""
+    """The response is an error. The client sees the message. retry: seconds for `Retry-After`. challenge: how to give the key."""
 
     def __init__(
         self,
@@ -40,9 +40,11 @@ class Refused(Exception):
         param: str | None = None,
         code: str | None = None,
         retry: int | None = None,
+        challenge: str = "Bearer",
     ) -> None:
         super().__init__(message)
         self.message, self.status, self.param, self.code, self.retry = message, status, param, code, retry
+        self.challenge = challenge
 
     @property
     def body(self) -> dict[str, Any]:
@@ -52,7 +54,7 @@ class Refused(Exception):
     def response(self) -> Response:
         headers = {} if self.retry is None else {"retry-after": str(self.retry)}
         if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
+            headers["www-authenticate"] = self.challenge
         return json_response(self.body, self.status, headers)
 
 

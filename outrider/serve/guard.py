@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import re
@@ -18,6 +19,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 
 OPEN = ("/health",)  # load balancers have no key
+PAGES = ("/dashboard", "/dashboard/events", "/dashboard/trial", "/explain")  # a browser asks its user for the key
 
 
 class Guard:
@@ -58,7 +60,7 @@ class Guard:
                 if self.active > self.settings.max_connections:
                     raise Refused("the server has too many connections", 503, code="overloaded", retry=1)
                 if scope["path"] not in OPEN:
-                    self._check_key(headers)
+                    self._check_key(headers, page=scope["path"] in PAGES)
                 await self.app(scope, _replayed(await self._body(headers, receive), receive), answer)
             except Refused as refused:
                 await refused.response()(scope, receive, answer)
@@ -75,16 +77,25 @@ class Guard:
             took = 1000 * (perf_counter() - started)
             log.info("%s %s %s %s %.0f ms", name, scope["method"], scope["path"], status or "gone", took)
 
-    def _check_key(self, headers: Headers) -> None:
-        """Raise Refused for a wrong key. Compares digests, so the time shows neither length nor content of the key."""
+    def _check_key(self, headers: Headers, page: bool) -> None:
+        """Raise Refused for a wrong key. Compares digests, so the time shows neither length nor content of the key.
+
+        page: the key may also come as the password of any user, which is what a browser's own dialog sends.
+        """
         if self.settings.api_key is None:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if page and scheme.lower() == "basic":
+            scheme, given = "bearer", _password(given)
         wanted = hashlib.sha256(self.settings.api_key.encode()).digest()
         same = hmac.compare_digest(hashlib.sha256(given.strip().encode()).digest(), wanted)
         if not same or scheme.lower() != "bearer":
+            what = "send Authorization: Bearer KEY" + (", or give it as the password here" if page else "")
             raise Refused(
-                "the API key is missing or wrong; send Authorization: Bearer KEY", 401, code="invalid_api_key"
+                f"the API key is missing or wrong; {what}",
+                401,
+                code="invalid_api_key",
+                challenge='Basic realm="outrider: the API key is the password"' if page else "Bearer",
             )
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
@@ -107,6 +118,14 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             raise Refused(f"the request did not arrive within {self.settings.body_timeout:g} s", 408) from None
+
+
+def _password(given: str) -> str:
+    """The password of basic credentials; empty if they cannot be read."""
+    try:
+        return base64.b64decode(given.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 class _Gone(Exception):

@@ -24,6 +24,7 @@ from outrider.serve.protocol import ChatRequest, CommonRequest, CompletionReques
 from outrider.serve.responses import ResponseWriter, Shown
 from outrider.serve.settings import Settings
 from outrider.serve.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered, spelled_out
+from outrider.serve.trial import OFF, Trial
 
 T = TypeVar("T")
 MaskMaker = Callable[[], GrammarMask]
@@ -36,6 +37,7 @@ class Service:
     def __init__(self, llm: LLM, engine: Engine, settings: Settings) -> None:
         self.llm, self.engine, self.settings = llm, engine, settings
         self.started = int(time())
+        self.trial: Trial | None = None  # that gives requests an arm
         self._grammars: Grammars | None = None
         # One thread only: a tokenizer is not safe in two threads at once.
         self._encoder = ThreadPoolExecutor(1, "outrider-encode")
@@ -108,7 +110,16 @@ class Service:
         )
         pending = PendingAnswer(self.engine, writer)
         seconds = min(body.timeout or math.inf, self.settings.request_timeout)
-        pending.submit(requests, client, body.method, depth, seconds)
+        trial, arm = self.trial, None
+        if trial is not None and depth is None and body.method is None and (arm := trial.arm()) is not None:
+            trial.assign(arm, requests)
+            depth = 0 if arm == OFF else None
+        try:
+            pending.submit(requests, client, body.method, depth, seconds)
+        except Refused:
+            if trial is not None and arm is not None:
+                trial.drop(requests)
+            raise
         return pending
 
     @property

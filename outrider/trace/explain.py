@@ -48,9 +48,10 @@ class Evidence:
 class ExplainedNode:
     """A node of the draft, and what the verifier did with it.
 
-    node, parent, depth, token: its place in the draft. p: the target's probability of its token. likely: the most likely
-    tokens after this node. drawn: the token that the target drew after it, None where it drew none. evidence: None if
-    the verifier did not judge the node. explains_by: see `Verifier`.
+    node, parent, depth, token: its place in the draft. p: the target's probability of its token. rank: the token's place in the
+    target's distribution, 1 is the most likely. likely: the most likely tokens after this node. drawn: the token that the
+    target drew after it, None where it drew none. evidence: None if the verifier did not judge the node. explains_by: see
+    `Verifier`.
     """
 
     node: int
@@ -60,6 +61,7 @@ class ExplainedNode:
     accepted: bool
     parent_accepted: bool
     p: float
+    rank: int
     likely: TopProbs
     drawn: int | None
     evidence: Evidence | None
@@ -134,6 +136,7 @@ def explain(
             accepted=n in drawn,
             parent_accepted=n == 0 or parent in drawn,
             p=known.p(parent)[token] if n else 1.0,
+            rank=1 + sum(x > known.p(parent)[token] for x in known.p(parent)) if n else 1,
             likely=likely[n],
             drawn=drawn.get(n),
             evidence=by_node.get(n),

@@ -220,7 +220,8 @@ def _add(trace: Trace, line: AnyLine) -> None:
     if isinstance(line, EndRecord):
         text.end = line
         return
-    due, at = len(text.steps), text.request.prompt_tokens + text.output_tokens
+    last = text.steps[-1] if text.steps else None
+    due, at = len(text.steps), text.request.prompt_tokens if last is None else last.position + last.committed
     if (line.step, line.position) != (due, at):
         raise ValueError(
             f"step {line.step} at position {line.position} of request {line.request}, where step {due} at position {at} is due"

@@ -26,10 +26,10 @@ TEMPLATE = (
 
 
 class Live:
-    """A server that runs. url: where. service, metrics: its insides."""
+    """A server that runs. url: where. service, metrics, app: its insides."""
 
     def __init__(self, service: Service, metrics: Metrics, server: uvicorn.Server) -> None:
-        self.service, self.metrics, self.server = service, metrics, server
+        self.service, self.metrics, self.server, self.app = service, metrics, server, server.config.app
         self.port = server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 

@@ -58,6 +58,10 @@ OPTIONS = {
         "Model": "--model/-m",
         "Output": "--debug",
     },
+    "explain": {
+        "Output": "--out/-o --no-open --debug",
+        "Model": "--model/-m --recorded",
+    },
     "bench": {
         "What": "--model/-m --method --speculative-config --draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
@@ -90,6 +94,10 @@ OPTIONS = {
     },
     "report": {
         "Output": "--out --debug",
+    },
+    "top": {
+        "Output": "--window --once --debug",
+        "Server": "--api-key",
     },
     "chat": {
         "Model": "--model/-m --system",

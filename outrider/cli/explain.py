@@ -1,0 +1,104 @@
+"""`outrider explain`. Imports nothing large until it runs."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import Debug, option
+from outrider.cli.terminal import DIM, YELLOW, loading, paint, printable, readable
+
+if TYPE_CHECKING:
+    from outrider.explain import ExplainedRun
+    from outrider.trace import Trace
+
+
+def explain(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN.jsonl]", help="A file that --trace has written; without it, a built-in run."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        option(
+            "Output",
+            "The file for the page. Default: RUN.html, or outrider-explained.html.",
+            "--out",
+            "-o",
+            metavar="FILE",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, option("Model", "Where the model is now; without it, where the trace says.", "--model", "-m")
+    ] = None,
+    recorded: Annotated[
+        bool, option("Model", "Show only what the trace holds, and do not load the model.", "--recorded")
+    ] = False,
+    no_open: Annotated[bool, option("Output", "Do not open the page in a browser.", "--no-open")] = False,
+    debug: Debug = False,
+) -> None:
+    """Explain speculative decoding on a real run, as an interactive page in one file. The page needs no network.
+
+    It shows the draft trees and verdicts step by step, why the text stays the same, when drafting helps, and when it does not.
+    """
+    with readable(debug):
+        if trace is None and (model is not None or recorded):
+            raise ValueError("--model and --recorded belong to a trace; name one: outrider explain RUN.jsonl")
+        with loading("the run"):
+            from dataclasses import replace
+
+            from outrider.explain import builtin
+            from outrider.explain.facts import machine_curves
+            from outrider.explain.page import write
+
+            if trace is None:
+                run = builtin()
+                run = replace(run, costs=[*run.costs, *machine_curves()])
+            else:
+                run = _own(trace, model, recorded)
+        if out is None:
+            out = Path("outrider-explained.html") if trace is None else trace.with_suffix(".html")
+        write(run, out)
+        for note in run.notes:
+            print(paint(f"note: {printable(note)}", YELLOW))
+        print(out)
+        if not no_open and not webbrowser.open(out.resolve().as_uri()):
+            print(paint("No browser was found here; open the file in one.", DIM))
+
+
+def _own(file: Path, model: str | None, recorded: bool) -> ExplainedRun:
+    """The run of a trace, with what the model can tell if it is to be loaded."""
+    from outrider.explain import explained, with_model
+    from outrider.trace import Detail, read
+
+    trace = read(file)
+    if recorded or trace.header.detail is Detail.COUNTS:
+        return explained(trace, None if trace.header.detail is Detail.COUNTS else _tokenizer(trace, model))
+    llm = _model(trace, model)
+    return with_model(explained(trace, llm.tokenizer), trace, llm)
+
+
+def _tokenizer(trace: Trace, name: str | None) -> Any | None:
+    """The tokenizer of the trace's model, if its files are here."""
+    from outrider.models.load import tokenizer_named
+
+    try:
+        return tokenizer_named(name or trace.header.model)
+    except (OSError, ValueError):
+        return None
+
+
+def _model(trace: Trace, name: str | None) -> Any:
+    """The model of the trace, with its draft model. Raises ValueError with the way out if it cannot be loaded."""
+    from outrider.cli.replay import trace_model
+
+    try:
+        return trace_model(trace, name, drafts=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the model of this trace cannot be loaded ({error}); name it with --model, or show what the trace holds: "
+            f"outrider explain {trace.path} --recorded"
+        ) from error

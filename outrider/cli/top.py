@@ -1,0 +1,118 @@
+"""`outrider top`: the dashboard of a server in a terminal. Imports nothing large until it runs."""
+
+from __future__ import annotations
+
+import http.client
+from collections import deque
+from collections.abc import Generator
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from outrider.cli.options import ApiKey, Debug, option
+from outrider.cli.terminal import console, plain, printable, readable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+KEPT = 600  # ticks
+
+
+def top(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where a server listens.")] = "http://127.0.0.1:8000",
+    window: Annotated[float, option("Output", "Seconds that the figures are means over.", min=1.0)] = 10.0,
+    once: Annotated[bool, option("Output", "Print the figures of the first window, and end.", "--once")] = False,
+    api_key: ApiKey = None,
+    debug: Debug = False,
+) -> None:
+    """Watch a server: tokens per second, acceptance, draft length, phases, queue and memory. Ctrl-C ends."""
+    with readable(debug):
+        import sys
+
+        from rich.live import Live
+
+        from outrider.serve.figures import figures, recent
+
+        ticks, hello = deque[dict[str, Any]](maxlen=KEPT), dict[str, Any]()
+        live = None if once or plain(sys.stdout) else Live(console=console(), auto_refresh=False)
+        with closing(_events(url, api_key)) as events:
+            try:
+                if live:
+                    live.start()
+                for event in events:
+                    if "elapsed" not in event:
+                        hello = event
+                        continue
+                    ticks.append(event)
+                    if live:
+                        live.update(_screen(hello, event, figures(recent(ticks, window))), refresh=True)
+                    elif sum(tick["elapsed"] for tick in ticks) >= window:
+                        console().print(_screen(hello, event, figures(ticks)))
+                        if once:
+                            return
+                        ticks.clear()
+            finally:
+                if live:
+                    live.stop()
+        raise ConnectionError(f"the server at {url} has ended the stream; it stops, or it has too many viewers")
+
+
+def _events(url: str, key: str | None) -> Generator[dict[str, Any], None, None]:
+    from outrider.bench.sse import events
+
+    where = urlsplit(url if "//" in url else f"http://{url}")
+    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    connection = kind(where.netloc, timeout=30)
+    try:
+        try:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            connection.request("GET", where.path.rstrip("/") + "/dashboard/events", headers=headers)
+            response = connection.getresponse()
+        except OSError as error:
+            raise ConnectionError(
+                f"no server answers at {url} ({error}); start one: outrider serve builtin:code"
+            ) from error
+        if response.status != 200:
+            hint = "; give its key with --api-key or OUTRIDER_API_KEY" if response.status == 401 else ""
+            raise ValueError(f"{url} answers {response.status} to /dashboard/events{hint}")
+        yield from events(iter(lambda: response.read1(1 << 16), b""))
+    finally:
+        connection.close()
+
+
+def _screen(hello: dict[str, Any], tick: dict[str, Any], now: dict[str, Any]) -> RenderableType:
+    """The figures as a table."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    def known(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    engine, phases = tick["engine"], now["phases"]
+    inside = sum(phases.values()) or 1.0
+    shares = "  ".join(f"{name} {part / inside:.0%}" for name, part in phases.items())
+    table = Table(
+        box=SIMPLE, show_header=False, title=printable(f"{hello['model']}: {hello['method']}"), title_justify="left"
+    )
+    table.add_column(style="dim")
+    table.add_column()
+    rows = {
+        "tokens/s": known(now["rate"], ".1f"),
+        "against plain": f"{known(now['speedup'], '.2f')}, an estimate from {tick['speed_from']}",
+        "tokens per request and step": known(now["length"], ".2f"),
+        "draft tokens accepted": known(now["acceptance"], ".0%"),
+        "survival by depth": "  ".join(f"{j}: {s:.0%}" for j, s in enumerate(now["survival"], 1)) or "-",
+        "draft length": f"{known(now['depth'], '.1f')}: {tick['why'] or 'no step yet'}",
+        "time": shares,
+        "requests": f"{engine['running']} running of {hello['slots']}, {engine['waiting']} waiting",
+        "keys and values": f"{(engine['kv_bytes'] + engine['prefix_bytes']) / 2**20:.1f} MiB, {engine['kv_tokens']} tokens",
+        "problem": printable(tick["problem"] or "none"),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+__all__ = ["top"]

@@ -1,0 +1,176 @@
+// The live page of a server: reads its events and draws them. Closed while the page is hidden, so nothing is sent then.
+
+import { lines } from "./chart.js";
+import { byId, bytes, count, el, percent, radios, seconds, short, sized, visible } from "./dom.js";
+import { figures, recent } from "./sums.js";
+
+const KEPT = 600; // ticks
+const WINDOWS = [["10", "10 s"], ["60", "1 min"], ["300", "5 min"]];
+const ORIGINS = { a: "accepted", c: "corrected", b: "bonus", p: "plain", "?": "unknown" };
+const PHASES = { target: "target", draft: "draft", verify: "verify", commit: "commit", outside: "outside steps" };
+const SHOWN = 12;
+
+let [source, hello, ticks, ended, span, failed] = [null, null, [], [], 60, []];
+
+const fact = (value, text) => el("div", { class: "fact" }, el("b", {}, value), el("span", {}, text));
+const known = (x, show) => (x === null || x === undefined ? "–" : show(x));
+const times = (x) => `${short(x)}×`;
+
+function bars(node, rows) {
+  const most = Math.max(...rows.map((row) => row[1]), 1e-9);
+  node.replaceChildren(...rows.flatMap(([name, value, text]) => [
+    el("div", {}, name), el("div", { class: "bar" }, el("i", { style: { width: `${(100 * value) / most}%` } })), el("div", { class: "value" }, text),
+  ]));
+}
+
+function drawNow() {
+  const last = ticks.at(-1);
+  const now = figures(recent(ticks, span));
+  const engine = last.engine;
+  byId("facts").replaceChildren(
+    fact(known(now.rate, short), "tokens/s, all requests"),
+    fact(known(now.speedup, times), "as fast as plain decoding, estimated"),
+    fact(known(now.length, short), "tokens per request and step; 1 is plain"),
+    fact(known(now.acceptance, percent), "of draft tokens accepted"),
+    fact(`${engine.running} + ${engine.waiting}`, `running of ${hello.slots}, and waiting`),
+    fact(bytes(engine.kv_bytes + engine.prefix_bytes), `keys and values; ${percent(engine.kv_tokens / engine.kv_limit)} of the tokens that fit`),
+  );
+  byId("estimate").textContent = now.speedup === null
+    ? "The speed against plain decoding is not known yet: no plain step was measured for this batch size."
+    : `The speed is an estimate: tokens written, priced at what a plain step takes, over the time that was taken. Plain steps are priced by: ${last.speed_from}. The A/B below measures it.`;
+  byId("why").textContent = last.why ? `Now: ${last.why}.` : "No step yet.";
+  bars(byId("survival"), now.survival.length ? now.survival.map((s, j) => [`first ${j + 1}`, s, percent(s)]) : [["no drafts", 0, "–"]]);
+  const inside = Object.values(now.phases).reduce((sum, x) => sum + x, 0);
+  bars(byId("phases"), Object.entries(PHASES).map(([name, text]) => [text, now.phases[name] ?? 0, `${seconds(now.phases[name] ?? 0)}, ${percent((now.phases[name] ?? 0) / (inside || 1))}`]));
+  const kinds = { error: "failed", abort: "were aborted" };
+  const lost = Object.entries(kinds).map(([finish, word]) => [failed.filter((one) => one.finish === finish).length, word]);
+  byId("errors").textContent = last.problem
+    ? `The engine reports: ${visible(last.problem)}`
+    : `${lost.map(([n, word]) => `${count(n, "request")} ${word}`).join(", ")} since you opened this page. The drafter failed ${count(engine.drafter_failures, "time")} since the server started.${failed.length ? ` Last reason: ${visible(failed.at(-1).reason ?? "unknown")}.` : ""}`;
+}
+
+function series(value) {
+  let at = 0;
+  const found = ticks.map((tick, n) => {
+    at += tick.elapsed;
+    return [at, value(figures(ticks.slice(Math.max(0, n - 3), n + 1)))];
+  });
+  return found.map(([x, y]) => [x - at, y]).filter(([, y]) => y !== null);
+}
+
+function drawSeries(node, name, value) {
+  return (width) => {
+    const points = series(value).filter(([x]) => x >= -Math.max(span, 30));
+    const high = Math.max(...points.map((p) => p[1]), 1) * 1.15;
+    node.replaceChildren(lines({
+      title: points.length ? `${name}, now ${short(points.at(-1)[1])}` : `${name}: nothing yet`, width, height: 190,
+      x: { low: -Math.max(span, 30), high: 0, name: "seconds ago", show: (v) => String(Math.round(-v)) }, y: { low: 0, high, name },
+      series: [{ points, color: "var(--fill-blue)", width: 2 }],
+    }));
+  };
+}
+
+function drawRequests() {
+  const rows = ended.slice(-SHOWN).reverse();
+  const heads = ["request", "prompt", "tokens", "steps", "tokens/step", "accepted", "first token", "tokens/s", "method", "ended by"];
+  byId("requests").replaceChildren(
+    el("caption", { class: "hidden-text" }, "Recent requests, the newest first"),
+    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+    el("tbody", {}, rows.map((r) => el("tr", {}, [
+      r.id, r.prompt_tokens, r.tokens, r.steps, r.steps ? short(r.tokens / r.steps) : "–", r.drafted ? `${percent(r.accepted / r.drafted)}` : "–",
+      known(r.first, seconds), r.tokens > 1 && r.first !== null && r.seconds > r.first ? short((r.tokens - 1) / (r.seconds - r.first)) : "–", r.method, r.finish,
+    ].map((cell) => el("td", {}, cell))))),
+  );
+  if (!hello.shows_text) return;
+  byId("texts").replaceChildren(...rows.map((r) => el("details", {}, el("summary", {}, `Request ${r.id}: prompt and answer`),
+    el("div", { class: "answer tokens", tabindex: 0, role: "region", "aria-label": `Request ${r.id}` },
+      el("span", { class: "soft" }, visible(r.prompt)), r.text.map(([letter, text]) => el("span", { class: ORIGINS[letter] }, visible(text)))))));
+}
+
+function drawTrial(trial) {
+  byId("trial-start").disabled = Boolean(trial?.running);
+  byId("trial-stop").disabled = !trial?.running;
+  if (!trial) return;
+  const done = trial.ended.on + trial.ended.off;
+  const state = trial.running ? `${trial.assigned} of ${trial.wanted} requests assigned, ${done} measured. ` : `${trial.complete ? "Complete" : "Stopped"}: ${done} requests measured. `;
+  const lost = trial.left ? `${count(trial.left, "request")} failed or wrote too little and are left out. ` : "";
+  const beside = trial.rows > 1.2 ? `On average ${short(trial.rows)} requests shared a step, those of both arms. So this is what a request gains here, not what the whole server would.` : "";
+  if (trial.ratio === null) {
+    byId("trial-says").textContent = `${state}${lost}The difference needs at least two requests on each side.`;
+    byId("trial-chart").replaceChildren();
+    return;
+  }
+  const sure = trial.low > 1 ? "Speculation helps." : trial.high < 1 ? "Speculation costs time here." : "The interval holds 1: no difference is shown yet.";
+  byId("trial-says").textContent = `${state}${lost}${sure} With speculation ${short(trial.rate_on)} tokens/s, without ${short(trial.rate_off)}: ${times(trial.ratio)} (95 % interval ${short(trial.low)} to ${short(trial.high)}). ${beside}`;
+  bars(byId("trial-chart"), [["on", trial.rate_on, `${short(trial.rate_on)} tokens/s`], ["off", trial.rate_off, `${short(trial.rate_off)} tokens/s`]]);
+}
+
+function keep(requests) {
+  ended = [...ended, ...requests].slice(-100);
+  failed = [...failed, ...requests.filter((r) => r.finish === "error" || r.finish === "abort")].slice(-1000);
+}
+
+const say = (text) => {
+  if (byId("state").textContent !== text) byId("state").textContent = text;
+};
+
+function connect() {
+  source = new EventSource("dashboard/events");
+  source.addEventListener("hello", (event) => {
+    hello = JSON.parse(event.data);
+    byId("server").textContent = visible(`${hello.model}: ${hello.method}, up to ${count(hello.num_speculative_tokens, "draft token")}, verifier ${hello.verifier} (${hello.guarantee}).`);
+    byId("requests-note").textContent = hello.shows_text ? "Prompts and answers are shown because the server's trace holds them." : "Prompts and answers are not shown. The server shows them only with --trace FILE --trace-detail tokens.";
+    byId("promise").textContent = hello.verifier === "match" ? "No text changes: speculation keeps every token." : "The distribution of the texts stays the same; single texts may differ.";
+    byId("legend").hidden = !hello.shows_text;
+    keep(hello.ended.filter((r) => !ended.some((one) => one.id === r.id)));
+    drawTrial(hello.trial);
+    drawRequests();
+    say("Live.");
+  });
+  source.addEventListener("tick", (event) => {
+    const tick = JSON.parse(event.data);
+    ticks = [...ticks, tick].slice(-KEPT);
+    if (tick.ended.length) {
+      keep(tick.ended);
+      drawRequests();
+    }
+    drawTrial(tick.trial);
+    drawNow();
+    charts.forEach((draw) => draw());
+    say("Live.");
+  });
+  source.addEventListener("error", () => say("No connection. The page tries again; what it shows is old."));
+}
+
+function disconnect() {
+  source?.close();
+  source = null;
+}
+
+async function trial(method, body) {
+  const answer = await fetch("dashboard/trial", { method, headers: { "content-type": "application/json" }, body });
+  const found = await answer.json();
+  if (!answer.ok) byId("trial-says").textContent = visible(found.error.message);
+  else drawTrial(found.trial && { ...found.trial, running: method === "POST" });
+}
+
+byId("window").append(radios({ name: "Window", options: WINDOWS, value: "60", change: (v) => {
+  span = Number(v);
+  if (ticks.length) drawNow();
+  charts.forEach((draw) => draw());
+} }));
+byId("legend").append(...Object.values(ORIGINS).slice(0, 4).map((kind) => el("li", {}, el("span", { class: `origin ${kind}` }, kind))));
+byId("trial-chart").className = "bars";
+byId("trial-start").addEventListener("click", () => trial("POST", JSON.stringify({ requests: Number(byId("trial-count").value) })));
+byId("trial-stop").addEventListener("click", () => trial("DELETE"));
+const charts = [
+  sized(byId("rate-chart"), drawSeries(byId("rate-chart"), "tokens/s", (f) => f.rate)),
+  sized(byId("depth-chart"), drawSeries(byId("depth-chart"), "draft tokens asked for", (f) => f.depth)),
+];
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) {
+    disconnect();
+    say("Paused while hidden.");
+  } else if (!source) connect();
+});
+connect();

@@ -1,0 +1,301 @@
+"""The pages of a server: `/dashboard`, which is live, and `/explain`. Nothing is computed or sent while nobody looks.
+
+Each viewer has a short queue. A viewer that does not read is dropped, and its queue with it. Every viewer is dropped after
+`LEASE` seconds and its browser comes back, so one that has gone to sleep holds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import abc
+from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.control import Adaptive, Calibrated
+from outrider.explain.data import CostCurve, curve
+from outrider.explain.page import assemble, builtin, render
+from outrider.serve.errors import Refused, dumps, json_response
+from outrider.serve.service import Service
+from outrider.serve.trial import MOST, Trial
+from outrider.serve.watch import EndedRequest, Watch
+from outrider.trace import Detail
+
+ASSETS = Path(__file__).parent / "assets"
+INTERVAL = 0.5  # seconds between two ticks
+WAITING = 8  # ticks that a viewer may be behind
+VIEWERS = 16
+LEASE = 900.0  # seconds of a viewer; browsers connect again
+TOKENS = 300  # of a prompt and of an answer that are sent
+HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "frame-ancestors 'none'",
+}
+
+
+class Dashboard:
+    """Sends events to viewers, and runs trials. `watch` is an observer of the engine while there are viewers.
+
+    dropped: viewers that did not read.
+    """
+
+    def __init__(self, service: Service, interval: float = INTERVAL) -> None:
+        self.service, self.interval = service, interval
+        self.watch, self.viewers, self.dropped = Watch(service.engine), list[Viewer](), 0
+        self.trial: Trial | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        trace = service.engine.scheduler.trace
+        self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
+
+    # -- viewers -----------------------------------------------------------------------------------------------------
+
+    def join(self) -> Viewer:
+        """A new viewer. The first one starts the watch. Raises Refused if there are too many."""
+        if len(self.viewers) >= VIEWERS:
+            raise Refused(f"the dashboard has {VIEWERS} viewers already; close one", 503, code="overloaded", retry=5)
+        first, viewer = self._ticker is None, Viewer()
+        if first:
+            self.watch.clear()
+        viewer.put("hello", self._hello())
+        self.viewers.append(viewer)
+        if first:
+            self.service.engine.watch(self.watch)
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """A viewer is gone. With the last one the watch ends."""
+        if viewer in self.viewers:
+            self.viewers.remove(viewer)
+        if not self.viewers and self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+            self.service.engine.unwatch(self.watch)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval)
+            event, ended = self.watch.tick()
+            event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self._trial_state()}
+            event["ended"] = [self._shown(request) for request in ended]
+            closing, data = self.service.engine.closing, encoded("tick", event)
+            for viewer in list(self.viewers):
+                if closing or not viewer.offer(data):
+                    self.dropped += not closing
+                    self.viewers.remove(viewer)
+                    viewer.drop()
+
+    def _hello(self) -> dict[str, Any]:
+        """What does not change, and the requests that have ended lately."""
+        service, decoder = self.service, self.service.engine.decoder
+        config = service.llm.config
+        return {
+            "model": service.settings.model_name,
+            "method": "+".join(config.methods),
+            "num_speculative_tokens": config.budget.depth,
+            "verifier": decoder.verifier.name,
+            "guarantee": decoder.guarantee.value,
+            "slots": decoder.cache.num_slots,
+            "since": service.started,
+            "shows_text": self.shows_text,
+            "interval": self.interval,
+            "ended": [self._shown(request) for request in self.watch.recent],
+            "trial": self._trial_state(),
+        }
+
+    def _shown(self, request: EndedRequest) -> dict[str, Any]:
+        """A request for viewers; its texts only if the server's trace holds them too."""
+        found = {
+            "id": request.id,
+            "at": request.at,
+            "prompt_tokens": len(request.prompt),
+            "tokens": len(request.output),
+            "steps": request.steps,
+            "drafted": request.drafted,
+            "accepted": request.accepted,
+            "first": request.first,
+            "seconds": request.seconds,
+            "finish": request.finish,
+            "reason": request.reason if request.finish in ("error", "abort") else None,
+            "method": request.method,
+        }
+        if self.shows_text:
+            decode, output = self.service.decode, request.output[:TOKENS]
+            origins = request.origins or "?" * len(request.output)
+            runs = groupby(zip(origins, output, strict=False), key=lambda pair: pair[0])
+            found["prompt"] = decode(request.prompt[-TOKENS:])
+            found["text"] = [[letter, decode([t for _, t in some])] for letter, some in runs]
+        return found
+
+    # -- trials ------------------------------------------------------------------------------------------------------
+
+    def start(self, requests: int) -> None:
+        """Begin a trial in place of the present one. Raises Refused for a server that does not speculate."""
+        if self.service.engine.roster.default == "none":
+            raise Refused("this server decodes plainly, so there is nothing to compare; give it a speculative_config")
+        try:
+            trial = Trial(requests)
+        except ValueError as error:
+            raise Refused(str(error), param="requests") from error
+        self.stop()
+        self.trial = trial
+        self.service.engine.watch(trial)
+        self.service.trial = trial
+
+    def stop(self) -> None:
+        """End the trial. What it has measured stays."""
+        if self.trial is not None:
+            self.service.engine.unwatch(self.trial)
+        self.service.trial = None
+
+    def _trial_state(self) -> dict[str, Any] | None:
+        if self.trial is None:
+            return None
+        if self.trial.complete and self.service.trial is self.trial:
+            self.stop()
+        return {**self.trial.result(), "running": self.service.trial is self.trial}
+
+
+class Viewer:
+    """A client that looks. Its queue is short; `drop` ends its response, whatever that waits for."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue(WAITING)
+        self._scope = anyio.CancelScope()
+
+    def put(self, name: str, event: dict[str, Any]) -> None:
+        self._queue.put_nowait(encoded(name, event))
+
+    def offer(self, data: bytes) -> bool:
+        """Queue an event; False if the viewer has not read for too long."""
+        try:
+            self._queue.put_nowait(data)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    @property
+    def waiting(self) -> int:
+        """Events that it has not been sent."""
+        return self._queue.qsize()
+
+    def drop(self) -> None:
+        self._scope.cancel()
+
+    async def send_all(self, send: Send) -> None:
+        """Send what comes, until `drop`, or until the lease ends."""
+        with self._scope, anyio.move_on_after(LEASE):
+            while True:
+                await send({"type": "http.response.body", "body": await self._queue.get(), "more_body": True})
+
+
+class EventStream(Response):
+    """The events of a viewer. It ends when the client leaves or is dropped."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, dashboard: Dashboard) -> None:
+        super().__init__(headers={**HEADERS, "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.dashboard = dashboard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        viewer = self.dashboard.join()
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def gone() -> None:
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(gone)
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await viewer.send_all(send)
+                with anyio.move_on_after(1):  # one that does not read cannot be told
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                tasks.cancel_scope.cancel()
+        finally:
+            self.dashboard.leave(viewer)
+
+
+class TrialRequest(BaseModel):
+    requests: int = Field(40, ge=4, le=MOST)
+
+
+def install(app: FastAPI, service: Service, interval: float = INTERVAL) -> Dashboard:
+    """Add the pages to an application. They are not part of its API and have no place in the schema."""
+    dashboard = Dashboard(service, interval)
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def page() -> Response:
+        return Response(_page(), headers=HEADERS, media_type="text/html")
+
+    @app.get("/dashboard/events", include_in_schema=False)
+    async def events() -> Response:
+        return EventStream(dashboard)
+
+    @app.post("/dashboard/trial", include_in_schema=False)
+    async def start(body: TrialRequest, request: Request) -> Response:
+        _same_origin(request)
+        dashboard.start(body.requests)
+        return json_response({"trial": dashboard.trial and dashboard.trial.result()})
+
+    @app.delete("/dashboard/trial", include_in_schema=False)
+    async def stop(request: Request) -> Response:
+        _same_origin(request)
+        dashboard.stop()
+        return json_response({"trial": dashboard.trial and dashboard.trial.result()})
+
+    @app.get("/explain", include_in_schema=False)
+    async def explain() -> Response:
+        run = builtin()
+        run = replace(run, costs=[*own_curves(service), *run.costs])
+        return Response(await anyio.to_thread.run_sync(render, run), headers=HEADERS, media_type="text/html")
+
+    return dashboard
+
+
+def encoded(name: str, event: abc.Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return f"event: {name}\ndata: ".encode() + dumps(event) + b"\n\n"
+
+
+def own_curves(service: Service) -> list[CostCurve]:
+    """What a step costs on this server, if it was calibrated."""
+    controller = service.llm.controller
+    if not isinstance(controller, Adaptive) or not isinstance(controller.costs, Calibrated):
+        return []
+    return [
+        curve(
+            controller.costs.model, f"This server: {service.settings.model_name}", "calibrated when the server started"
+        )
+    ]
+
+
+@lru_cache(1)
+def _page() -> str:
+    return assemble(ASSETS / "dashboard.html", ASSETS / "dashboard.css", ASSETS / "dashboard.js", connect=True)
+
+
+def _same_origin(request: Request) -> None:
+    """Raise Refused for a request that another site's page makes: a browser sends its key along."""
+    origin = request.headers.get("origin")
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") or (
+        origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    ):
+        raise Refused("this page of another site may not change the server", 403, code="cross_origin")
+
+
+__all__ = ["Dashboard", "Viewer", "install"]

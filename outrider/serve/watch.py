@@ -1,0 +1,227 @@
+"""What the dashboard knows of the engine: sums over the steps since the last tick, and the requests that have ended.
+
+A `Watch` is an observer of the engine, and only while somebody looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from time import perf_counter, time
+from typing import Any
+
+from outrider.control import Adaptive, Calibrated, Controller, PerDrafter
+from outrider.control.controllers import Phase
+from outrider.control.costs import CalibratedTarget
+from outrider.core.origins import PLAIN, letters
+from outrider.core.types import Step
+from outrider.decode import Sequence
+from outrider.engine import Engine
+from outrider.engine.draft_prefill import RequestBudgets
+from outrider.trace.records import PHASES
+
+RECENT = 12  # requests that a new viewer is shown
+PLAIN_STEPS = 64  # plain steps of a batch size whose median counts
+
+CALIBRATED = "calibrated costs"
+MEASURED = "plain steps that the controller measured"
+SEEN = "plain steps seen while somebody looked"
+
+REASONS = {
+    Phase.MEASURE_PLAIN: "plain decoding is measured first",
+    Phase.FIRST_LOOK: "a first look at the drafter",
+    Phase.PROBING: "a short probe: does drafting pay now?",
+    Phase.DRAFTING: "drafting pays",
+    Phase.NEARLY_FREE: "drafts cost next to nothing here",
+    Phase.REMEASURE_PLAIN: "plain decoding is measured again",
+    Phase.RECHECK_PLAIN: "drafting stopped to pay; plain decoding is measured again",
+    Phase.SKIPPING: "drafting does not pay now",
+}
+
+
+@dataclass
+class TickSums:
+    """Sums over the steps since the last tick.
+
+    rows: sequences, summed over steps. tokens: written. depth: draft tokens asked for, summed over sequences. worth: plain
+    seconds of the tokens of steps whose plain seconds are known; taken: the seconds of these steps. by_depth: for each depth
+    [drafted, accepted], over sequences. seconds: by phase.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    depth: int = 0
+    drafts: int = 0
+    worth: float = 0.0
+    taken: float = 0.0
+    by_depth: list[list[int]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+
+@dataclass(frozen=True)
+class EndedRequest:
+    """A request that has ended. origins: one letter for each output token, "" if it was not watched from its start."""
+
+    id: int
+    at: float
+    prompt: list[int]
+    output: list[int]
+    origins: str
+    steps: int
+    drafted: int
+    accepted: int
+    first: float | None
+    seconds: float
+    finish: str
+    reason: str | None
+    method: str
+
+
+class Watch:
+    """Sums up steps for `tick`. The engine's thread writes, the event loop reads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.recent: deque[EndedRequest] = deque(maxlen=RECENT)
+        self._sums, self._ended, self._then = TickSums(), list[EndedRequest](), perf_counter()
+        self._lock = threading.Lock()
+        self._plain: dict[int, deque[float]] = {}  # seconds of plain steps, by batch size
+        self._origins: dict[int, tuple[int, str]] = {}  # by slot: the position that comes next, and letters so far
+        self._source, self._reason = SEEN, ""
+
+    def step(self, step: Step, seconds: list[float | None]) -> None:
+        """See `Observer.step`."""
+        batch, taken = len(step.slots), sum(step.seconds.values())
+        counts = step.draft.num_draft_tokens.tolist()
+        if not any(counts):
+            self._plain.setdefault(batch, deque(maxlen=PLAIN_STEPS)).append(taken)
+        plain = self._plain_seconds(batch)
+        with self._lock:
+            sums = self._sums
+            sums.steps += 1
+            sums.rows += batch
+            for phase in PHASES:
+                sums.seconds[phase] += step.seconds[phase]
+            written = 0
+            for b, commit in enumerate(step.commits):
+                written += len(commit.tokens)
+                self._follow(step, b, counts[b])
+                sums.depth += step.budgets[b].depth
+                if counts[b]:
+                    self._count_draft(sums, step, b)
+            sums.tokens += written
+            if plain is not None:
+                sums.worth += written * plain / batch
+                sums.taken += taken
+
+    def finished(self, sequence: Sequence) -> None:
+        """See `Observer.finished`."""
+        _, origins = self._origins.pop(sequence.slot, (0, ""))
+        ended = EndedRequest(
+            id=sequence.id,
+            at=time(),
+            prompt=sequence.prompt,
+            output=sequence.output,
+            origins=origins if len(origins) == len(sequence.output) else "",
+            steps=sequence.steps,
+            drafted=sum(sequence.drafted),
+            accepted=sum(sequence.accepted),
+            first=sequence.time_to_first_token,
+            seconds=sequence.total,
+            finish=sequence.finish.finish if sequence.finish else "abort",
+            reason=str(sequence.finish.reason) if sequence.finish and sequence.finish.reason is not None else None,
+            method=sequence.drafted_by,
+        )
+        with self._lock:
+            self._ended.append(ended)
+            self.recent.append(ended)
+
+    def clear(self) -> None:
+        """Begin anew: what was seen before is old."""
+        with self._lock:
+            self._sums, self._ended, self._then = TickSums(), [], perf_counter()
+            self._origins.clear()
+            self._plain.clear()
+            self.recent.clear()
+
+    def tick(self) -> tuple[dict[str, Any], list[EndedRequest]]:
+        """The event for what happened since the last tick, and the requests that ended in it."""
+        with self._lock:
+            now = perf_counter()
+            sums, ended, elapsed = self._sums, self._ended, now - self._then
+            self._sums, self._ended, self._then = TickSums(), [], now
+        event = {"time": time(), "elapsed": elapsed, **asdict(sums), "speed_from": self._source, "why": self._reason}
+        return {**event, "engine": asdict(self.engine.stats), "problem": self.engine.problem}, ended
+
+    def _count_draft(self, sums: TickSums, step: Step, b: int) -> None:
+        """Count a draft by depth. A token is drafted at a depth where its tree reaches so deep."""
+        nodes = step.draft.host[b]
+        levels = [0] * len(nodes)
+        for n, (_, parent) in enumerate(nodes[1:], 1):
+            levels[n] = levels[parent] + 1
+        deepest, accepted = max(levels), step.commits[b].num_accepted
+        while len(sums.by_depth) < deepest:
+            sums.by_depth.append([0, 0])
+        for level in range(deepest):
+            sums.by_depth[level][0] += 1
+            sums.by_depth[level][1] += level < accepted
+        sums.drafts += 1
+        sums.drafted += len(nodes) - 1
+        sums.accepted += accepted
+
+    def _follow(self, step: Step, b: int, drafted: int) -> None:
+        """Keep the origin of each token of a sequence that is watched from its start."""
+        slot, position, commit = step.slots[b], step.positions[b], step.commits[b]
+        due, known = self._origins.get(slot, (-1, ""))
+        known = known if due == position else ""
+        refused = False
+        if drafted:
+            last = commit.nodes[-1] if commit.nodes else 0
+            refused = any(parent == last for _, parent in step.draft.host[b])
+        new = (
+            letters(drafted, commit.num_accepted, refused, len(commit.tokens))
+            if drafted
+            else PLAIN * len(commit.tokens)
+        )
+        self._origins[slot] = (position + len(commit.tokens), known + new)
+
+    def _plain_seconds(self, batch: int) -> float | None:
+        """Seconds of a plain step: what the controller counts with, else what was seen. Sets the words for both."""
+        controller = self.engine.decoder.controller
+        while isinstance(controller, RequestBudgets):
+            controller = controller.inner
+        self._reason = reason(controller)
+        found = None
+        if isinstance(controller, PerDrafter):
+            found, calibrated = controller.target.plain(batch), isinstance(controller.target, CalibratedTarget)
+            self._source = CALIBRATED if calibrated else MEASURED
+        elif isinstance(controller, Adaptive):
+            found, calibrated = controller.costs.plain(batch), isinstance(controller.costs, Calibrated)
+            self._source = CALIBRATED if calibrated else MEASURED
+        if found is not None:
+            return found
+        self._source = SEEN
+        seen = self._plain.get(batch, ())
+        return median(seen) if len(seen) >= 3 else None
+
+
+def reason(controller: Controller) -> str:
+    """Why the controller drafts as it does now, in words."""
+    if isinstance(controller, PerDrafter):
+        parts = {name: reason(own) for name, own in controller.controllers.items()}
+        return next(iter(parts.values())) if len(parts) == 1 else "; ".join(f"{k}: {v}" for k, v in parts.items())
+    if not isinstance(controller, Adaptive):
+        return "the draft length is fixed"
+    if not controller.limit.max_nodes:
+        return "no drafter is configured"
+    word = REASONS[controller.phase]
+    if controller.phase is Phase.DRAFTING:
+        return f"{word}: {controller.gain:.2f} times plain decoding expected"
+    if controller.phase is Phase.SKIPPING:
+        return f"{word}; the next probe is in {max(controller.probe_at - controller.now, 0)} steps"
+    return word

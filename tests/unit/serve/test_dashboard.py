@@ -1,0 +1,239 @@
+"""The dashboard's server side: who is told what, trials, and viewers that do not read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from outrider.bench.sse import events
+from outrider.cli.main import app as cli
+from outrider.core.stopping import FinishReason
+from outrider.decode import Sequence
+from outrider.params import SamplingParams
+from outrider.serve import dashboard
+from outrider.serve.figures import figures, recent
+from outrider.serve.settings import Settings
+from outrider.serve.trial import OFF, ON, Trial
+from tests.support.serving import Live, builtin, serving
+
+BODY = {"model": "code", "prompt": "def f(x):", "max_tokens": 16, "temperature": 0}
+
+
+def ask(live: Live, **more: Any) -> httpx.Response:
+    return httpx.post(f"{live.url}/v1/completions", json={**BODY, **more}, timeout=120)
+
+
+def watched(live: Live, act: Any, until: Any, **options: Any) -> list[dict[str, Any]]:
+    """The events while `act` runs, up to the first for which `until` holds."""
+    seen = list[dict[str, Any]]()
+    with httpx.stream("GET", f"{live.url}/dashboard/events", timeout=60, **options) as stream:
+        stream.raise_for_status()
+        done = threading.Thread(target=act)
+        for event in events(stream.iter_raw()):
+            seen.append(event)
+            if len(seen) == 1:
+                done.start()
+            if len(seen) > 1 and until(seen):
+                break
+        done.join()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def live() -> Any:
+    with serving(builtin()) as found:
+        yield found
+
+
+def ended(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [request for event in seen for request in event["ended"]]
+
+
+def test_events_add_up_to_what_was_answered(live: Live) -> None:
+    answers = list[dict[str, Any]]()
+    seen = watched(live, lambda: answers.extend(ask(live).json() for _ in range(3)), lambda seen: len(ended(seen)) == 3)
+    counts = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    ticks = seen[1:]
+    assert sum(t["tokens"] for t in ticks) == sum(a["usage"]["completion_tokens"] for a in answers)
+    assert sum(t["drafted"] for t in ticks) == sum(c["num_draft_tokens"] for c in counts)
+    assert sum(t["accepted"] for t in ticks) == sum(c["num_accepted_draft_tokens"] for c in counts)
+    assert [r["tokens"] for r in ended(seen)] == [a["usage"]["completion_tokens"] for a in answers]
+    assert all("text" not in r and "prompt" not in r for r in ended(seen))
+    found = figures(ticks)
+    assert found["survival"][0] >= found["survival"][-1] > 0
+    assert figures(recent(ticks, 0.1))["elapsed"] <= found["elapsed"]
+
+
+def test_nothing_is_counted_while_nobody_looks(live: Live) -> None:
+    engine, watch = live.service.engine, live.app.state.dashboard.watch
+    assert ask(live).status_code == 200
+    assert engine.scheduler.observers == (live.metrics,)
+    assert watch.tick()[0]["steps"] == 0
+    watched(live, lambda: ask(live), lambda seen: seen[-1]["steps"] > 0)
+    while live.app.state.dashboard.viewers:
+        sleep(0.01)
+    assert engine.scheduler.observers == (live.metrics,)
+
+
+def test_the_page_and_the_terminal_compute_the_same(live: Live, tmp_path: Any) -> None:
+    """`sums.js` and `figures.py` on the same ticks."""
+    import shutil
+
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    ticks = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)[1:]
+    shutil.copy(dashboard.ASSETS / "sums.js", tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    code = (
+        "import {figures, recent} from './sums.js'; import fs from 'node:fs';"
+        "const ticks = JSON.parse(fs.readFileSync(0, 'utf8'));"
+        "console.log(JSON.stringify([ticks, recent(ticks, 0.6), []].map(figures)));"
+    )
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", code],
+        input=json.dumps(ticks),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for found, wanted in zip(json.loads(done.stdout), map(figures, (ticks, recent(ticks, 0.6), [])), strict=True):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert found[name] == (value if value is None else pytest.approx(value, rel=1e-6, abs=1e-9)), name
+
+
+def test_two_hundred_requests_at_capacity_beside_a_viewer_that_stalls() -> None:
+    """Every request is answered, the viewer is dropped, and its queue is all that it ever held."""
+    with serving(builtin(), max_queue=300) as live:
+        board = live.app.state.dashboard
+        board.interval = 0.01
+        # The system buffers megabytes of a connection, which would take minutes to fill.
+        live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        stalled = socket.create_connection(("127.0.0.1", live.port))
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        stalled.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not board.viewers:
+            sleep(0.01)
+        [viewer] = board.viewers
+        longest = 0
+        with ThreadPoolExecutor(16) as clients:
+            answers = [clients.submit(ask, live, max_tokens=8) for _ in range(200)]
+            while not all(a.done() for a in answers) or (board.viewers and not board.dropped):
+                longest = max(longest, viewer.waiting)
+                sleep(0.002)
+        assert [a.result().status_code for a in answers] == [200] * 200
+        assert all(a.result().json()["usage"]["completion_tokens"] == 8 for a in answers)
+        assert board.dropped == 1
+        assert 0 < longest <= dashboard.WAITING
+        while board.viewers:
+            sleep(0.01)
+        stalled.close()
+        assert ask(live).status_code == 200
+
+
+def test_there_is_a_limit_of_viewers(live: Live) -> None:
+    held = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(dashboard.VIEWERS)]
+    for one in held:
+        one.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
+    while len(live.app.state.dashboard.viewers) < dashboard.VIEWERS:
+        sleep(0.01)
+    assert httpx.get(f"{live.url}/dashboard/events").status_code == 503
+    for one in held:
+        one.close()
+    while live.app.state.dashboard.viewers:
+        sleep(0.01)
+
+
+def sequence(n: int, tokens: int = 11, seconds: float = 1.0, finish: str = "length") -> Sequence:
+    made = Sequence(n, [1], SamplingParams())
+    made.tokens += [2] * tokens
+    made.first, made.done, made.finish = 10.0, 10.0 + seconds, FinishReason(finish)
+    return made
+
+
+def test_a_trial_finds_the_difference_that_is_there() -> None:
+    trial, arms = Trial(40, seed=3), list[str]()
+    for n in range(40):
+        arm = trial.arm()
+        assert arm is not None
+        arms.append(arm)
+        one = sequence(n, seconds=(1.0 if arm == ON else 2.0) * (1 + 0.1 * (n % 3)))
+        trial.assign(arm, [one])
+        trial.finished(one)
+    assert trial.arm() is None
+    assert all({a, b} == {ON, OFF} for a, b in zip(arms[::2], arms[1::2], strict=True))
+    assert len(set(arms[::2])) == 2, "the order within pairs is by chance"
+    result = trial.result()
+    assert result["complete"]
+    assert result["ratio"] == pytest.approx(2, rel=0.05)
+    assert 1 < result["low"] < 2 < result["high"] * 1.05
+
+
+def test_a_trial_leaves_out_what_failed() -> None:
+    trial = Trial(4, seed=1)
+    bad = [sequence(0, finish="error"), sequence(1, tokens=1), sequence(2)]
+    for one in bad:
+        trial.assign(trial.arm() or "", [one])
+    trial.drop([bad[2]])
+    for one in bad:
+        trial.finished(one)
+    assert trial.left == 3
+    assert trial.result()["ratio"] is None
+    with pytest.raises(ValueError, match="4 to"):
+        Trial(2)
+
+
+def test_a_trial_turns_speculation_off_for_half_and_leaves_wishes_alone(live: Live) -> None:
+    started = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8})
+    assert started.status_code == 200, started.text
+    wish = ask(live, num_speculative_tokens=2).json()
+    answers = [ask(live).json() for _ in range(8)]
+    counts = [(a["metrics"] or {}).get("speculative_decoding") for a in answers]
+    assert sum(c is None or c["num_draft_tokens"] == 0 for c in counts) == 4
+    assert wish["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    assert len({a["choices"][0]["text"] for a in answers}) == 1, "the text is the same in both arms"
+    state = live.app.state.dashboard.trial.result()
+    assert state["complete"]
+    assert state["ended"] == {ON: 4, OFF: 4}
+    live.app.state.dashboard.stop()
+
+
+def test_another_sites_page_cannot_start_a_trial(live: Live) -> None:
+    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        refused = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8}, headers=headers)
+        assert refused.status_code == 403
+    own = {"origin": live.url, "sec-fetch-site": "same-origin"}
+    assert httpx.request("DELETE", f"{live.url}/dashboard/trial", headers=own).status_code == 200
+
+
+def test_a_plain_server_has_nothing_to_compare() -> None:
+    with serving(builtin(config={"method": "none"})) as live:
+        refused = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8})
+        assert refused.status_code == 400
+        assert "decodes plainly" in refused.json()["error"]["message"]
+
+
+def test_top_prints_the_figures(live: Live) -> None:
+    shown = CliRunner().invoke(cli, ["top", live.url, "--once", "--window", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "tokens/s" in shown.output
+    assert "running of 4" in shown.output
+
+
+def test_top_says_what_is_missing() -> None:
+    with serving(builtin(), Settings(model_name="code", api_key="secret")) as guarded:
+        refused = CliRunner().invoke(cli, ["top", guarded.url, "--once"])
+        assert refused.exit_code == 2
+        assert "OUTRIDER_API_KEY" in refused.output + refused.stderr
+        shown = CliRunner().invoke(cli, ["top", guarded.url, "--once", "--window", "1", "--api-key", "secret"])
+        assert shown.exit_code == 0
