@@ -11,11 +11,11 @@ import typer
 from outrider.cli.options import Debug, LoadOptions, Model, option
 from outrider.cli.terminal import loading, readable
 
-METHOD = "eagle3"
+METHODS = ("eagle3", "medusa", "dflash", "dspark")
 
 
 def train(
-    method: Annotated[str, typer.Argument(metavar="METHOD", help="The kind of head: eagle3.")],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help=f"The kind of head: {', '.join(METHODS)}.")],
     model: Model,
     out: Annotated[
         Path, option("Output", "The folder of the head. A run in it goes on.", "--out", "-o", metavar="FOLDER")
@@ -54,9 +54,9 @@ def train(
     The model writes answers, and the head learns to say them first. A run that was stopped goes on with the same command.
     """
     with readable(debug):
-        if method != METHOD:
+        if method not in METHODS:
             raise ValueError(
-                f"outrider trains heads of the kind {METHOD}, not {method!r}; write: outrider train {METHOD}"
+                f"outrider trains heads of the kinds {', '.join(METHODS)}, not {method!r}; write: outrider train {METHODS[0]}"
             )
         with loading(model):
             from outrider.llm import LLM

@@ -26,9 +26,9 @@ from outrider.train.survival import Survival
 class TrainingSettings:
     """What a run was asked for. A run that goes on must be asked for the same.
 
-    method: "eagle3". model: as `load` takes it. prompts: names of sources. temperatures: of the answers, in turn. length:
-    tokens of a text, at most. draft_vocab_size: 0 for all tokens. batch_tokens: of one step. start: a folder with a head to begin
-    with.
+    method: a key of `methods.METHODS`. model: as `load` takes it. prompts: names of sources. temperatures: of the answers, in
+    turn. length: tokens of a text, at most. draft_vocab_size: 0 for all tokens. batch_tokens: of one step. start: a folder with a
+    head to begin with.
     """
 
     method: str
@@ -120,10 +120,12 @@ class RunFolder:
 
     def _card(self, progress: Progress, model: str, parameters: int) -> str:
         s = self.settings
+        depth = len(progress.curve[-1]["held_out"][0]["S"])
         lines = [
             f"# A head for {model}",
             "",
-            f"An {s.method} head with {parameters:,} trained parameters, for speculative decoding. Made by `outrider train`.",
+            f"A head of the kind {s.method} with {parameters:,} trained parameters, for speculative decoding. Made by "
+            "`outrider train`.",
             "",
             f"* Text: {self.answers.tokens:,} tokens in {len(self.answers.answers):,} answers that {model} wrote, at "
             f"temperatures {', '.join(f'{t:g}' for t in s.temperatures)}. Prompts: {', '.join(Path(p).name for p in s.prompts)}.",
@@ -133,8 +135,8 @@ class RunFolder:
             "",
             "S_j is the share of places in held-out answers where the first j drafted tokens are the target's own.",
             "",
-            "| tokens | text | S_1 | S_2 | S_3 | S_4 | tokens a step |",
-            "|---|---|---|---|---|---|---|",
+            f"| tokens | text | {' | '.join(f'S_{k + 1}' for k in range(depth))} | tokens a step |",
+            "|---" * (depth + 3) + "|",
         ]
         for point in progress.curve:
             groups = point["held_out"] if point is progress.curve[-1] else point["held_out"][:1]

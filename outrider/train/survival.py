@@ -14,13 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.eagle_module import Eagle
 from outrider.train.answers import Answer
 from outrider.train.batches import Batch, batch_of, positions
-from outrider.train.teacher import Taught, Teacher
-from outrider.train.unroll import unrolled
-
-DEPTH = 4
+from outrider.train.method import TrainedHead
+from outrider.train.teacher import Taught
 
 
 @dataclass(frozen=True)
@@ -61,25 +58,24 @@ class _Text:
 
 
 class HeldOut:
-    """Texts that measure a head. Raises ValueError if none is long enough."""
+    """Texts that measure a head while it learns. Raises ValueError if none is long enough."""
 
-    def __init__(
-        self, answers: Sequence[Answer], teacher: Teacher, token_ids: Tensor, seed: int, dtype: torch.dtype
-    ) -> None:
-        self._teacher, self._ids, self._seed, self._dtype = teacher, token_ids, seed, dtype
-        every = teacher.output()
-        self._rows = every[token_ids]
-        self._texts = [self._text(a, every) for a in answers if len(positions(batch_of([a]), DEPTH)[0])]
+    def __init__(self, answers: Sequence[Answer], head: TrainedHead, seed: int, dtype: torch.dtype) -> None:
+        self._head, self._teacher, self._ids = head, head.teacher, head.token_ids
+        self._seed, self._dtype, depth = seed, dtype, head.depth
+        every = self._teacher.output()
+        self._rows = every[self._ids]
+        self._texts = [self._text(a, every) for a in answers if len(positions(batch_of([a]), depth)[0])]
         if not self._texts:
             raise ValueError(
-                f"no held-out answer has {DEPTH + 2} tokens or more, so acceptance cannot be measured; give more prompts"
+                f"no held-out answer has {depth + 2} tokens or more, so acceptance cannot be measured; give more prompts"
             )
 
-    def measure(self, head: Eagle) -> list[Survival]:
+    def measure(self) -> list[Survival]:
         """For all texts, group "all"; then for each source and each temperature."""
         counts: dict[str, Tensor] = {}
         for text in self._texts:
-            right = self._survived(head, text)
+            right = self._survived(text)
             found = torch.cat([right.sum(1), torch.tensor([right.shape[1]])])
             for group in ("all", text.answer.source, f"temperature {text.answer.temperature:g}"):
                 counts[group] = counts.get(group, torch.zeros_like(found)) + found
@@ -95,18 +91,19 @@ class HeldOut:
         return _Text(answer, batch, Taught(taught.features.to(torch.bfloat16), taught.last), total)
 
     @torch.no_grad()
-    def _survived(self, head: Eagle, text: _Text) -> Tensor:
-        """bool [DEPTH, place]: whether the draft is right up to there."""
+    def _survived(self, text: _Text) -> Tensor:
+        """bool [depth, place]: whether the draft is right up to there."""
         device, temperature = text.taught.last.device, text.answer.temperature
-        places = positions(text.batch, DEPTH)[0]
+        places = positions(text.batch, self._head.depth)[0]
         anchors = torch.arange(places.start, places.stop, device=device)[None]
         tokens = text.batch.tokens.to(device)
         noise = self._noise(text) if temperature else None
         alive, rows = torch.ones(len(places), dtype=torch.bool, device=device), []
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
-            for step, logits in enumerate(unrolled(head, tokens, text.taught.features.float(), anchors, DEPTH)):
+            taught = text.taught._replace(features=text.taught.features.float())
+            for step, drafted in enumerate(self._head.drafts(tokens, taught, anchors)):
                 aim = anchors[0] + 2 + step
-                keys = logits[0].float()
+                keys = drafted.logits[0].float()
                 if noise is not None:
                     keys = keys / temperature + noise[aim]
                 alive = alive & (self._ids[keys.argmax(-1)] == tokens[0, aim])

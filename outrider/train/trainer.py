@@ -10,25 +10,21 @@ from pathlib import Path
 
 import torch
 
-from outrider.drafters.heads.config import HeadConfig
-from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import read_eagle
-from outrider.drafters.heads.writer import write_eagle
 from outrider.llm import LLM
 from outrider.train.answers import Answer, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
-from outrider.train.beginning import continued_head, new_head
-from outrider.train.eagle import STEPS, count_tokens, loss_of, split
 from outrider.train.folder import Progress, RunFolder, TrainingSettings, point, verdict
 from outrider.train.losses import rate
+from outrider.train.method import Beginning, TrainedHead, loss_of
+from outrider.train.methods import head_to_begin_with, start_head
 from outrider.train.muon import Muon
 from outrider.train.prompts import sources
 from outrider.train.survival import HeldOut, Survival
-from outrider.train.teacher import Teacher, multiplying_dtype
+from outrider.train.teacher import multiplying_dtype
+from outrider.train.vocabulary import count_tokens
 
 WRITING = 0.4  # share of the minutes in which answers are written
 ANSWERS_PER_TOKEN = 0.25  # with a budget of tokens: each answer is read about four times
-ANCHORS = 0.5  # share of the positions that a step learns at
 SLOTS = 40  # texts that the target writes side by side
 MUON_RATE, ADAM_RATE, FALL = 0.01, 1e-3, 0.85
 SAVE_SECONDS = 60.0
@@ -131,45 +127,35 @@ class Training:
     def __init__(self, folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:
         self._folder, self._budget, self._say = folder, budget, say
         settings, loaded, state = folder.settings, llm.loaded, folder.load()
+        self._name = Path(settings.model).name if "/" in settings.model else settings.model
         answers = folder.answers.in_order()
         held = [a for a in answers if a.held_out]
-        self._answers = [a for a in answers if not a.held_out and len(positions(batch_of([a]), STEPS)[0])]
-        if not self._answers or not held:
-            raise ValueError(
-                f"{len(self._answers)} answers train the head and {len(held)} measure it; both need some. Give more prompts"
-            )
-        self._name = Path(settings.model).name if "/" in settings.model else settings.model
-        given = read_eagle(settings.start, loaded) if settings.start else None
-        if given is not None:
-            ids, config = given.token_ids, given.config
-        else:
-            ids = state["token_ids"] if state else self._vocabulary(loaded.model.vocab_size, loaded.end_ids)
-            config = HeadConfig.for_target(
-                loaded.config, draft_vocab_size=len(ids), fc_norm=True, norm_output=True, verifier=self._name
-            )
-        self._teacher = teacher = Teacher(loaded, config.taps)
+        self._answers = [a for a in answers if not a.held_out]
+        self._check(held)
+        given = head_to_begin_with(settings.method, settings.start, loaded) if settings.start else None
+        ids = state["token_ids"] if state else self._vocabulary(loaded.model.vocab_size, loaded.end_ids)
+        kept = state.get("kept", {}) if state else None
+        start = Beginning(loaded, settings.method, settings.seed, self._answers, ids, self._name, kept)
+        self.head: TrainedHead = start_head(start, given)
+        depth, device = self.head.depth, self.head.teacher.device
+        self._answers = [a for a in self._answers if len(positions(batch_of([a]), depth)[0])]
+        self._check(held)
         self._dtype = torch.bfloat16 if state and state["bfloat16"] else torch.float32
         if state is None:
-            self._dtype = multiplying_dtype(teacher.device)
-        self._own_embedding = given is not None and given.own_embedding is not None
-        if given is None:
-            sample = batch_of(self._answers[:4]).tokens
-            self.head: Eagle = new_head(loaded, teacher, config, ids, settings.seed, sample)
-        else:
-            self.head = continued_head(given, teacher)
-        matrices, rest = split(self.head)
+            self._dtype = multiplying_dtype(device)
+        matrices, rest = self.head.split()
         self._trained = [*matrices, *rest]
-        self._optimisers: list[torch.optim.Optimizer] = [
-            Muon(matrices, lr=MUON_RATE, dtype=self._dtype),
-            torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        self._optimisers: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._optimisers.append(Muon(matrices, lr=MUON_RATE, dtype=self._dtype))
+        if rest:
+            self._optimisers.append(torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0))
         self._rates = [o.param_groups[0]["lr"] for o in self._optimisers]
-        ids = ids.to(teacher.device)
-        self._rows = teacher.output(ids)
-        self._held = HeldOut(held[:MEASURED_TEXTS], teacher, ids, settings.seed, self._dtype)
+        self._rows = self.head.teacher.output(self.head.token_ids)
+        self._held = HeldOut(held[:MEASURED_TEXTS], self.head, settings.seed, self._dtype)
         self.progress = Progress()
         if state:
-            self.head.load_state_dict(state["head"], strict=False)
+            self.head.module.load_state_dict(state["head"], strict=False)
             for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
                 optimiser.load_state_dict(saved)
             self.progress = Progress(**state["progress"])
@@ -210,9 +196,15 @@ class Training:
             elif now - saved >= SAVE_SECONDS:
                 self._save()
                 saved = now
-        measured = measured or self._held.measure(self.head)
+        measured = measured or self._held.measure()
         self._say(verdict(progress.curve, measured[0]))
         return measured
+
+    def _check(self, held: list[Answer]) -> None:
+        if not self._answers or not held:
+            raise ValueError(
+                f"{len(self._answers)} answers train the head and {len(held)} measure it; both need some. Give more prompts"
+            )
 
     def _vocabulary(self, vocab_size: int, ends: tuple[int, ...]) -> torch.Tensor:
         return count_tokens(self._answers, self._folder.settings.draft_vocab_size, vocab_size, ends)
@@ -222,15 +214,13 @@ class Training:
         progress = self.progress
         batch = batch_of(answers)
         generator = torch.Generator().manual_seed(self._folder.settings.seed * 1_000_003 + progress.step)
-        anchors = draw_anchors(batch, STEPS, ANCHORS, generator)
+        anchors = draw_anchors(batch, self.head.depth, self.head.share, generator)
         progress.step += 1
         progress.tokens += batch.size
-        taught = self._teacher.read(batch.tokens)
-        device = self._teacher.device
+        taught = self.head.teacher.read(batch.tokens)
+        device = self.head.teacher.device
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
-            loss, accepted = loss_of(
-                self.head, self._teacher, self._rows, batch, taught, anchors, weight=0.1 + 0.8 * min(done, 1.0)
-            )
+            loss, accepted = loss_of(self.head, self._rows, batch, taught, anchors, weight=0.1 + 0.8 * min(done, 1.0))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
         for optimiser, base in zip(self._optimisers, self._rates, strict=True):
@@ -243,24 +233,26 @@ class Training:
 
     def _measure(self, loss: float) -> list[Survival]:
         """Measure the held-out answers, and write head and card."""
-        measured = self._held.measure(self.head)
+        measured = self._held.measure()
         self.progress.curve.append(point(self.progress, loss, measured))
         every = measured[0]
         shares = " ".join(f"{x:.3f}" for x in every.shares)
         self._say(
             f"{self.progress.tokens:,} tokens: held-out drafts survive {shares}, {every.accepted_length:.2f} tokens a step"
         )
-        write_eagle(self._folder.path, self.head, embedding=self._own_embedding)
+        self.head.write(self._folder.path)
         self._folder.write_card(self.progress, self._name, sum(p.numel() for p in self._trained))
         return measured
 
     def _save(self) -> None:
-        frozen = {n for n, p in self.head.named_parameters() if not p.requires_grad}
+        module = self.head.module
+        frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
         self._folder.save(
             {
-                "head": {n: t for n, t in self.head.state_dict().items() if n not in frozen},
+                "head": {n: t for n, t in module.state_dict().items() if n not in frozen},
                 "optimisers": [o.state_dict() for o in self._optimisers],
                 "token_ids": self.head.token_ids.cpu(),
+                "kept": self.head.kept(),
                 "bfloat16": self._dtype == torch.bfloat16,
                 "progress": asdict(self.progress),
             }

@@ -108,7 +108,7 @@ class HeadConfig:
     @property
     def layer_ids(self) -> list[int]:
         """`taps` as SafeAILab, speculators and vLLM count: the hidden state before that layer."""
-        return [0 if t == EMBEDDING else t + 1 for t in self.taps]
+        return layer_ids(self.taps)
 
     def rotary(self) -> tuple[Tensor, float]:
         """(float32 [head_dim / 2] frequencies in radians per position, factor of cosine and sine)."""
@@ -151,6 +151,11 @@ def tap_of(layer_id: int) -> int:
     return EMBEDDING if layer_id == 0 else layer_id - 1
 
 
+def layer_ids(taps: Sequence[int]) -> list[int]:
+    """The layers of taps as SafeAILab, speculators and vLLM count: the hidden state before that layer."""
+    return [0 if t == EMBEDDING else t + 1 for t in taps]
+
+
 def plain_rope(given: Any) -> dict[str, Any]:
     """`rope_parameters` of a configuration as one dictionary. Raises ValueError if kinds of layers have different ones."""
     if not given:
@@ -161,4 +166,4 @@ def plain_rope(given: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0} | rope
 
 
-__all__ = ["EMBEDDING", "FINAL_NORM", "HeadConfig", "default_taps", "plain_rope", "tap_of"]
+__all__ = ["EMBEDDING", "FINAL_NORM", "HeadConfig", "default_taps", "layer_ids", "plain_rope", "tap_of"]

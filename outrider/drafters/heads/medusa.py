@@ -33,12 +33,13 @@ _OWN = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.(\d+)\.weight")
 class MedusaWeights:
     """blocks: for each head its blocks, as (A [hidden, hidden], b [hidden] or None). outputs: float [kept, hidden], one for each
     head, or a single one for all; empty for the target's own. token_ids: int64 [kept], ascending; None for all tokens.
-    vocab_size: tokens of the target."""
+    vocab_size: tokens of the target. logit_scale: factor of all logits."""
 
     blocks: list[list[tuple[Tensor, Tensor | None]]]
     outputs: list[Tensor]
     token_ids: Tensor | None
     vocab_size: int
+    logit_scale: float = 1.0
 
 
 def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeights:
@@ -88,10 +89,10 @@ def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeight
     if biased and given.get("medusa_fc_bias") is False:
         log.warning("%s has biases and says medusa_fc_bias false; they are used here, and vLLM leaves them out", path)
     made = [[(b[j]["weight"], b[j].get("bias")) for j in range(layers)] for _, b in sorted(blocks.items())]
+    if ids is not None:
+        every = [m[ids.argsort()] for m in every]
     scale = float(given.get("logit_scale") or 1.0)
-    order = None if ids is None else ids.argsort()
-    every = [(m if order is None else m[order]) * scale for m in every]
-    return MedusaWeights(made, every, None if ids is None else ids.sort().values, vocab_size)
+    return MedusaWeights(made, every, None if ids is None else ids.sort().values, vocab_size, scale)
 
 
 def _ids(path: Path, mapped: Tensor | None, outputs: Sequence[Tensor], vocab_size: int) -> Tensor | None:
@@ -149,7 +150,7 @@ class MedusaModel:
         linears = Linears(target.device, precision_of(quantization, matrices))
         self.heads = [[linears([a], [b]) for a, b in blocks] for blocks in head.blocks]
         self._outputs: list[Linear] = [linears([m]) for m in head.outputs]
-        self._target = target
+        self._target, self._scale = target, head.logit_scale
         self.weight_bytes = linears.bytes // len(self.heads)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
@@ -161,6 +162,6 @@ class MedusaModel:
                 z = z + F.silu(block(z))
             states.append(z)
         if len(self._outputs) > 1:
-            return torch.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1)
+            return torch.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
         read = self._outputs[0] if self._outputs else self._target.output_head
-        return read(torch.stack(states, 1))
+        return read(torch.stack(states, 1)) * self._scale

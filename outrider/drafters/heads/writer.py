@@ -48,12 +48,40 @@ def write_eagle(
     settings["dtype" if layout == "speculators" else "torch_dtype"] = str(dtype).removeprefix("torch.")
     if layout == "flat":
         tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}
+    return store_head(out, settings, tensors)
+
+
+def store_head(
+    out: Path, settings: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors"
+) -> Path:
+    """Write config.json and the file of weights, each whole. Returns the folder, which is made if it is not there."""
     out.mkdir(parents=True, exist_ok=True)
-    with written_whole(out / "model.safetensors") as partial:
+    with written_whole(out / file) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
     with written_whole(out / "config.json") as partial:
         partial.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return out
+
+
+def speculators_settings(algorithm: str, tokens: int, verifier: str | None) -> dict[str, Any]:
+    """What every folder of speculators says. tokens: draft tokens per step that vLLM starts with."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": verifier},
+        },
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.9.0",
+        "tie_word_embeddings": False,
+    }
 
 
 def vocabulary_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
@@ -88,31 +116,20 @@ def _flags(config: HeadConfig) -> dict[str, Any]:
 
 
 def _speculators(config: HeadConfig, tokens: int) -> dict[str, Any]:
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     wider = config.target_hidden_size != config.hidden_size
-    return _flags(config) | {
-        "architectures": ["Eagle3DraftModel"],
-        "draft_vocab_size": config.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": config.layer_ids,
-        "embed_requires_grad": False,
-        "norm_before_residual": config.norm_before_residual,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": config.verifier},
-        },
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "target_hidden_size": config.target_hidden_size if wider else None,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": _layer(config) | {"rope_parameters": config.rope_parameters},
-    }
+    return (
+        _flags(config)
+        | speculators_settings("eagle3", tokens, config.verifier)
+        | {
+            "architectures": ["Eagle3DraftModel"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": config.layer_ids,
+            "embed_requires_grad": False,
+            "norm_before_residual": config.norm_before_residual,
+            "target_hidden_size": config.target_hidden_size if wider else None,
+            "transformer_layer_config": _layer(config) | {"rope_parameters": config.rope_parameters},
+        }
+    )
 
 
 def _flat(config: HeadConfig) -> dict[str, Any]:

@@ -18,13 +18,15 @@ from outrider.train import prompts
 from outrider.train.answers import Answer, AnswerFile, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
 from outrider.train.beginning import copy_last_layer_
-from outrider.train.eagle import count_tokens, loss_of
+from outrider.train.eagle import TrainedEagle
 from outrider.train.folder import verdict
 from outrider.train.losses import divergence, rate
+from outrider.train.method import loss_of
 from outrider.train.prompts import sources
 from outrider.train.survival import Survival, noise_given
 from outrider.train.teacher import Teacher
 from outrider.train.unroll import unrolled
+from outrider.train.vocabulary import count_tokens, mask_token
 
 TARGET = small_config(96)
 
@@ -88,18 +90,18 @@ def test_the_teacher_of_a_draft_vocabulary_is_a_distribution_and_answers_alone_a
     taught = teacher.read(batch.tokens)
     law = teacher.logits(taught.last, teacher.output(ids)).softmax(-1)
     assert torch.allclose(law.sum(-1), torch.ones(2, 50), atol=1e-5)
-    head = Eagle(config, ids).initialise_(teacher.embedding(), teacher.output())
+    head = TrainedEagle(Eagle(config, ids).initialise_(teacher.embedding(), teacher.output()), teacher, ids)
     anchors = draw_anchors(batch, 4, 1.0, torch.Generator().manual_seed(0))
     assert [positions(batch, 4)[i] for i in (0, 1)] == [range(18, 45), range(3, 9)]
     assert anchors.at[0, anchors.valid[0]].tolist() == list(range(18, 45))
     assert anchors.at[1, anchors.valid[1]].tolist() == list(range(3, 9))
     rows = teacher.output(ids)
-    loss, accepted = loss_of(head, teacher, rows, batch, taught, anchors, 0.5)
+    loss, accepted = loss_of(head, rows, batch, taught, anchors, 0.5)
     assert len(accepted) == 4
     assert all(0 < a < 1 for a in accepted)
     filled = batch._replace(tokens=batch.tokens.clone())
     filled.tokens[1, 14:] = 77  # behind the end of the second text
-    again, _ = loss_of(head, teacher, rows, filled, teacher.read(filled.tokens), anchors, 0.5)
+    again, _ = loss_of(head, rows, filled, teacher.read(filled.tokens), anchors, 0.5)
     assert float(again.detach()) == pytest.approx(float(loss.detach()), abs=1e-5)
 
 
@@ -146,6 +148,22 @@ def test_the_draft_vocabulary_holds_the_most_frequent_tokens_of_the_answers() ->
     assert count_tokens(texts, 6, 96).tolist() == [0, 1, 2, 50, 60, 70]
     assert count_tokens(texts, 0, 96).tolist() == list(range(96))
     assert count_tokens(texts, 200, 96).tolist() == list(range(96))
+
+
+def test_the_mask_is_a_token_that_no_text_uses() -> None:
+    texts = [Answer(0, "self", [1, 2, 9, 9], 2, 0.0, held_out=False)]
+
+    class Tokenizer:
+        all_special_ids = (0, 3, 7)
+
+        def __len__(self) -> int:
+            return 10
+
+    assert mask_token(texts, 12, Tokenizer()) == 11  # beyond the tokenizer
+    assert mask_token(texts, 10, Tokenizer()) == 7
+    assert mask_token(texts, 10, Tokenizer(), (7,)) == 3
+    assert mask_token(texts, 10, None, (8,)) == 7
+    assert mask_token([*texts, Answer(1, "self", [0, 3, 4, 5, 6, 7, 8], 2, 0.0, held_out=False)], 10, None) == 8
 
 
 def test_the_rate_warms_up_and_falls_to_zero() -> None:

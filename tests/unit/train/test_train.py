@@ -9,26 +9,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from heads import GOLDEN
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
+from outrider.cli.train import METHODS as METHOD_NAMES
 from outrider.drafters.heads.reader import read_eagle
 from outrider.llm import LLM
+from outrider.params import SamplingParams
 from outrider.train import trainer
 from outrider.train.answers import AnswerFile
 from outrider.train.folder import RunFolder, TrainingSettings
+from outrider.train.methods import METHODS
 from outrider.train.trainer import Budget, train
 
 VOCAB, WIDTH = 64, 64
 SETTINGS = TrainingSettings("eagle3", "tiny", ("self",), (0.8, 0.0), 64, 0, 512, 0)
 
 
-def chain_model() -> LlamaForCausalLM:
-    """Each token has three successors, of different weight, and the layers add nothing: a Markov chain."""
+def vary(**changes: object) -> TrainingSettings:
+    return TrainingSettings(**(vars(SETTINGS) | changes))  # pyright: ignore[reportArgumentType]
+
+
+def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)) -> LlamaForCausalLM:
+    """Each token has successors of different weight, and the layers add nothing: a Markov chain."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=WIDTH,
         intermediate_size=64,
         num_hidden_layers=7,
@@ -44,13 +52,29 @@ def chain_model() -> LlamaForCausalLM:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        table = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q
+        table = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q[:vocab]
         model.model.embed_tokens.weight.copy_(table)
         model.lm_head.weight.zero_()
-        for weight in (8.0, 7.0, 6.0):
-            following = torch.randperm(VOCAB - 1) + 1  # nothing leads to token 0, which ends a text
-            model.lm_head.weight[following[torch.arange(VOCAB) % (VOCAB - 1)]] += weight / WIDTH**0.5 * table
+        for weight in weights:
+            following = torch.randperm(vocab - 1) + 1  # nothing leads to token 0, which ends a text
+            model.lm_head.weight[following[torch.arange(vocab) % (vocab - 1)]] += weight / WIDTH**0.5 * table
     return model
+
+
+def ring_model() -> LlamaForCausalLM:
+    """Each token has one successor; only after token 0, which begins a text, all are alike. Heads that do not know the tokens
+    between can learn it too."""
+    model = chain_model(24, (14.0,))
+    with torch.no_grad():
+        first, rows = model.model.embed_tokens.weight[0], model.lm_head.weight
+        rows -= torch.outer(rows @ first, first)
+        rows[0] -= 5 * first
+    return model
+
+
+@pytest.fixture(scope="module")
+def ring() -> LLM:
+    return LLM(ring_model(), max_num_seqs=trainer.SLOTS)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +94,10 @@ def stopped_after(lines: int, with_word: str) -> Callable[[str], None]:
     return say
 
 
-def test_a_known_structure_is_learnt_and_the_head_is_read_again(llm: LLM, tmp_path: Path) -> None:
+def test_a_known_structure_is_learnt_and_the_head_is_read_again(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "POINTS", 6)
     said: list[str] = []
     measured = train(SETTINGS, Budget(tokens=200_000), tmp_path / "head", llm, said.append)
     groups = {s.group: s for s in measured}
@@ -96,20 +123,54 @@ def test_a_known_structure_is_learnt_and_the_head_is_read_again(llm: LLM, tmp_pa
     assert again[0].shares[0] > 0.9  # a new head has a tenth of it after as many tokens
 
 
+@pytest.mark.parametrize(("method", "tokens"), [("medusa", 150_000), ("dflash", 60_000), ("dspark", 60_000)])
+def test_heads_of_several_positions_learn_a_known_structure(
+    method: str, tokens: int, ring: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "POINTS", 3)
+    measured = train(vary(method=method), Budget(tokens=tokens), tmp_path / "head", ring, lambda _: None)
+    every = measured[0]
+    assert every.shares[0] > 0.95
+    assert min(s.shares[-1] for s in measured if s.group == "temperature 0") > 0.95  # the last token of a draft too
+    run = json.loads((tmp_path / "head" / "training" / "run.json").read_text())
+    assert run["curve"][0]["held_out"][0]["S"][-1] < 0.3
+    depth = len(every.shares)
+    assert depth == (4 if method == "medusa" else 6)
+    assert f"S_{depth} | tokens a step" in (tmp_path / "head" / "MODEL_CARD.md").read_text()
+    # the drafter reads the folder, and nearly all of its draft tokens are accepted
+    fast = LLM(
+        ring.loaded,
+        speculative_config={"model": str(tmp_path / "head"), "num_speculative_tokens": depth, "controller": "fixed"},
+    )
+    [out] = fast.generate([{"prompt_token_ids": [0, 5]}], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    counted = out.metrics.speculative_decoding
+    assert counted is not None
+    # a text seldom begins with these two tokens; the steps behind are all right
+    assert counted.per_step_accepted[2:] == counted.per_step_drafted[2:]
+    assert sum(counted.per_step_drafted[2:]) > 40
+    again = train(
+        vary(method=method, start=str(tmp_path / "head")), Budget(tokens=3_000), tmp_path / "more", ring, lambda _: None
+    )
+    assert again[0].shares[-1] > 0.85  # a new head has nearly none of it after as many tokens
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "dflash", "dspark"])
 def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "POINTS", 4)
     monkeypatch.setattr(trainer, "NEWS_SECONDS", 0.0)
-    budget = Budget(tokens=16_000)
-    train(SETTINGS, budget, tmp_path / "whole", llm, lambda _: None)
+    eagle = method == "eagle3"
+    settings, budget = vary(method=method), Budget(tokens=16_000 if eagle else 6_000)
+    train(settings, budget, tmp_path / "whole", llm, lambda _: None)
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
-    for lines, word in ((2, "answers:"), (5, "answers:"), (1, "survive"), (5, "loss"), (9, "loss"), (3, "survive")):
+    kills = ((2, "answers:"), (5, "answers:"), (1, "survive"), (5, "loss"), (9, "loss"), (3, "survive"))
+    for lines, word in kills if eagle else ((1, "survive"), (4, "loss"), (2, "survive")):
         with pytest.raises(KeyboardInterrupt):
-            train(SETTINGS, budget, tmp_path / "killed", llm, stopped_after(lines, word))
+            train(settings, budget, tmp_path / "killed", llm, stopped_after(lines, word))
         part = tmp_path / "killed" / "training" / "answers.jsonl"
         part.write_bytes(part.read_bytes() + b'{"number": 7, "sou')  # as a kill leaves it
-    train(SETTINGS, budget, tmp_path / "killed", llm, lambda _: None)
+    train(settings, budget, tmp_path / "killed", llm, lambda _: None)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes(), name
     curves = [json.loads((tmp_path / n / "training" / "run.json").read_text())["curve"] for n in ("whole", "killed")]
@@ -127,7 +188,8 @@ def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monk
         trainer.time, "monotonic", lambda: next(ticks) / 10
     )  # each look at the clock takes a tenth of a second
     runs = []
-    for minutes in (1.0, 2.0):
+    monkeypatch.setattr(trainer, "POINTS", 3)
+    for minutes in (0.5, 1.0):
         train(SETTINGS, Budget(minutes=minutes), tmp_path / "head", llm, lambda _: None)
         runs.append(json.loads((tmp_path / "head" / "training" / "run.json").read_text()))
         used = runs[-1]["answers"]["seconds"], runs[-1]["training"]["seconds"]
@@ -141,11 +203,11 @@ def test_prompts_of_words_need_a_tokenizer(llm: LLM, tmp_path: Path) -> None:
         train(vary(prompts=("code",)), Budget(tokens=2_000), tmp_path / "head", llm)
 
 
-def vary(**changes: object) -> TrainingSettings:
-    return TrainingSettings(**(vars(SETTINGS) | changes))  # pyright: ignore[reportArgumentType]
-
-
 def test_bad_input_is_explained(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="of the kind 'dspark', and this run trains 'eagle3'; write: outrider train dspark"
+    ):
+        train(vary(start=str(GOLDEN / "dspark")), Budget(tokens=1000), tmp_path / "c", llm, lambda _: None)
     with pytest.raises(ValueError, match="one of the two"):
         Budget()
     with pytest.raises(ValueError, match="one of the two"):
@@ -205,3 +267,4 @@ def test_the_command(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, ["train", "medusa3", "-m", "builtin:code", "--tokens", "3000", "-o", str(out)])
     assert wrong.exit_code == 2
     assert "outrider train eagle3" in wrong.output
+    assert tuple(METHODS) == METHOD_NAMES

@@ -1,6 +1,6 @@
 """Makes the folders in `golden/`: small heads that speculators wrote, with the logits that its own modules compute.
 
-Run by hand, in an environment of its own (`requirements-interop.txt` beside this file says how it is made):
+Run by hand, in an environment of its own (`tests/foreign/requirements.txt` says how it is made):
 
     python tests/unit/drafters/heads/make.py
 

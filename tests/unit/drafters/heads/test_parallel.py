@@ -24,10 +24,13 @@ from outrider.core.types import Budget, Draft
 from outrider.drafters import make_drafter
 from outrider.drafters.base import DraftContext
 from outrider.drafters.heads.block import BlockDrafter, BlockModel
+from outrider.drafters.heads.block_module import BlockModule
 from outrider.drafters.heads.block_reader import read_block
 from outrider.drafters.heads.files import head_kind, open_head
 from outrider.drafters.heads.lattice import ParallelDrafter, grown_lattice
-from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
+from outrider.drafters.heads.medusa import MedusaDrafter, MedusaWeights, read_medusa
+from outrider.drafters.heads.medusa_module import MedusaModule
+from outrider.drafters.heads.parallel_writer import write_block, write_medusa
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, HOT, check_drafter, context
 
@@ -372,6 +375,119 @@ def test_other_layouts_of_blocks(tmp_path: Path) -> None:
     folder = copied("dflash", tmp_path, z_lab, **names, **moved)
     assert head_kind(folder) == "dflash"
     assert replace(read_block(folder, TARGET).config) == read_block(GOLDEN / "dflash", TARGET).config
+
+
+MEDUSA_CASES = [("vllm", "vllm"), ("old", "tgi"), ("shared", "vllm"), ("target", "tgi"), ("vllm", "tgi")]
+
+
+@pytest.mark.parametrize(("layout", "written"), MEDUSA_CASES)
+def test_medusa_heads_are_written_without_a_loss(layout: str, written: str, tmp_path: Path) -> None:
+    first = read_medusa(medusa_folder(tmp_path, layout), TARGET)
+    out = write_medusa(tmp_path / "out", first, written, dtype=torch.float32, verifier="golden-target")
+    assert head_kind(out) == "medusa"
+    again = read_medusa(out, TARGET)
+    assert again.vocab_size == first.vocab_size
+    assert again.logit_scale == first.logit_scale
+    for ours, theirs in zip(_numbers(again), _numbers(first), strict=True):
+        assert torch.equal(ours, theirs)
+    assert open_head(out).verifier == "golden-target"
+    if written == "vllm":  # what vLLM needs to read it as it is
+        config = json.loads((out / "config.json").read_text())
+        assert config["medusa_fc_bias"] is True
+        assert config["original_lm_head"] is (layout == "shared")
+        assert config["truncated_vocab_size"] == (40 if layout == "shared" else 128)
+
+
+def _numbers(head: MedusaWeights) -> list[Tensor]:
+    blocks = [t for one in head.blocks for pair in one for t in pair if t is not None]
+    return [*blocks, *head.outputs, *([] if head.token_ids is None else [head.token_ids])]
+
+
+def test_a_logit_scale_is_kept_and_used(tmp_path: Path) -> None:
+    plain = read_medusa(medusa_folder(tmp_path, "shared"), TARGET)
+    scaled = replace(plain, logit_scale=0.25)
+    again = read_medusa(write_medusa(tmp_path / "out", scaled, dtype=torch.float32), TARGET)
+    assert again.logit_scale == 0.25
+    hidden = torch.randn(2, 32)
+    logits = [MedusaDrafter(h, TARGET.model, "none").model.logits(hidden, 2) for h in (plain, again)]
+    assert torch.allclose(0.25 * logits[0], logits[1])
+
+
+def test_what_a_medusa_layout_cannot_say(tmp_path: Path) -> None:
+    shared = read_medusa(medusa_folder(tmp_path, "shared"), TARGET)
+    with pytest.raises(ValueError, match="write layout='vllm'"):
+        write_medusa(tmp_path / "out", shared, "tgi")
+    with pytest.raises(ValueError, match="write layout='tgi'"):
+        write_medusa(tmp_path / "out", replace(shared, outputs=[], token_ids=None))
+    with pytest.raises(ValueError, match="vllm or tgi, got 'other'"):
+        write_medusa(tmp_path / "out", shared, "other")
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark-small"])
+def test_what_speculators_wrote_of_blocks_is_written_again(name: str, tmp_path: Path) -> None:
+    folder = GOLDEN / name
+    if name == "dspark-small":
+        folder = copied("dspark", tmp_path, {"draft_vocab_size": 20}, **_reduced("dspark", 20))
+    first = read_block(folder, TARGET)
+    out = write_block(tmp_path / "out", first)
+    again = read_block(out, TARGET)
+    assert again.config == first.config
+    assert torch.equal(again.token_ids, first.token_ids)
+    old, new = (load_file(f / "model.safetensors") for f in (folder, out))
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[n].to(new[n].dtype), new[n]) for n in old)
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (out, folder))
+    differ = {k for k in theirs if ours.get(k) != theirs[k]}
+    # vLLM reads `sliding_window_non_causal: false` as causal attention in every layer
+    assert differ <= {
+        "sliding_window_non_causal",
+        "auto_map",
+        "dtype",
+        "transformers_version",
+        "transformer_layer_config",
+    }
+    layer = theirs["transformer_layer_config"]
+    unsaid = {k for k in layer if ours["transformer_layer_config"].get(k) != layer[k]}
+    assert unsaid <= {"attention_dropout", "initializer_range", "max_window_layers", "use_cache"}
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_block_module_is_its_slow_twin(name: str) -> None:
+    """The module that is trained gives the numbers of speculators, and its weights go back as they came."""
+    read, want = read_block(GOLDEN / name, TARGET), golden(name)
+    embedding, output = (getattr(TARGET.model, f"{n}_rows")(torch.arange(128)) for n in ("embedding", "head"))
+    module = BlockModule.of(read, embedding, output)
+    anchors = want["anchors"][None] - 1
+    z = module(want["tokens"][None].gather(1, anchors + 1), want["features"][None], anchors)
+    assert torch.allclose(z[0], want["hidden"], atol=1e-4)
+    assert {n: t.tolist() for n, t in module.weights(read).tensors.items()} == {
+        n: t.float().tolist() for n, t in read.tensors.items()
+    }
+    anchors = torch.tensor([[3, 9]])
+    made = block(name)
+    for k, (logits, sure) in enumerate(module.drafts(want["tokens"][None], want["features"][None], anchors)):
+        for a, t in enumerate(anchors[0].tolist()):
+            tokens = want["tokens"][: t + 2 + k].tolist()
+            made.release(0)
+            made.start(0, tokens[: t + 2], 0, want["features"][: t + 1])
+            drafted = made._logits(context([0], [tokens[: t + 2]], [Budget(5)], GREEDY), [0], 5)[0, k]
+            if name == "dspark":
+                drafted = drafted + made._bias(tokens[-1], None)
+                assert sure is not None
+                log = torch.nn.functional.logsigmoid(sure[0, a].detach())
+                assert math.isclose(made._log_confidence(0, k, tokens[-1]), float(log), abs_tol=1e-4)
+            assert torch.allclose(drafted, logits[0, a], atol=1e-4), (k, t)
+
+
+@pytest.mark.parametrize("layout", MEDUSA)
+def test_a_medusa_module_is_its_slow_twin(layout: str, tmp_path: Path) -> None:
+    read = read_medusa(medusa_folder(tmp_path, layout), TARGET)
+    module = MedusaModule(read, TARGET.model.head_rows(torch.arange(128)))
+    hidden = torch.randn(3, 32)
+    drafted = MedusaDrafter(read, TARGET.model, "none").model.logits(hidden, 3)
+    for head in range(3):
+        assert torch.allclose(module.logits(hidden, head), drafted[:, head], atol=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(_numbers(module.weights()), _numbers(read), strict=True))
 
 
 BROKEN = {

@@ -1,0 +1,90 @@
+"""Trains block drafters: DFlash, and DSpark with its Markov bias and its confidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.heads.block_module import BlockModule
+from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights
+from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.parallel_writer import write_block
+from outrider.train.method import Beginning, DraftedToken, TrainedHead
+from outrider.train.teacher import Taught, Teacher
+from outrider.train.vocabulary import mask_token
+
+LAYERS, DRAFTS = 2, 6  # on a processor a block of six costs hardly more than one token, and few texts reach a seventh
+MARKOV = 64, 256  # least and most numbers of the bias by a token; in between, a quarter of the hidden size
+
+
+class TrainedBlock(TrainedHead):
+    """A block drafter, with its blocks at anchors of a text. Weights of later tokens as in DeepSpec."""
+
+    module: BlockModule
+    decay = math.exp(-1 / 4)
+    share = 0.125  # a block has as many output rows as it has drafts
+
+    def __init__(self, module: BlockModule, teacher: Teacher, stored: BlockWeights | None = None) -> None:
+        super().__init__(module, teacher, module.token_ids, module.config.drafts)
+        self._stored = stored
+
+    def drafts(self, tokens: Tensor, taught: Taught, anchors: Tensor) -> Iterator[DraftedToken]:
+        for logits, sure in self.module.drafts(tokens, taught.features, anchors):
+            yield DraftedToken(logits, sure)
+
+    def write(self, folder: Path) -> None:
+        write_block(folder, self.module.weights(self._stored))
+
+    def kept(self) -> dict[str, Any]:
+        return {"mask_token_id": self.module.config.mask_token_id}
+
+
+def new_block(start: Beginning) -> TrainedBlock:
+    """A drafter of two layers whose first guesses are nothing yet. The method says whether it is a DSpark one."""
+    loaded, ids, dspark = start.loaded, start.token_ids, start.method == "dspark"
+    shape = HeadConfig.for_target(loaded.config, draft_vocab_size=len(ids), verifier=start.verifier)
+    if start.kept is None:
+        mask = mask_token(start.answers, shape.vocab_size, loaded.tokenizer, loaded.end_ids)
+    else:
+        mask = int(start.kept["mask_token_id"])
+    least, most = MARKOV
+    config = BlockConfig(
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        draft_vocab_size=len(ids),
+        taps=shape.taps,
+        target_hidden_size=shape.target_hidden_size,
+        num_layers=LAYERS,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        block_size=DRAFTS if dspark else DRAFTS + 1,
+        mask_token_id=mask,
+        from_anchor=dspark,
+        markov_rank=min(most, max(least, shape.hidden_size // 4)) if dspark else 0,
+        confidence_markov=dspark,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters=shape.rope_parameters,
+        verifier=start.verifier,
+    )
+    teacher = Teacher(loaded, config.taps)
+    torch.manual_seed(start.seed)
+    output = teacher.output(ids).cpu()
+    module = BlockModule(config, ids, teacher.embedding().cpu(), output, confidence=dspark).initialise_()
+    return TrainedBlock(module, teacher)
+
+
+def continued_block(given: BlockWeights, start: Beginning) -> TrainedBlock:
+    """A drafter that was read. Raises ValueError for one with an embedding of its own, which could not be written."""
+    if "embed_tokens.weight" in given.tensors:
+        raise ValueError("a drafter with an embedding of its own is not trained here; leave out --from")
+    teacher = Teacher(start.loaded, given.config.taps)
+    output = teacher.output(given.token_ids).cpu()
+    return TrainedBlock(BlockModule.of(given, teacher.embedding().cpu(), output), teacher, given)

@@ -1,0 +1,57 @@
+"""The kinds of heads that are trained: how each begins, and how one that exists goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from outrider.drafters.heads.block_reader import read_block
+from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, open_head
+from outrider.drafters.heads.medusa import read_medusa
+from outrider.drafters.heads.reader import read_eagle
+from outrider.models.load import Loaded
+from outrider.train.block import continued_block, new_block
+from outrider.train.eagle import continued_eagle, new_eagle
+from outrider.train.medusa import TrainedMedusa, new_medusa
+from outrider.train.method import Beginning, TrainedHead
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """read: a folder, for a target. new, going_on: a head in training."""
+
+    read: Callable[..., Any]
+    new: Callable[[Beginning], TrainedHead]
+    going_on: Callable[..., TrainedHead]
+
+
+_BLOCK = _Kind(read_block, new_block, continued_block)
+METHODS = {
+    EAGLE3: _Kind(read_eagle, new_eagle, continued_eagle),
+    MEDUSA: _Kind(read_medusa, new_medusa, TrainedMedusa),
+    DFLASH: _BLOCK,
+    DSPARK: _BLOCK,
+}
+
+
+def head_to_begin_with(method: str, folder: str, target: Loaded) -> Any:
+    """The head of a folder. Raises ValueError for one that is damaged, of another kind, or of another target."""
+    opened = open_head(folder)
+    if opened.kind != method:
+        raise ValueError(
+            f"{opened.path} is a head of the kind {opened.kind!r}, and this run trains {method!r}; write: outrider train "
+            f"{opened.kind if opened.kind in METHODS else EAGLE3}, or leave out --from"
+        )
+    return METHODS[method].read(opened, target)
+
+
+def start_head(start: Beginning, given: Any = None) -> TrainedHead:
+    """A new head, or `given` in training. Raises ValueError for a target that cannot teach one."""
+    kind = METHODS[start.method]
+    if given is None:
+        return kind.new(start)
+    ids = torch.arange(start.loaded.model.vocab_size) if given.token_ids is None else given.token_ids
+    return kind.going_on(given, replace(start, token_ids=ids))
