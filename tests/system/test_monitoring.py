@@ -29,7 +29,8 @@ ALERTS = re.findall(
 def live() -> Iterator[Live]:
     with serving(builtin()) as found:
         for _ in range(3):
-            httpx.post(f"{found.url}/v1/completions", json={"model": "code", "prompt": "def f(x):", "max_tokens": 16})
+            body = {"model": "code", "prompt": "def f(x):", "max_tokens": 16, "ignore_eos": True}
+            httpx.post(f"{found.url}/v1/completions", json=body, timeout=60).raise_for_status()
         yield found
 
 
