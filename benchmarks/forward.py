@@ -12,18 +12,26 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks import headline
 from benchmarks.pairs import BYTES, PRECISIONS, Pair, made, pair, weight_count
-from benchmarks.side import Side
 from benchmarks.sides import open_sides
 
 ROWS = (1, 2, 4, 8, 16)
 
 
+class Timed(Protocol):
+    """What can be timed. forward: seconds of each repeat of a forward over so many rows behind a context."""
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(self, rows: int, context: int, repeats: int) -> list[float]: ...
+
+
 def measure(
-    sides: Sequence[Side], rows: Sequence[int] = ROWS, context: int = 256, rounds: int = 5, repeats: int = 3
+    sides: Sequence[Timed], rows: Sequence[int] = ROWS, context: int = 256, rounds: int = 5, repeats: int = 3
 ) -> dict[str, dict[int, list[float]]]:
     """Seconds by side and M: the least of `repeats` for every round after the warm-up."""
     times: dict[str, dict[int, list[float]]] = {s.name: {m: [] for m in rows} for s in sides}

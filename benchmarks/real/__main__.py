@@ -26,12 +26,13 @@ from benchmarks import RESULTS, WORK, machine
 from benchmarks.peers.llama_server import about
 from benchmarks.real import report
 from benchmarks.real.forward import forwards
-from benchmarks.real.journal import Journal, identity, weight_files
+from benchmarks.real.journal import Journal, identity
 from benchmarks.real.served import served
 from benchmarks.real.sides import METHODS, WEIGHTS, Llama, Ours
 from benchmarks.real.start import measure, measure_llama
 from benchmarks.real.texts import WORKLOADS, texts
 from outrider.bench.prompts import Prompt
+from outrider.models.identity import weight_files
 from outrider.params import SamplingParams
 
 PARTS = ("texts", "forward", "start", "served")

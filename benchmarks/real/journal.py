@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import facts
-from outrider.models.builtin.download import DOWNLOADS, fetch
-from outrider.models.gguf.files import gguf_files
-from outrider.models.load import DATA
+from outrider.models.identity import sha256, weight_files
 
 # Measurements with another of these cannot be compared with those of the file.
 SAME = ("cpu", "family", "cores", "isa", "torch", "transformers")
@@ -65,26 +62,9 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
                 return
 
 
-def weight_files(model: str) -> list[Path]:
-    """The files that hold a model's weights: GGUF, all parts, or safetensors. Empty for a name whose files are not at hand.
-
-    Raises what `outrider.models.load.load` raises for a GGUF file that cannot be had.
-    """
-    if model in DOWNLOADS:
-        return [fetch(DOWNLOADS[model])]
-    if found := gguf_files(model):
-        return list(found)
-    path = DATA / model.removeprefix("builtin:") if model.startswith("builtin:") else Path(model).expanduser()
-    return sorted(path.glob("*.safetensors"))
-
-
 def identity(model: str) -> dict[str, Any]:
     """A model's name, bytes and sha256: of the contents of its files, one after the other."""
-    files, path, digest = weight_files(model), Path(model).expanduser(), hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            while block := opened.read(2**22):
-                digest.update(block)
+    files, path = weight_files(model), Path(model).expanduser()
     name = path.name if path.exists() else model
-    found = {"bytes": sum(f.stat().st_size for f in files), "sha256": digest.hexdigest()} if files else {}
+    found = {"bytes": sum(f.stat().st_size for f in files), "sha256": sha256(files)} if files else {}
     return {"name": name, **found}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections.abc import Sequence
@@ -26,9 +25,8 @@ from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.engine.scheduler import Scheduler
 from outrider.llm import LLM
 from outrider.models.base import LanguageModel
-from outrider.models.builtin.download import DOWNLOADS, fetch
 from outrider.models.cache import SlotCache
-from outrider.models.gguf.files import gguf_files
+from outrider.models.identity import sha256, weight_files
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
@@ -259,29 +257,13 @@ def forward(model: LanguageModel, tokens: Sequence[int], chunk: int = CHUNK) -> 
     return torch.cat(parts)
 
 
-def weight_files(model: str) -> list[Path]:
-    """The files that hold a model's weights. Empty for a name whose files are not at hand."""
-    if model in DOWNLOADS:
-        return [fetch(DOWNLOADS[model])]
-    if found := gguf_files(model):
-        return list(found)
-    data = Path(__file__).resolve().parents[2] / "data"
-    path = data / model.removeprefix("builtin:") if model.startswith("builtin:") else Path(model).expanduser()
-    return sorted(path.glob("*.safetensors"))
-
-
 def weights_hash(model: str) -> str:
     """sha256 over the contents of a model's files; "not at hand" without them."""
     try:
         files = weight_files(model)
     except (OSError, ValueError):
         files = []
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            while block := opened.read(2**22):
-                digest.update(block)
-    return digest.hexdigest() if files else "not at hand"
+    return sha256(files) if files else "not at hand"
 
 
 def _short(name: str) -> str:
