@@ -59,10 +59,12 @@ export function lines({ title, width, height = 260, x, y, series, bands = [], ma
       node.append(svg("text", { x: Math.min(px(last[0]), left + wide), y: at, "text-anchor": "end", style: { fill: one.ink ?? one.color } }, one.label));
     }
   }
-  for (const mark of marks) {
+  const near = (a, b) => Math.abs(px(a.x) - px(b.x)) < 130 && Math.abs(py(a.y) - py(b.y)) < 18;
+  for (const [n, mark] of marks.entries()) {
     node.append(svg("circle", { cx: px(mark.x), cy: py(mark.y), r: 6, fill: "none", stroke: mark.color, "stroke-width": 2.5 }));
     const end = px(mark.x) > left + wide * 0.6;
-    node.append(svg("text", { x: px(mark.x) + (end ? -10 : 10), y: Math.max(py(mark.y) - 10, 12), "text-anchor": end ? "end" : "start", style: { "font-weight": 600 } }, mark.text));
+    const above = marks.slice(0, n).some((other) => near(mark, other)) ? 28 : 10; // a label above that of a mark beside it
+    node.append(svg("text", { x: px(mark.x) + (end ? -10 : 10), y: Math.max(py(mark.y) - above, 12), "text-anchor": end ? "end" : "start", style: { "font-weight": 600 } }, mark.text));
   }
   return node;
 }
