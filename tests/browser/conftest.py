@@ -56,8 +56,9 @@ def javascript(modules: Path) -> Callable[[list[tuple[str, str, list[Any]]]], li
     return call
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """A Chromium. While it is open, this thread has a running event loop, which other tests must not find."""
     playwright = pytest.importorskip("playwright.sync_api")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:

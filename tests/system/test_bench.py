@@ -108,12 +108,14 @@ def test_settings_take_turns() -> None:
 
 
 def test_a_repeat_does_not_find_the_answers_of_the_last() -> None:
-    side, run = local(None, {"method": ["suffix", "token_recycling"], "controller": "fixed"}, model=SMALL)
-    list(measure(run, side, PROMPTS))
-    first, second = ([sum(s.accepted or []) for s in stats.answered(run, "1") if s.repeat == r] for r in (0, 1))
-    assert first == second
-    again = side.answer(run.settings[1], PROMPTS[:1], 1, 0)  # it would, were it not told to forget
-    assert sum(again[0].accepted or []) > first[0]
+    """Of one lookup, the same tokens are accepted again. A router remembers what its drafters are worth, but no text."""
+    for method in ("suffix", ["suffix", "token_recycling"]):
+        side, run = local(None, {"method": method, "controller": "fixed"}, model=SMALL)
+        list(measure(run, side, PROMPTS))
+        first, second = ([sum(s.accepted or []) for s in stats.answered(run, "1") if s.repeat == r] for r in (0, 1))
+        assert first == second or isinstance(method, list)
+        again = side.answer(run.settings[1], PROMPTS[:1], 1, 0)  # it would, were it not told to forget
+        assert sum(again[0].accepted or []) > 2 * max(first[0], second[0])
 
 
 def test_a_prompt_that_does_not_fit_is_named() -> None:
