@@ -23,6 +23,11 @@ WITHIN = 128  # and within one, the shorter sequences filled up to the longest
 log = logging.getLogger("outrider.engine")
 
 
+def may_miss(drafted: int) -> int:
+    """Tokens that the draft model may still have to read of each of `drafted` sequences, within a step."""
+    return max(1, WITHIN // max(1, drafted))
+
+
 class DraftPrefill:
     """What draft models have yet to read.
 
@@ -40,7 +45,7 @@ class DraftPrefill:
         self.waiting = []
         if len(self.sequences) == 1:
             return list(budgets)
-        out, most = list[Budget](), max(1, WITHIN // max(1, sum(b.depth > 0 for b in budgets)))
+        out, most = list[Budget](), may_miss(sum(b.depth > 0 for b in budgets))
         for slot, budget in zip(slots, budgets, strict=True):
             missing = sum(self._missing(d, slot) for d in self._draft_models(slot)) if budget.depth else 0
             if missing > most:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
 
-from outrider.decode import Sequence
+
+class Queued(Protocol):
+    """What waits in a queue, such as a `Sequence`. client: those of different clients take turns."""
+
+    @property
+    def client(self) -> str: ...
+
+
+T = TypeVar("T", bound=Queued)
 
 
 class QueueFull(Exception):
@@ -20,32 +29,32 @@ class EngineStopped(Exception):
     """The engine takes no requests: it is shutting down, or its thread has died."""
 
 
-class FairQueue:
+class FairQueue(Generic[T]):
     """First come, first served within a client; clients take turns. Bounded."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self._clients: OrderedDict[str, deque[Sequence]] = OrderedDict()
+        self._clients: OrderedDict[str, deque[T]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(len(sequences) for sequences in self._clients.values())
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[T]:
         return (sequence for sequences in self._clients.values() for sequence in sequences)
 
-    def put(self, sequence: Sequence) -> None:
+    def put(self, sequence: T) -> None:
         self._clients.setdefault(sequence.client, deque()).append(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def put_back(self, sequence: T) -> None:
         """A sequence that was preempted is the next one."""
         self._clients.setdefault(sequence.client, deque()).appendleft(sequence)
         self._clients.move_to_end(sequence.client, last=False)
 
-    def peek(self) -> Sequence:
+    def peek(self) -> T:
         """The sequence whose turn it is. Raises StopIteration when none waits."""
         return next(iter(self._clients.values()))[0]
 
-    def pop(self) -> Sequence:
+    def pop(self) -> T:
         """Take that sequence; its client goes to the end of the line."""
         client, sequences = next(iter(self._clients.items()))
         sequence = sequences.popleft()
@@ -54,7 +63,7 @@ class FairQueue:
             self._clients[client] = sequences
         return sequence
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: T) -> None:
         sequences = self._clients[sequence.client]
         sequences.remove(sequence)
         if not sequences:

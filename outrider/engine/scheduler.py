@@ -22,6 +22,7 @@ from outrider.decode import Decoder, Sequence
 from outrider.drafters import NoDraft
 from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.drafters.registry import prediction_method
+from outrider.engine import policy
 from outrider.engine.draft_prefill import DraftPrefill, RequestBudgets
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import FairQueue, QueueFull
@@ -29,7 +30,6 @@ from outrider.outputs import SpeculativeMetrics
 from outrider.trace import Recorder
 
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
-HEADROOM = 32  # tokens that a seated sequence must be able to grow by
 log = logging.getLogger("outrider.engine")
 
 
@@ -81,7 +81,7 @@ class Scheduler:
         self.max_draft_tokens = max_draft_tokens
         self._chunk_alone = max(prefill_chunk or 0, decoder.chunk)
         self._chunk = prefill_chunk or decoder.chunk
-        self.queue, self.running = FairQueue(max_queue), dict[int, Sequence]()  # by slot
+        self.queue, self.running = FairQueue[Sequence](max_queue), dict[int, Sequence]()  # by slot
         self.preemptions = self.accepted = 0
         self.lock = threading.RLock()  # of the queue
         self.stop_at = math.inf  # when sequences that are left end with what they have
@@ -120,7 +120,7 @@ class Scheduler:
             self.check(sequence)
         with self.lock:
             waiting = len(self.queue)
-            if len(sequences) > self.queue.limit + len(self.decoder.free) - waiting:
+            if len(sequences) > policy.room(self.queue.limit, len(self.decoder.free), waiting):
                 slots = self.decoder.cache.num_slots
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / slots)))
             self.accepted += len(sequences)
@@ -180,7 +180,7 @@ class Scheduler:
         """End every sequence that is left."""
         with self.lock:
             left = [*self.running.values(), *self.queue]
-            self.queue = FairQueue(0)
+            self.queue = FairQueue[Sequence](0)
         for sequence in left:
             self.finish(sequence, finish, reason)
 
@@ -235,8 +235,7 @@ class Scheduler:
                 if not len(self.queue):
                     return
                 sequence = self.queue.peek()
-                needed = len(sequence.tokens) + HEADROOM * (len(self.running) + 1)
-                if self.running and self._held() + needed > self.kv_limit:
+                if not policy.may_seat(len(self.running), self._held(), len(sequence.tokens), self.kv_limit):
                     return
                 self.queue.pop()
             try:
@@ -260,7 +259,7 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Free slots, the youngest first, until the next step fits. One sequence alone always does."""
-        while len(self.running) > 1 and self._held() + HEADROOM * len(self.running) > self.kv_limit:
+        while policy.must_preempt(len(self.running), self._held(), self.kv_limit):
             slot = list(self.decoder.sequences)[-1]
             sequence = self.running.pop(slot)
             self._note_loss(sequence)
@@ -276,7 +275,7 @@ class Scheduler:
             sequence.undrafted = self.drafter.lost.get(sequence.slot, sequence.undrafted)
 
     def _prefill(self, sequence: Sequence) -> None:
-        self.decoder.chunk = self._chunk if len(self.running) > 1 else self._chunk_alone
+        self.decoder.chunk = policy.prefill_tokens(len(self.running), self._chunk, self._chunk_alone)
         try:
             self.decoder.prefill(sequence)
         except Exception as error:

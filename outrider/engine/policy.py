@@ -1,0 +1,28 @@
+"""The scheduler's decisions as pure functions of counts. `Scheduler` takes them, and so does the simulator of `outrider.plan`."""
+
+from __future__ import annotations
+
+HEADROOM = 32  # tokens that a seated sequence must be able to grow by
+
+
+def room(limit: float, free: int, waiting: int) -> float:
+    """How many more sequences may come. limit: of the queue. free: slots. waiting: sequences in the queue."""
+    return limit + free - waiting
+
+
+def may_seat(running: int, held: int, tokens: int, kv_limit: float) -> bool:
+    """Whether a sequence of so many tokens gets a slot that is free. Alone it always does.
+
+    held: tokens of the sequences that run. kv_limit: tokens that all of them may hold.
+    """
+    return not running or held + tokens + HEADROOM * (running + 1) <= kv_limit
+
+
+def must_preempt(running: int, held: int, kv_limit: float) -> bool:
+    """Whether the youngest sequence gives way, because the next step may not fit. One sequence alone never does."""
+    return running > 1 and held + HEADROOM * running > kv_limit
+
+
+def prefill_tokens(running: int, chunk: int, alone: int) -> int:
+    """Prompt tokens of the next prefill at most. alone: for a sequence that keeps nobody waiting."""
+    return chunk if running > 1 else alone
