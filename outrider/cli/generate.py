@@ -92,7 +92,7 @@ def demo(
     with readable(debug):
         if json_file is not None and not json_file.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {json_file.absolute().parent} to write {json_file.name} to")
-        from outrider.drafters.registry import own_head
+        from outrider.drafters.heads.shipped import own_head
         from outrider.models.builtin.download import DOWNLOADS, find
 
         chosen, model = model, model or (WIDE if find(DOWNLOADS[CHAT]) is None else CHAT)

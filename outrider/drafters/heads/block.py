@@ -12,9 +12,11 @@ from torch import Tensor
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
-from outrider.drafters.heads.block_reader import BlockWeights
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.block_reader import BlockWeights, read_block
+from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linear, Linears, Norm, Rotary, precision_of
+from outrider.drafters.heads.shipped import head_of
+from outrider.drafters.method import DrafterSetup
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.nodes import Nodes
@@ -214,3 +216,10 @@ class BlockDrafter(ParallelDrafter):
 
     def _log_confidence(self, line: int, level: int, token: int) -> float:
         return self.model.log_confidence(self._hidden[line, level], token)
+
+
+def from_setup(setup: DrafterSetup) -> BlockDrafter:
+    """Raises ValueError for trees that heads of several positions do not draw."""
+    chains_only(setup)
+    read = read_block(head_of(setup), setup.target)
+    return BlockDrafter(read, setup.target.model, setup.rows, setup.max_length, setup.config.quantization)

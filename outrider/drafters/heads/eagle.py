@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.control.expectation import Shape
 from outrider.core.tree import chain
-from outrider.core.types import Budget, Commit, Siblings
+from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.model.tree_drafter import TreeDrafter
+from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.selftest import examine
+from outrider.drafters.heads.shipped import head_of
+from outrider.drafters.method import DrafterSetup
+from outrider.drafters.model.self_speculation import SAMPLE
+from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
 from outrider.models.nodes import Nodes
 
 _READ = 64  # features that wait before they are read: a sequence that drafts nothing costs little
@@ -25,30 +30,11 @@ class EagleDrafter(TreeDrafter):
     The cache holds pairs of the target's features only. What the head feeds back to itself while it drafts is in the scratch,
     which is never committed: the same positions are read again from true features. Pairs wait until they are needed, and all
     but the last one cost only their keys and values.
-
-    The settings are those of `TreeDrafter`.
     """
 
-    def __init__(
-        self,
-        model: EagleModel,
-        num_slots: int,
-        max_length: int,
-        *,
-        shape: Callable[[Budget], Shape] | None = None,
-        siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
-        noise_aware: bool = True,
-    ) -> None:
-        """num_slots, max_length: slots of the cache, and tokens of each."""
-        super().__init__(
-            model,
-            num_slots,
-            max_length,
-            subset=model.subset,
-            shape=shape,
-            siblings=siblings,
-            noise_aware=noise_aware,
-        )
+    def __init__(self, model: EagleModel, num_slots: int, max_length: int, **settings: Unpack[GrowthSettings]) -> None:
+        """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
+        super().__init__(model, num_slots, max_length, subset=model.subset, **settings)
         self.model, self.taps = model, model.taps
         # slot -> features [position, feature] that are not in the cache. The last of them is the root's pair.
         self._waiting: dict[int, Tensor] = {}
@@ -138,3 +124,12 @@ class EagleDrafter(TreeDrafter):
         for slot, before, new in zip(nodes.slots, known, g, strict=True):
             self._fed_back[slot] = torch.cat([before, new])
         return logits[lines, columns]
+
+
+def from_setup(setup: DrafterSetup) -> EagleDrafter:
+    """Read the head of a configuration, and try it on a known text."""
+    target, head = setup.target, head_of(setup)
+    model = EagleModel(read_eagle(head, target), target.model, setup.max_length, setup.config.quantization)
+    if target.tokenizer is not None:
+        examine(model, target, target.tokenizer(SAMPLE)["input_ids"], head)
+    return EagleDrafter(model, setup.rows, setup.max_length)

@@ -20,8 +20,10 @@ from outrider.core.sampling import TokenSubset
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import LogitError
+from outrider.verify import VERIFIERS
 
 _SHORTLIST = 64  # tokens of a depth whose bias is computed
 Candidates = tuple[list[int], list[float]]
@@ -210,3 +212,13 @@ def grown_lattice(
         push(parent, rank + 1)
         push(len(nodes) - 1, 0)
     return nodes, weights
+
+
+def chains_only(setup: DrafterSetup) -> None:
+    """Raise ValueError for trees that heads of several positions do not draw."""
+    width, verifier = setup.config.tree_width, setup.config.verifier
+    if width > 1 and VERIFIERS[verifier].needs_probs:
+        raise ValueError(
+            f"{setup.config.methods[0]} drafts chains for the verifier {verifier}, not trees of width {width}; leave "
+            'out tree_width, or use "verifier": "match"'
+        )

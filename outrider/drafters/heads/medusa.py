@@ -20,8 +20,10 @@ from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.heads.checks import check_target, log, target_width
 from outrider.drafters.heads.files import MEDUSA, HeadFolder, open_head
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linear, Linears, precision_of
+from outrider.drafters.heads.shipped import head_of
+from outrider.drafters.method import DrafterSetup
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 
@@ -165,3 +167,9 @@ class MedusaModel:
             return torch.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
         read = self._outputs[0] if self._outputs else self._target.output_head
         return read(torch.stack(states, 1)) * self._scale
+
+
+def from_setup(setup: DrafterSetup) -> MedusaDrafter:
+    """Raises ValueError for trees that heads of several positions do not draw."""
+    chains_only(setup)
+    return MedusaDrafter(read_medusa(head_of(setup), setup.target), setup.target.model, setup.config.quantization)

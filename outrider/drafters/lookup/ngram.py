@@ -6,6 +6,7 @@ from outrider.core.tree import tree
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.mixture import Context, TextSource, grow
+from outrider.drafters.method import DrafterSetup
 
 _PLACES = 16  # latest occurrences of an n-gram that are kept
 
@@ -50,3 +51,7 @@ class NgramDrafter(BaseDrafter):
             if places:
                 found.append(Context(source, places, 100.0 ** -len(found), n))
         return found
+
+
+def from_setup(setup: DrafterSetup) -> NgramDrafter:
+    return NgramDrafter(setup.config.prompt_lookup_min, setup.config.prompt_lookup_max)

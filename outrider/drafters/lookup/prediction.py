@@ -9,6 +9,7 @@ from outrider.core.tree import tree
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.mixture import Context, grow
+from outrider.drafters.method import DrafterSetup
 
 _TRUST = 8  # length of match, in tokens, that the prediction counts as before the answer starts
 _LOOK = 64  # places on either side that are compared when the place is lost
@@ -154,3 +155,18 @@ class PredictionDrafter(BaseDrafter):
             doubt = 0.5 * (1 + alignment.misses)
             trees.append(grow(tokens[-1], alignment.contexts(), budget, least=self.least, doubt=doubt))
         return Draft(*tree(trees))
+
+
+def from_setup(setup: DrafterSetup) -> PredictionDrafter:
+    """Raises ValueError for a text without a tokenizer, or tokens that the target does not have."""
+    given, target = setup.config.prediction, setup.target
+    if isinstance(given, str):
+        if target.tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer; give the prediction as token ids")
+        return PredictionDrafter(target.tokenizer(given, add_special_tokens=False)["input_ids"])
+    wrong = [token for token in given or () if not 0 <= token < target.model.vocab_size]
+    if wrong:
+        raise ValueError(
+            f"the prediction contains token {wrong[0]}, outside {target.name}'s {target.model.vocab_size} tokens"
+        )
+    return PredictionDrafter(given or ())

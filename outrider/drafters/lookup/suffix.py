@@ -7,7 +7,9 @@ from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.automaton import SuffixAutomaton
 from outrider.drafters.lookup.corpus import REACH, Corpus
+from outrider.drafters.lookup.documents import read_corpus
 from outrider.drafters.lookup.mixture import Context, grow
+from outrider.drafters.method import DrafterSetup
 
 _FEED = 256  # tokens of a running answer that are added to the shared store at a time
 _LEAD = 16  # earlier tokens that are stored with a piece, so that its start can be found
@@ -69,3 +71,11 @@ class SuffixDrafter(BaseDrafter):
         if self.store is not None and len(tokens) - done >= least:
             self.store.add(tokens[max(0, done - _LEAD) :])
             self._texts[slot] = (tokens, len(tokens))
+
+
+def from_setup(setup: DrafterSetup) -> SuffixDrafter:
+    config, target = setup.config, setup.target
+    corpus = None
+    if config.corpus is not None:
+        corpus = read_corpus(config.corpus, target.tokenizer, target.model.vocab_size, config.corpus_tokens)
+    return SuffixDrafter(corpus, config.suffix_shared_tokens, least=config.suffix_decoding_min_token_prob)

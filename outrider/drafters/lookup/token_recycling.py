@@ -10,6 +10,7 @@ from outrider.control.acceptance import Ranks
 from outrider.core.tree import tree
 from outrider.core.types import PADDING, Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
+from outrider.drafters.method import DrafterSetup
 
 
 class TokenRecyclingDrafter(BaseDrafter):
@@ -63,3 +64,7 @@ class TokenRecyclingDrafter(BaseDrafter):
 
     def release(self, slot: int) -> None:
         self._parents.pop(slot, None)
+
+
+def from_setup(setup: DrafterSetup) -> TokenRecyclingDrafter:
+    return TokenRecyclingDrafter(setup.target.model.vocab_size)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,14 +22,15 @@ from outrider.core.noise import Stream
 from outrider.core.tree import chain
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, TargetPass, chains
+from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.precision import QUANTIZED
+from outrider.drafters.model.reduction import DraftReduction
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import BaseModel, LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
+from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
-
-if TYPE_CHECKING:
-    from outrider.models.load import Loaded
 
 Way = Literal["tli", "slem"]
 _NO = float("-inf")
@@ -304,3 +305,18 @@ def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: 
     if pairing.equal:
         return ModelDrafter(draft.model, num_slots, max_length)
     return CrossTokenizerDrafter(draft.model, pairing, num_slots)
+
+
+def from_setup(setup: DrafterSetup) -> ModelDrafter:
+    """Load the draft model that a configuration names, and make its drafter."""
+    config = setup.config
+    reduce = DraftReduction(
+        config.quantization == "auto", config.draft_vocab, config.draft_vocab_corpus, config.speculative_token_map
+    )
+    given = config.quantization if config.quantization in QUANTIZED else None
+    name = config.model or "builtin:code-draft"
+    chosen = reduce if reduce.may_leave_out(name) else None
+    draft = load(name, device=setup.device, quantization=given, reduce=chosen)
+    drafter = from_draft_model(draft, setup.target, setup.rows, setup.max_length)
+    drafter.reduction = reduce.note
+    return drafter

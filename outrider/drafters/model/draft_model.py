@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from outrider.control.expectation import Shape
 from outrider.core.tree import chain
-from outrider.core.types import Budget, Commit, Siblings
+from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
-from outrider.drafters.model.tree_drafter import TreeDrafter
+from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
 
@@ -25,28 +25,13 @@ class ModelDrafter(TreeDrafter):
     what is missing. So full acceptance, rejection, steps without a draft and reuse of a slot are one case.
 
     reduction: what was left out of the model to make it cheaper; None if nothing was. `str` words it.
-    The other settings: see `TreeDrafter`.
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        num_slots: int,
-        max_length: int,
-        *,
-        shape: Callable[[Budget], Shape] | None = None,
-        siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
-        noise_aware: bool = True,
+        self, model: LanguageModel, num_slots: int, max_length: int, **settings: Unpack[GrowthSettings]
     ) -> None:
-        """num_slots, max_length: slots of the cache, and tokens of each."""
-        super().__init__(
-            model,
-            num_slots,
-            max_length,
-            shape=shape,
-            siblings=siblings,
-            noise_aware=noise_aware,
-        )
+        """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
+        super().__init__(model, num_slots, max_length, **settings)
         self.model = model
         self.reduction: object | None = None
 

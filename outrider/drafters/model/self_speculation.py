@@ -19,8 +19,11 @@ from torch import Tensor
 from outrider.control.expectation import geometric, speedup
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.precision import copy_weights, require_lower_precision
 from outrider.models.base import LanguageModel
+from outrider.models.load import load
 from outrider.models.nodes import Nodes
 
 SAMPLE = '''def read_lines(path):
@@ -167,3 +170,35 @@ def _seconds(model: LanguageModel, tokens: int, repeats: int = 7) -> float:
         model.forward(Nodes(ids, cache, [0]))
         times.append(perf_counter() - start)
     return min(times)  # other programs on the machine can only add time
+
+
+def quantized_from_setup(setup: DrafterSetup) -> QuantizedSelfDrafter:
+    """Raises ValueError if the copy would not be cheaper to read than the target."""
+    weights = copy_weights(setup.config.quantization)
+    require_lower_precision(setup.target, weights)
+    own = load(setup.target.source, setup.target.tokenizer, device="cpu", quantization=weights)
+    return QuantizedSelfDrafter(own.model)
+
+
+def layer_skip_from_setup(setup: DrafterSetup) -> LayerSkipDrafter:
+    """Use the layers that are given or saved. Without them, search on a sample text, which takes a while."""
+    config, target = setup.config, setup.target
+    if isinstance(config.layers, str):
+        return LayerSkipDrafter(target.model, LayerSearch.load(config.layers).layers)
+    if config.layers is not None:
+        return LayerSkipDrafter(target.model, config.layers)
+    if config.assistant_early_exit is not None:
+        count = target.model.num_layers
+        if config.assistant_early_exit > count:
+            raise ValueError(
+                f"assistant_early_exit is {config.assistant_early_exit}, and {target.name} has {count} layers; "
+                f"use {count} at most"
+            )
+        return LayerSkipDrafter(target.model, range(config.assistant_early_exit))
+    if target.tokenizer is None:
+        raise ValueError(
+            f"{target.name} has no tokenizer, so no layers can be searched; name them: "
+            '{"method": "layer_skip", "layers": [0, 2, ...]}'
+        )
+    found = search_layers(target.model, [target.tokenizer(SAMPLE)["input_ids"]])
+    return LayerSkipDrafter(target.model, found.layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import log
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -22,6 +22,20 @@ from outrider.drafters.model.growth import Growth
 from outrider.models.base import Chain, DrawnChain
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
+
+
+class GrowthSettings(TypedDict, total=False):
+    """How a `TreeDrafter` grows its trees. All have a default.
+
+    shape: budget -> a fixed tree, in place of the likeliest nodes. A verifier that needs probs needs a fixed tree. The default
+    is the best for usual acceptance by rank, because the shape must not depend on statistics of the text (docs/trees.md).
+    siblings: how children are drawn for a verifier that needs probs; the default is without replacement.
+    noise_aware: False ranks children by q alone, as other systems do; for comparison.
+    """
+
+    shape: Callable[[Budget], Shape] | None
+    siblings: Siblings
+    noise_aware: bool
 
 
 class ChainModel(Protocol):
@@ -44,10 +58,6 @@ class TreeDrafter(BaseDrafter):
     position. If a verifier needs probs, the children are drawn from q.
 
     cache: keys and values of what is read. subset: the tokens of the logits; None for all.
-    shape: budget -> a fixed tree, in place of the likeliest nodes. A verifier that needs probs needs a fixed tree. The default
-    is the best for usual acceptance by rank, because the shape must not depend on statistics of the text (docs/trees.md).
-    siblings: how children are drawn for a verifier that needs probs.
-    noise_aware: False ranks children by q alone, as other systems do; for comparison.
     error: how far its logits are from the target's; learned. Under `match` it ends drafts at `Budget.min_probability`.
     """
 
@@ -58,14 +68,14 @@ class TreeDrafter(BaseDrafter):
         max_length: int,
         *,
         subset: TokenSubset | None = None,
-        shape: Callable[[Budget], Shape] | None = None,
-        siblings: Siblings = Siblings.WITHOUT_REPLACEMENT,
-        noise_aware: bool = True,
+        **settings: Unpack[GrowthSettings],
     ) -> None:
-        """num_slots, max_length: slots of the cache, and tokens of each."""
+        """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
         self._chain_model, self.cache = model, model.new_cache(num_slots, max_length)
         self.vocab_size, self.device, self.subset = model.vocab_size, model.device, subset
-        self.shape, self.siblings, self.noise_aware = shape, siblings, noise_aware
+        self.shape = settings.get("shape")
+        self.siblings = settings.get("siblings", Siblings.WITHOUT_REPLACEMENT)
+        self.noise_aware = settings.get("noise_aware", True)
         self.error = LogitError()
         # slot -> place in the scratch of each proposed node, -1 if it was not forwarded
         self._places: dict[int, list[int]] = {}

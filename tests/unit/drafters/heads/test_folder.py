@@ -19,8 +19,8 @@ from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.files import open_head
 from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.heads.selftest import examine
+from outrider.drafters.heads.shipped import HEADS, own_head
 from outrider.drafters.model.self_speculation import SAMPLE
-from outrider.drafters.registry import HEADS, own_head
 from outrider.integrations.engines import exports
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.load import SYNTHETIC, load
@@ -101,7 +101,7 @@ def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch:
         return list(made.drafters)
 
     assert "eagle" not in drafters()
-    monkeypatch.setattr("outrider.drafters.registry.HEADS", tmp_path)
+    monkeypatch.setattr("outrider.drafters.heads.shipped.HEADS", tmp_path)
     copied("eagle31", tmp_path).rename(tmp_path / "small")
     assert "eagle" in drafters()
     assert own_head("builtin:small") == tmp_path / "small"
@@ -118,7 +118,7 @@ def test_a_file_with_the_content_of_a_builtin_model_has_its_head(
         DOWNLOADS["builtin:smollm2-135m"], size=7, sha256=hashlib.sha256(b"weights").hexdigest(), file="other.gguf"
     )
     monkeypatch.setattr("outrider.models.builtin.download.DOWNLOADS", {"builtin:small": known})
-    monkeypatch.setattr("outrider.drafters.registry.HEADS", tmp_path)
+    monkeypatch.setattr("outrider.drafters.heads.shipped.HEADS", tmp_path)
     assert own_head(str(file)) == tmp_path / "small"
     file.write_bytes(b"wEights")  # the size alone does not tell
     assert own_head(str(file)) is None

@@ -1,0 +1,116 @@
+"""What the package knows of a drafting method: the form of a row of `outrider.drafters.registry`.
+
+This module imports no torch: the command line lists the methods before anything large is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from outrider.config import SpeculativeConfig
+    from outrider.drafters.base import Drafter
+    from outrider.models.load import Loaded
+
+NONE, AUTO = "none", "auto"
+"""The two methods that stand for no drafter, and for all that help."""
+
+Cost = Literal["lookup", "model", "self"]
+"""What one level of a draft costs. lookup: no forward pass. model: a forward pass of other weights, a draft model or a
+quantized copy. self: a forward pass through some of the target's own layers."""
+
+
+@dataclass(frozen=True)
+class DrafterSetup:
+    """What a drafter is made for.
+
+    rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto".
+    """
+
+    config: SpeculativeConfig
+    target: Loaded
+    rows: int
+    max_length: int
+    device: str
+
+
+@dataclass(frozen=True)
+class TuneInputs:
+    """What `outrider tune` was given. It decides which methods can be tried.
+
+    weights: precision of the target's weights. draft: name of a draft model. layers: file of `outrider layers`.
+    predictions: whether a prompt brings a prediction.
+    """
+
+    weights: str
+    draft: str | None = None
+    layers: str | None = None
+    predictions: bool = False
+
+
+@dataclass(frozen=True)
+class EngineExport:
+    """How another engine runs a method.
+
+    flags: its settings for a configuration: keys of vLLM's `--speculative-config`, or command line flags. notes: what that
+    engine does differently.
+    """
+
+    flags: Callable[[SpeculativeConfig], Mapping[str, Any]]
+    notes: Callable[[SpeculativeConfig], Sequence[str]] = lambda config: ()
+
+
+@dataclass(frozen=True)
+class DraftMethod:
+    """A drafting method: all that the other modules know about it.
+
+    make: makes the drafter. Raises ValueError if the method cannot draft for the target.
+    cost: what one level of a draft costs; None derives it from the drafter (`level_cost`).
+    default_depth: draft tokens in a row where the user gives no number. tune_depth: the most that `outrider tune` tries.
+    trees: whether a tree can accept more draft tokens than a chain.
+    keys: the keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key.
+    needs_model: the key `model` must name its draft model. heads: the kinds of trained heads that it reads, as
+    `outrider.drafters.heads.files` names them; then `model` names the folder of one.
+    per_request: a request to a server can choose it, whatever the server's own method is.
+    auto: whether the method "auto" uses it for this target; None if never.
+    candidates: the configurations that `outrider tune` tries, by name. tune_hint: what it needs to try one.
+    vllm, sglang, llama_cpp: how these engines run it; None if they cannot.
+    """
+
+    name: str
+    help: str
+    make: Callable[[DrafterSetup], Drafter]
+    cost: Cost | None = None
+    default_depth: int = 5
+    tune_depth: int = 8
+    trees: bool = True
+    keys: tuple[str, ...] = ()
+    needs_model: bool = False
+    heads: tuple[str, ...] = ()
+    per_request: bool = False
+    auto: Callable[[DrafterSetup], bool] | None = None
+    candidates: Callable[[TuneInputs], Mapping[str, dict[str, Any]]] | None = None
+    tune_hint: str = ""
+    vllm: EngineExport | None = None
+    sglang: EngineExport | None = None
+    llama_cpp: EngineExport | None = None
+
+    def tune_candidates(self, inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
+        """The configurations to try, by name."""
+        return {self.name: {"method": self.name}} if self.candidates is None else self.candidates(inputs)
+
+
+def made_by(module: str, function: str = "from_setup") -> Callable[[DrafterSetup], Drafter]:
+    """The maker in a drafter's own file. The file is imported when a drafter is made.
+
+    module: below `outrider.drafters`. function: its function (setup) -> Drafter, which raises ValueError for a target that the
+    method cannot draft for.
+    """
+
+    def make(setup: DrafterSetup) -> Drafter:
+        return getattr(import_module(f"outrider.drafters.{module}"), function)(setup)
+
+    return make
