@@ -44,7 +44,7 @@ class ServedModelOptions:
     """How the model is loaded, and what clients see of it."""
 
     served_model_name: Annotated[
-        str | None, option("Model", "The name that clients use; without it, the model's own.")
+        str | None, option("Model", "The name that clients use; without it, the model's own, from the last colon on.")
     ] = None
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -152,7 +152,7 @@ def serve(
             try:
                 from outrider.serve import logs
                 from outrider.serve.metrics import Metrics
-                from outrider.serve.settings import Settings
+                from outrider.serve.settings import Settings, served_name
             except ImportError as error:
                 raise ValueError(
                     f"the server's packages are missing ({error.name}); pip install 'outrider[serve]'"
@@ -161,6 +161,7 @@ def serve(
             from outrider.llm import LLM
             from outrider.serve.app import create_app
             from outrider.serve.service import Service
+            from outrider.serve.templates import set_chat_template
             from outrider.serve.tools import PARSERS
 
             if served.tool_call_parser not in PARSERS:
@@ -180,15 +181,11 @@ def serve(
                 calibrate=config.get("method") == "auto",
                 trace=recorder,
             )
-        if served.chat_template is not None:
-            if llm.tokenizer is None:
-                raise ValueError(
-                    f"{model} has no tokenizer, so it cannot use a chat template; leave out --chat-template"
-                )
-            llm.tokenizer.chat_template = served.chat_template.read_text(encoding="utf-8")
-        name = served.served_model_name or llm.loaded.name
+        note = set_chat_template(llm, served.chat_template)
+        name = served.served_model_name or served_name(llm.loaded.name)
         settings = Settings(
             model_name=name,
+            aliases=(llm.loaded.name,) if served.served_model_name is None else (),
             api_key=address.api_key,
             metrics_prefix=monitor.metrics_prefix,
             request_timeout=limits.request_timeout,
@@ -214,10 +211,14 @@ def serve(
         )
         metrics.attach(engine)
         service = Service(llm, engine, settings)
-        what = f"{name} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}, "
+        shown = served.served_model_name or llm.loaded.name
+        what = f"{shown} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}, "
         what += f"{engine.decoder.guarantee.value}, {engine_options.max_num_seqs} sequences of {engine.decoder.max_length} tokens"
         what += f", {served.kv_cache_dtype} keys and values" if served.kv_cache_dtype != "auto" else ""
-        what += "".join(f"; {note}" for note in llm.notes)
+        notes = [*llm.notes, *([note] if note else [])]
+        if name != shown:
+            notes.append(f"clients call it {name}")
+        what += "".join(f"; {note}" for note in notes)
         _run(create_app(service, metrics, spans), service, address.host, address.port, what)
 
 

@@ -147,6 +147,14 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         return json_response({"version": __version__})
 
     app.state.dashboard = dashboard.install(app, service)
+
+    def described() -> dict[str, Any]:
+        document = FastAPI.openapi(app)
+        tokens = document["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]
+        tokens["items"]["maximum"] = service.engine.decoder.target.vocab_size - 1
+        return document
+
+    app.openapi = described
     return app
 
 

@@ -1,13 +1,14 @@
 """Request bodies. Names and meanings are OpenAI's, else vLLM's, and a few of our own.
 
 An unknown field is ignored, as other servers do. A field that looks like a misspelling of a known one is refused.
-A number is a JSON number: "0.7" is not a temperature.
+A number may also come as a string that holds a JSON number, "0.7": clients in some languages send that, and vLLM takes it.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -17,6 +18,7 @@ from outrider.params import SamplingParams
 from outrider.serve.settings import Settings
 
 Ids = list[int]
+_NUMBER = re.compile(r"-?(0|[1-9]\d{0,39})(\.\d{1,40})?([eE][+-]?\d{1,3})?")  # of JSON, and not a long one
 
 
 class RequestBody(BaseModel):
@@ -156,6 +158,9 @@ class CommonRequest(RequestBody):
                 data.setdefault(new, data.pop(old))
         if isinstance(data.get("speculative"), bool):
             data.setdefault("disable_spec_decode", not data.pop("speculative"))
+        for name, value in data.items():
+            if isinstance(value, str) and _NUMBER.fullmatch(value) and _is_number(cls, name):
+                data[name] = json.loads(value)
         known = [name for name in cls.model_fields if len(name) > 4]
         for key in data:
             if key not in cls.model_fields and key not in HARMLESS:
@@ -315,6 +320,11 @@ def text_of(content: Any, where: str) -> str:
             f'{where} is a string or a list of {{"type": "text", "text": ...}}; this model reads text only'
         )
     return text
+
+
+def _is_number(model: type[BaseModel], name: str) -> bool:
+    field = model.model_fields.get(name)
+    return field is not None and field.annotation in (int | None, float | None)
 
 
 def _at_most(count: int, limit: int, what: str) -> None:

@@ -53,7 +53,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise Refused for a model that is not served."""
-        if name is not None and name != self.settings.model_name:
+        if name is not None and name not in (self.settings.model_name, *self.settings.aliases):
             raise Refused(
                 f"there is no model {name[:80]!r} here; this server has {self.settings.model_name!r}",
                 404,

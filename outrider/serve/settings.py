@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Settings:
     """Sizes in bytes, times in seconds.
 
+    model_name: what answers call the model. aliases: other names that requests may use.
     api_key: what clients must send as `Authorization: Bearer ...`; None for no check.
     request_timeout: for a request, its time in the queue included. shutdown_timeout: for requests after SIGTERM.
     body_timeout: for a client to send its request. send_timeout: for a client to receive a part of the response.
@@ -22,6 +24,7 @@ class Settings:
     """
 
     model_name: str = "model"
+    aliases: tuple[str, ...] = ()
     api_key: str | None = None
     metrics_prefix: str = "outrider"
     request_timeout: float = 600.0
@@ -41,3 +44,13 @@ class Settings:
     max_logprobs: int = 20
     max_bias: int = 1024
     max_speculative_tokens: int = 16
+
+
+def served_name(name: str) -> str:
+    """The name that clients use for a model, from the name that it was loaded by.
+
+    It has no colon. Ray Serve LLM and others read `base:adapter` in a name with one, and shells and addresses need care.
+    """
+    if Path(name).exists():
+        return name
+    return name.rpartition(":")[2].removesuffix(".gguf")

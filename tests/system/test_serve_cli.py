@@ -40,9 +40,16 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
             assert found is not None
             assert "Bearer '$OUTRIDER_API_KEY" in curl
             body = {**json.loads(found[4]), "ignore_eos": True, "max_tokens": 2000}
+            assert body["model"] == "code"  # a colon in a name breaks clients
+            assert "chat messages reach it as comments before code; clients call it code" in ready
             connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=60)
             connection.request("GET", "/metrics", headers={"authorization": "Bearer k3y"})
             assert b"vllm:spec_decode_num_drafts_total" in connection.getresponse().read()
+            chat = {"model": "builtin:code", "max_tokens": 4, "messages": [{"role": "user", "content": "sort a list"}]}
+            sent = {"authorization": "Bearer k3y", "content-type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(chat), sent)
+            answer = json.loads(connection.getresponse().read())
+            assert (answer["model"], answer["usage"]["completion_tokens"]) == ("code", 4)
             connection.request(
                 "POST", found[3], json.dumps(body), {"authorization": "Bearer k3y", "content-type": "application/json"}
             )

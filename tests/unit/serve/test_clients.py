@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,7 +15,8 @@ from outrider import LLM, Guarantee, SamplingParams
 from outrider.models.load import load
 from outrider.outputs import Delta
 from outrider.serve.responses import ResponseWriter, Shown
-from outrider.serve.settings import Settings
+from outrider.serve.settings import Settings, served_name
+from outrider.serve.templates import set_chat_template
 
 PROMPT = "def quicksort(xs):\n"
 
@@ -144,7 +146,13 @@ def test_what_would_change_the_answer_is_not_ignored(live: Live, body: dict, wor
 
 def test_the_openapi_document_says_what_the_server_demands(live: Live) -> None:
     schemas = httpx.get(live.url + "/openapi.json").json()["components"]["schemas"]
-    assert schemas["DetokenizeRequest"]["properties"]["tokens"]["items"]["minimum"] == 0
+    tokens, last = (
+        schemas["DetokenizeRequest"]["properties"]["tokens"],
+        live.service.engine.decoder.target.vocab_size - 1,
+    )
+    assert (tokens["items"]["minimum"], tokens["items"]["maximum"]) == (0, last)
+    assert httpx.post(live.url + "/detokenize", json={"tokens": [last]}).status_code == 200
+    assert httpx.post(live.url + "/detokenize", json={"tokens": [last + 1]}).status_code == 400
     assert schemas["TokenizeRequest"]["properties"]["messages"]["anyOf"][0]["minItems"] == 1
     for path, body in (("/detokenize", {"tokens": [-1]}), ("/tokenize", {"messages": []})):
         assert httpx.post(live.url + path, json=body).status_code == 400
@@ -155,6 +163,60 @@ def test_values_that_change_nothing_are_taken(live: Live) -> None:
     same = {"suffix": "", "best_of": 1, "use_beam_search": False}
     assert ask(live, prompt=PROMPT, max_tokens=2, temperature=0, **same)["choices"][0]["text"] == usual
     assert len(ask(live, prompt=PROMPT, max_tokens=2, n=2, best_of=2)["choices"]) == 2
+
+
+def test_numbers_in_strings_are_taken_and_other_strings_are_not(live: Live) -> None:
+    numbers = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 6, "seed": 7, "logprobs": 1, "presence_penalty": -1.5}
+    usual = ask(live, prompt=PROMPT, **numbers)["choices"]
+    assert ask(live, prompt=PROMPT, **{name: str(value) for name, value in numbers.items()})["choices"] == usual
+    assert ask(live, prompt="12", max_tokens=1)["usage"]["prompt_tokens"] == len(live.service.llm.encode("12"))
+    wrong = [
+        ("temperature", "0,5"),
+        ("temperature", "1e999"),
+        ("temperature", "NaN"),
+        ("max_tokens", "1.5"),
+        ("seed", "07"),
+    ]
+    for name, value in [*wrong, ("max_tokens", True), ("echo", "1"), ("max_tokens", "9" * 5000)]:
+        response = httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name), response.text
+
+
+def test_a_served_name_has_no_colon_and_the_other_name_works_too(tmp_path: Path) -> None:
+    assert served_name("builtin:code-160M") == "code-160M"
+    assert served_name("owner/name:small.Q8_0.gguf") == "small.Q8_0"
+    assert served_name("owner/name") == "owner/name"
+    (own := tmp_path / "a:b").mkdir()
+    assert served_name(str(own)) == str(own)
+    with serving(builtin(1), Settings(model_name="code", aliases=("builtin:code",))) as live:
+        for name in ("code", "builtin:code"):
+            assert ask(live, model=name, prompt=PROMPT, max_tokens=1)["model"] == "code"
+            assert httpx.get(f"{live.url}/v1/models/{name}").json()["id"] == "code"
+        assert httpx.get(live.url + "/v1/models/builtin:code-draft").status_code == 404
+
+
+def test_a_builtin_model_without_a_chat_template_gets_a_plain_one(tmp_path: Path) -> None:
+    llm = LLM("builtin:code")
+    assert "comments" in (set_chat_template(llm, None) or "")
+    messages = [
+        {"role": "system", "content": "Be brief.\nUse lists."},
+        {"role": "user", "content": "sort xs"},
+        {"role": "assistant", "content": "xs.sort()"},
+        {"role": "user", "content": "reverse it"},
+    ]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "find")]
+    assert llm.tokenizer is not None
+    told = llm.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert told == "# tools: look, find\n# Be brief.\n# Use lists.\n# sort xs\nxs.sort()\n# reverse it\n"
+    assert llm.tokenizer.apply_chat_template(messages[1:2], tokenize=False) == "# sort xs\n"
+    assert set_chat_template(llm, None) is None  # it has one now, and keeps it
+    (tmp_path / "own.jinja").write_text("own")
+    assert set_chat_template(llm, tmp_path / "own.jinja") is None
+    assert llm.tokenizer.chat_template == "own"
+    other = LLM(replace(load("builtin:code"), tokenizer=None))
+    assert set_chat_template(other, None) is None
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        set_chat_template(other, tmp_path / "own.jinja")
 
 
 def test_token_ids_are_returned_where_they_are_asked_for(live: Live, plain: LLM) -> None:
