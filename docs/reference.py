@@ -42,6 +42,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     ),
     "engine": ("many requests at once", ["engine.engine"]),
     "trace": ("record, read, replay", ["trace.recorder", "trace.records", "trace.reader", "trace.replay"]),
+    "engines": ("exports to other engines", ["integrations.engines", "integrations.engines.setting"]),
     "testing": ("contract test, toy model, oracle", ["testing.contract", "testing.toy", "testing.oracle"]),
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef

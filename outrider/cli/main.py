@@ -14,6 +14,7 @@ from outrider.cli.calibrate import calibrate
 from outrider.cli.certify import certify
 from outrider.cli.chat import chat
 from outrider.cli.explain import explain
+from outrider.cli.export import export
 from outrider.cli.generate import demo, generate
 from outrider.cli.models import layers, models, pack
 from outrider.cli.options import grouped
@@ -120,6 +121,11 @@ add(
     "outrider tune",
     "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
     "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30",
+)
+add(
+    export,
+    """outrider export '{"method": "suffix"}' --to vllm""",
+    "outrider export speculative_config.json --to vllm --to sglang -m ./my-model --lengths 1:4,4:2,8:0 -o ./handover",
 )
 add(
     calibrate,

@@ -97,7 +97,7 @@ def tune(
             print(paint("interrupted: this is known so far", RED, sys.stderr), file=sys.stderr)
         out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
         print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}\n")
-        show_exports(search, {} if interrupted else None)
+        show_exports(search, out, {} if interrupted else None)
         raise typer.Exit(130 if interrupted else 0)
 
 
@@ -206,15 +206,15 @@ def why_plain(search: Search) -> str:
     return f"nothing else was measured yet. The best prediction is {best.predicted:.0f} tokens/s, {best.name}"
 
 
-def show_exports(search: Search, depths: dict[int, int] | None) -> None:
+def show_exports(search: Search, out: Path, depths: dict[int, int] | None) -> None:
     """Print the same setting for other engines. depths: best chain by batch size, None to predict it now."""
+    from outrider.cli.export import show_commands
     from outrider.integrations.engines import exports
 
     if depths is None:
         with loading("the settings of other engines"):
             depths = search.best_depths()
     print("The same setting in other engines")
-    for export in exports(search.answer.config, depths):
-        print(f"  {export.engine}: {export.command or '-'}")
-        for note in export.notes:
-            print(paint(f"    different or missing there: {note}", DIM))
+    show_commands(exports(search.answer.config, depths, model=search.racer.target.name))
+    lengths = f" --lengths {','.join(f'{n}:{k}' for n, k in sorted(depths.items()))}" if depths else ""
+    print(paint(f"Files for one of them: outrider export {out} --to ENGINE -m MODEL{lengths} -o FOLDER", DIM))

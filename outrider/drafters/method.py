@@ -55,8 +55,8 @@ class TuneInputs:
 class EngineExport:
     """How another engine runs a method.
 
-    flags: its settings for a configuration: keys of vLLM's `--speculative-config`, or command line flags. notes: what that
-    engine does differently.
+    flags: its settings for a configuration: keys of vLLM's `--speculative-config`, keys of TensorRT-LLM's
+    `speculative_config`, or command line flags. notes: what that engine does differently, and the effect.
     """
 
     flags: Callable[[SpeculativeConfig], Mapping[str, Any]]
@@ -77,7 +77,7 @@ class DraftMethod:
     per_request: a request to a server can choose it, whatever the server's own method is.
     auto: whether the method "auto" uses it for this target; None if never.
     candidates: the configurations that `outrider tune` tries, by name. tune_hint: what it needs to try one.
-    vllm, sglang, llama_cpp: how these engines run it; None if they cannot.
+    vllm, sglang, llama_cpp, trt_llm: how these engines run it; None if they cannot.
     """
 
     name: str
@@ -97,6 +97,7 @@ class DraftMethod:
     vllm: EngineExport | None = None
     sglang: EngineExport | None = None
     llama_cpp: EngineExport | None = None
+    trt_llm: EngineExport | None = None
 
     def tune_candidates(self, inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
         """The configurations to try, by name."""

@@ -14,8 +14,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.drafters import exports
 from outrider.drafters.method import AUTO, NONE, DrafterSetup, DraftMethod, EngineExport, TuneInputs, made_by
-from outrider.drafters.model.precision import LOWER_PRECISION, QUANTIZED, copy_weights
+from outrider.drafters.model.precision import LOWER_PRECISION, copy_weights
 
 if TYPE_CHECKING:
     from outrider.config import SpeculativeConfig
@@ -205,28 +206,6 @@ def _has_lower_precision(setup: DrafterSetup) -> bool:
 # -- the rows -------------------------------------------------------------------------------------------------------------
 
 
-def _folder(config: SpeculativeConfig) -> str:
-    """The draft model for another engine: a built-in model is a folder of this package."""
-    from outrider.models.load import DATA
-
-    name = str(config.model)
-    return str(Path(DATA) / name.removeprefix("builtin:")) if name.startswith("builtin:") else name
-
-
-def _sglang_ngram(config: SpeculativeConfig) -> dict[str, Any]:
-    return {
-        "--speculative-algorithm": "NGRAM",
-        "--speculative-num-draft-tokens": config.budget.max_nodes + 1,
-        "--speculative-ngram-max-bfs-breadth": config.tree_width,
-    }
-
-
-def _llama_cpp_ngram(config: SpeculativeConfig) -> dict[str, Any]:
-    return {"--spec-type": "ngram-simple", "--spec-ngram-simple-size-m": config.budget.depth}
-
-
-_NEEDS_CUDA = EngineExport(_sglang_ngram, lambda c: ["NGRAM needs CUDA"])
-
 _ROWS = (
     DraftMethod(
         NONE,
@@ -252,31 +231,10 @@ _ROWS = (
         keys=("draft_vocab", "draft_vocab_corpus", "speculative_token_map"),
         auto=_brings_draft,
         candidates=_with_model("draft_model"),
-        vllm=EngineExport(
-            lambda c: {"model": _folder(c), "draft_sample_method": "probabilistic"},
-            lambda c: (
-                [f"{c.quantization} for the draft: give a checkpoint quantized to it"]
-                if c.quantization in QUANTIZED
-                else []
-            ),
-        ),
-        sglang=EngineExport(
-            lambda c: {
-                "--speculative-algorithm": "STANDALONE",
-                "--speculative-draft-model-path": _folder(c),
-                "--speculative-num-steps": c.budget.depth,
-                "--speculative-eagle-topk": c.tree_width,
-                "--speculative-num-draft-tokens": c.budget.max_nodes + 1,  # SGLang counts the root
-            }
-        ),
-        llama_cpp=EngineExport(
-            lambda c: {
-                "--spec-type": "draft-simple",
-                "--spec-draft-model": f"{_folder(c)}.gguf",
-                "--spec-draft-n-max": c.budget.depth,
-            },
-            lambda c: ["models: llama.cpp reads GGUF files; convert_hf_to_gguf.py makes them"],
-        ),
+        vllm=exports.VLLM_DRAFT_MODEL,
+        sglang=exports.SGLANG_DRAFT_MODEL,
+        llama_cpp=exports.LLAMA_CPP_DRAFT_MODEL,
+        trt_llm=exports.TRT_LLM_DRAFT_MODEL,
     ),
     DraftMethod(
         "eagle",
@@ -289,17 +247,10 @@ _ROWS = (
         auto=_brings("eagle"),
         candidates=_with_model("eagle"),
         tune_hint="name the folder of a head, --draft-model FOLDER",
-        vllm=EngineExport(lambda c: {"method": "eagle3", "model": str(c.model)}),
-        sglang=EngineExport(
-            lambda c: {
-                "--speculative-algorithm": "EAGLE3",
-                "--speculative-draft-model-path": str(c.model),
-                "--speculative-num-steps": c.budget.depth,
-                "--speculative-eagle-topk": c.tree_width,
-                "--speculative-num-draft-tokens": c.budget.max_nodes + 1,  # SGLang counts the root
-            },
-            lambda c: ["the folder: SGLang reads the flat layout, not that of speculators"],
-        ),
+        vllm=exports.VLLM_EAGLE,
+        sglang=exports.SGLANG_EAGLE,
+        llama_cpp=exports.LLAMA_CPP_EAGLE,
+        trt_llm=exports.TRT_LLM_EAGLE,
     ),
     DraftMethod(
         "medusa",
@@ -312,7 +263,7 @@ _ROWS = (
         auto=_brings("medusa"),
         candidates=_with_model("medusa"),
         tune_hint="name the folder of Medusa heads, --draft-model FOLDER",
-        vllm=EngineExport(lambda c: {"model": str(c.model)}),
+        vllm=exports.VLLM_MEDUSA,
     ),
     *(
         DraftMethod(
@@ -326,14 +277,25 @@ _ROWS = (
             auto=_brings(name),
             candidates=_with_model(name),
             tune_hint="name the folder of a block drafter, --draft-model FOLDER",
-            vllm=EngineExport(lambda c: {"model": str(c.model)}, notes),
+            vllm=exports.VLLM_BLOCK,
+            sglang=sglang,
+            llama_cpp=llama_cpp,
+            trt_llm=trt_llm,
         )
-        for name, about, notes in (
-            ("dflash", "a trained DFlash drafter, which drafts a block of tokens in one forward pass", lambda c: ()),
+        for name, about, sglang, llama_cpp, trt_llm in (
+            (
+                "dflash",
+                "a trained DFlash drafter, which drafts a block of tokens in one forward pass",
+                exports.SGLANG_DFLASH,
+                exports.LLAMA_CPP_DFLASH,
+                exports.TRT_LLM_DFLASH,
+            ),
             (
                 "dspark",
                 "a trained DSpark drafter: a block in one pass, then each token corrected by the one before it",
-                lambda c: ["DSpark needs vLLM's second model runner, VLLM_USE_V2_MODEL_RUNNER=1"],
+                exports.SGLANG_DSPARK,
+                exports.LLAMA_CPP_DSPARK,
+                None,
             ),
         )
     ),
@@ -383,15 +345,10 @@ _ROWS = (
         keys=("corpus", "corpus_tokens", "suffix_shared_tokens", "suffix_decoding_min_token_prob"),
         per_request=True,
         auto=lambda setup: True,
-        vllm=EngineExport(
-            lambda c: {"suffix_decoding_min_token_prob": c.suffix_decoding_min_token_prob},
-            lambda c: [] if c.corpus is None else ["corpus: suffix decoding there reads prompts and answers only"],
-        ),
-        sglang=_NEEDS_CUDA,
-        llama_cpp=EngineExport(
-            _llama_cpp_ngram,
-            lambda c: ["suffix: ngram-simple is the nearest; it uses one length, the last match and one text"],
-        ),
+        vllm=exports.VLLM_SUFFIX,
+        sglang=exports.SGLANG_SUFFIX,
+        llama_cpp=exports.LLAMA_CPP_SUFFIX,
+        trt_llm=exports.TRT_LLM_SUFFIX,
     ),
     DraftMethod(
         "ngram",
@@ -402,11 +359,10 @@ _ROWS = (
         tune_depth=16,
         keys=("prompt_lookup_min", "prompt_lookup_max"),
         per_request=True,
-        vllm=EngineExport(
-            lambda c: {"prompt_lookup_min": c.prompt_lookup_min, "prompt_lookup_max": c.prompt_lookup_max}
-        ),
-        sglang=_NEEDS_CUDA,
-        llama_cpp=EngineExport(lambda c: {**_llama_cpp_ngram(c), "--spec-ngram-simple-size-n": c.prompt_lookup_min}),
+        vllm=exports.VLLM_NGRAM,
+        sglang=exports.SGLANG_NGRAM,
+        llama_cpp=exports.LLAMA_CPP_NGRAM,
+        trt_llm=exports.TRT_LLM_NGRAM,
     ),
     DraftMethod(
         "token_recycling",

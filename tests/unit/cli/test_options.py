@@ -75,6 +75,10 @@ OPTIONS = {
         "Model": "--dtype --quantization",
         "Output": "--out --debug",
     },
+    "export": {
+        "Engine": "--to --model/-m --lengths",
+        "Output": "--out/-o --json --debug",
+    },
     "calibrate": {
         "Speculation": "--speculative-config",
         "Engine": "--max-num-seqs",
