@@ -45,6 +45,8 @@ class Sequence:
     client: sequences of different clients take turns in a queue. method: the drafter, None for the configured one, "none" for
     none. num_speculative_tokens: draft tokens per step, None for the controller's choice. deadline: a `perf_counter` time.
     sink: is called with every `Delta` by the thread that steps; None without a reader.
+    continued: tokens of the text that were written earlier, by a run that was cut off. The text goes on after them, and
+    limits, penalties and stop strings count them.
     """
 
     id: int
@@ -60,12 +62,14 @@ class Sequence:
     num_speculative_tokens: int | None = None
     deadline: float = math.inf
     sink: Callable[[Delta], None] | None = None
+    continued: tuple[int, ...] = ()
 
     # The text.
     slot: int = field(default=-1, init=False)  # of the cache; -1 without one
     tokens: list[int] = field(init=False)  # committed: prompt, then output
     state: SequenceState = field(init=False)
     checker: StopChecker | None = field(default=None, init=False)  # None until it was admitted once
+    continued_text: str = field(default="", init=False)  # the text that `continued` had given out
     finish: FinishReason | None = field(default=None, init=False)
     limit: int = field(default=0, init=False)  # output tokens at most
     logprobs: list[dict[int, float]] = field(default_factory=list, init=False)
@@ -95,7 +99,7 @@ class Sequence:
     _from_draft: list[bool] = field(default_factory=list, init=False)  # for each output token
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens = [*self.prompt, *self.continued]
 
     def fresh(self) -> Sequence:
         """Another sequence of the same request."""
@@ -103,13 +107,19 @@ class Sequence:
 
     @property
     def steps(self) -> int:
-        """Draft-verify rounds so far."""
-        return len(self.drafted)
+        """Draft-verify rounds so far. Each continued token counts for one: no earlier step can have had a higher number, so
+        no noise is used twice."""
+        return len(self.continued) + len(self.drafted)
 
     @property
     def output(self) -> list[int]:
-        """The token ids written so far."""
+        """The token ids of the text so far, the continued ones among them."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def written(self) -> list[int]:
+        """The token ids written so far by this run."""
+        return self.tokens[len(self.prompt) + len(self.continued) :]
 
     @property
     def text(self) -> str:
@@ -130,6 +140,15 @@ class Sequence:
     def total(self) -> float:
         """Seconds from arrival to its end, or until now."""
         return (self.done or perf_counter()) - self.arrived
+
+    def begin(self, checker: StopChecker) -> None:
+        """Take the checker, which has read the continued tokens. Their text counts as given out."""
+        self.checker = checker
+        self._from_draft = [False] * len(self.continued)
+        self.delta()
+        self.continued_text = self.text[: self._characters_out]
+        if checker.end is not None:
+            self.done, self.finish = perf_counter(), checker.end
 
     def step_done(self, drafted: int, commit: Commit) -> None:
         """Count a step."""
@@ -168,7 +187,7 @@ class Sequence:
             pieces.append((text[at:], self._is_from_draft(self._marks_out)))
             at = len(text)
         new, tokens = text[self._characters_out : at], self.output[self._tokens_out :]
-        logprobs = self.logprobs[self._tokens_out :]
+        logprobs = self.logprobs[max(0, self._tokens_out - len(self.continued)) :]
         self._characters_out, self._tokens_out = at, self._tokens_out + len(tokens)
         counts = (self.drafted[-1], self.accepted[-1]) if self.drafted else (0, 0)
         return Delta(new, tokens, [p for p in pieces if p[0]], 0, *counts, logprobs=logprobs)
@@ -179,7 +198,7 @@ class Sequence:
     def completion(self, guarantee: Guarantee, index: int = 0) -> CompletionOutput:
         """What was written, as an output."""
         asked = self.params.logprobs is not None
-        total = sum(x[t] for x, t in zip(self.logprobs, self.output, strict=False)) if asked else None
+        total = sum(x[t] for x, t in zip(self.logprobs, self.written, strict=False)) if asked else None
         return CompletionOutput(
             index=index,
             text=self.text,
@@ -267,15 +286,19 @@ class Decoder:
         p, n = request.params, len(request.prompt)
         if not n:
             raise ValueError("the prompt is empty; a model continues at least one token (its begin token will do)")
-        wrong = [t for t in request.prompt if not 0 <= t < self.target.vocab_size]
-        if wrong:
-            raise ValueError(f"prompt token {wrong[0]} is outside the vocabulary of {self.target.vocab_size} tokens")
+        for name, tokens in (("prompt", request.prompt), ("continued", request.continued)):
+            if wrong := [t for t in tokens if not 0 <= t < self.target.vocab_size]:
+                raise ValueError(
+                    f"{name} token {wrong[0]} is outside the vocabulary of {self.target.vocab_size} tokens"
+                )
         p.check_vocab(self.target.vocab_size)
         if n >= self.max_length:
             raise ValueError(
                 f"the prompt has {n} tokens and the model holds {self.max_length} of prompt and output; shorten it"
             )
         if request.prefill_only:
+            if request.continued:
+                raise ValueError("a text of no tokens cannot be continued; raise max_tokens")
             return 0
         if p.max_tokens is not None and n + p.max_tokens > self.max_length:
             raise ValueError(
@@ -284,23 +307,39 @@ class Decoder:
             )
         return self.max_length - n if p.max_tokens is None else p.max_tokens
 
+    def checker(self, request: Sequence) -> StopChecker:
+        """What decides where the text of a request ends. It has read the tokens that the request continues.
+
+        Raises ValueError for a request that cannot run, and for a text that ends before its last continued token.
+        """
+        limit = self.check(request)
+        checker = StopChecker(request.params, self.end_ids, limit, self.tokenizer, request.prompt)
+        for count, token in enumerate(request.continued, 1):
+            end = checker.push(token)
+            if end is not None and count < len(request.continued):
+                why = "max_tokens is reached" if end.finish == "length" else "it stops there"
+                raise ValueError(
+                    f"the text ends at token {count} of the {len(request.continued)} to continue, because {why}; "
+                    "continue a text with the parameters that it began with"
+                )
+        return checker
+
     def admit(self, sequence: Sequence) -> Sequence:
-        """Give a new sequence a free slot; returns it.
+        """Give a new sequence a free slot; returns it. It may have ended, if the tokens that it continues end the text.
 
         Raises IndexError when no slot is free, and ValueError for a request that cannot run or for a sequence that ran.
         """
-        limit = self.check(sequence)
         if sequence.checker is not None:
             raise ValueError(
                 f"sequence {sequence.id} was run already; sequence.fresh() makes another of the same request"
             )
-        p, tokens = sequence.params, sequence.tokens
+        checker, p, tokens = self.checker(sequence), sequence.params, sequence.tokens
         ends = (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
         if not self.free:
             raise IndexError("no slot is free; release one, or make the decoder with more")
-        sequence.limit, sequence.admitted = limit, perf_counter()
-        sequence.state = SequenceState(p, ends, sequence.bad_words, tokens, len(tokens), sequence.mask)
-        sequence.checker = StopChecker(p, self.end_ids, limit, self.tokenizer, tokens)
+        sequence.limit, sequence.admitted = checker.limit, perf_counter()
+        sequence.state = SequenceState(p, ends, sequence.bad_words, tokens, len(sequence.prompt), sequence.mask)
+        sequence.begin(checker)
         self.resume(sequence)
         return sequence
 
@@ -311,7 +350,7 @@ class Decoder:
         """
         sequence.slot = self.free.pop()
         sequence.features.clear()
-        if not sequence.output:
+        if not sequence.written:
             sequence.prompt_logprobs.clear()
         self.sequences[sequence.slot] = sequence
         self.waiting.append(sequence)
@@ -366,12 +405,12 @@ class Decoder:
         """Read the next chunk of a sequence's tokens, all but the last, into the cache."""
         tokens, last = sequence.tokens, len(sequence.tokens) - 1
         wanted = sequence.params.prompt_logprobs
-        if sequence.output:
+        if sequence.written:
             wanted = None  # a resumed sequence has them already
         done = self.cache.length[sequence.slot]
         if done == 0 and self.prefixes is not None and wanted is None:
             done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens[:last])
-            sequence.cached = sequence.cached if sequence.output else done
+            sequence.cached = sequence.cached if sequence.written else min(done, len(sequence.prompt))
             if features is not None:
                 self._started(sequence, 0, features)
         part = tokens[done : min(done + self.chunk, last)]
@@ -396,6 +435,7 @@ class Decoder:
             sequence.features.clear()
             if wanted is not None:
                 sequence.prompt_logprobs.insert(0, None)  # nothing predicts the first token
+                del sequence.prompt_logprobs[len(sequence.prompt) :]
             if sequence.prefill_only:
                 sequence.end("length")
 

@@ -252,6 +252,8 @@ class Scheduler:
                 self.drafter.assign(slot, "none" if sequence.undrafted else self.method(sequence))
                 if sequence.num_speculative_tokens is not None:
                     self.lengths.depth[slot] = sequence.num_speculative_tokens
+            if sequence.finish is not None:  # the tokens that it continues end the text
+                self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
 
     def _held(self) -> int:
         """Tokens that the seated sequences hold, or will hold once they are read."""

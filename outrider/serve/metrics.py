@@ -96,7 +96,7 @@ class Metrics:
         self.queued.observe(sequence.queued)
         if sequence.time_to_first_token is not None:
             self.first.observe(sequence.time_to_first_token)
-            if (more := len(sequence.output) - 1) > 0:
+            if (more := len(sequence.written) - 1) > 0:
                 self.per_token.observe((sequence.total - sequence.time_to_first_token) / more)
 
     def collect(self) -> Iterable[Metric]:

@@ -62,17 +62,17 @@ class PendingAnswer:
                 if delta.ended:
                     _check(self.sequences[index])
         results = self._ordered()
-        if all(r.finish and r.finish.finish == "abort" and not r.output for r in results):
+        if all(r.finish and r.finish.finish == "abort" and not r.written for r in results):
             reason = results[0].finish and results[0].finish.reason
             raise Refused(f"nothing was written: {reason}", 503, code="aborted", retry=1)
         return self.writer.whole(results)
 
     async def stream(self, options: StreamOptions | None, interval: float | None) -> AsyncIterator[bytes]:
         """Server-sent events, up to `[DONE]`. interval: see `Pace`."""
-        pace, choices = Pace(interval), [StreamedChoice(self.writer, i) for i in range(len(self.sequences))]
+        pace, choices = Pace(interval), [StreamedChoice(self.writer, i, s) for i, s in enumerate(self.sequences)]
         counts = bool(options and options.continuous_usage_stats)
         for choice in choices:
-            if not self.writer.opens_late and (chunk := choice.open()):
+            if not self.writer.opens_late and not choice.is_open and (chunk := choice.open()):
                 yield _event(chunk)
         try:
             async for index, delta in self.deltas():
@@ -130,14 +130,17 @@ class PendingAnswer:
 
 
 class StreamedChoice:
-    """One choice of a stream: turns deltas into chunks. so_far: the counts for `continuous_usage_stats`."""
+    """One choice of a stream: turns deltas into chunks. so_far: the counts for `continuous_usage_stats`.
 
-    def __init__(self, writer: ResponseWriter, index: int) -> None:
-        self._writer, self._index = writer, index
+    is_open: it had its first chunk. A text that continues another had it there.
+    """
+
+    def __init__(self, writer: ResponseWriter, index: int, sequence: Sequence) -> None:
+        self._writer, self._index, self._sequence = writer, index, sequence
         self._reader: ToolCallReader | None = writer.reader() if writer.reader else None
         self._offset = len(writer.echoes[index])
-        self.is_open = False
-        self.so_far = {"tokens": 0, "drafted": 0, "accepted": 0}
+        self.is_open = self._behind = bool(sequence.continued)
+        self.so_far = {"tokens": len(sequence.continued), "drafted": 0, "accepted": 0}
 
     def open(self, prompt_logprobs: abc.Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
         """The first chunk, if the choice needs one."""
@@ -166,11 +169,20 @@ class StreamedChoice:
 
     def _read(self, text: str, delta: Delta | None, last: bool = False) -> list[dict[str, Any]]:
         reader, writer, index = self._reader, self._writer, self._index
+        if self._behind:  # the text before is known since the sequence had its slot
+            before, self._behind = self._sequence.continued_text, False
+            self._offset += len(before)
+            if reader is not None:
+                reader.feed(before)
         content, calls = reader.feed(text, last) if reader else (text, [])
         tokens = delta is not None and delta.token_ids and writer.shows_tokens
-        chunks = [writer.piece(index, content, delta, self._offset)] if content or tokens else []
-        first = reader.called - len(calls) if reader else 0
-        return chunks + [writer.call(index, number, call) for number, call in enumerate(calls, first)]
+        if not calls:
+            return [writer.piece(index, content, delta, self._offset)] if content or tokens else []
+        assert reader is not None
+        chunks = [writer.piece(index, content, None, self._offset)] if content else []
+        chunks += [writer.call(index, n, call) for n, call in enumerate(calls, reader.called - len(calls))]
+        # The tokens come last: who has read them has the call, so the answer can go on from there.
+        return [*chunks, writer.piece(index, "", delta, self._offset)] if tokens else chunks
 
 
 class Pace:

@@ -124,6 +124,11 @@ class CommonRequest(RequestBody):
     timeout: float | None = Field(None, gt=0, description="seconds; then the text ends where it is")
     detailed_metrics: bool | None = Field(None, description="also the counts of each step")
     return_token_ids: bool | None = Field(None, description="the token ids of prompt and output, too")
+    continued_tokens: int | Ids | list[Ids] | None = Field(
+        None,
+        description="an answer that was cut off goes on: the token ids of each choice so far, or how many tokens at the end "
+        "of the prompt they are; with the seed and the other fields of the first request the text is the same",
+    )
     best_of: int | None = Field(None, ge=1, description="only the value of n is accepted")
     use_beam_search: bool | None = Field(None, description="only false is accepted")
 

@@ -81,13 +81,23 @@ class ResponseWriter:
         """The response in one piece."""
         choices = []
         for index, (result, echo) in enumerate(zip(results, self.echoes, strict=True)):
-            known, tokens, offset = result.prompt_logprobs, result.output, len(echo)
+            if result.continued:
+                echo = ""  # it was shown at the beginning of the text
+            known, tokens = result.prompt_logprobs, result.written
+            offset = len(echo) + sum(len(self._decode([t])) for t in result.continued)
             logprobs = result.logprobs if result.params.logprobs is not None else None
-            before, shown = self._prompt(index, known), self._logprobs(tokens, logprobs, offset)
+            before = None if result.continued else self._prompt(index, known)
+            shown = self._logprobs(tokens, logprobs, offset)
             if before is not None and shown is not None:
                 shown = {name: before[name] + shown[name] for name in shown}
             choice: dict[str, Any] = {"index": index, "logprobs": shown}
-            content, calls = self.reader().feed(result.text, True) if self.reader else (echo + result.text, [])
+            text, calls = result.text[len(result.continued_text) :], list[ToolCall]()
+            if self.reader is not None:
+                reader = self.reader()
+                reader.feed(result.continued_text)
+                content, calls = reader.feed(text, True)
+            else:
+                content = echo + text
             if self.chat:
                 message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
                 choice["message"] = {**message, "tool_calls": [c.shape for c in calls]} if calls else message
@@ -255,7 +265,7 @@ _TIMING = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mea
 
 def _timing(result: Sequence) -> dict[str, float | None]:
     """vLLM's times: the first token and tokens_per_second count from the moment the request left the queue."""
-    count, queue = len(result.output), 1000 * result.queued
+    count, queue = len(result.written), 1000 * result.queued
     first, end = None if result.time_to_first_token is None else 1000 * result.time_to_first_token, 1000 * result.total
     decode = None if first is None else end - first
     return {

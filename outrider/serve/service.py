@@ -90,8 +90,9 @@ class Service:
             params = params.with_(skip_special_tokens=params.skip_special_tokens and not special)
         except ValueError as error:
             raise Refused(str(error)) from error
+        prompts, before = _continued(body, prompts, params.n)
         requests = await self._try(
-            self._encoder, lambda: [r for p in prompts for r in self._requests(p, params, mask, max_tokens == 0)]
+            self._encoder, lambda: self._requests(prompts, before, params, mask, max_tokens == 0)
         )
         if self.settings.log_prompts:
             log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
@@ -151,16 +152,30 @@ class Service:
         return offer, lambda: ToolCallReader(form, offer.names, hidden), special
 
     def _requests(
-        self, prompt: list[int], params: SamplingParams, mask: MaskMaker | None, prefill_only: bool
+        self,
+        prompts: list[list[int]],
+        before: list[list[int]],
+        params: SamplingParams,
+        mask: MaskMaker | None,
+        prefill_only: bool,
     ) -> list[Sequence]:
-        """The engine's requests for one prompt. Raises ValueError for what the model cannot do."""
-        if params.seed is None:
-            params = params.with_(seed=draw_seed() % 2**53)  # numbers in JSON are exact up to there
+        """The engine's requests, params.n for each prompt. before: the tokens that each continues.
+
+        Raises ValueError for what the model cannot do.
+        """
+        made = list[Sequence]()
+        for prompt in prompts:
+            drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
+            made += self.llm.requests({"prompt_token_ids": prompt}, drawn)
         made = [
-            replace(request, mask=mask() if mask else None, prefill_only=prefill_only)
-            for request in self.llm.requests({"prompt_token_ids": prompt}, params)
+            replace(r, mask=mask() if mask else None, prefill_only=prefill_only, continued=tuple(tokens))
+            for r, tokens in zip(made, before, strict=True)
         ]
-        self.engine.decoder.check(made[0])  # the engine may hold shorter texts than the LLM
+        for number, request in enumerate(made):  # the engine may hold shorter texts than the LLM
+            if request.continued:
+                self.engine.decoder.checker(request)
+            elif number % params.n == 0:
+                self.engine.decoder.check(request)
         return made
 
     async def _chat(self, body: ChatRequest) -> list[int]:
@@ -237,3 +252,35 @@ class Service:
             raise Refused(f"the grammar needs more than {COMPILE_TIMEOUT:g} s to compile; make it smaller") from None
         except (ValueError, RecursionError) as error:
             raise Refused(str(error) or "nested too deeply") from error
+
+
+def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts without tokens of answers, and the answer so far of each choice. Raises Refused if they do not fit."""
+    given, count = body.continued_tokens, len(prompts) * n
+    if given is None:
+        return prompts, [[] for _ in range(count)]
+
+    def refuse(message: str) -> Refused:
+        return Refused(message, param="continued_tokens")
+
+    if isinstance(given, int):
+        ids = isinstance(body, CompletionRequest) and all(isinstance(p, dict) for p in body.prompts)
+        if not ids:
+            raise refuse(
+                "continued_tokens as a number counts token ids at the end of a prompt of token ids; "
+                "beside a text or messages, send the ids: continued_tokens=[...]"
+            )
+        if n > 1:
+            raise refuse(f"{n} texts of one prompt have {n} answers; send a list of token ids for each")
+        if not 0 <= given < min(map(len, prompts)):
+            raise refuse(
+                f"the shortest prompt has {min(map(len, prompts))} tokens, so {given} cannot be answer already"
+            )
+        cut = [len(prompt) - given for prompt in prompts]
+        return [p[:at] for p, at in zip(prompts, cut, strict=True)], [
+            p[at:] for p, at in zip(prompts, cut, strict=True)
+        ]
+    lists = [list(x) for x in given if isinstance(x, list)] or [[x for x in given if isinstance(x, int)]]
+    if len(lists) != count:
+        raise refuse(f"continued_tokens has {len(lists)} lists of token ids, and the request asks for {count} texts")
+    return prompts, lists

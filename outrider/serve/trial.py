@@ -77,7 +77,7 @@ class Trial:
             arm = self._arms.pop(sequence.id, None)
             if arm is None:
                 return
-            tokens, first, done = len(sequence.output), sequence.first, sequence.done
+            tokens, first, done = len(sequence.written), sequence.first, sequence.done
             good = sequence.finish is not None and sequence.finish.finish in ("stop", "length")
             if not good or tokens < 2 or first is None or done is None or done <= first:
                 self.left += 1

@@ -221,7 +221,10 @@ def _add(trace: Trace, line: AnyLine) -> None:
         text.end = line
         return
     last = text.steps[-1] if text.steps else None
-    due, at = len(text.steps), text.request.prompt_tokens if last is None else last.position + last.committed
+    due, at = (
+        text.request.continued + len(text.steps),
+        text.request.prompt_tokens if last is None else last.position + last.committed,
+    )
     if (line.step, line.position) != (due, at):
         raise ValueError(
             f"step {line.step} at position {line.position} of request {line.request}, where step {due} at position {at} is due"

@@ -91,7 +91,7 @@ class Recorder:
             read = [t.tolist() for t in (step.draft.tokens, step.draft.parents, step.verdict.path, step.verdict.token)]
             for b, row in enumerate(rows):
                 at, asked = step.positions[b], row
-                if asked.id not in self._due and at == len(asked.prompt):
+                if asked.id not in self._due and at == len(asked.prompt) + len(asked.continued):
                     self._due[asked.id] = at
                     lines.append(self._request(row))
                 if (
@@ -134,10 +134,11 @@ class Recorder:
         asked, tokens = row, self.detail is not Detail.COUNTS
         return RequestRecord(
             request=asked.id,
-            prompt_tokens=len(asked.prompt),
+            prompt_tokens=len(asked.prompt) + len(asked.continued),
+            continued=len(asked.continued),
             seed=asked.seed,
             params=_params(asked.params, tokens),
-            prompt=list(asked.prompt) if tokens else None,
+            prompt=[*asked.prompt, *asked.continued] if tokens else None,
             bad_words=[list(w) for w in asked.bad_words] if tokens and asked.bad_words else None,
             grammar=asked.mask is not None,
         )
@@ -199,8 +200,8 @@ class Recorder:
         return EndRecord(
             request=row.id,
             finish=finish,
-            output_tokens=len(row.output),
-            steps=row.steps,
+            output_tokens=len(row.written),
+            steps=len(row.drafted),
             first=None if row.first is None else row.first - row.arrived,
             seconds=None if row.done is None else row.done - row.arrived,
         )

@@ -73,6 +73,7 @@ class RequestRecord(TraceLine):
     params: dict[str, Any]  # `SamplingParams` other than the defaults
     prompt: list[Id] | None = None
     bad_words: list[list[Id]] | None = None
+    continued: Count = 0  # how many tokens of the prompt are text already, written by an earlier run
     grammar: bool = False  # whether a grammar constrained the request; the trace does not hold it
 
     @property
@@ -92,6 +93,8 @@ class RequestRecord(TraceLine):
     def _consistent(self) -> RequestRecord:
         if self.prompt is not None and len(self.prompt) != self.prompt_tokens:
             raise ValueError(f"the prompt has {len(self.prompt)} tokens, not {self.prompt_tokens}")
+        if self.continued >= max(1, self.prompt_tokens):
+            raise ValueError(f"{self.continued} of {self.prompt_tokens} prompt tokens are said to be text already")
         _ = self.sampling
         return self
 

@@ -68,7 +68,7 @@ def replay(
     asked = _asked(text, mask)
     row = decoder.admit(asked)
     try:
-        row.advance([t for earlier in text.steps[:step] for t in earlier.written], recorded.step)
+        row.advance([t for earlier in text.steps[:step] for t in earlier.written], step)
         while row in decoder.waiting:
             decoder.prefill(row)
         return _computed(trace, text, recorded, decoder, row)
@@ -98,7 +98,9 @@ def _asked(text: TracedText, mask: TokenMask | None) -> Sequence:
     """The request, as the loop takes it."""
     bad = tuple(tuple(word) for word in text.request.bad_words or ())
     params = text.request.sampling.with_(prompt_logprobs=None, logprobs=None)
-    return Sequence(text.id, text.prompt, params, text.request.seed, bad, (), mask)
+    asked = len(text.prompt) - text.request.continued
+    continued = tuple(text.prompt[asked:])
+    return Sequence(text.id, text.prompt[:asked], params, text.request.seed, bad, (), mask, continued=continued)
 
 
 def _computed(trace: Trace, text: TracedText, step: StepRecord, decoder: Decoder, row: Sequence) -> Replay:
@@ -124,7 +126,7 @@ def _computed(trace: Trace, text: TracedText, step: StepRecord, decoder: Decoder
             noise=noise,
             stream=verifier.draft_stream,
             needs_probs=True,
-            prompt_lengths=[len(text.prompt)],
+            prompt_lengths=[len(row.prompt)],
             predictions=[()],
             cache=decoder.cache,
         )
