@@ -81,7 +81,7 @@ def test_a_real_prometheus_reads_the_server_and_answers_every_panel(live: Live, 
         api = f"http://127.0.0.1:{port}/api/v1"
 
         def query(text: str) -> Any:
-            answer = httpx.get(f"{api}/query", params={"query": text}).json()
+            answer = httpx.get(f"{api}/query", params={"query": text}).raise_for_status().json()
             assert answer["status"] == "success", f"{text}: {answer}"
             return answer["data"]["result"]
 
@@ -113,7 +113,7 @@ def _wait(ready: Any, seconds: float = 60.0) -> None:
         try:
             if ready():
                 return
-        except (httpx.TransportError, AssertionError):
+        except (httpx.HTTPError, AssertionError):  # 503 while it starts
             pass
         time.sleep(0.5)
     raise AssertionError("Prometheus did not read the server")
