@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.certify.certificate import CertificatePart, Conclusion, Finding
-from outrider.certify.knobs import chosen, penalties
+from outrider.certify.failures import add_failures, broken
+from outrider.certify.knobs import PENALTIES, chosen, penalties
 from outrider.certify.run import CertifyTrial, Record
-from outrider.certify.subjects.base import Job, Subject, Unsupported, Writing
+from outrider.certify.subjects.base import Job, Subject, Unsupported, Way, Writing
 from outrider.params import SamplingParams
+
+
+class _RefusedHere(Unsupported):
+    """Speculation refuses what plain decoding takes."""
+
+
+class _BrokeHere(Unsupported):
+    """The engine failed."""
+
 
 _HOT = 1.5  # a temperature at which two seeds give two texts
 _LOGPROB = 0.02  # by which a log-probability may be off, where the noise was not measured
@@ -42,12 +52,23 @@ class Contract:
         given = {"temperature": 0.0, "max_tokens": self.length, "ignore_eos": True, "seed": self.seed + 11, **params}
         return [Job(prompt, SamplingParams(**given)) for prompt in list(self.subject.prompts())[:count]]  # type: ignore[arg-type]
 
-    def _write(self, jobs: Sequence[Job]) -> list[Writing]:
-        texts = self.subject.write(jobs, self.subject.ways()[0])
+    def _write(self, jobs: Sequence[Job], way: Way | None = None) -> list[Writing]:
+        try:
+            texts = self.subject.write(jobs, way or self.subject.ways()[0])
+        except Unsupported as why:
+            raise (_RefusedHere if way is None and self._plain_takes(jobs) else Unsupported)(str(why)) from None
+        if lines := broken(texts):
+            raise _BrokeHere("\n".join(lines))
         failed = [t.error for t in texts if t.error]
         if failed:
             raise Unsupported(failed[0])
         return texts
+
+    def _plain_takes(self, jobs: Sequence[Job]) -> bool:
+        try:
+            return not any(text.error for text in self.subject.plain(jobs))
+        except Unsupported:
+            return False
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 
@@ -73,6 +94,11 @@ class Contract:
             ContractCheck("max_tokens", "max_tokens is not kept, or its finish reason is wrong", self._max_tokens),
             ContractCheck("end token", "the text goes on past its end token", self._end_token),
             ContractCheck("grammar", "the grammar is not applied to all tokens of a step", self._grammar),
+            *(
+                ContractCheck("stream", "a stream is not the answer in one piece", lambda w=way: self._stream(w))
+                for way in self.subject.ways()
+                if way.options.get("stream")
+            ),
             ContractCheck("usage", "tokens are counted that are not in the text", self._usage),
             ContractCheck("acceptance counters", "the acceptance counters do not agree with the text", self._counters),
         ]
@@ -109,11 +135,24 @@ class Contract:
             if name == "min_tokens":
                 [base] = self._write([job])
             [after] = self._write([job.with_(**knob.params)])
-            if found := knob.effect(base, after):
+            found = knob.effect(base, after)
+            if found and self._is_as_plain(job.with_(**knob.params), after):
+                # A penalty may be too small to change a text of which the target is sure.
+                if name not in PENALTIES:
+                    raise Unsupported(f"without speculation it has no effect either: {found}")
+            elif found:
                 wrong.append(f"{found}: {self._shown(after)}")
         if not tried:
             raise Unsupported("no text was long enough to choose a value")
         return wrong
+
+    def _is_as_plain(self, job: Job, text: Writing) -> bool:
+        """Whether plain decoding gives the same text."""
+        try:
+            [plain] = self.subject.plain([job])
+        except Unsupported:
+            return False
+        return not plain.error and (plain.tokens, plain.text) == (text.tokens, text.text)
 
     def _seed(self) -> list[str]:
         wrong = list[str]()
@@ -191,10 +230,24 @@ class Contract:
         wrong, choices = list[str](), ["a long first answer", "a long second answer", "neither"]
         for job in self._jobs(temperature=1.0, ignore_eos=False, max_tokens=4 * self.length):
             text = self.subject.constrained(job, choices)
+            if text.broke:
+                raise _BrokeHere(text.error)
             if text.error:
                 raise Unsupported(text.error)
             if text.text not in choices:
                 wrong.append(f"the grammar allows {choices}, and the text is {self._shown(text)}")
+        return wrong
+
+    def _stream(self, way: Way) -> list[str]:
+        """Text, tokens, finish reason and counts of a stream, and of the same answer in one piece."""
+        wrong, jobs = list[str](), self._jobs()
+        for whole, parts in zip(self._write(jobs), self._write(jobs, way), strict=True):
+            if self._tie(whole, parts):
+                continue
+            for name in ("text", "tokens", "finish", "usage"):
+                a, b = getattr(whole, name), getattr(parts, name)
+                if a != b and not (name == "usage" and None in (a, b)):
+                    wrong.append(f"{name} of the stream: {b!r}; in one piece: {a!r}")
         return wrong
 
     def _usage(self) -> list[str]:
@@ -240,7 +293,12 @@ class Contract:
         try:
             return {"wrong": check.run(), "skipped": "", "cause": check.cause}
         except Unsupported as why:
-            return {"wrong": [], "skipped": str(why), "cause": check.cause}
+            record: Record = {"wrong": [], "skipped": str(why), "cause": check.cause}
+            if isinstance(why, _BrokeHere):
+                record["broke"] = str(why).splitlines()
+            if isinstance(why, _RefusedHere):
+                record["refused"] = str(why)
+            return record
 
     def done(self, records: Sequence[Record]) -> bool:
         return False
@@ -254,7 +312,7 @@ class Contract:
             sentence=f"The contract holds: {len(tested)} checks of parameters and bookkeeping.",
             power="Each check writes a few texts with a value that must change them. A rare mistake may stay unseen.",
             tested={"checks": ", ".join(r["key"] for r in tested)},
-            skipped=[f"{r['key']}: {r['skipped']}" for r in records if r["skipped"]],
+            skipped=[f"{r['key']}: {r['skipped']}" for r in records if r["skipped"] and not r.get("refused")],
             figures={"checks": len(tested), "wrong": len(bad)},
         )
         if not tested:
@@ -270,4 +328,5 @@ class Contract:
             part.findings = [
                 Finding(title=f"{r['key']} fails", cause=r["cause"], evidence="\n".join(r["wrong"][:4])) for r in bad
             ]
+        add_failures(part, records)
         return part

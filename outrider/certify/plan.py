@@ -36,6 +36,8 @@ def subject_of(name: str, given: dict[str, Any]) -> Subject | VerifierFunction:
             raise ValueError(
                 f"--{option.replace('_', '-')} is for a server, and {name} is none: give its address, http://..."
             )
+    if given["endpoint"] != "completions" and not server:
+        raise ValueError(f"--endpoint is for a server, and {name} is none: give its address, http://...")
     if is_python_name(name):
         return find(name)
     prompts = _prompts(given)
@@ -59,6 +61,7 @@ def _server(url: str, given: dict[str, Any], prompts: list[Prompt]) -> Subject:
         model=given["served_model"],
         api_key=os.environ.get("OUTRIDER_API_KEY"),
         timeout=given["timeout"],
+        endpoint=given["endpoint"],
     )
 
 
@@ -92,8 +95,8 @@ def kinds_of(subject: Subject | VerifierFunction, given: dict[str, Any]) -> list
     else:
         known = {
             "seeded": Seeded(subject, confidence=confidence, length=length, seed=seed),
-            "contract": Contract(subject, length=min(length, 32), seed=seed),
             "statistical": _statistical(subject, given),
+            "contract": Contract(subject, length=min(length, 32), seed=seed),  # last: parameters may end a server
         }
         if given["problems"]:
             known["quality"] = Quality(subject, read_problems(given["problems"]))

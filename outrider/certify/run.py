@@ -108,22 +108,26 @@ def run_kinds(
     *,
     most: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    ready: Callable[[], str] = lambda: "",
     clock: Callable[[], float] = perf_counter,
 ) -> Iterator[CertificatePart]:
     """Run the kinds one after the other and yield the part of each.
 
     seconds: for all kinds, work of earlier runs included. What a kind leaves goes to the later ones. A kind has at least one
-    trial. most: trials of a kind, at most; None for as many as the time allows.
+    trial. most: trials of a kind, at most; None for as many as the time allows. ready: why the subject can be asked nothing more,
+    "" if it can. Then a kind is judged by what it has.
     """
     spent = 0.0
     for number, kind in enumerate(kinds):
         left = max(seconds - spent, 0.0)
         allowed = left * kind.share / sum(k.share for k in kinds[number:])
-        used, count, records = 0.0, 0, list[Record]()
+        used, count, records, why = 0.0, 0, list[Record](), ""
         for trial in kind.trials():
             if count and (used >= allowed or (most is not None and count >= most)):
                 break
             record = journal.records.get((kind.name, trial.key))
+            if record is None and (why := ready()):
+                break
             if record is None:
                 start = clock()
                 found = trial.run()
@@ -135,5 +139,7 @@ def run_kinds(
                 break
         spent += used
         part = kind.judge(records)
+        if why:
+            part.skipped.append(f"what was left: {why}")
         part.seconds = round(used, 1)
         yield part

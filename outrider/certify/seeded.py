@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider.certify import bounds
 from outrider.certify.certificate import CertificatePart, Conclusion, Finding
+from outrider.certify.failures import add_failures, broken
 from outrider.certify.knobs import NEUTRAL, PENALTIES, Knob, chosen, filters, penalties, together
 from outrider.certify.run import CertifyTrial, Record
 from outrider.certify.subjects.base import Job, Subject, Unsupported, Way, Writing
@@ -57,7 +58,15 @@ class Seeded:
         return sum(1 for r in records for d in r["differences"] if d["kind"] == "error") > 200
 
     def _trial(self, number: int, temperature: float, name: str) -> Record:
-        record: Record = {"set": name, "tokens": 0, "texts": 0, "differences": [], "skipped": "", "failed": []}
+        record: Record = {
+            "set": name,
+            "tokens": 0,
+            "texts": 0,
+            "differences": [],
+            "skipped": "",
+            "failed": [],
+            "broke": [],
+        }
         try:
             jobs = self._jobs(number, temperature, name)
             wanted = self.subject.plain(jobs)
@@ -68,8 +77,10 @@ class Seeded:
             try:
                 found = self.subject.write(asked, way)
             except Unsupported as why:
-                record["skipped"] = str(why)
+                record["refused"] = str(why)
                 continue
+            if not any(text.error for text in wanted):
+                record["broke"] += broken(found)
             for job, got, want in zip(asked, found, wanted, strict=True):
                 if got.error or want.error:
                     record["failed"].append(got.error or want.error)
@@ -79,7 +90,7 @@ class Seeded:
                 if (got.tokens, got.text, got.finish) != (want.tokens, want.text, want.finish):
                     known = len(record["differences"]) < _SHOWN
                     record["differences"].append(self._difference(job, way, got, want) if known else {"kind": "more"})
-        record["failed"] = record["failed"][:3]
+        record["failed"], record["broke"] = record["failed"][:3], record["broke"][:3]
         return record
 
     def _ways(self, number: int, name: str) -> list[tuple[Way, int]]:
@@ -232,6 +243,7 @@ class Seeded:
                 part.sentence += (
                     " Whether these are ties is not known, because the noise of the scores could not be measured."
                 )
+        add_failures(part, records)
         return part
 
     def _shown(self, title: str, cause: str, some: Sequence[Record], *, error: bool = True) -> Finding:

@@ -19,6 +19,7 @@ import numpy as np
 from outrider.certify import bounds
 from outrider.certify.audit import Audit, places
 from outrider.certify.certificate import CertificatePart, Conclusion, Finding
+from outrider.certify.failures import add_failures, broken
 from outrider.certify.run import CertifyTrial, Record
 from outrider.certify.subjects.base import Job, Row, Subject, Unsupported, Way, Writing
 from outrider.params import SamplingParams
@@ -144,7 +145,8 @@ class Statistical:
         ]
         cells, audit, errors = Cells(), Audit(self.alpha), list[str]()
         rng = np.random.default_rng([self.seed, number])
-        for i, (job, writing) in enumerate(zip(jobs, self.subject.write(jobs, way), strict=True)):
+        texts = self.subject.write(jobs, way)
+        for i, (job, writing) in enumerate(zip(jobs, texts, strict=True)):
             if writing.error:
                 errors.append(writing.error)
                 continue
@@ -160,6 +162,8 @@ class Statistical:
             "cells": {name: counts.tolist() for name, counts in cells.counts.items()},
             "wealth": [[*bet, logs] for bet, logs in audit.wealth.items()],
             "errors": errors[:3],
+            "broke": broken(texts),
+            "set": label,
         }
 
     def _total(self, records: Sequence[Record]) -> tuple[Cells, Audit]:
@@ -182,7 +186,9 @@ class Statistical:
         cells, audit = self._total(records)
         errors = [e for r in records for e in r["errors"]]
         texts, seconds = sum(r["texts"] for r in records), sum(r["seconds"] for r in records)
-        return judge(cells, audit, self.alpha, self.deviation, texts, seconds, errors, self.name)
+        part = judge(cells, audit, self.alpha, self.deviation, texts, seconds, errors, self.name)
+        add_failures(part, records)
+        return part
 
 
 def judge(

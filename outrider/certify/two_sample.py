@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from outrider.certify import bounds
 from outrider.certify.certificate import CertificatePart, Conclusion, Finding
+from outrider.certify.failures import add_failures, broken
 from outrider.certify.run import CertifyTrial, Record
 from outrider.certify.subjects.base import Job, Subject, Unsupported
 from outrider.params import SamplingParams
@@ -47,6 +48,8 @@ class TwoSample:
                 texts = self.subject.write(jobs, way) if side == 0 else self.subject.plain(jobs)
             except Unsupported as why:
                 return {**record, "errors": [str(why)]}
+            if side == 0:
+                record["broke"] = broken(texts)
             record["errors"] += [t.error for t in texts if t.error][:2]
             sides.append([[] if t.error else _pieces(t.tokens, t.text) for t in texts])
         record["pairs"] = [[i, a, b] for i, (a, b) in enumerate(zip(*sides, strict=True)) if a and b]
@@ -78,6 +81,7 @@ class TwoSample:
                 f"Cannot tell with this budget: {len(pairs)} pairs of texts{why}; it needs at least {wanted}"
             )
             part.sentence += f", about {max(more, 0.1):.1f} minutes." if pairs else "."
+            add_failures(part, records)
             return part
         groups, first, second = zip(*pairs, strict=True)
         distance, p = bounds.two_sample_p_value(first, second, groups=groups)
@@ -97,6 +101,7 @@ class TwoSample:
                 f"Cannot tell: no difference was seen between {len(pairs)} texts with speculation and as many without "
                 f"(p = {p:.2g}), and this test cannot show that there is none."
             )
+        add_failures(part, records)
         return part
 
 

@@ -51,6 +51,9 @@ class SubjectOptions:
         option("Subject", "A model with the server's weights: gives the target's probabilities.", metavar="MODEL"),
     ] = None
     served_model: Annotated[str | None, option("Subject", "The model's name on the server.", metavar="NAME")] = None
+    endpoint: Annotated[
+        str, option("Subject", "Of a server: completions, or chat, where a prompt is the message of a user.")
+    ] = "completions"
     texts: Annotated[
         Path | None, option("Subject", "Audit recorded texts in place of new ones.", metavar="FILE.jsonl")
     ] = None
@@ -120,9 +123,9 @@ def certify(
             given["speculative_config"] = _config(subject, what)
             found = subject_of(subject, given)
             kinds = kinds_of(found, given)
-        certificate = _run(found, kinds, seconds, how.confidence, out, given)
+        certificate, interrupted = _run(found, kinds, seconds, how.confidence, out, given)
         _show(certificate, out)
-        raise typer.Exit(certificate.conclusion.exit_code if certificate.complete else 130)
+        raise typer.Exit(130 if interrupted else certificate.conclusion.exit_code)
 
 
 def duration(given: str) -> float:
@@ -147,10 +150,12 @@ def _run(
     confidence: float,
     out: Path,
     given: dict[str, Any],
-) -> Certificate:
+) -> tuple[Certificate, bool]:
+    """The certificate, and whether the user stopped it."""
     from outrider.certify.page import write
     from outrider.certify.plan import blank
     from outrider.certify.run import TrialJournal, run_kinds
+    from outrider.certify.subjects.base import Subject
 
     certificate = blank(subject, shlex.join(["outrider", *sys.argv[1:]]), seconds, confidence)
     identity = {k: str(v) for k, v in given.items() if k not in ("kind", "budget")}
@@ -164,11 +169,19 @@ def _run(
         end = "\n" if plain(sys.stderr) else "\x1b[K\r"
         print(paint(line[:110], DIM, sys.stderr), end=end, file=sys.stderr, flush=True)
 
+    ready = subject.ready if isinstance(subject, Subject) else str
+    interrupted = False
     try:
-        for part in run_kinds(kinds, journal, seconds, progress=progress):
+        for part in run_kinds(kinds, journal, seconds, progress=progress, ready=ready):
             certificate.parts.append(part)
-        certificate.complete = True
+        certificate.complete = not (gone := ready())
+        if gone:
+            print(
+                paint(f"{gone}; start it again, and the same command goes on from here", RED, sys.stderr),
+                file=sys.stderr,
+            )
     except KeyboardInterrupt:
+        interrupted = True
         known = {part.kind for part in certificate.parts}
         certificate.parts += [k.judge(r) for k in kinds if k.name not in known and (r := journal.of(k.name))]
         print(paint("interrupted; the same command goes on from here", RED, sys.stderr), file=sys.stderr)
@@ -176,7 +189,7 @@ def _run(
     write(certificate, out)
     if certificate.complete:
         journal.remove()
-    return certificate
+    return certificate, interrupted
 
 
 def _show(certificate: Certificate, out: Path) -> None:

@@ -46,7 +46,7 @@ class Writing:
 
     tokens: of the text; empty if the subject gives no tokens. prompt: token ids, if known. logprobs: of each token, by token id.
     drafted, accepted: draft tokens of each step, and how many were accepted; empty if unknown. usage: output tokens as the
-    subject counts them. error: why there is no text.
+    subject counts them. error: why there is no text. broke: the engine failed while it wrote; it did not refuse.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -59,6 +59,7 @@ class Writing:
     accepted: list[int] = field(default_factory=list)
     usage: int | None = None
     error: str | None = None
+    broke: bool = False
 
     def steps(self) -> list[tuple[int, int]]:
         """(step, depth in the step) of each token; empty if the subject does not tell its steps."""
@@ -149,6 +150,10 @@ class Subject:
         None if not known. other: None if there is no other token.
         """
         return None
+
+    def ready(self) -> str:
+        """Why it can be asked nothing more; "" if it can. Asked before each trial, and may wait for it."""
+        return ""
 
     def show(self, tokens: Sequence[int]) -> str:
         """Tokens as a person reads them."""

@@ -5,31 +5,27 @@ The target's probabilities come from the server's own `prompt_logprobs`, or from
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import time
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-try:
-    import httpx
-except ImportError as missing:
-    raise ValueError(
-        f"{missing.name} is not installed, and certifying a server needs it: pip install 'outrider[certify]'"
-    ) from None
-
-from outrider.bench.remote import address
 from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing
+from outrider.certify.subjects.transport import BrokenServer, RefusedRequest, ServerClient
 from outrider.core.types import Guarantee
+from outrider.params import SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
 
 LOAD = 4  # requests at a time, in the way "under load"
 _KNOWN = 20  # likeliest tokens of each position that are asked for
-_TRIES, _PAUSE = 4, 0.5  # for a server that is busy or breaks off; seconds, doubled each time
-_LONGEST_PAUSE = 20.0
 _LARGEST_NOISE = 0.5  # nats; more is no rounding, but another distribution
 _FIELDS = (
     "temperature",
@@ -50,15 +46,15 @@ _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "pres
         "min_tokens": 0, "n": 1, "logprobs": None, "seed": None, "ignore_eos": False}  # fmt: skip
 
 
-class _Refused(Unsupported):
-    """HTTP 4xx: the server does not take the request."""
+ENDPOINTS = ("completions", "chat")
+_DRAFTED = re.compile(r"^\S*(?:spec_decode_num_draft_tokens|drafted)_total(?:\{.*\})? ([\d.e+]+)$", re.MULTILINE)
 
 
 class ServerSubject(Subject):
     """url: the server that speculates. plain_url: one that does not. off_body: fields that turn speculation off at `url`.
 
-    reference: a subject with the same weights, which gives the target's probabilities. body: fields of every request.
-    Raises ConnectionError if no server answers, ValueError for a wrong address.
+    reference: a subject with the same weights, which gives the target's probabilities. endpoint: of ENDPOINTS; "chat" sends a
+    prompt as the message of a user. Raises ConnectionError if no server answers, ValueError for a wrong address.
     """
 
     def __init__(
@@ -72,28 +68,26 @@ class ServerSubject(Subject):
         model: str | None = None,
         api_key: str | None = None,
         timeout: float = 120.0,
+        endpoint: str = "completions",
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__()
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        if endpoint not in ENDPOINTS:
+            raise ValueError(f"endpoint is one of {', '.join(ENDPOINTS)}, got {endpoint!r}")
 
-        def client(where: str) -> httpx.Client:
-            return httpx.Client(
-                base_url=address(where),
-                headers=headers,
-                timeout=httpx.Timeout(timeout, connect=10),
-                transport=transport,
-            )
+        def client(where: str) -> ServerClient:
+            return ServerClient(where, api_key=api_key, timeout=timeout, transport=transport)
 
-        self.url, self.reference = url, reference
+        self.reference, self.chat = reference, endpoint == "chat"
         self.server = client(url)
         self.without = client(plain_url) if plain_url else self.server if off_body is not None else None
         self.off = {} if plain_url else off_body or {}
-        self.model = model or self._first_model(self.server)
-        self.plain_model = model or (self._first_model(self.without) if plain_url and self.without else self.model)
-        self.name = f"the server at {address(url)}, {self.model}"
+        self.model = model or self.server.first_model()
+        self.plain_model = model or (self.without.first_model() if plain_url and self.without else self.model)
+        self.name = f"the server at {self.server.url}, {self.model}" + (", chat" if self.chat else "")
         self.properties = {
-            "server": address(url),
+            "server": self.server.url,
+            "endpoint": f"/v1/{'chat/' * self.chat}completions",
             "model": self.model,
             "without speculation": plain_url or (json.dumps(off_body) if off_body is not None else "not known"),
         }
@@ -101,7 +95,8 @@ class ServerSubject(Subject):
         self.weights = reference.weights if reference else {}
         self.partial_rows = reference is None
         self._noise: float | None = None
-        self._prompts: list[Prompt] = [self._ids(p) for p in prompts]
+        self._told = 0
+        self._prompts: list[Prompt] = [p if self.chat else self._ids(p) for p in prompts]
         self._probe()
 
     def prompts(self) -> Sequence[Prompt]:
@@ -112,55 +107,21 @@ class ServerSubject(Subject):
             Way("one request at a time"),
             Way("under load", {"load": LOAD}),
             Way("again, under load", {"load": LOAD}),
+            Way("as a stream", {"stream": True}),
         ]
+
+    def ready(self) -> str:
+        return self.server.ready() or (self.without.ready() if self.without else "")
 
     # -- requests ---------------------------------------------------------------------------------------------------------
 
-    def _first_model(self, client: httpx.Client) -> str:
-        try:
-            return str(client.get("/v1/models").json()["data"][0]["id"])
-        except httpx.HTTPError as error:
-            raise ConnectionError(
-                f"no server answers at {client.base_url} ({type(error).__name__}); start it first"
-            ) from None
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise ConnectionError(
-                f"{client.base_url} does not list its models; name one: --served-model NAME"
-            ) from None
-
     def _versions(self) -> dict[str, str]:
+        answer = self.server.get("/version")
         try:
-            found = self.server.get("/version").json()
-            return {"server": str(found.get("version", found))[:80]}
-        except (httpx.HTTPError, ValueError, AttributeError):
+            found = answer.json() if answer is not None else {}
+            return {"server": str(found.get("version", found))[:80]} if found else {}
+        except (ValueError, AttributeError):
             return {}
-
-    def _post(self, client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer. A server that is busy or breaks off is asked again. Raises _Refused, or ConnectionError at the end."""
-        pause, why = _PAUSE, ""
-        for attempt in range(_TRIES):
-            try:
-                answer = client.post(path, json=body)
-            except httpx.HTTPError as error:
-                why = f"{type(error).__name__}: {error}"
-            else:
-                if answer.status_code == 200:
-                    try:
-                        found = answer.json()
-                    except ValueError:
-                        raise ConnectionError("the server's answer is not JSON") from None
-                    if isinstance(found, dict):
-                        return found
-                    raise ConnectionError("the server's answer is not a JSON object")
-                why = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[:200]}"
-                if answer.status_code != 429 and answer.status_code < 500:
-                    raise _Refused(f"the server refuses it ({why})")
-                wanted = answer.headers.get("retry-after", "")
-                pause = max(pause, float(wanted)) if wanted.replace(".", "", 1).isdigit() else pause
-            if attempt < _TRIES - 1:
-                time.sleep(min(pause, _LONGEST_PAUSE))
-                pause *= 2
-        raise ConnectionError(why)
 
     def _ids(self, prompt: Prompt) -> Prompt:
         """The prompt as token ids, if the server or the reference can tell them."""
@@ -168,7 +129,7 @@ class ServerSubject(Subject):
             return prompt
         try:
             body = {"model": self.model, "prompt": prompt, "content": prompt, "add_special": True}
-            return tuple(int(t) for t in self._post(self.server, "/tokenize", body)["tokens"])
+            return tuple(int(t) for t in self.server.post("/tokenize", body)["tokens"])
         except (Unsupported, ConnectionError, KeyError, TypeError, ValueError):
             return prompt
 
@@ -186,6 +147,8 @@ class ServerSubject(Subject):
             }
         if self.llama:
             body["samplers"] = ["penalties", "top_k", "top_p", "min_p", "temperature"]
+            if "repetition_penalty" in body:
+                body |= {"repeat_penalty": body.pop("repetition_penalty"), "repeat_last_n": -1}
         if p.logit_bias:
             body["logit_bias"] = {str(t): b for t, b in p.logit_bias.items()}
         if p.stops:
@@ -193,11 +156,35 @@ class ServerSubject(Subject):
         if p.stop_token_ids:
             body["stop_token_ids"] = list(p.stop_token_ids)
         if p.bad_words:
-            raise Unsupported("bad words are given to a server as text, and here they are token ids")
+            body["bad_words"] = [self._word(word) for word in p.bad_words]
         if p.logprobs is None and self._asks_logprobs:
             body["logprobs"] = 1
         body |= {"return_token_ids": True, "detailed_metrics": True} if self._extras else {}
-        return {**body, "prompt": job.prompt if isinstance(job.prompt, str) else list(job.prompt)}
+        if not self.chat:
+            return {**body, "prompt": job.prompt if isinstance(job.prompt, str) else list(job.prompt)}
+        if not isinstance(job.prompt, str):
+            raise Unsupported("the chat endpoint takes texts, and this prompt is token ids")
+        if "logprobs" in body:
+            body |= {"top_logprobs": body["logprobs"], "logprobs": True}
+        return {**body, "messages": [{"role": "user", "content": job.prompt}]}
+
+    def _word(self, word: Sequence[int] | str) -> str:
+        """A bad word as a text. Raises Unsupported if the server would read the text as other tokens."""
+        if isinstance(word, str):
+            return word
+        if self.llama:
+            raise Unsupported("llama.cpp has no bad_words; its logit_bias is tested")
+        try:
+            text = str(self.server.post("/detokenize", {"model": self.model, "tokens": list(word)})["prompt"])
+            body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+            again = [int(t) for t in self.server.post("/tokenize", body)["tokens"]]
+        except (ConnectionError, KeyError, TypeError, ValueError) as error:
+            raise Unsupported(
+                f"bad words are given as text, and the server does not tell a token's text ({error})"
+            ) from None
+        if again != list(word):
+            raise Unsupported(f"bad words are given as text, and the server reads {text!r} as other tokens")
+        return text
 
     llama = False  # llama.cpp: the likeliest tokens are filtered unless the body says otherwise
     _extras = True  # whether the server takes our additional fields
@@ -206,48 +193,63 @@ class ServerSubject(Subject):
     def _probe(self) -> None:
         """Find out how this server tells token ids."""
         props = self.server.get("/props")
-        self.llama = props.status_code == 200 and "default_generation_settings" in props.text
-        from outrider.params import SamplingParams
-
-        job = Job(self._prompts[0], SamplingParams(temperature=0, max_tokens=2))
+        self.llama = props is not None and props.status_code == 200 and "default_generation_settings" in props.text
+        before = self._drafted()
+        job = Job(self._prompts[0], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
         try:
             [text] = self._ask(self.server, self.model, job, {})
-        except _Refused:
+        except RefusedRequest as why:
+            if self.properties["endpoint"].endswith("/v1/completions") and "HTTP 404" in str(why):
+                raise ConnectionError(f"{why}; if it has the chat endpoint only: --endpoint chat") from None
             self._extras = False
             [text] = self._ask(self.server, self.model, job, {})
         if not text.tokens and not text.error:
             self._asks_logprobs = True
             try:
                 [text] = self._ask(self.server, self.model, job, {})
-            except _Refused:
+            except RefusedRequest:
                 self._asks_logprobs = False
         self.properties["token ids"] = "known" if text.tokens else "not known: texts are compared"
         if text.error:
-            raise ConnectionError(f"{self.url} does not write a text: {text.error}")
+            raise ConnectionError(f"{self.server.url} does not write a text: {text.error}")
+        count = sum(text.drafted) or self._drafted() - before
+        self.properties["speculation"] = (
+            f"seen: {count:g} draft tokens in the first text" if count else "not seen: it reports no draft tokens"
+        )
 
-    def _ask(self, client: httpx.Client, model: str, job: Job, more: dict[str, Any]) -> list[Writing]:
+    def _drafted(self) -> float:
+        """Draft tokens so far, as /metrics counts them, or llama.cpp in its answers; 0 if neither does."""
+        answer = self.server.get("/metrics")
+        counted = sum(float(n) for n in _DRAFTED.findall(answer.text)) if answer is not None else 0.0
+        return counted or float(self._told)
+
+    def _ask(self, client: ServerClient, model: str, job: Job, more: dict[str, Any]) -> list[Writing]:
         body = {**self._body(job), "model": model, **more}
+        if body.get("stream"):
+            body["stream_options"] = {"include_usage": True}
         try:
-            answer = self._post(client, "/v1/completions", body)
+            answer = client.post(self.properties["endpoint"], body)
             if answer.get("guarantee") == Guarantee.EXACT_TOKENS.value and client is self.server:
                 self.promise = Guarantee.EXACT_TOKENS
-            texts = [_writing(choice, job) for choice in answer["choices"]]
+            texts = [_writing(c, job, answer.get("prompt_token_ids")) for c in answer["choices"]]
             if len(texts) == 1:
                 texts[0].usage = (answer.get("usage") or {}).get("completion_tokens")
-                steps = ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_drafted")
-                if steps is not None:
-                    texts[0].drafted = list(steps)
-                    texts[0].accepted = list(answer["metrics"]["speculative_decoding"]["per_step_accepted"])
+                _count(texts[0], answer)
+            if client is self.server:
+                self._told += (answer.get("timings") or {}).get("draft_n", 0)
             return texts
         except (ConnectionError, KeyError, TypeError, ValueError, AttributeError) as error:
-            return [Writing(error=f"{type(error).__name__}: {error}") for _ in range(job.params.n)]
+            broke = isinstance(error, BrokenServer)
+            why = str(error) if broke else f"{type(error).__name__}: {error}"
+            return [Writing(error=why, broke=broke) for _ in range(job.params.n)]
 
     def write(self, jobs: Sequence[Job], way: Way) -> list[Writing]:
         load = way.options.get("load", 1)
+        more = {"stream": True} if way.options.get("stream") else {}
         if load == 1 or len(jobs) == 1:
-            return [text for job in jobs for text in self._ask(self.server, self.model, job, {})]
+            return [text for job in jobs for text in self._ask(self.server, self.model, job, more)]
         with ThreadPoolExecutor(load) as pool:
-            found = list(pool.map(lambda job: self._ask(self.server, self.model, job, {}), jobs))
+            found = list(pool.map(lambda job: self._ask(self.server, self.model, job, more), jobs))
         return [text for texts in found for text in texts]
 
     def plain(self, jobs: Sequence[Job]) -> list[Writing]:
@@ -263,7 +265,14 @@ class ServerSubject(Subject):
             more: dict[str, Any] = {"grammar": "root ::= " + " | ".join(json.dumps(c) for c in choices)}
         else:
             more = {"structured_outputs": {"choice": list(choices)}}
-        [text] = self._ask(self.server, self.model, job, more)
+        try:
+            [text] = self._ask(self.server, self.model, job, more)
+        except RefusedRequest:
+            schema = {"name": "choice", "schema": {"type": "string", "enum": list(choices)}, "strict": True}
+            more = {"response_format": {"type": "json_schema", "json_schema": schema}}
+            [text] = self._ask(self.server, self.model, job, more)
+            with contextlib.suppress(ValueError, TypeError):
+                text.text = str(json.loads(text.text))
         return text
 
     # -- the target's numbers -----------------------------------------------------------------------------------------------
@@ -291,7 +300,7 @@ class ServerSubject(Subject):
             "prompt_logprobs": _KNOWN,
             **self.off,
         }
-        answer = self._post(self.without or self.server, "/v1/completions", body)
+        answer = (self.without or self.server).post("/v1/completions", body)
         found = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
         if not isinstance(found, list) or len(found) < len(prompt) + len(tokens):
             raise Unsupported("the server gives no prompt_logprobs; name a model with its weights: --reference MODEL")
@@ -306,8 +315,6 @@ class ServerSubject(Subject):
         None if it is larger than rounding can be.
         """
         if self._noise is None and self.without is not None:
-            from outrider.params import SamplingParams
-
             gaps = list[float]()
             for prompt in self._prompts[:3]:
                 job = Job(prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1))
@@ -361,8 +368,15 @@ def _row(entry: Any) -> Row:
     return Row(np.exp([v for _, v in best]), np.array([t for t, _ in best]))
 
 
-def _writing(choice: dict[str, Any], job: Job) -> Writing:
-    """A choice of /v1/completions. Token ids: vLLM's and ours are in `token_ids`, llama.cpp's with the log-probabilities."""
+def _count(text: Writing, answer: dict[str, Any]) -> None:
+    """What an answer says of the draft tokens of each step."""
+    steps = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+    if steps.get("per_step_drafted") is not None:
+        text.drafted, text.accepted = list(steps["per_step_drafted"]), list(steps["per_step_accepted"])
+
+
+def _writing(choice: dict[str, Any], job: Job, prompt: Sequence[int] | None) -> Writing:
+    """A choice of an answer. Token ids: vLLM's and ours are in `token_ids`, llama.cpp's with the log-probabilities."""
     found = choice.get("logprobs") or {}
     content = found.get("content") or []
     tokens = [int(t) for t in choice.get("token_ids") or [c["id"] for c in content if "id" in c]]
@@ -370,11 +384,11 @@ def _writing(choice: dict[str, Any], job: Job) -> Writing:
     logprobs = None
     if tokens and len(values) >= len(tokens) and all(v is not None for v in values):
         logprobs = [{t: float(v)} for t, v in zip(tokens, values, strict=False)]
-    prompt = choice.get("prompt_token_ids") or ([] if isinstance(job.prompt, str) else list(job.prompt))
+    known = choice.get("prompt_token_ids") or prompt or (() if isinstance(job.prompt, str) else job.prompt)
     return Writing(
         tokens=tokens,
-        text=str(choice.get("text") or ""),
-        prompt=[int(t) for t in prompt],
+        text=str(choice.get("text") or (choice.get("message") or {}).get("content") or ""),
+        prompt=[int(t) for t in known],
         finish=choice.get("finish_reason"),
         stop=choice.get("stop_reason"),
         logprobs=logprobs,

@@ -91,7 +91,7 @@ OPTIONS = {
         "Training": "--prompts --minutes --tokens --temperature --length --draft-vocab-size --batch-tokens --seed --from",
     },
     "certify": {
-        "Subject": "--speculative-config --generate --plain-url --off-body --reference --served-model --texts",
+        "Subject": "--speculative-config --generate --plain-url --off-body --reference --served-model --endpoint --texts",
         "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems --timeout",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--out/-o --compare --debug",
