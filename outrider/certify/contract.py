@@ -244,7 +244,9 @@ class Contract:
         for whole, parts in zip(self._write(jobs), self._write(jobs, way), strict=True):
             if self._tie(whole, parts):
                 continue
-            for name in ("text", "tokens", "finish", "usage"):
+            if whole.tokens and not parts.tokens:
+                wrong.append("the stream leaves out the token ids or the log-probabilities of some tokens")
+            for name in ("text", "finish", "usage", *(("tokens",) if parts.tokens else ())):
                 a, b = getattr(whole, name), getattr(parts, name)
                 if a != b and not (name == "usage" and None in (a, b)):
                     wrong.append(f"{name} of the stream: {b!r}; in one piece: {a!r}")

@@ -235,6 +235,8 @@ class ServerSubject(Subject):
             if len(texts) == 1:
                 texts[0].usage = (answer.get("usage") or {}).get("completion_tokens")
                 _count(texts[0], answer)
+                if self._asks_logprobs and texts[0].usage != len(texts[0].tokens):
+                    texts[0].tokens, texts[0].logprobs = [], None  # llama.cpp: the stream leaves out accepted tokens
             if client is self.server:
                 self._told += (answer.get("timings") or {}).get("draft_n", 0)
             return texts

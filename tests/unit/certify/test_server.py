@@ -490,3 +490,30 @@ def test_a_plain_server_that_contradicts_its_own_numbers_gives_no_ties() -> None
     assert isinstance(toy, Subject)
     assert certified(Seeded(toy, length=16, rounds=1), most=2).conclusion is Conclusion.DIFFERS
     assert plain.requests
+
+
+def test_a_stream_that_leaves_out_log_probabilities_is_found_and_its_text_is_compared() -> None:
+    """llama.cpp tells token ids with log-probabilities, and streams none for accepted draft tokens."""
+    toy = ToyServer(ToyEngine())
+
+    def llama(request: httpx.Request) -> httpx.Response:
+        found = toy(request)
+        body = json.loads(request.content) if request.content else {}
+        if "completions" not in request.url.path or body.get("stream"):
+            return httpx.Response(
+                found.status_code, headers=found.headers, content=found.content.replace(b'"token_ids"', b'"unknown"')
+            )
+        answer = found.json()
+        for choice in answer["choices"]:
+            ids = choice.pop("token_ids", [])
+            choice["logprobs"] = (
+                {"content": [{"id": t, "logprob": -1.0} for t in ids]} if body.get("logprobs") else None
+            )
+        return httpx.Response(200, json=answer)
+
+    made = ServerSubject(
+        "http://toy:1", PROMPTS, off_body={"off": True}, transport=httpx.MockTransport(llama), reference=ToyEngine()
+    )
+    assert certified(Seeded(made, length=12, rounds=1), most=3).conclusion is Conclusion.EXACT_TOKENS
+    part = certified(Contract(made, length=12))
+    assert "leaves out" in next(f for f in part.findings if f.title == "stream fails").evidence
