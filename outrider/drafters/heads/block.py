@@ -10,18 +10,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
-from outrider.core.types import Commit
-from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.base import DraftContext
 from outrider.drafters.heads.block_reader import BlockWeights, read_block
-from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.features import ContextDrafter
+from outrider.drafters.heads.lattice import chains_only
 from outrider.drafters.heads.layers import Linear, Linears, Norm, Rotary, precision_of
 from outrider.drafters.heads.shipped import head_of
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.nodes import Nodes
-
-_READ = 64  # features that wait before they are read
 
 
 class BlockModel:
@@ -148,7 +146,7 @@ class _BlockLayer:
         self.q_norm, self.k_norm = norm(f"{attention}q_norm"), norm(f"{attention}k_norm")
 
 
-class BlockDrafter(ParallelDrafter):
+class BlockDrafter(ContextDrafter):
     """Drafts all tokens of a step in one forward over [root, mask, ...]. Its cache holds features of committed tokens only."""
 
     def __init__(
@@ -157,50 +155,16 @@ class BlockDrafter(ParallelDrafter):
         """num_slots, max_length: slots of the cache, and tokens of each."""
         config, ids = head.config, head.token_ids
         subset = TokenSubset(ids.to(target.device), config.vocab_size) if len(ids) < config.vocab_size else None
-        super().__init__(config.vocab_size, target.device, subset)
         self.model = BlockModel(head, target, max_length, quantization)
-        self.cache = self.model.new_cache(num_slots, max_length)
-        self.taps, self.first_order = config.taps, config.markov_rank > 0
-        self._waiting: dict[int, Tensor] = {}  # slot -> features [position, feature] that are not in the cache
+        cache = self.model.new_cache(num_slots, max_length)
+        super().__init__(config.vocab_size, target.device, subset, cache, config.taps, config.drafts)
+        self.first_order = config.markov_rank > 0
         self._hidden = torch.empty(0)  # of the last block of each line, [line, depth, hidden]
 
-    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        if first == 0:
-            self.release(slot)
-        self._wait(slot, features, first)
-        self._read(slot)
-
-    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        self.error.learn(context.slots, commits)
-        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
-            if commit.features is not None and len(commit.features):
-                self._wait(slot, commit.features, len(tokens) - 1 - len(commit.features))
-                if len(self._waiting.get(slot, ())) > _READ:
-                    self._read(slot)
-
-    def release(self, slot: int) -> None:
-        self.error.release(slot)
-        self.cache.release(slot)
-        self._waiting.pop(slot, None)
-
-    def _wait(self, slot: int, features: Tensor, first: int) -> None:
-        """Keep features for the next draft, if all before them are known and the head is long enough."""
-        held = self._waiting.get(slot)
-        known = self.cache.length[slot] + (0 if held is None else len(held))
-        if first == known and known + len(features) <= self.cache.max_length:
-            self._waiting[slot] = features.clone() if held is None else torch.cat([held, features])
-
-    def _read(self, slot: int) -> None:
-        waiting = self._waiting.pop(slot, None)
+    def _read(self, slot: int, tokens: Sequence[int] = ()) -> None:
+        waiting = self._queue.waiting.pop(slot, None)
         if waiting is not None:
             self.model.read(self.cache, slot, waiting)
-
-    def _depth(self, slot: int, tokens: Sequence[int]) -> int:
-        waiting = self._waiting.get(slot)
-        known = self.cache.length[slot] + (0 if waiting is None else len(waiting))
-        if known != len(tokens) - 1:  # the text is longer than the head, or the target has not read it
-            return 0
-        return min(self.model.config.drafts, self.cache.max_length - len(tokens))
 
     def _logits(self, context: DraftContext, some: list[int], depth: int) -> Tensor:
         slots = [context.slots[b] for b in some]

@@ -101,12 +101,16 @@ def output_rows(stored: Tensor | None, config: Any, ids: Tensor, opened: HeadFol
     return stored
 
 
+def check_embedding(own: Tensor, config: Any, path: Path) -> None:
+    """Raise ValueError for an embedding of another shape."""
+    wanted = (config.vocab_size, config.hidden_size)
+    if tuple(own.shape) != wanted:
+        raise ValueError(f"{path}: embed_tokens.weight is {tuple(own.shape)}, and the settings say {wanted}")
+
+
 def same_embedding(own: Tensor, config: Any, target: Loaded, path: Path) -> bool:
     """Whether an embedding in the file is the target's, up to the rounding of its weights. Says so if it is not."""
-    if tuple(own.shape) != (config.vocab_size, config.hidden_size):
-        raise ValueError(
-            f"{path}: embed_tokens.weight is {tuple(own.shape)}, and the settings say {(config.vocab_size, config.hidden_size)}"
-        )
+    check_embedding(own, config, path)
     if config.hidden_size != target_width(target):
         return False
     some = torch.linspace(0, len(own) - 1, min(_COMPARED, len(own))).long()

@@ -19,7 +19,7 @@ ROTARY = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: one decoder layer over features and tokens.
+    """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: a decoder layer over features and tokens.
 
     hidden_size: width of the head. target_hidden_size: width of each feature. vocab_size: tokens of the target.
     draft_vocab_size: tokens that the head proposes. taps: the target's layers that it reads, as `LanguageModel.forward` numbers
@@ -29,6 +29,9 @@ class HeadConfig:
     norm is what the head feeds back (EAGLE-3.1 has this and fc_norm). norm_before_residual: the normed feature is the residual.
     eagle1: a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
     attention_bias, fc_bias: these linears have a bias. verifier: name of the target that it was trained for; a hint.
+    qk_norm: queries and keys are normed in each head, as in Qwen3. num_layers: layers; the later ones are ordinary.
+    mask_token_id, parallel_drafts: a head of P-EAGLE drafts so many tokens in one forward, and this token stands for those that
+    are not known. None and 0 for all other heads.
     """
 
     hidden_size: int
@@ -51,6 +54,10 @@ class HeadConfig:
     eagle1: bool = False
     attention_bias: bool = False
     fc_bias: bool = False
+    qk_norm: bool = False
+    num_layers: int = 1
+    mask_token_id: int | None = None
+    parallel_drafts: int = 0
     verifier: str | None = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from outrider.core.tree import chain
 from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.features import FeatureQueue
 from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.heads.selftest import examine
 from outrider.drafters.heads.shipped import head_of
@@ -20,8 +21,6 @@ from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
 from outrider.models.nodes import Nodes
-
-_READ = 64  # features that wait before they are read: a sequence that drafts nothing costs little
 
 
 class EagleDrafter(TreeDrafter):
@@ -36,15 +35,14 @@ class EagleDrafter(TreeDrafter):
         """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
         super().__init__(model, num_slots, max_length, subset=model.subset, **settings)
         self.model, self.taps = model, model.taps
-        # slot -> features [position, feature] that are not in the cache. The last of them is the root's pair.
-        self._waiting: dict[int, Tensor] = {}
+        self._queue = FeatureQueue(self.cache)  # the last feature that waits is that of the root's pair
         # slot -> g of the children of each node in the scratch, [place, hidden]
         self._fed_back: dict[int, Tensor] = {}
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         if first == 0:
             self.release(slot)
-        self._wait(slot, features, first)
+        self._queue.add(slot, features, first)
         self._read(slot, tokens)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
@@ -53,31 +51,19 @@ class EagleDrafter(TreeDrafter):
             self._fed_back.pop(slot, None)
             if self._places.pop(slot, None) is not None:
                 self.cache.commit([slot], [[0]])  # the root's pair was read, and from the target's features
-                self._waiting.pop(slot, None)
-            if commit.features is not None and len(commit.features):
-                self._wait(slot, commit.features, len(tokens) - 1 - len(commit.features))
-                if len(self._waiting.get(slot, ())) > _READ:
-                    self._read(slot, tokens)
+                self._queue.waiting.pop(slot, None)
+            if self._queue.added(slot, tokens, commit):
+                self._read(slot, tokens)
 
     def release(self, slot: int) -> None:
         self.cache.release(slot)
         self.error.release(slot)
-        for held in (self._places, self._fed_back, self._waiting):
+        for held in (self._places, self._fed_back, self._queue.waiting):
             held.pop(slot, None)
-
-    def _wait(self, slot: int, features: Tensor, first: int) -> None:
-        """Keep features of the positions from `first` on. Without those before them, or beyond the head's length, nothing is
-        kept: the sequence goes on without drafts."""
-        held = self._waiting.get(slot)
-        known = self.cache.length[slot] + (0 if held is None else len(held))
-        if first != known or known + len(features) > self.cache.max_length:
-            self._waiting.pop(slot, None)
-            return
-        self._waiting[slot] = (features if held is None else torch.cat([held, features])).float().contiguous()
 
     def _read(self, slot: int, tokens: Sequence[int]) -> None:
         """Commit the waiting pairs of a slot, all but the last. tokens: the committed ones of the sequence."""
-        waiting = self._waiting.get(slot)
+        waiting = self._queue.waiting.get(slot)
         if waiting is None:
             return
         count = len(waiting) - 1
@@ -85,31 +71,31 @@ class EagleDrafter(TreeDrafter):
             nodes = Nodes(torch.tensor([self._unread(slot, tokens)[:count]]), self.cache, [slot])
             self.model.forward(nodes, waiting[None, :-1], want="none")
             self.cache.commit([slot], [range(count)])
-        self._waiting[slot] = waiting[-1:].clone()
+        self._queue.waiting[slot] = waiting[-1:].clone()
 
     def _unread(self, slot: int, tokens: Sequence[int]) -> list[int]:
         """The tokens of the waiting pairs, and those after them."""
         return [*tokens[self.cache.length[slot] + 1 :]]
 
     def _room(self, slot: int, tokens: list[int]) -> int:
-        waiting = self._waiting.get(slot)
-        if waiting is None or self.cache.length[slot] + len(waiting) != len(tokens) - 1:
+        waiting = self._queue.waiting.get(slot)
+        if waiting is None or self._queue.known(slot) != len(tokens) - 1:
             return 0  # the target has not read enough: the first step of a prompt of one token
         return self.cache.max_length - len(tokens)
 
     def _before_chain(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        return self._unread(slot, tokens), self._waiting[slot]
+        return self._unread(slot, tokens), self._queue.waiting[slot]
 
     def _ingested(self, slot: int, count: int) -> None:
         """Commit the first pairs of the scratch, all but the root's."""
         self.cache.commit([slot], [range(count - 1)])
-        self._waiting[slot] = self._waiting[slot][-1:]
+        self._queue.waiting[slot] = self._queue.waiting[slot][-1:]
 
     def _ingest(self, context: DraftContext, some: list[int]) -> Tensor:
         slots = [context.slots[b] for b in some]
         feeds = [self._unread(slot, context.tokens[b]) for slot, b in zip(slots, some, strict=True)]
         tokens, parents = chain(feeds)
-        features = pad_sequence([self._waiting[slot] for slot in slots], batch_first=True)
+        features = pad_sequence([self._queue.waiting[slot] for slot in slots], batch_first=True)
         logits, g = self.model.forward(Nodes(tokens, self.cache, slots, parents), features, want="last")
         for slot, feed, own in zip(slots, feeds, g, strict=True):
             self._ingested(slot, len(feed))

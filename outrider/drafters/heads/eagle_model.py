@@ -23,7 +23,8 @@ class EagleModel:
 
     target: gives the embedding, unless the head has its own. quantization: "auto", "none", "int8" or "int4".
     max_length: tokens of the longest text. plain: in torch also where the native step could run it; the reference.
-    weight_bytes: that a forward of one pair reads. has_draft_chains: whether `draft_chains` can be called.
+    weight_bytes: that a forward of one pair reads; in P-EAGLE the share of each draft token.
+    has_draft_chains: whether `draft_chains` can be called.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class EagleModel:
         self._read = head, target, max_length, quantization, plain
         made = NativeEagle if not plain and runs_natively(head, target) else TorchEagle
         self._layer = made(head, target, self.max_length, quantization)
-        self.weight_bytes = self._layer.weight_bytes
+        self.weight_bytes = self._layer.weight_bytes // max(config.parallel_drafts, 1)
         self.has_draft_chains = isinstance(self._layer, NativeEagle)
 
     def read_as(self, config: HeadConfig) -> EagleModel:
@@ -68,6 +69,11 @@ class EagleModel:
         if features is None and g is None:
             g = torch.zeros(*nodes.tokens.shape, self.config.hidden_size, device=self.device)
         return self._layer.forward(nodes, features, g, want)
+
+    def slots(self, nodes: Nodes, features: Tensor, count: int) -> Tensor:
+        """float32 [batch, count, draft_vocab]: the logits of each sequence's last `count` nodes, for a head of P-EAGLE."""
+        assert isinstance(self._layer, TorchEagle)
+        return self._layer.forward(nodes, features, None, count).logits
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. What the head feeds back stays in the call."""

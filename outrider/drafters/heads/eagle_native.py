@@ -23,7 +23,10 @@ _LAYER = "layers.0."
 
 
 def runs_natively(head: EagleWeights, target: LanguageModel) -> bool:
-    """Whether the native step can run a head: on the CPU, with an embedding that native code can read."""
+    """Whether the native step can run a head: one of a single layer of Llama, with an embedding that native code can read."""
+    config = head.config
+    if config.num_layers > 1 or config.qk_norm or config.mask_token_id is not None:
+        return False
     return target.device.type == "cpu" and native.available() and _table(head, target) is not None
 
 

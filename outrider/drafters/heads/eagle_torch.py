@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,7 +16,19 @@ from outrider.models.base import Chain, DrawnChain, LanguageModel, Want
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.nodes import Nodes
 
-_LAYER = "layers.0."
+
+class _TorchLayer:
+    """input_norm: of the layer's input; that of the first layer is of the tokens alone (EAGLE-1 has none)."""
+
+    def __init__(self, prefix: str, linear: Callable[..., Linear], norm: Callable[[str], Norm | None]) -> None:
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        self.attention_in = linear(*(f"{attention}{n}_proj" for n in "qkv"))
+        self.out = linear(f"{attention}o_proj")
+        self.gate_up, self.down = linear(f"{mlp}gate_proj", f"{mlp}up_proj"), linear(f"{mlp}down_proj")
+        self.input_norm, middle = norm(f"{prefix}input_layernorm"), norm(f"{prefix}post_attention_layernorm")
+        assert middle is not None
+        self.middle_norm = middle
+        self.q_norm, self.k_norm = norm(f"{attention}q_norm"), norm(f"{attention}k_norm")
 
 
 class TorchEagle:
@@ -37,46 +49,58 @@ class TorchEagle:
 
         self._fc = linear("fc")
         fused = 0 if config.eagle1 else linears.bytes
-        attention, mlp = f"{_LAYER}self_attn.", f"{_LAYER}mlp."
-        self._attention_in = linear(*(f"{attention}{n}_proj" for n in "qkv"))
-        self._out = linear(f"{attention}o_proj")
-        self._gate_up = linear(f"{mlp}gate_proj", f"{mlp}up_proj")
-        self._down = linear(f"{mlp}down_proj")
+        self._layers = [_TorchLayer(f"layers.{i}.", linear, norm) for i in range(config.num_layers)]
         self._lm_head = linear("lm_head")
         self.weight_bytes = linears.bytes - fused
         self._input_norm = norm("input_norm")
         self._fc_norms = [norm(f"fc_norm.{i}") for i in range(len(config.taps))]
-        self._token_norm, self._hidden_norm = norm(f"{_LAYER}input_layernorm"), norm(f"{_LAYER}hidden_norm")
-        self._middle_norm, self._norm = norm(f"{_LAYER}post_attention_layernorm"), norm("norm")
+        self._token_norm, self._hidden_norm = norm("layers.0.input_layernorm"), norm("layers.0.hidden_norm")
+        self._norm = norm("norm")
         self._rotary = Rotary(*config.rotary(), max_length + SCRATCH, self.device)
         self._scoring = Scoring(config.head_dim**-0.5)
 
-    def forward(self, nodes: Nodes, features: Tensor | None, g: Tensor | None, want: Want) -> HeadOutput:
+    def forward(self, nodes: Nodes, features: Tensor | None, g: Tensor | None, want: Want | int) -> HeadOutput:
+        """want: as for `LanguageModel.forward`, or a number: so many of each sequence's last nodes."""
         nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
         if g is None:
             assert features is not None
             g = self._fused(features)
-        c = self.config
+        c, batch = self.config, len(nodes.slots)
         x, residual = self._pairs(nodes.tokens, g)
-        heads = self._attention_in(x).unflatten(-1, (-1, c.head_dim))
-        turned = self._rotary(heads[..., : c.num_attention_heads + c.num_key_value_heads, :], nodes.positions)
-        query, key = turned.split([c.num_attention_heads, c.num_key_value_heads], -2)
-        value = heads[..., -c.num_key_value_heads :, :]
-        write(nodes, 0, key.transpose(1, 2), value.transpose(1, 2))
-        batch = len(nodes.slots)
-        if want == "none":
-            return HeadOutput(x.new_empty(batch, 0, c.draft_vocab_size), x.new_empty(batch, 0, c.hidden_size))
-        attended = attend(nodes, 0, query.transpose(1, 2), self._scoring).flatten(2)
-        if want == "last":
-            own = torch.arange(batch), torch.tensor(nodes.last)
-            attended, residual = attended[own][:, None], residual[own][:, None]
-        y = residual + self._out(attended)
-        assert self._middle_norm is not None
-        gate, up = self._gate_up(self._middle_norm(y)).chunk(2, -1)
-        y = y + self._down(F.silu(gate) * up)
+        y = residual
+        for i, layer in enumerate(self._layers):
+            if i:
+                assert layer.input_norm is not None
+                x, residual = layer.input_norm(y), y
+            query = self._written(nodes, i, layer, x)
+            last = i == len(self._layers) - 1
+            if last and want == "none":
+                return HeadOutput(x.new_empty(batch, 0, c.draft_vocab_size), x.new_empty(batch, 0, c.hidden_size))
+            attended = attend(nodes, i, query.transpose(1, 2), self._scoring).flatten(2)
+            if last and want != "all":
+                count = 1 if want == "last" else want
+                assert isinstance(count, int)
+                at = torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
+                own = torch.arange(batch)[:, None], at
+                attended, residual = attended[own], residual[own]
+            y = residual + layer.out(attended)
+            gate, up = layer.gate_up(layer.middle_norm(y)).chunk(2, -1)
+            y = y + layer.down(F.silu(gate) * up)
         z = y if self._norm is None else self._norm(y)
         return HeadOutput(self._lm_head(z), z if c.norm_output else y)
+
+    def _written(self, nodes: Nodes, i: int, layer: _TorchLayer, x: Tensor) -> Tensor:
+        """Write the keys and values of a layer. Returns the rotated queries, [batch, node, head, head_dim]."""
+        c = self.config
+        heads = layer.attention_in(x).unflatten(-1, (-1, c.head_dim))
+        query, key, value = heads.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], -2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = layer.q_norm(query), layer.k_norm(key)
+        turned = self._rotary(torch.cat([query, key], -2), nodes.positions)
+        query, key = turned.split([c.num_attention_heads, c.num_key_value_heads], -2)
+        write(nodes, i, key.transpose(1, 2), value.transpose(1, 2))
+        return query
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         raise NotImplementedError("a head in torch drafts no chains in one call; check has_draft_chains first")

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from outrider.models.checkpoint import header
 
-EAGLE3, EAGLE1, MEDUSA, DFLASH, DSPARK = "eagle3", "eagle1", "medusa", "dflash", "dspark"
-KINDS = (EAGLE3, EAGLE1, MEDUSA, DFLASH, DSPARK)
+EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
+MEDUSA, DFLASH, DSPARK = "medusa", "dflash", "dspark"
+KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DSPARK)
 # Kinds that are known by name and cannot be run: kind -> why.
 REFUSED = {
-    "peagle": "P-EAGLE drafts all tokens at once with masked features",
     "mtp": "MTP layers belong inside their own model's checkpoint",
     "dflash2": "DFlash2 chooses among candidates with a convolution",
     "xpress": "it has layers of its own kind",
@@ -104,8 +104,8 @@ def open_head(folder: str | Path) -> HeadFolder:
     kind = _kind(settings, names)
     if kind is None:
         raise ValueError(
-            f"{path} holds no head that outrider knows: EAGLE-1, EAGLE-3, Medusa, DFlash or DSpark. Its tensors begin with "
-            f"{', '.join(sorted(names)[:3])}. A whole model drafts too: -d MODEL"
+            f"{path} holds no head that outrider knows: EAGLE-1, EAGLE-3, P-EAGLE, Medusa, DFlash or DSpark. Its tensors "
+            f"begin with {', '.join(sorted(names)[:3])}. A whole model drafts too: -d MODEL"
         )
     if kind in REFUSED:
         raise ValueError(f"{path} is a head of the kind {kind!r}, which outrider does not run: {REFUSED[kind]}")
@@ -125,7 +125,7 @@ def _kind(settings: Mapping[str, Any], names: Mapping[str, tuple[int, ...]]) -> 
         return MEDUSA
     plain = {_plain(name): shape for name, shape in names.items()}
     if "mask_hidden" in plain:
-        return "peagle"
+        return PEAGLE
     if any(n.startswith(("fc_norm.", "midlayer.")) for n in plain) or "layers.0.hidden_norm.weight" in plain:
         return EAGLE3
     if "encoder.fc.weight" in plain or {"layers.0.self_attn.q_norm.weight", "fc.weight", "hidden_norm.weight"} <= {

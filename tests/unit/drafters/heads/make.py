@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.models import DFlashDraftModel, DSparkDraftModel, Eagle3DraftModel
+from speculators.models.peagle import PEagleDraftModel
+from speculators.models.peagle import core as peagle_core
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 OUT = Path(__file__).parent / "golden"
@@ -131,34 +133,70 @@ def main() -> None:
             )
             keep(name, folder, {"tokens": x[0], "features": feats[0], "logits": torch.stack(logits[:STEPS])})
         blocks(home, base, x, feats, last)
+        parallel(home, base, x, feats, last, ids)
     embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
     save_file({"embedding": embedding.bfloat16(), "lm_head": head.bfloat16()}, OUT / "target.safetensors")
 
 
+def parallel(home: str, base: str, x, feats, last, ids) -> None:
+    """P-EAGLE: two layers of Llama, or of Qwen3 with all tokens, and an embedding of its own. Every anchor, all depths."""
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[ids] = True
+    for name, flags in {"peagle": {"fc_norm": True}, "peagle_qwen3": {"norm_before_residual": True}}.items():
+        torch.manual_seed(3)
+        folder, qwen = Path(home) / name, name == "peagle_qwen3"
+        made = PEagleDraftModel.from_training_args(
+            shape() if qwen else two_layers(base),
+            t2d=None if qwen else t2d,
+            d2t=None if qwen else ids - torch.arange(ROWS),
+            draft_vocab_size=VOCAB if qwen else ROWS,
+            verifier_name_or_path=base,
+            target_layer_ids=IDS,
+            mask_token_id=VOCAB - 1,
+            num_depths=STEPS,
+            draft_attn_impl="eager",
+            **flags,
+        )
+        rounded_(made, 0.2)
+        own = made.embed_tokens.weight.data
+        made.embed_tokens.weight.data = (own + torch.randn_like(own) * 0.2).bfloat16().float()
+        made.mask_hidden.data = torch.randn_like(made.mask_hidden).bfloat16().float()
+        made.save_pretrained(folder)
+        config = SpeculatorModelConfig.from_pretrained(folder)
+        config.transformer_layer_config._attn_implementation = "eager"
+        head, logits, drawn = SpeculatorModel.from_pretrained(folder, config=config).eval(), [], []
+        head.lm_head.register_forward_hook(lambda _m, _i, out, into=logits: into.append(out[0].clone()))
+        inner = peagle_core.generate_cod_sample_indices
+        peagle_core.compute_metrics = lambda **_: (None, {})  # the loss needs Triton
+        peagle_core.generate_cod_sample_indices = lambda **given: drawn.append(inner(**given)) or drawn[-1]
+        head(
+            hidden_states=feats[:, :-1],
+            input_ids=x[:, 1:],
+            document_ids=torch.zeros(1, TEXT - 1, dtype=torch.long),
+            verifier_last_hidden_states=last[:, :-1],
+            num_depths=STEPS,
+            down_sample_ratio=1.0,
+            down_sample_ratio_min=1.0,
+        )
+        peagle_core.generate_cod_sample_indices = inner
+        anchors, depths = drawn[0]
+        expected = {"tokens": x[0], "features": feats[0], "anchors": anchors, "depths": depths, "logits": logits[0]}
+        keep(name, folder, expected)
+
+
+def two_layers(base: str):
+    config = AutoConfig.from_pretrained(base)
+    config.num_hidden_layers = 2
+    return config
+
+
 def blocks(home: str, base: str, x, feats, last) -> None:
-    shape = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        layer_types=["full_attention"] * 2,
-        use_sliding_window=False,
-        attention_bias=False,
-        pad_token_id=None,
-    )
     size = 5
     for name, kind in BLOCK.items():
         folder = Path(home) / name
         more = {"markov_rank": 8} if name == "dspark" else {}
         made = kind.from_training_args(
-            copy.deepcopy(shape),
+            shape(),
             draft_vocab_size=VOCAB,
             verifier_name_or_path=base,
             target_layer_ids=IDS,
@@ -183,6 +221,26 @@ def blocks(home: str, base: str, x, feats, last) -> None:
                 "logits": made.lm_head(hidden)[0].reshape(-1, size, VOCAB),
             },
         )
+
+
+def shape() -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        layer_types=["full_attention"] * 2,
+        use_sliding_window=False,
+        attention_bias=False,
+        pad_token_id=None,
+    )
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def test_a_draft_depends_on_the_text_alone(name: str, budget: Budget, chunk: int
     assert [r.output for r in rows] == plain_texts(TARGET.model, asked)
     assert made.compared >= (10 if budget.depth else 0)
     assert not budget.depth or sum(map(sum, (r.accepted for r in rows))) > 8
-    assert not made._waiting
+    assert not made._queue.waiting
     assert not made._fed_back
     assert made.cache.length == [0] * 4
 
@@ -270,7 +270,7 @@ def test_waiting_features_are_read_in_time() -> None:
     asked = request(PROMPT, SamplingParams(max_tokens=180, temperature=0))
     most = 0
     for _ in loop.steps([asked]):
-        most = max(most, *(len(w) for w in made._waiting.values()), 0)
+        most = max(most, *(len(w) for w in made._queue.waiting.values()), 0)
     assert 32 < most <= 65
 
 
@@ -278,8 +278,8 @@ def test_waiting_features_are_read_in_time() -> None:
 
 
 def _off_by_one(made: EagleDrafter) -> None:
-    wait = made._wait
-    made._wait = lambda slot, f, first: wait(slot, f.roll(1, 0), first)  # type: ignore[method-assign]
+    add = made._queue.add
+    made._queue.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)  # type: ignore[method-assign]
 
 
 def _wrong_tap(made: EagleDrafter) -> None:
@@ -295,9 +295,9 @@ def _feedback_kept(made: EagleDrafter) -> None:
             forwarded = [n for n in commit.nodes if n < len(places) and places[n] >= 0]
             if len(forwarded) > 1:
                 made._places.pop(slot)
-                made._waiting.pop(slot)
+                made._queue.waiting.pop(slot)
                 made.cache.commit([slot], [range(len(forwarded))])
-                made._waiting[slot] = commit.features[len(forwarded) - 1 :].clone()
+                made._queue.waiting[slot] = commit.features[len(forwarded) - 1 :].clone()
                 kept.add(slot)
         rest = [replace(c, features=None) if s in kept else c for s, c in zip(context_.slots, commits, strict=True)]
         kept.clear()

@@ -31,6 +31,8 @@ from outrider.drafters.heads.lattice import ParallelDrafter, grown_lattice
 from outrider.drafters.heads.medusa import MedusaDrafter, MedusaWeights, read_medusa
 from outrider.drafters.heads.medusa_module import MedusaModule
 from outrider.drafters.heads.parallel_writer import write_block, write_medusa
+from outrider.drafters.heads.peagle import PEagleDrafter
+from outrider.drafters.heads.reader import read_eagle
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, HOT, check_drafter, context
 
@@ -87,6 +89,10 @@ def block(name: str = "dspark", rows: int = 4, max_length: int = 256, folder: Pa
     return BlockDrafter(read_block(folder or GOLDEN / name, TARGET), TARGET.model, rows, max_length, "none")
 
 
+def peagle(name: str) -> PEagleDrafter:
+    return PEagleDrafter(read_eagle(GOLDEN / name, TARGET), TARGET.model, 4, 256, "none")
+
+
 @pytest.fixture
 def makers(tmp_path: Path) -> dict[str, Callable[[], ParallelDrafter]]:
     folders = {layout: medusa_folder(tmp_path, layout) for layout in MEDUSA}
@@ -98,10 +104,12 @@ def makers(tmp_path: Path) -> dict[str, Callable[[], ParallelDrafter]]:
         "dflash": lambda: block("dflash"),
         "dspark": block,
         "dspark-small": lambda: block(folder=small),
+        "peagle": lambda: peagle("peagle"),
+        "peagle-qwen3": lambda: peagle("peagle_qwen3"),
     }
 
 
-NAMES = (*(f"medusa-{layout}" for layout in MEDUSA), "dflash", "dspark", "dspark-small")
+NAMES = (*(f"medusa-{layout}" for layout in MEDUSA), "dflash", "dspark", "dspark-small", "peagle", "peagle-qwen3")
 
 
 def _reduced(name: str, rows: int) -> dict[str, Tensor]:
@@ -306,7 +314,7 @@ def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
     asked = requests()
     assert [r.output for r in loop.generate(asked)] == plain_texts(TARGET.model, asked, end_ids=())
     assert made.compared > 20 or not budget.depth
-    assert not made._waiting
+    assert not made._queue.waiting
 
 
 def test_a_text_longer_than_the_head(tmp_path: Path) -> None:

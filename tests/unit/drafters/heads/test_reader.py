@@ -169,7 +169,6 @@ BROKEN = {
     ),
     "a method by another name": ({"speculators_model_type": "newest"}, {}, "'newest', which outrider does not know"),
     "mtp": ({"speculators_model_type": "mtp"}, {}, "kind 'mtp', which outrider does not run"),
-    "p-eagle": ({"speculators_model_type": "peagle"}, {}, "kind 'peagle', which outrider does not run"),
     "an output head of all tokens": ({}, {"lm_head__weight": torch.zeros(128, 32)}, "has a row for all 128 tokens"),
 }
 
@@ -212,7 +211,7 @@ def test_missing_settings_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_kinds(tmp_path: Path) -> None:
     kinds = {p.name: head_kind(p) for p in GOLDEN.iterdir() if p.is_dir()}
-    assert kinds == {n: n if n.startswith("d") else "eagle3" for n in kinds}
+    assert kinds == {n: n if n.startswith("d") else "peagle" if n.startswith("p") else "eagle3" for n in kinds}
     assert head_kind(tmp_path) is None
     assert head_kind("no/such/folder") is None
     for name, kind in (("eagle31", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark")):

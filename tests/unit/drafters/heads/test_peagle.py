@@ -1,0 +1,141 @@
+"""P-EAGLE: the numbers of speculators, drafts that depend on the text alone, and folders that cannot be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import GOLDEN, copied, golden, small_target
+from helpers import Loop, plain_texts, request
+from torch import Tensor
+
+from outrider import SamplingParams
+from outrider.config import SpeculativeConfig
+from outrider.control import Fixed
+from outrider.core.types import Budget
+from outrider.drafters import make_drafter
+from outrider.drafters.heads.files import head_kind
+from outrider.drafters.heads.peagle import PEagleDrafter
+from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.method import DraftMethod
+from outrider.drafters.registry import level_cost
+from outrider.integrations.engines import exports
+from outrider.models.nodes import Nodes
+from outrider.testing.contract import GREEDY, context
+
+TARGET = small_target()
+NAMES = ("peagle", "peagle_qwen3")
+PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
+
+
+def drafter(name: str, rows: int = 3, folder: Path | None = None) -> PEagleDrafter:
+    return PEagleDrafter(read_eagle(folder or GOLDEN / name, TARGET), TARGET.model, rows, 256, "none")
+
+
+def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
+    cache = TARGET.model.new_cache(1, len(tokens))
+    out = TARGET.model.forward(Nodes(torch.tensor([tokens]), cache, [0]), taps=taps, want="none").features
+    assert out is not None
+    return out[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_those_of_speculators(name: str) -> None:
+    """The logits of every slot after every position, through the drafter's own calls."""
+    want, made = golden(name), drafter(name)
+    tokens, found = want["tokens"].tolist(), 0
+    for t in range(1, len(tokens) - 1):
+        rows = [n for n in range(len(want["anchors"])) if int(want["anchors"][n]) == t]
+        made.start(0, tokens[: t + 2], 0, want["features"][: t + 1])
+        got = made._logits(context([0], [tokens[: t + 2]], [Budget(4)], GREEDY), [0], 4)[0]
+        for n in rows:
+            assert torch.allclose(got[int(want["depths"][n])], want["logits"][n], atol=1e-4, rtol=0), (t, n)
+            found += 1
+    assert found > 50
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_batch_are_those_alone(name: str) -> None:
+    """Rows of different lengths, some with features that wait."""
+    lengths = (3, 31, 12)
+    both, alone = drafter(name), [drafter(name) for _ in lengths]
+    for slot, (n, single) in enumerate(zip(lengths, alone, strict=True)):
+        own = features(PROMPT[: n - 1], both.taps)
+        for made, place in ((both, slot), (single, 0)):
+            made.start(place, PROMPT[:n], 0, own[: n - 2])
+            made._queue.add(place, own[n - 2 :], n - 2)
+    texts = [PROMPT[:n] for n in lengths]
+    together = both._logits(context([0, 1, 2], texts, [Budget(4)] * 3, GREEDY), [0, 1, 2], 4)
+    for text, single, logits in zip(texts, alone, together, strict=True):
+        assert torch.allclose(single._logits(context([0], [text], [Budget(4)], GREEDY), [0], 4)[0], logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_folder_is_enough(name: str) -> None:
+    config = SpeculativeConfig.of({"model": str(GOLDEN / name)})
+    assert config.method == "peagle"
+    made = make_drafter(config, TARGET, rows=2, max_length=128, device="cpu")
+    assert isinstance(made, PEagleDrafter)
+    found = {e.engine: e for e in exports({"model": str(GOLDEN / name)})}
+    assert '"method": "eagle3"' in found["vLLM"].command
+    assert '"parallel_drafting": true' in found["vLLM"].command
+    assert not found["SGLang"].command
+    row = DraftMethod("x", "", lambda setup: made, cost="model")
+    assert 0 < level_cost(row, made, TARGET.model) * 4 < 1  # of the small target, all four tokens
+    with pytest.raises(ValueError, match="drafts chains for the verifier rejection"):
+        make_drafter(
+            SpeculativeConfig.of({"model": str(GOLDEN / name), "tree_width": 2, "verifier": "rejection"}),
+            TARGET, rows=2, max_length=128, device="cpu",
+        )  # fmt: skip
+
+
+def test_a_text_longer_than_the_head(tmp_path: Path) -> None:
+    short = copied("peagle", tmp_path, {"max_position_embeddings": 50})
+    asked = [request(PROMPT[:40], SamplingParams(max_tokens=30, temperature=0))]
+    rows = Loop(TARGET.model, drafter("", folder=short), controller=Fixed(4), rows=1, max_length=256).generate(asked)
+    assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
+    assert rows[0].drafted[2] > 0
+    assert rows[0].drafted[-1] == 0
+
+
+def test_its_embedding_is_its_own_without_a_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        assert read_eagle(GOLDEN / "peagle", TARGET).own_embedding is not None
+        without = copied("peagle", tmp_path, embed_tokens__weight=None)
+        assert read_eagle(without, TARGET).own_embedding is None  # engines take the target's
+    assert not caplog.records
+
+
+BROKEN: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], str]] = {
+    "no mask": ({"mask_token_id": None}, {}, "mask_token_id is None; it must be a token of the target"),
+    "a mask beyond the vocabulary": ({"mask_token_id": 128}, {}, "mask_token_id is 128"),
+    "no feature for masks": ({}, {"mask_hidden": None}, "lacks mask_hidden"),
+    "a feature of another width": ({}, {"mask_hidden": torch.ones(1, 1, 64)}, r"mask_hidden is \(1, 1, 64\)"),
+    "a layer less": ({"num_hidden_layers": 1}, {}, "holds layers.1.* that no P-EAGLE head"),
+    "a layer more": ({"num_hidden_layers": 3}, {}, "lacks layers.2"),
+    "an embedding of another shape": (
+        {},
+        {"embed_tokens__weight": torch.ones(2, 32)},
+        r"embed_tokens.weight is \(2, 32",
+    ),
+    "sliding layers": ({"layer_types": ["sliding_attention"] * 2}, {}, "layers of sliding attention"),
+    "no count of drafts": ({"speculators_config": {"verifier": {}}}, {}, "names no speculative_tokens"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_bad_head_says_what_is_wrong(what: str, tmp_path: Path) -> None:
+    settings, tensors, message = BROKEN[what]
+    folder = copied("peagle", tmp_path, settings, **tensors)
+    with pytest.raises(ValueError, match=message):
+        read_eagle(folder, TARGET)
+
+
+def test_kinds(tmp_path: Path) -> None:
+    flat = copied("peagle", tmp_path, {"speculators_model_type": None})
+    assert head_kind(flat) == "peagle"  # by its tensors
+    with pytest.raises(ValueError, match="cannot be trained or written"):
+        read_eagle(GOLDEN / "peagle", TARGET).module(torch.zeros(128, 32))
