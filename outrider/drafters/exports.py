@@ -108,6 +108,7 @@ VLLM_DRAFT_MODEL = EngineExport(
     ],
 )
 VLLM_EAGLE = EngineExport(lambda c: {"method": "eagle" if _eagle1(c) else "eagle3", **_head(c)})
+VLLM_PEAGLE = EngineExport(lambda c: {"method": "eagle3", **_head(c), "parallel_drafting": True})
 VLLM_MEDUSA = EngineExport(_head, lambda c: ["medusa: vLLM 0.33 no longer has this method; 0.32 does"])
 VLLM_BLOCK = EngineExport(_head)
 VLLM_SUFFIX = EngineExport(

@@ -263,7 +263,7 @@ _ROWS = (
         auto=_brings("peagle"),
         candidates=_with_model("peagle"),
         tune_hint="name the folder of a P-EAGLE head, --draft-model FOLDER",
-        vllm=EngineExport(lambda c: {"method": "eagle3", "model": str(c.model), "parallel_drafting": True}),
+        vllm=exports.VLLM_PEAGLE,
     ),
     DraftMethod(
         "medusa",
