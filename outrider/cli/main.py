@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider._version import __version__
+from outrider.cli.batch import batch
 from outrider.cli.bench import bench
 from outrider.cli.calibrate import calibrate
 from outrider.cli.certify import certify
@@ -95,6 +96,12 @@ add(
     "outrider serve builtin:code",
     """outrider serve ./my-model --speculative-config '{"method": "draft_model", "model": "./my-small-model"}'""",
     "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm",
+)
+add(
+    batch,
+    "outrider batch requests.jsonl -o answers.jsonl",
+    "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --served-model-name gpt-4o-mini --max-num-seqs 16",
+    "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --ray auto --replicas 8 --cpus 4",
 )
 add(
     replay,

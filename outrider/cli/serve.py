@@ -181,7 +181,8 @@ def serve(
                 calibrate=config.get("method") == "auto",
                 trace=recorder,
             )
-        note = set_chat_template(llm, served.chat_template)
+        template = served.chat_template
+        note = set_chat_template(llm, None if template is None else template.read_text(encoding="utf-8"))
         name = served.served_model_name or served_name(llm.loaded.name)
         settings = Settings(
             model_name=name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -67,6 +68,15 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(dumps(value), status, headers, media_type="application/json")
 
 
+def invalid_body(errors: Sequence[Any]) -> Refused:
+    """The error for a body that pydantic refuses. errors: its own, at least one."""
+    first = errors[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[0].isupper())
+    many = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    message = first["msg"].removeprefix("Value error, ")
+    return Refused(f"{where}: {message}{many}" if where else message + many, param=where or None)
+
+
 def install(app: FastAPI) -> None:
     """Give every error of the framework the shape of OpenAI's errors."""
 
@@ -86,11 +96,7 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[0].isupper())
-        many = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
-        message = first["msg"].removeprefix("Value error, ")
-        return Refused(f"{where}: {message}{many}" if where else message + many, param=where or None).response()
+        return invalid_body(error.errors()).response()
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, http)

@@ -9,19 +9,19 @@ from outrider.llm import LLM
 PLAIN = Path(__file__).with_name("assets") / "plain.jinja"
 
 
-def set_chat_template(llm: LLM, file: Path | None) -> str | None:
-    """Give the model the template of a file, if there is one. Returns a note for the user, or None.
+def set_chat_template(llm: LLM, template: str | None) -> str | None:
+    """Give the model this template, if there is one. Returns a note for the user, or None.
 
     A built-in model that has none gets a plain one, so that every chat client works: messages are comments, and answers
-    are code. Raises ValueError for a model without a tokenizer, OSError for a file that cannot be read.
+    are code. Raises ValueError for a model without a tokenizer.
     """
     tokenizer = llm.tokenizer
-    if file is not None:
+    if template is not None:
         if tokenizer is None:
             raise ValueError(
                 f"{llm.loaded.name} has no tokenizer, so it cannot use a chat template; leave out --chat-template"
             )
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        tokenizer.chat_template = template
     elif tokenizer is not None and not tokenizer.chat_template and llm.loaded.name.startswith("builtin:"):
         tokenizer.chat_template = PLAIN.read_text(encoding="utf-8")
         return "it has no chat template, so chat messages reach it as comments before code"

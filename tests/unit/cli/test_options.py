@@ -53,6 +53,15 @@ OPTIONS = {
         "Privacy": "--pad-stream --cors-origin --log-prompts",
         "Output": "--log-file --metrics-prefix --trace --trace-detail --otlp-traces-endpoint --debug",
     },
+    "batch": {
+        "Output": "--out/-o --debug",
+        "Model": "--model/-m --served-model-name --chat-template --dtype --device --quantization --kv-cache-dtype "
+        "--max-model-len",
+        "Speculation": "--speculative-config",
+        "Engine": "--max-num-seqs",
+        "Sampling": "--seed",
+        "Cluster": "--ray --replicas --cpus",
+    },
     "replay": {
         "Trace": "--step/-s --request",
         "Model": "--model/-m",

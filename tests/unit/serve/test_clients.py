@@ -195,7 +195,7 @@ def test_a_served_name_has_no_colon_and_the_other_name_works_too(tmp_path: Path)
         assert httpx.get(live.url + "/v1/models/builtin:code-draft").status_code == 404
 
 
-def test_a_builtin_model_without_a_chat_template_gets_a_plain_one(tmp_path: Path) -> None:
+def test_a_builtin_model_without_a_chat_template_gets_a_plain_one() -> None:
     llm = LLM("builtin:code")
     assert "comments" in (set_chat_template(llm, None) or "")
     messages = [
@@ -210,13 +210,12 @@ def test_a_builtin_model_without_a_chat_template_gets_a_plain_one(tmp_path: Path
     assert told == "# tools: look, find\n# Be brief.\n# Use lists.\n# sort xs\nxs.sort()\n# reverse it\n"
     assert llm.tokenizer.apply_chat_template(messages[1:2], tokenize=False) == "# sort xs\n"
     assert set_chat_template(llm, None) is None  # it has one now, and keeps it
-    (tmp_path / "own.jinja").write_text("own")
-    assert set_chat_template(llm, tmp_path / "own.jinja") is None
+    assert set_chat_template(llm, "own") is None
     assert llm.tokenizer.chat_template == "own"
     other = LLM(replace(load("builtin:code"), tokenizer=None))
     assert set_chat_template(other, None) is None
     with pytest.raises(ValueError, match="has no tokenizer"):
-        set_chat_template(other, tmp_path / "own.jinja")
+        set_chat_template(other, "own")
 
 
 def test_token_ids_are_returned_where_they_are_asked_for(live: Live, plain: LLM) -> None:

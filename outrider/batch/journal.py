@@ -1,0 +1,127 @@
+"""The answers of a batch that is not complete: each is on the disk before the next one counts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any, BinaryIO
+
+from outrider.batch.lines import BatchLine
+from outrider.serve.errors import dumps
+
+_FORMAT = 1
+
+
+class Journal:
+    """`OUTPUT.partial`: one line on how the answers are made, then one for each answer, in the order of their ends.
+
+    `finish` writes OUTPUT in the order of the input and removes the journal. So OUTPUT is there only when it is complete.
+    A process that is killed loses no answer of the journal. A line that was cut is dropped.
+    """
+
+    def __init__(self, output: Path, made_with: dict[str, Any]) -> None:
+        """made_with: what changes the texts. Raises ValueError for a journal of other settings, and for an output that is
+        there already; OSError for a journal that another process writes or that cannot be written."""
+        self.output, self.path = output, output.with_name(output.name + ".partial")
+        if not output.absolute().parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {output.absolute().parent} to write {output.name} to")
+        if output.exists() and not self.path.exists():
+            raise ValueError(f"{output} is there already; delete it, or name another file with -o")
+        self._places = dict[str, tuple[int, int]]()  # where the row of a key starts, and its bytes
+        self._file: BinaryIO = self.path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise BlockingIOError(f"another process writes {self.path}; wait for it, or name another output") from None
+        self._synced = monotonic()
+        try:
+            self._recover(made_with)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """Keep an answer. Raises ValueError if the line has one."""
+        if key in self._places:
+            raise ValueError(f"line {key} has an answer already")
+        written = dumps(row)
+        head = f'{{"key": "{key}", "row": '.encode()
+        self._places[key] = (self._file.seek(0, os.SEEK_END) + len(head), len(written))
+        self._file.write(head + written + b"}\n")
+        self._file.flush()  # a killed process keeps it
+        if monotonic() - self._synced > 1:  # and so does a lost machine, but for a second
+            os.fsync(self._file.fileno())
+            self._synced = monotonic()
+
+    def row(self, key: str) -> dict[str, Any]:
+        """The answer of a line. Raises KeyError if it has none."""
+        return json.loads(self._raw(key))
+
+    def finish(self, lines: Sequence[BatchLine]) -> None:
+        """Write the output and remove the journal. Raises KeyError if a valid line has no answer."""
+        made = self.output.with_name(self.output.name + ".writing")
+        with made.open("wb") as file:
+            for line in lines:
+                raw = self._raw(line.key) if line.code is None else dumps(line.row)
+                file.write(raw + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        made.replace(self.output)
+        self.path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Let another process continue."""
+        self._file.close()
+
+    def _raw(self, key: str) -> bytes:
+        start, size = self._places[key]
+        self._file.seek(start)
+        return self._file.read(size)
+
+    def _recover(self, made_with: dict[str, Any]) -> None:
+        """Read the answers of an earlier process, and cut what it did not finish."""
+        header = {"outrider_batch": _FORMAT, "made_with": made_with}
+        first = json.dumps(header).encode() + b"\n"
+        self._file.seek(0)
+        end = 0
+        for number, raw in enumerate(self._file):
+            try:
+                value = json.loads(raw) if raw.endswith(b"\n") else None
+            except ValueError:
+                value = None
+            if number == 0 and not (value is None and first.startswith(raw)):
+                self._check(value, header)
+            if value is None:
+                break
+            if number:
+                head = f'{{"key": "{value["key"]}", "row": '.encode()
+                self._places[value["key"]] = (end + len(head), len(raw) - len(head) - len(b"}\n"))
+            end += len(raw)
+        self._file.truncate(end)
+        if end == 0:
+            self._file.write(first)
+            self._file.flush()
+
+    def _check(self, found: Any, wanted: dict[str, Any]) -> None:
+        if found == wanted:
+            return
+        old = found.get("made_with") if isinstance(found, dict) else None
+        if not isinstance(old, dict) or found.get("outrider_batch") != _FORMAT:
+            raise ValueError(f"{self.path} is not the beginning of a batch of this version; delete it to start again")
+        names = sorted(n for n in {*old, *wanted["made_with"]} if old.get(n) != wanted["made_with"].get(n))
+        was = ", ".join(f"{name}={old.get(name)!r}" for name in names)
+        raise ValueError(
+            f"{self.path} was begun with {was}; start with that again to continue, or delete the file to start anew"
+        )

@@ -1,0 +1,198 @@
+"""`outrider batch`: a file of requests to a file of answers. Imports nothing large until the command runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import CODE, Debug, LoadOptions, Model, option, parse_speculative_config
+from outrider.cli.terminal import RED, loading, paint, plain, readable
+
+if TYPE_CHECKING:
+    from outrider.batch.answer import BatchOptions
+    from outrider.batch.journal import Journal
+    from outrider.batch.lines import BatchLine
+
+_SHOWN = 5  # problems that are named on the terminal; the output has all
+
+
+def batch(
+    input_file: Annotated[
+        Path,
+        typer.Argument(metavar="INPUT", help="Requests in the format of OpenAI's Batch API, one JSON object a line."),
+    ],
+    out: Annotated[Path, option("Output", "The file of answers, in the order of the requests.", "--out", "-o")],
+    model: Model = CODE,
+    speculative_config: Annotated[
+        str, option("Speculation", "How to draft, as JSON or a file.", metavar="JSON|FILE")
+    ] = '{"method": "auto"}',
+    served_model_name: Annotated[
+        str | None, option("Model", "What the requests call the model; without it, the model's own name.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, option("Model", "A file with a chat template, in place of the model's.")
+    ] = None,
+    *,
+    loading_options: LoadOptions,
+    max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None,
+    max_num_seqs: Annotated[int, option("Engine", "Sequences in a batch of the engine, at most.", min=1)] = 8,
+    seed: Annotated[int, option("Sampling", "Gives each request without a seed its own, from its custom_id.")] = 0,
+    ray: Annotated[
+        str | None,
+        option(
+            "Cluster", "Answer on a Ray cluster: its address, auto, or local for a new one here.", metavar="ADDRESS"
+        ),
+    ] = None,
+    replicas: Annotated[int | None, option("Cluster", "Actors on the cluster, at most; 2 without it.", min=1)] = None,
+    cpus: Annotated[int | None, option("Cluster", "CPUs of each actor; 1 without it.", min=1)] = None,
+    debug: Debug = False,
+) -> None:
+    """Answer a file of requests: OpenAI's batch format in and out, with the engine's slots full.
+
+    Answers are kept in OUT.partial as they come. If the command is interrupted or killed, the same command continues: no
+    answer is lost or written twice. OUT is written at the end. Exit code 1: some answers are errors; the output says why.
+    """
+    with readable(debug):
+        config = parse_speculative_config(speculative_config)
+        if ray is None and (replicas or cpus):
+            raise ValueError("--replicas and --cpus are those of a cluster; add --ray ADDRESS, or leave them out")
+        with loading(model):
+            try:
+                from outrider.batch.answer import BatchOptions
+            except ImportError as error:
+                raise ValueError(
+                    f"packages of the server are missing ({error.name}); pip install 'outrider[serve]'"
+                ) from None
+            from outrider.batch.journal import Journal
+            from outrider.batch.lines import scan
+        options = BatchOptions(
+            model=model,
+            speculative_config=config,
+            dtype=loading_options.dtype,
+            device=loading_options.device,
+            quantization=loading_options.quantization,
+            kv_cache_dtype=loading_options.kv_cache_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            served_model_name=served_model_name,
+            chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
+            seed=seed,
+        )
+        if not input_file.is_file():
+            raise FileNotFoundError(f"there is no file {input_file}; give a file of requests, one JSON object a line")
+        lines = scan(input_file)
+        if not lines:
+            raise ValueError(f"{input_file} has no lines; an example of one is in docs/guides/batch.md")
+        journal = Journal(out, options.of_texts)
+        try:
+            left = [line for line in lines if line.code is None and line.key not in journal]
+            shown = BatchProgress(len(left), len(journal))
+            if ray is None:
+                made = _here(input_file, left, options, shown)
+            else:
+                made = _there(input_file, left, options, ray, replicas or 2, cpus or 1)
+            for key, row in made if left else ():
+                journal.add(key, row)
+                shown.add(row)
+            failed = _failed(lines, journal)
+            journal.finish(lines)
+        except KeyboardInterrupt:
+            print(f"{len(journal)} answers are kept in {journal.path}; the same command continues", file=sys.stderr)
+            raise
+        finally:
+            journal.close()
+        shown.end(out, len(lines), failed)
+        raise typer.Exit(1 if failed else 0)
+
+
+def _here(
+    path: Path, lines: list[BatchLine], options: BatchOptions, shown: BatchProgress
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    from outrider.batch.answer import BatchAnswerer
+    from outrider.batch.lines import read
+
+    with loading(options.model):
+        answerer = BatchAnswerer(options)
+    shown.begin()
+    with answerer:
+        for request, row in answerer.answers(read(path, lines)):
+            yield request.key, row
+
+
+def _there(
+    path: Path, lines: list[BatchLine], options: BatchOptions, address: str, replicas: int, cpus: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    from outrider.batch import cluster
+    from outrider.batch.lines import read
+
+    cluster.connect(address)
+    try:
+        yield from cluster.answers(read(path, lines), options, replicas, cpus)
+    finally:
+        cluster.disconnect()
+
+
+def _failed(lines: list[BatchLine], journal: Journal) -> list[str]:
+    """A sentence for each line whose answer is an error."""
+    found = list[str]()
+    for line in lines:
+        row = line.row if line.code is not None else journal.row(line.key)
+        if row["error"] is not None:
+            found.append(row["error"]["message"])
+        elif row["response"]["status_code"] != 200:
+            found.append(f"line {line.number} ({line.custom_id}): {row['response']['body']['error']['message']}")
+    return found
+
+
+class BatchProgress:
+    """A line on standard error that says how far the batch is: redrawn on a terminal, else a new one every 10 seconds."""
+
+    def __init__(self, total: int, had: int) -> None:
+        """total: lines that need an answer now. had: those that were answered before."""
+        self.total, self.done, self.tokens = total, 0, 0
+        self.started = self.last = perf_counter()
+        self._bare = plain(sys.stderr)
+        if had:
+            print(f"{had} lines were answered before, {total} are left", file=sys.stderr)
+
+    def begin(self) -> None:
+        """Count the time from now on: the model is loaded."""
+        self.started = self.last = perf_counter()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Count an answer."""
+        body = (row["response"] or {}).get("body") or {}
+        self.done += 1
+        self.tokens += (body.get("usage") or {}).get("completion_tokens", 0)
+        now = perf_counter()
+        if now - self.last > (10 if self._bare else 0.2):
+            self.last = now
+            print(self.line(now - self.started), end="\n" if self._bare else "\x1b[K\r", file=sys.stderr, flush=True)
+
+    def line(self, seconds: float) -> str:
+        """How far it is after so many seconds of work."""
+        left = (self.total - self.done) * seconds / max(self.done, 1)
+        speed = self.tokens / seconds if seconds else 0.0
+        return f"{self.done} of {self.total} lines, {speed:.0f} tokens/s, {_duration(left)} left"
+
+    def end(self, out: Path, lines: int, failed: list[str]) -> None:
+        """Say what was done, and which lines failed. lines: of the output."""
+        seconds = perf_counter() - self.started
+        for problem in failed[:_SHOWN]:
+            print(paint(f"error: {problem}", RED, sys.stderr), file=sys.stderr)
+        if len(failed) > _SHOWN:
+            print(paint(f"and {len(failed) - _SHOWN} more errors, in {out}", RED, sys.stderr), file=sys.stderr)
+        speed = f", {self.tokens / seconds:.1f} tokens/s" if self.tokens else ""
+        what = f"{lines - len(failed)} answers and {len(failed)} errors" if failed else f"{lines} answers"
+        print(f"{what} in {out}: {self.tokens} tokens in {_duration(seconds)}{speed}", file=sys.stderr)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
