@@ -19,6 +19,7 @@ from outrider.cli.export import export
 from outrider.cli.generate import demo, generate
 from outrider.cli.models import layers, models, pack
 from outrider.cli.options import grouped
+from outrider.cli.plan import plan
 from outrider.cli.replay import replay
 from outrider.cli.report import report
 from outrider.cli.serve import serve
@@ -138,6 +139,12 @@ add(
     calibrate,
     "outrider calibrate builtin:code",
     """outrider calibrate builtin:code --speculative-config '{"method": "suffix", "controller": "calibrated"}'""",
+)
+add(
+    plan,
+    "outrider plan --model-params 70B --draft-params 1B --hardware h100x8 --qps 20 --acceptance report.json",
+    "outrider plan --model-params 8B --hardware l40s --qps 5 --prompt 300-2000 --output ~200 --p90-ttft 2 -o plan.html",
+    "outrider plan --model-params 70B --hardware h100x8 --qps 20 --replicas 4 --price 2.5",
 )
 add(
     train,

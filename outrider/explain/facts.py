@@ -12,6 +12,7 @@ import torch
 
 from outrider.calibrate import all_stored
 from outrider.control.expectation import BY_RANK, Shape, optimal_shape
+from outrider.control.hardware import ACCELERATORS
 from outrider.core.noise import Noise
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.types import Budget, Draft
@@ -39,14 +40,6 @@ from outrider.verify import VERIFIERS
 MOST_STEPS = 400  # of all requests, that are computed again
 COMPARED = 96  # positions of the first request at which drafts are compared
 NODES, DEPTH, WIDTH = 16, 8, 4  # of the trees that are compared; the chain has as many tokens
-
-# Rows at which arithmetic takes as long as reading the weights once: 16-bit operations per second over bytes per second of the
-# vendors' data sheets, without sparsity. Two bytes and two operations for each weight and row.
-ROOFLINES = {
-    "NVIDIA A100 80 GB": (312e12, 2.039e12),
-    "NVIDIA H100 SXM": (989e12, 3.35e12),
-    "NVIDIA RTX 4090": (165e12, 1.008e12),
-}
 
 
 def explained(trace: Trace, tokenizer: Any | None = None, title: str | None = None) -> ExplainedRun:
@@ -124,7 +117,9 @@ def machine_curves() -> list[CostCurve]:
 def rooflines() -> list[CostCurve]:
     """Curves from data sheets: the best that the hardware allows."""
     why = "a bound from the data sheet, 16-bit weights; measure your own with outrider calibrate"
-    return [CostCurve(name, why, balance=ops / bytes_) for name, (ops, bytes_) in ROOFLINES.items()]
+    # Two bytes and two operations for each weight and row: arithmetic takes as long as reading at half / bandwidth rows.
+    some = (ACCELERATORS[name] for name in ("a100", "h100", "rtx4090"))
+    return [CostCurve(device.name, why, balance=device.half / device.bandwidth) for device in some]
 
 
 def model_size(loaded: Loaded) -> ModelSize | None:

@@ -1,0 +1,25 @@
+"""The page of a plan: one HTML file that needs no network. It is put together as the page of `outrider explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.explain.page import assemble
+from outrider.plan.answer import PlanAnswer
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+def render(found: PlanAnswer) -> str:
+    """The page. Texts of the plan are data, never markup."""
+    return assemble(ASSETS / "plan.html", ASSETS / "plan.css", ASSETS / "plan.js", found.to_json())
+
+
+def write(found: PlanAnswer, path: Path) -> None:
+    """Write the page. The file is replaced as a whole."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(render(found), encoding="utf-8")
+    part.replace(path)
+
+
+__all__ = ["render", "write"]
