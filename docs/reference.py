@@ -43,6 +43,19 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "engine": ("many requests at once", ["engine.engine"]),
     "trace": ("record, read, replay", ["trace.recorder", "trace.records", "trace.reader", "trace.replay"]),
     "engines": ("exports to other engines", ["integrations.engines", "integrations.engines.setting"]),
+    "plan": (
+        "plan other machines: hardware, costs, acceptance, the simulator",
+        [
+            "control.hardware",
+            "plan.planned_model",
+            "plan.acceptance_curve",
+            "plan.serving_costs",
+            "plan.workload",
+            "plan.simulation",
+            "plan.serving_plan",
+            "plan.answer",
+        ],
+    ),
     "testing": ("contract test, toy model, oracle", ["testing.contract", "testing.toy", "testing.oracle"]),
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -104,9 +104,9 @@ function load() {
 
 function tables() {
   const fleets = Object.entries(plan.fleets).map(([name, f]) => [NAMES[name], f.replicas.toLocaleString("en-US"), percent(f.load), seconds(f.wait), seconds(f.ttft), seconds(f.tpot), seconds(f.latency), short(f.batch_size)]);
-  byId("fleet-table").replaceChildren(table("Replicas by policy", ["", "replicas", "load", "p90 wait", "p90 first token", "p90 per token", "p90 answer", "mean batch"], fleets));
+  byId("fleet-table").replaceChildren(table("Replicas by policy", ["policy", "replicas", "load", "p90 wait", "p90 first token", "p90 per token", "p90 answer", "mean batch"], fleets));
   const rows = plan.table.map((r) => [String(r.batch_size), seconds(r.plain_seconds), String(r.depth), seconds(r.seconds), `${short(r.speedup)}×`, short(r.plain_tokens), short(r.tokens), r.reached ? "" : "not reached"]);
-  byId("batch-table").replaceChildren(table("A replica by batch size", ["batch", "plain round", "best draft", "round with it", "decoding", "plain tokens/s", "best tokens/s", ""], rows));
+  byId("batch-table").replaceChildren(table("A replica by batch size", ["batch", "plain round", "best draft", "round with it", "decoding", "plain tokens/s", "best tokens/s", "note"], rows));
   byId("inputs").replaceChildren(...pieces(plan.inputs));
   byId("figures").replaceChildren(...pieces(plan.figures));
   byId("terms").replaceChildren(...pieces(plan.terms.length ? plan.terms : [{ name: "measured", value: "", formula: "rounds of each batch size and draft length were timed on a server" }]));

@@ -241,7 +241,7 @@ def test_a_trace_is_a_measurement(tmp_path: Path):
             "controller": "fixed",
         }
         llm = LLM("builtin:code", speculative_config=config, trace=recorder)
-        llm.generate("def quicksort(xs):", SamplingParams(max_tokens=96, temperature=0, ignore_eos=True))
+        llm.generate("def quicksort(xs):", SamplingParams(max_tokens=48, temperature=0, ignore_eos=True))
     curve = find_curve(str(tmp_path / "run.jsonl"))
     assert 0.2 < curve.chances[0] < 1
     assert curve.model
