@@ -14,7 +14,21 @@ from outrider.models.dtypes import DTYPES, QUANTIZATIONS, WEIGHT_FORMATS
 from outrider.models.gguf.files import part_names
 
 # Bytes of an element, by its code in a safetensors header.
-_CODE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+CODE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+}
 _CODE_NAMES = {f.safetensors: name for name, f in WEIGHT_FORMATS.items() if f.safetensors}
 # Memory that a model needs, relative to its weights: caches, activations and what is being converted.
 _SPARE = 1.1
@@ -68,7 +82,7 @@ def sizes(name: str, folder: Path) -> Sizes | None:
             if len(entry["shape"]) > 1 and "embed" not in tensor and "wte" not in tensor:
                 matrices += n
             else:
-                rest += n * _CODE_BYTES.get(code, 4)
+                rest += n * CODE_BYTES.get(code, 4)
     if not counts:
         return None
     return Sizes(_CODE_NAMES.get(max(counts, key=lambda c: counts[c]), "float32"), matrices, rest)

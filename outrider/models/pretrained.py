@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -29,12 +30,13 @@ from outrider.models import checkpoint
 from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.scale_up import SIZES, scaled_up
-from outrider.models.dtypes import DTYPES
+from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.gguf.architectures import architecture_of
 from outrider.models.gguf.model import build, dense_, sizes
 from outrider.models.gguf.reader import GGUFFile
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
+from outrider.models.quantised import formats, reader
 
 
 def runnable(
@@ -58,6 +60,8 @@ def runnable(
 def from_folder(name: str, path: str, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
     """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
     config = _config(name, path)
+    if settings := getattr(config, "quantization_config", None):
+        return _from_quantised(name, path, config, settings, dtype, where, quantization)
     stored = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
     if stored:
         checkpoint.fits(name, stored, quantization or (None if dtype == "auto" else dtype), where)
@@ -68,13 +72,42 @@ def from_folder(name: str, path: str, dtype: str, where: torch.device, quantizat
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ValueError(f"{name} cannot be loaded: {error}") from error
     raw, info = loaded
+    _check_whole(name, raw, info)
+    _unmap_(raw)
+    return raw
+
+
+def _from_quantised(
+    name: str, path: str, config: Any, settings: Any, dtype: str, where: torch.device, quantization: str | None
+) -> PreTrainedModel:
+    """A checkpoint with a `quantization_config`. dtype "auto" keeps blocks where the kernels can."""
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = formats.check(name, settings)
+    folder = (
+        Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    )
+    stored = reader.Quantised(name, folder, method, settings)
+    missing = for_device(where).missing
+    floats = dtype if dtype != "auto" else dtype_name(getattr(config, "dtype", None) or torch.float16)
+    checkpoint.fits(name, stored.sizes(), quantization or (None if dtype == "auto" and not missing else floats), where)
+    try:
+        raw, info = reader.build(stored, config, DTYPES[floats], keep=not missing)
+    except UnsupportedModel:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise ValueError(f"{name} cannot be loaded: {error}") from error
+    _check_whole(name, raw, info)
+    _unmap_(raw)
+    return raw
+
+
+def _check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise ValueError if tensors of the model are in no file. info: transformers' report."""
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"the weights of {name} are incomplete: {len(missing)} tensors of a {type(raw).__name__} are in no file, "
             f"{missing[0]} among them. Download it again, or save it again with save_pretrained"
         )
-    _unmap_(raw)
-    return raw
 
 
 def from_gguf(name: str, file: GGUFFile, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
@@ -128,12 +161,6 @@ def _config(name: str, path: str) -> Any:
                 f"{name} has model_type {kind!r} in its config.json, which transformers {transformers.__version__} does "
                 f"not know{own}{did_you_mean(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
                 "yourself and give the object: LLM(model)"
-            )
-        method = (given.get("quantization_config") or {}).get("quant_method")
-        if method not in (None, "mxfp4"):  # transformers itself converts mxfp4 to bfloat16
-            raise UnsupportedModel(
-                f"the weights of {name} are quantised by {method}, which outrider does not read; give the unquantised "
-                "model, with quantization='int8' or 'int4' if it should be small"
             )
     try:
         config = AutoConfig.from_pretrained(path)

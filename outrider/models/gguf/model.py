@@ -82,7 +82,7 @@ def sizes(file: GGUFFile) -> Sizes:
 
 def precision(model: PreTrainedModel) -> str:
     """ "gguf" if a matrix is in blocks, else the dtype of the output head."""
-    if any("blocks" in m.__dict__ for m in model.modules()):
+    if any("blocks" in m.__dict__ or "expert_blocks" in m.__dict__ for m in model.modules()):
         return "gguf"
     return dtype_name(model.get_output_embeddings().weight.dtype)  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
 

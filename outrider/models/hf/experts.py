@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels import cpu as native
+from outrider.kernels.blocks import Blocks
 from outrider.models.hf.linear import PackedLinear
 from outrider.models.packs.modules import leave_packed_, packed_before
 
 NAME = "outrider"
+BLOCKS = "expert_blocks"  # where a mixture holds the blocks of its experts until they are packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,17 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 def mixtures(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that transformers runs through the experts interface."""
-    return (m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed"))
+    return (m for m in model.modules() if is_mixture(m))
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Whether transformers runs a module through the experts interface."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def give_expert_blocks_(module: nn.Module, name: str, blocks: list[Blocks]) -> None:
+    """Give a mixture blocks [out, in] of each expert in the place of a parameter. The parameter keeps its shape only."""
+    module.__dict__.setdefault(BLOCKS, {})[name] = blocks
 
 
 def pack_experts_(model: nn.Module, weights: str = "auto") -> int:
@@ -93,12 +105,14 @@ def _leave(module: nn.Module, up: list[PackedLinear], down: list[PackedLinear]) 
 def _pack(module: nn.Module, name: str, weights: str) -> list[PackedLinear]:
     """One packed linear per expert, from [expert, out, in], or [expert, in, out] if the module is transposed."""
     matrices, biases = getattr(module, name, None), getattr(module, f"{name}_bias", None)
+    blocks: list[Blocks] | None = module.__dict__.get(BLOCKS, {}).pop(name, None)
     if not isinstance(matrices, Tensor) or matrices.dim() != 3:
         raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")
     out = []
-    for i, matrix in enumerate(matrices.detach()):
+    for i, values in enumerate(matrices.detach()):
         bias = biases[i].detach() if module.has_bias and biases is not None else None
-        out.append(PackedLinear(matrix.T if module.is_transposed else matrix, bias, weights))
+        matrix = blocks[i] if blocks else values.T if module.is_transposed else values
+        out.append(PackedLinear(matrix, bias, weights))
     for used in (name, f"{name}_bias"):
         if used in module._parameters:
             module._parameters[used] = None

@@ -113,6 +113,11 @@ class HFModel(BaseModel):
             None if head_ids is None else head_ids.to(self.device)
         )  # the check above compared the head's own
 
+    @property
+    def own_attention(self) -> bool:
+        """Whether the model's own attention runs, under a mask. It reads all cells of the slots."""
+        return self._route is AttentionRoute.MASK
+
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, max_length, self.kv_cache_dtype)
 
@@ -341,6 +346,11 @@ def refuse(model: PreTrainedModel) -> None:
         what = " and ".join(odd) or "a recurrent state"
         raise UnsupportedModel(
             f"{name} has {what}, which cannot be committed node by node; use a model whose layers are all attention"
+        )
+    if (kept := getattr(text, "keep_window_size", None)) and kept < text.max_position_embeddings:
+        raise UnsupportedModel(
+            f"{name} chooses {kept} tokens to attend to by their values (keep_window_size), which outrider's attention cannot; "
+            f"set max_position_embeddings={kept} in its configuration, and it attends to all of them"
         )
     if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
         raise UnsupportedModel(

@@ -1,0 +1,261 @@
+"""Whether a class of transformers runs here, and with what promise: a tiny random model of it is put through every check.
+
+The definition of its texts is transformers' own greedy `generate`. A class that fails a check is `wrong`; none may be. See
+`outrider.testing.tiny_models` for the models, and docs/models.md for the results.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from outrider.control import Fixed
+from outrider.core.tree import tree
+from outrider.core.types import Draft
+from outrider.decode import Decoder
+from outrider.decode import Sequence as Text
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
+from outrider.drafters.stubs import Echo, Wrong
+from outrider.models.base import LanguageModel
+from outrider.models.hf.model import HFModel, UnsupportedModel
+from outrider.models.load import load
+from outrider.models.nodes import Nodes
+from outrider.params import SamplingParams
+from outrider.testing.tiny_models import VOCAB_SIZE, tiny_config, tiny_model
+
+NEW = 24  # tokens of an answer; with the longer prompt, four windows of a tiny model
+_PROMPTS = (3, 13)
+_CHUNK = 5  # prompt tokens per forward
+_SEEDS = range(6)
+_NEAR_TIE = 1e-3  # two logits so close may be in the other order after rounding
+_ALIKE = 0.97  # cosine of the logits of int8 weights with those of floats
+RUNS, REFUSED, UNAVAILABLE, WRONG = "runs", "refused", "unavailable", "wrong"
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """What is known of one class.
+
+    status: "runs"; "refused": load says why not; "unavailable": transformers itself makes or continues no such model here;
+    "wrong": a check failed. reason: for all but "runs". path: "native", "general" or "masked". guarantee: of a text with
+    speculation. checks: what was compared, and whether it was equal.
+    """
+
+    name: str
+    model_type: str
+    status: str
+    reason: str = ""
+    path: str = ""
+    guarantee: str = ""
+    checks: dict[str, bool] = field(default_factory=dict[str, bool])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a file of JSON."""
+        return {key: value for key, value in asdict(self).items() if value}
+
+
+class SideBranches(BaseDrafter):
+    """Trees that hold the known continuation among other tokens, and that are wrong from some depth on.
+
+    texts: prompt and continuation. What is accepted lies out of order in the scratch.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
+        self.texts, self.vocab_size = texts, vocab_size
+
+    def propose(self, context: DraftContext) -> Draft:
+        rows = list[list[tuple[int, int]]]()
+        for tokens, budget in zip(context.tokens, context.budgets, strict=True):
+            text = next((t for t in self.texts if list(t[: len(tokens)]) == list(tokens)), ())
+            nodes, parent = [(tokens[-1], -1)], 0
+            for level, right in enumerate(text[len(tokens) :][: budget.depth]):
+                wrong = level == 1 + len(tokens) % 3
+                drafted = [right + 1, right + 7 if wrong else right, right + 2][: budget.width]
+                nodes += [(token % self.vocab_size, parent) for token in drafted]
+                parent = len(nodes) - len(drafted) + min(1, len(drafted) - 1)
+            rows.append(nodes)
+        return Draft(*tree(rows))
+
+
+def report_of(model_type: str, config: PreTrainedConfig) -> ClassReport:
+    """Put a tiny model with the layers of this configuration through all checks. Takes seconds.
+
+    Never raises: what goes wrong is the report.
+    """
+    name = model_type
+    try:
+        small = tiny_config(config)
+        raw, texts = _certain(small)
+        name = type(raw).__name__
+    except Exception as error:  # each class checks its settings in its own way
+        return ClassReport(name, model_type, UNAVAILABLE, _line(error))
+    known = ClassReport(name, model_type, WRONG)
+    try:
+        return _checked(known, raw, texts)
+    except UnsupportedModel as error:
+        return replace(known, status=REFUSED, reason=_line(error))
+    except Exception as error:
+        return replace(known, reason=f"{type(error).__name__}: {_line(error)}")
+
+
+def _certain(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[list[int]]]:
+    """A model that is sure of its tokens, or a difference would mean nothing; and its texts, by its own `generate`."""
+    draw = torch.Generator().manual_seed(1)
+    best: tuple[float, PreTrainedModel, list[list[int]]] | None = None
+    prompts = [torch.randint(2, VOCAB_SIZE, (n,), generator=draw).tolist() for n in _PROMPTS]
+    for seed in _SEEDS:
+        raw = tiny_model(config, seed)
+        size = raw.config.get_text_config().vocab_size
+        written = [_greedy(raw, [t % size for t in prompt]) for prompt in prompts]
+        gap = min(gap for _, gap in written)
+        if best is None or gap > best[0]:
+            best = gap, raw, [text for text, _ in written]
+        if gap > _NEAR_TIE:
+            break
+    assert best is not None
+    if best[0] <= _NEAR_TIE:
+        raise ValueError(f"in {len(_SEEDS)} random models the two likeliest tokens were too close to compare texts")
+    return best[1], best[2]
+
+
+def _greedy(raw: Any, prompt: list[int], cache: bool = True) -> tuple[list[int], float]:
+    """Prompt and continuation, and the smallest distance between the two likeliest tokens.
+
+    A few classes have a cache that forgets what their own forward over the whole text sees. Their texts are made without it.
+    """
+    ids = torch.tensor([prompt])
+    out = raw.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        use_cache=cache,
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    text = out.sequences[0].tolist()
+    if len(text) != len(prompt) + NEW:
+        raise ValueError(f"generate wrote {len(text) - len(prompt)} tokens in place of {NEW}")
+    with torch.inference_mode():
+        whole = raw(out.sequences[:, :-1], use_cache=False).logits[0].float()
+    if cache and whole[-NEW:].argmax(-1).tolist() != text[-NEW:]:
+        return _greedy(raw, prompt, cache=False)
+    likeliest = torch.stack(out.logits)[:, 0].float().topk(2).values
+    return text, float((likeliest[:, 0] - likeliest[:, 1]).min())
+
+
+def _checked(known: ClassReport, raw: PreTrainedModel, texts: list[list[int]]) -> ClassReport:
+    model = load(raw).model
+    path = "native" if not isinstance(model, HFModel) else "masked" if model.own_attention else "general"
+    guarantee = "exact-tokens" if model.batch_invariant else "exact-distribution"
+    known = replace(known, path=path, guarantee=guarantee)
+    prompts = [text[:-NEW] for text in texts]
+    answers = [text[-NEW:] for text in texts]
+    echo = Echo({tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)})
+    checks: dict[str, Callable[[], bool]] = {
+        "plain": lambda: _written(model, prompts) == answers,
+        "chain": lambda: _written(model, prompts, SideBranches(texts, model.vocab_size), width=1) == answers,
+        "tree": lambda: _written(model, prompts, SideBranches(texts, model.vocab_size)) == answers,
+        "always right": lambda: _written(model, prompts, echo) == answers,
+        "always wrong": lambda: _written(model, prompts, Wrong(0)) == answers,
+    }
+    if model.batch_invariant:
+        checks["sampled"] = lambda: _sampled_alike(model, prompts)
+        checks["batch invariant"] = lambda: _same_bits(model, texts)
+    checks["int8"] = lambda: _int8(raw, model, texts)
+    done = {what: check() for what, check in checks.items()}
+    failed = [what for what, held in done.items() if not held]
+    reason = f"{', '.join(failed)}: not what it must be" if failed else ""
+    return replace(known, status=WRONG if failed else RUNS, reason=reason, checks=done)
+
+
+def _written(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    drafter: Drafter | None = None,
+    *,
+    width: int = 3,
+    temperature: float = 0.0,
+    rows: int | None = None,
+) -> list[list[int]]:
+    """The answers to all prompts. rows: how many are written at a time."""
+    params = SamplingParams(temperature=temperature, max_tokens=NEW, ignore_eos=True)
+    waiting = [Text(n, list(prompt), params, seed=n) for n, prompt in enumerate(prompts)]
+    answers = list[list[int]]()
+    rows = rows or len(waiting)
+    decoder = Decoder(model, drafter or NoDraft(), controller=Fixed(4, width, 4 * width), rows=rows)
+    decoder.chunk = _CHUNK
+    for start in range(0, len(waiting), rows):
+        running = [decoder.admit(text) for text in waiting[start : start + rows]]
+        while any(text.finish is None for text in running):
+            decoder.step()
+        for text in running:
+            decoder.release(text.slot)
+            answers.append(text.output)
+    return answers
+
+
+def _sampled_alike(model: LanguageModel, prompts: list[list[int]]) -> bool:
+    """Sampled texts with trees are those of plain decoding, one text at a time."""
+    plain = _written(model, prompts, temperature=0.7, rows=1)
+    known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
+    return _written(model, prompts, SideBranches(known, model.vocab_size), temperature=0.7) == plain
+
+
+def _same_bits(model: LanguageModel, texts: list[list[int]]) -> bool:
+    """The logits of a tree in a ragged batch, of chunks of a prompt, and of one token at a time have the same bits."""
+    text, other = texts[1][:24], texts[0]
+    cache, alone = model.new_cache(1, 64), list[torch.Tensor]()
+    for token in text:
+        alone.append(model.forward(Nodes(torch.tensor([[token]]), cache, [0])).logits[0, 0])
+        cache.commit([0], [[0]])
+    cache, at = model.new_cache(3, 64), 0
+    for count in (7, 1, 6):
+        part = torch.tensor([text[at : at + count]])
+        if not torch.equal(model.forward(Nodes(part, cache, [2])).logits[0], torch.stack(alone[at : at + count])):
+            return False
+        cache.commit([2], [range(count)])
+        at += count
+    model.forward(Nodes(torch.tensor([other[:9]]), cache, [0]), want="none")
+    cache.commit([0], [range(9)])
+    nodes, path = [(text[at], -1)], [0]
+    for token in text[at + 1 : at + 5]:
+        nodes += [((token + i) % model.vocab_size, path[-1]) for i in (1, 0, 2)]
+        path.append(len(nodes) - 2)
+    chain = [(token, i - 1) for i, token in enumerate(other[9:20])]
+    tokens, parents = tree([nodes, chain])
+    logits = model.forward(Nodes(tokens, cache, [2, 0], parents)).logits
+    if not torch.equal(logits[0, path], torch.stack(alone[at : at + 5])):
+        return False
+    cache.commit([2], [path])
+    rest = model.forward(Nodes(torch.tensor([text[at + 5 :]]), cache, [2])).logits[0]
+    return torch.equal(rest, torch.stack(alone[at + 5 :]))
+
+
+def _int8(raw: PreTrainedModel, model: LanguageModel, texts: list[list[int]]) -> bool:
+    """With int8 weights the logits stay close, and trees still give the texts of plain decoding."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        small = load(raw, quantization="int8").model
+    ids = torch.tensor(texts[1:2])
+    floats, ints = (m.forward(Nodes(ids, m.new_cache(1, 64), [0])).logits[0] for m in (model, small))
+    if float(torch.cosine_similarity(floats, ints).mean()) < _ALIKE:
+        return False
+    if not small.batch_invariant:
+        return True
+    prompts = [text[:-NEW] for text in texts]
+    plain = _written(small, prompts, rows=1)
+    known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
+    return _written(small, prompts, SideBranches(known, small.vocab_size)) == plain and _same_bits(small, texts)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error, short."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 240 else f"{text[:237]}..."

@@ -1,0 +1,199 @@
+"""Quantised checkpoints: the values of the published formulas, kept packed where a format of the kernels holds them exactly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised_files as made
+import torch
+from quantised_files import Checkpoint
+from torch import nn
+
+from outrider.kernels import cpu as native
+from outrider.kernels.blocks import Blocks
+from outrider.models.hf.hooks import UnsupportedModel
+from outrider.models.load import load, modules
+from outrider.models.matrix import matrix_of
+from outrider.models.native_llama import LlamaModel
+from outrider.models.nodes import Nodes
+from outrider.models.quantised.weights import ScaledIntegers
+
+# What each checkpoint is kept as; None: float16.
+KINDS: dict[str, tuple[Callable[[Path], Checkpoint], str | None]] = {
+    "gptq": (made.gptq, "Q4_0"),
+    "gptq v2": (lambda f: made.gptq(f, version="gptq_v2"), "Q4_0"),
+    "gptq of 64": (lambda f: made.gptq(f, size=64), "Q4_0"),
+    "gptq of a row": (lambda f: made.gptq(f, size=-1), "Q4_0"),
+    "gptq with zero points": (lambda f: made.gptq(f, sym=False), "Q5_0"),
+    "gptq 8 bits": (lambda f: made.gptq(f, bits=8), "Q8_0"),
+    "gptq 3 bits": (lambda f: made.gptq(f, bits=3), "Q4_0"),
+    "gptq 2 bits": (lambda f: made.gptq(f, bits=2), "Q4_0"),
+    "gptq by activations": (lambda f: made.gptq(f, order=True), None),
+    "awq": (made.awq, "Q5_0"),
+    "pack-quantized": (made.pack_quantized, "Q4_0"),
+    "pack-quantized with zero points": (lambda f: made.pack_quantized(f, sym=False), "Q5_0"),
+    "pack-quantized 8 bits": (lambda f: made.pack_quantized(f, bits=8), "Q8_0"),
+    "int-quantized": (made.int_quantized, "Q8_0"),
+    "fp8 by block": (lambda f: made.fp8(f, (32, 48)), None),
+    "fp8 by tensor": (lambda f: made.fp8(f, None), None),
+    "bitsandbytes int8": (made.int8, None),
+    "bitsandbytes nf4": (lambda f: made.nf4(f, nested=False), None),
+    "bitsandbytes nf4, nested": (lambda f: made.nf4(f, nested=True), None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_values_of_the_formula(kind: str, tmp_path: Path) -> None:
+    """Every matrix, bit for bit: blocks to float32, floats to the checkpoint's own dtype."""
+    write, form = KINDS[kind]
+    stored = write(tmp_path)
+    folder = stored.save()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loaded = load(folder, kv_cache_dtype="auto")
+        raw = modules(loaded)
+    matrices = {f"{n}.weight": matrix_of(m) for n, m in raw.named_modules() if isinstance(m, nn.Linear)}
+    assert stored.exact.keys() <= matrices.keys()
+    for name, exact in stored.exact.items():
+        matrix = matrices[name]
+        if form is None:
+            assert isinstance(matrix, torch.Tensor)
+            assert matrix.dtype == torch.float16
+            assert torch.equal(matrix, exact.half()), name
+        else:
+            assert isinstance(matrix, Blocks)
+            assert matrix.format == form
+            assert torch.equal(matrix.dense(), exact), name
+    assert any("exact values as float16" in str(w.message) for w in said) == (form is None)
+    if native.available():
+        assert isinstance(loaded.model, LlamaModel)
+        assert loaded.weights == ("gguf" if form else "float16")
+
+
+@pytest.mark.parametrize("kind", ["gptq with zero points", "fp8 by block"])
+@pytest.mark.filterwarnings("ignore:.*exact values:RuntimeWarning")
+def test_it_runs_as_the_model_of_its_values(kind: str, tmp_path: Path) -> None:
+    stored = KINDS[kind][0](tmp_path)
+    loaded = load(stored.save())
+    raw = modules(loaded).float()
+    for name, exact in stored.exact.items():
+        module: Any = raw.get_submodule(name.removesuffix(".weight"))
+        module.weight = nn.Parameter(exact)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with torch.inference_mode():
+        expected = raw(ids).logits[0]
+    logits = loaded.model.forward(Nodes(ids, loaded.model.new_cache(1, 64), [0])).logits[0]
+    assert torch.cosine_similarity(logits, expected).min() > 0.99
+
+
+def test_other_precisions_of_a_quantised_model(tmp_path: Path) -> None:
+    stored = made.awq(tmp_path)
+    folder = stored.save()
+    if native.available():
+        assert load(folder, quantization="int8").weights == "int8"
+    assert load(folder, dtype="float32").weights == "float32"
+
+
+def test_a_matrix_that_was_left_in_floats(tmp_path: Path) -> None:
+    """Mixed modules: the tensors tell, not the settings."""
+    stored = made.gptq(tmp_path)
+    kept = "model.layers.1.mlp.down_proj.weight"
+    for suffix in ("qweight", "qzeros", "scales", "g_idx"):
+        del stored.tensors[kept.removesuffix("weight") + suffix]
+    stored.tensors[kept] = torch.randn(made.SIZE, 128).half()
+    load(stored.save())
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "qzeros", "scales"])
+def test_a_missing_tensor_is_named(suffix: str, tmp_path: Path) -> None:
+    stored = made.gptq(tmp_path)
+    name = f"model.layers.1.mlp.up_proj.{suffix}"
+    del stored.tensors[name]
+    with pytest.raises(ValueError, match=rf"lacks {name}"):
+        load(stored.save())
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "shape"),
+    [
+        (made.gptq, "model.layers.0.self_attn.q_proj.scales", (3, 64)),
+        (made.gptq, "model.layers.0.self_attn.q_proj.qzeros", (2, 9)),
+        (made.awq, "model.layers.0.self_attn.q_proj.qzeros", (2, 7)),
+        (made.pack_quantized, "model.layers.0.self_attn.q_proj.weight_scale", (64, 3)),
+        (made.pack_quantized, "model.layers.0.self_attn.q_proj.weight_packed", (64, 7)),
+        (made.int_quantized, "model.layers.0.self_attn.q_proj.weight_scale", (63, 1)),
+        (lambda f: made.fp8(f, (32, 32)), "model.layers.0.self_attn.q_proj.weight_scale_inv", (3, 2)),
+        (made.int8, "model.layers.0.self_attn.q_proj.SCB", (63,)),
+    ],
+)
+def test_a_wrong_shape_is_named(write: Callable[[Path], Checkpoint], name: str, shape: Any, tmp_path: Path) -> None:
+    stored = write(tmp_path)
+    stored.tensors[name] = torch.ones(shape, dtype=stored.tensors[name].dtype)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        load(stored.save())
+
+
+def test_numbers_without_a_scale_are_refused(tmp_path: Path) -> None:
+    """A plain reading of them would be silently wrong."""
+    stored = made.fp8(tmp_path, None)
+    name = "model.layers.1.mlp.up_proj.weight"
+    del stored.tensors[f"{name}_scale_inv"]
+    with pytest.raises(UnsupportedModel, match=f"tensor {name} .* F8_E4M3"):
+        load(stored.save())
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"quant_method": "aqlm"}, "aqlm, which outrider does not read. It reads gptq, awq"),
+        ({"quant_method": "awq", "version": "gemv"}, "layout gemv"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "format marlin"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
+    ],
+)
+def test_what_is_not_read_is_named(settings: dict[str, Any], what: str, tmp_path: Path) -> None:
+    stored = Checkpoint(tmp_path, settings)
+    with pytest.raises(UnsupportedModel, match=what):
+        load(stored.save())
+
+
+def test_scales_that_no_block_format_has_are_not_rounded() -> None:
+    values, group = torch.ones(2, 32, dtype=torch.int8), torch.zeros(32, dtype=torch.int64)
+    assert ScaledIntegers(values, torch.tensor([[0.1], [0.2]]), group).blocks() is None
+    assert ScaledIntegers(values, torch.tensor([[0.125], [0.25]]), group).blocks() is not None
+    assert ScaledIntegers(values[:, :31], torch.tensor([[0.125], [0.25]]), group[:31]).blocks() is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_that_are_stored_one_by_one(name: str, tmp_path: Path) -> None:
+    """The logits are those of the same values in float32, up to the rounding of activations."""
+    sizes = {"moe_intermediate_size": made.SIZE, "head_dim": 16} if name == "qwen3_moe" else {}
+    stored = made.gptq(tmp_path, name=name, **sizes)
+    _assert_the_same_function(stored)
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    _assert_the_same_function(made.mxfp4(tmp_path))
+
+
+def _assert_the_same_function(stored: Checkpoint) -> None:
+    """The logits are those of the dense model with the values of the formula."""
+    loaded = load(stored.save())
+    if native.available():
+        model: Any = loaded.model
+        found = [m for m in model.model.modules() if hasattr(m, "_outrider_experts")]
+        assert found
+        formats = {p.kind for m in found for p in (*m._outrider_experts.up, *m._outrider_experts.down)}
+        assert formats == {"gguf"}
+    plain = Checkpoint(stored.folder / "plain", {}, stored.config["model_type"], **stored.changes)
+    for name, exact in stored.exact.items():
+        plain.tensors[name] = exact
+    del plain.config["quantization_config"]
+    reference = load(plain.save(), dtype="float32")
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    ours, theirs = (m.model.forward(Nodes(ids, m.model.new_cache(1, 64), [0])).logits[0] for m in (loaded, reference))
+    assert torch.cosine_similarity(ours, theirs).min() > 0.99
