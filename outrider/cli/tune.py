@@ -110,9 +110,10 @@ def candidates(
     predictions: whether a prompt has a prediction.
     """
     from outrider.config import SpeculativeConfig
+    from outrider.drafters.heads.mtp import has_mtp
     from outrider.drafters.registry import METHODS, TuneInputs, find
 
-    inputs = TuneInputs(target.weights, draft or own_draft(target.name), layers, predictions)
+    inputs = TuneInputs(target.weights, draft or own_draft(target.name), layers, predictions, has_mtp(target))
     if wanted is None:
         return [pair for method in METHODS.values() for pair in method.tune_candidates(inputs).items()]
     out = list[tuple[str, dict[str, Any]]]()

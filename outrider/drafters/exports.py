@@ -109,6 +109,7 @@ VLLM_DRAFT_MODEL = EngineExport(
 )
 VLLM_EAGLE = EngineExport(lambda c: {"method": "eagle" if _eagle1(c) else "eagle3", **_head(c)})
 VLLM_PEAGLE = EngineExport(lambda c: {"method": "eagle3", **_head(c), "parallel_drafting": True})
+VLLM_MTP = EngineExport(lambda c: {"method": "mtp"})
 VLLM_MEDUSA = EngineExport(_head, lambda c: ["medusa: vLLM 0.33 no longer has this method; 0.32 does"])
 VLLM_BLOCK = EngineExport(_head)
 VLLM_SUFFIX = EngineExport(
@@ -197,6 +198,10 @@ SGLANG_DRAFT_MODEL = EngineExport(
     ],
 )
 SGLANG_EAGLE = EngineExport(lambda c: _sglang_model("EAGLE" if _eagle1(c) else "EAGLE3")(c))
+SGLANG_MTP = EngineExport(
+    lambda c: {k: v for k, v in _sglang_model("EAGLE")(c).items() if k != "--speculative-draft-model-path"},
+    lambda c: ["MTP: without a draft model, EAGLE is the layer of the checkpoint"],
+)
 SGLANG_DFLASH = _sglang_block("DFLASH")
 SGLANG_DSPARK = _sglang_block("DSPARK")
 SGLANG_SUFFIX = EngineExport(

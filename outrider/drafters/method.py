@@ -42,13 +42,14 @@ class TuneInputs:
     """What `outrider tune` was given. It decides which methods can be tried.
 
     weights: precision of the target's weights. draft: name of a draft model. layers: file of `outrider layers`.
-    predictions: whether a prompt brings a prediction.
+    predictions: whether a prompt brings a prediction. mtp: whether the target's checkpoint holds an MTP layer.
     """
 
     weights: str
     draft: str | None = None
     layers: str | None = None
     predictions: bool = False
+    mtp: bool = False
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,12 @@ def _brings(method: str) -> Callable[[DrafterSetup], bool]:
     return brings
 
 
+def _brings_mtp(setup: DrafterSetup) -> bool:
+    from outrider.drafters.heads.mtp import has_mtp
+
+    return setup.config.model is None and has_mtp(setup.target)
+
+
 def _with_model(method: str) -> Callable[[TuneInputs], Mapping[str, dict[str, Any]]]:
     """The candidate of a method that needs a model, if the model that was given is one of its own."""
 
@@ -264,6 +270,18 @@ _ROWS = (
         candidates=_with_model("peagle"),
         tune_hint="name the folder of a P-EAGLE head, --draft-model FOLDER",
         vllm=exports.VLLM_PEAGLE,
+    ),
+    DraftMethod(
+        "mtp",
+        "the MTP layer of the model's own checkpoint (DeepSeek-V3, GLM-4.5, Qwen3-Next); nothing else is needed",
+        made_by("heads.mtp"),
+        cost="model",
+        tune_depth=4,
+        auto=_brings_mtp,
+        candidates=lambda i: {"mtp": {"method": "mtp"}} if i.mtp else {},
+        tune_hint="the model's checkpoint holds no MTP layer",
+        vllm=exports.VLLM_MTP,
+        sglang=exports.SGLANG_MTP,
     ),
     DraftMethod(
         "medusa",

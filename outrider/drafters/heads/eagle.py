@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider.core.sampling import TokenSubset
 from outrider.core.tree import chain
 from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.features import FeatureQueue
+from outrider.drafters.heads.layers import HeadOutput
 from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.heads.selftest import examine
 from outrider.drafters.heads.shipped import head_of
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.self_speculation import SAMPLE
-from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
+from outrider.drafters.model.tree_drafter import ChainModel, GrowthSettings, TreeDrafter
+from outrider.models.base import Want
 from outrider.models.nodes import Nodes
+
+
+class PairModel(ChainModel, Protocol):
+    """What reads pairs of a token and a state: an `EagleModel`, or an MTP layer. The members are those of `EagleModel`."""
+
+    taps: tuple[int, ...]
+    subset: TokenSubset | None
+
+    def forward(
+        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want = "all"
+    ) -> HeadOutput: ...
 
 
 class EagleDrafter(TreeDrafter):
@@ -31,7 +45,7 @@ class EagleDrafter(TreeDrafter):
     but the last one cost only their keys and values.
     """
 
-    def __init__(self, model: EagleModel, num_slots: int, max_length: int, **settings: Unpack[GrowthSettings]) -> None:
+    def __init__(self, model: PairModel, num_slots: int, max_length: int, **settings: Unpack[GrowthSettings]) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
         super().__init__(model, num_slots, max_length, subset=model.subset, **settings)
         self.model, self.taps = model, model.taps

@@ -26,7 +26,7 @@ MEDUSA, DFLASH, DSPARK = "medusa", "dflash", "dspark"
 KINDS = (EAGLE3, EAGLE1, PEAGLE, MEDUSA, DFLASH, DSPARK)
 # Kinds that are known by name and cannot be run: kind -> why.
 REFUSED = {
-    "mtp": "MTP layers belong inside their own model's checkpoint",
+    "mtp": 'MTP layers are read from their own model\'s checkpoint, by the method "mtp"',
     "dflash2": "DFlash2 chooses among candidates with a convolution",
     "xpress": "it has layers of its own kind",
     "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",

@@ -1,0 +1,246 @@
+"""MTP layers of a checkpoint: the numbers of transformers' own MTP code, texts that do not change, and what cannot be.
+
+The models are those of the shapes, tiny and random. DeepSeek-V3 and GLM-4.5 keep the layer behind their last one, Qwen3-Next
+keeps it apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Loop, plain_texts, request
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Qwen3NextConfig
+from transformers.modeling_layers import MtpLayer, MtpModel
+
+from outrider import SamplingParams
+from outrider.cli.tune import candidates
+from outrider.config import SpeculativeConfig
+from outrider.control import Fixed
+from outrider.drafters import DrafterRouter, make_drafter
+from outrider.drafters.heads.eagle import EagleDrafter
+from outrider.drafters.heads.mtp import MtpModel as OurMtp
+from outrider.drafters.heads.mtp import MtpWeights, has_mtp
+from outrider.integrations.engines import exports
+from outrider.models.base import FINAL_NORM
+from outrider.models.hf.model import HFModel
+from outrider.models.load import Loaded, load
+from outrider.models.nodes import Nodes
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1,
+    "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+ROUTED: dict[str, Any] = {"n_routed_experts": 4, "n_shared_experts": 1, "topk_group": 1, "first_k_dense_replace": 1}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **SHAPE, **ROUTED, num_key_value_heads=4, n_group=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **SHAPE, **ROUTED, num_key_value_heads=2, head_dim=8, n_group=1, use_qk_norm=True
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SHAPE, num_key_value_heads=2, head_dim=8, shared_expert_intermediate_size=16, num_experts=4,
+        layer_types=["full_attention"] * 2, num_mtp_layers=1,
+    ),
+}  # fmt: skip
+PROMPT = [(7 * i * i + 3 * i + 11) % 95 for i in range(40)]
+
+
+def random_(model: torch.nn.Module) -> None:
+    for p in model.parameters():
+        p.data = torch.randn_like(p) * 0.15 if p.dim() > 1 else torch.rand_like(p) + 0.5
+
+
+def saved(model: Any, folder: Path) -> dict[str, Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each shape. The layer's tensors are those of a model of one layer, under the names of real checkpoints."""
+    made: dict[str, Path] = {}
+    for kind, config in CONFIGS.items():
+        torch.manual_seed(5)
+        out = tmp_path_factory.mktemp(kind)
+        model = AutoModelForCausalLM.from_config(config()).eval()
+        random_(model)
+        weights = saved(model, out)
+        one = copy.deepcopy(model.config)
+        one.num_hidden_layers, apart = 1, kind == "qwen3_next"
+        one.first_k_dense_replace, one.layer_types = 0, ["full_attention"] if apart else None
+        layer = AutoModelForCausalLM.from_config(one)
+        random_(layer)
+        extra = tmp_path_factory.mktemp("layer")
+        own = {n.removeprefix("model.layers.0."): t for n, t in saved(layer, extra).items() if "layers.0." in n}
+        prefix, inner = ("mtp.", "mtp.layers.0.") if apart else ("model.layers.2.", "model.layers.2.")
+        weights |= {f"{inner}{n}": t for n, t in own.items()}
+        names = (
+            ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+            if apart
+            else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        )
+        for name in names:
+            shape = (32, 64) if name in ("fc", "eh_proj") else (32,)
+            weights[f"{prefix}{name}.weight"] = torch.randn(shape) * 0.2 if len(shape) > 1 else torch.rand(shape) + 0.5
+        if (
+            kind == "deepseek_v3"
+        ):  # its own output head and embedding, as the released checkpoints have; copies of the target's
+            weights |= {
+                f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
+                f"{prefix}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+            }
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        made[kind] = out
+    return made
+
+
+def target(folder: Path, kind: str) -> Loaded:
+    if kind != "qwen3_next":
+        return load(str(folder), device="cpu")
+    raw: Any = AutoModelForCausalLM.from_pretrained(folder)
+    raw._is_stateful = False  # all its layers are attention
+    return Loaded(HFModel(raw), str(folder), None, (), "float32", str(folder), raw.config)
+
+
+def pairs(loaded: Loaded) -> tuple[Tensor, Tensor]:
+    """(tokens x_1 to x_n [1, n], states h_0 to h_{n-1} [1, n, hidden])."""
+    ids = torch.tensor([PROMPT])
+    cache = loaded.model.new_cache(1, 64)
+    features = loaded.model.forward(Nodes(ids, cache, [0]), taps=(FINAL_NORM,)).features
+    assert features is not None
+    return ids[:, 1:], features[:, :-1]
+
+
+@torch.no_grad()
+def theirs(folder: Path, kind: str, tokens: Tensor, states: Tensor) -> Tensor:
+    """[n, vocab]: the logits of transformers' own MTP code, on the same pairs."""
+    raw: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    positions = torch.arange(tokens.shape[1])[None]
+    mask = torch.full((1, 1, tokens.shape[1], tokens.shape[1]), -1e9).triu(1)
+    if kind == "qwen3_next":  # transformers reads none of these, so its layer takes the tensors by hand
+        own = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("mtp.")}
+        block = AutoModelForCausalLM.from_config(
+            Qwen3NextConfig(**{**raw.config.to_dict(), "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+        )
+        norm, layer = type(raw.model.norm), MtpLayer(block.config, type(raw.model.layers[0]), type(raw.model.norm), 0)
+        assert isinstance(layer.post_norm, norm)
+        names = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "post_norm"}
+        layer.load_state_dict({f"{o}.weight": own[f"mtp.{t}.weight"] for t, o in names.items()}, strict=False)
+        inner = {n.removeprefix("mtp.layers.0."): t for n, t in own.items() if n.startswith("mtp.layers.0.")}
+        state = {f"model.layers.0.{n}": t for n, t in inner.items()}
+        loaded: Any = type(raw).from_pretrained(None, config=block.config, state_dict=state)
+        layer.mtp_block = loaded.model.layers[0]
+        layer.eval()
+    else:
+        raw._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2.*"]
+        model = MtpModel.from_pretrained(raw).eval()
+        layer = model.layers[0]
+    embedded = raw.get_input_embeddings()(tokens)
+    turned = raw.model.rotary_emb(embedded, position_ids=positions)
+    out = layer(
+        embedded, states, position_embeddings=turned, attention_mask=mask, position_ids=positions, past_key_values=None
+    )
+    return raw.lm_head(out)[0]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_numbers_are_those_of_transformers(kind: str, folders: dict[str, Path]) -> None:
+    loaded = target(folders[kind], kind)
+    tokens, states = pairs(loaded)
+    model = OurMtp(MtpWeights(loaded), loaded, 64)
+    got = model.forward(Nodes(tokens, model.new_cache(1, 64), [0]), states)
+    want = theirs(folders[kind], kind, tokens, states)
+    assert float(want.std()) > 0.05
+    assert torch.allclose(got.logits[0], want, atol=1e-4)
+    last = model.forward(Nodes(tokens, model.new_cache(1, 64), [0]), states, want="last")
+    assert torch.allclose(last.logits[0, 0], want[-1], atol=1e-4)
+    assert torch.equal(last.g[:, 0], got.g[:, -1])
+    # GLM feeds back the state before the last norm, the others the one after it, which their output head reads
+    from_state = loaded.model.output_head(got.g)[0]
+    assert torch.allclose(from_state, want, atol=1e-4) == (kind != "glm4_moe")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
+    """Batches, chunks of prompts, chains and trees, greedy and sampled; and a verifier that reads distributions."""
+    loaded = target(folders[kind], kind)
+
+    def drafter() -> EagleDrafter:
+        made = make_drafter(SpeculativeConfig.of({"method": "mtp"}), loaded, rows=2, max_length=96, device="cpu")
+        assert isinstance(made, EagleDrafter)
+        return made
+
+    asked = [
+        request(PROMPT[:n], SamplingParams(max_tokens=5, temperature=t, seed=n), seed=n)
+        for n, t in ((1, 0.0), (40, 1.0), (9, 0.7))
+    ]
+    for width, nodes in ((1, None), (2, 5)):
+        loop = Loop(loaded.model, drafter(), controller=Fixed(3, width, nodes), rows=2, max_length=96)
+        loop.chunk = 7
+        rows = loop.generate(asked)
+        assert [r.output for r in rows] == plain_texts(loaded.model, asked, end_ids=())
+        assert sum(map(sum, (r.drafted for r in rows))) > 20
+    if kind == "glm4_moe":
+        loop = Loop(loaded.model, drafter(), "rejection", controller=Fixed(2), rows=2, max_length=96)
+        assert all(len(r.output) == 5 for r in loop.generate(asked))
+
+
+def test_it_is_found(folders: dict[str, Path]) -> None:
+    loaded = target(folders["glm4_moe"], "glm4_moe")
+    assert has_mtp(loaded)
+    auto = make_drafter(SpeculativeConfig.of({"method": "auto"}), loaded, rows=1, max_length=64, device="cpu")
+    assert isinstance(auto, DrafterRouter)
+    assert list(auto.drafters)[-1] == "mtp"
+    assert ("mtp", {"method": "mtp"}) in candidates(loaded, None, None, None, False)
+    found = {e.engine: e.command for e in exports({"method": "mtp", "num_speculative_tokens": 2})}
+    assert '"method": "mtp"' in found["vLLM"]
+    assert "--speculative-algorithm EAGLE" in found["SGLang"]
+    assert "draft-model-path" not in found["SGLang"]
+
+
+def changed(folder: Path, into: Path, drop: str = "", **settings: Any) -> Loaded:
+    """A copy without the tensors whose name holds `drop`."""
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (into / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    kept = {n: t for n, t in weights.items() if not drop or drop not in n}
+    save_file(kept, into / "model.safetensors", metadata={"format": "pt"})
+    return load(str(into), device="cpu")
+
+
+def test_what_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
+    def make(loaded: Loaded, **config: Any) -> Any:
+        given = SpeculativeConfig.of({"method": "mtp", **config})
+        return make_drafter(given, loaded, rows=1, max_length=64, device="cpu")
+
+    folder, loaded = folders["glm4_moe"], target(folders["glm4_moe"], "glm4_moe")
+    with pytest.raises(ValueError, match="part of the target's own checkpoint, so leave out"):
+        make(loaded, model=str(folder))
+    with pytest.raises(ValueError, match="was not loaded from one"):
+        make(replace(loaded, source=str(tmp_path / "gone")))
+    for n, (drop, message) in enumerate(
+        {
+            "layers.2.": "has no MTP layers: .*model.layers.2 or mtp",
+            "eh_proj": "lacks eh_proj; outrider knows those of DeepSeek-V3",
+            "2.mlp.experts.3.": "is that of another model than .*, or not whole",
+            "2.self_attn.q_norm": "lacks self_attn.q_norm.weight; it is that of another model",
+        }.items()
+    ):
+        into = tmp_path / str(n)
+        into.mkdir()
+        broken = changed(folder, into, drop)
+        with pytest.raises(ValueError, match=message):
+            make(broken)
+    assert not has_mtp(changed(folder, tmp_path, "layers.2."))
