@@ -191,7 +191,7 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
         loop.chunk = 7
         rows = loop.generate(asked)
         assert [r.output for r in rows] == plain_texts(loaded.model, asked, end_ids=())
-        assert sum(map(sum, (r.drafted for r in rows))) > 20
+        assert sum(map(sum, (r.drafted for r in rows))) > 12
     if kind == "glm4_moe":
         loop = Loop(loaded.model, drafter(), "rejection", controller=Fixed(2), rows=2, max_length=96)
         assert all(len(r.output) == 5 for r in loop.generate(asked))
