@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,11 @@ import anyio
 from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from outrider._version import __version__
-from outrider.serve import dashboard, errors
+from outrider.serve import dashboard, errors, responses_route
+from outrider.serve.answering import EventResponse, unless_gone
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import Guard
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
@@ -75,11 +75,14 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         name = request.state.request_id
         client = body.user or (request.client.host if request.client else "")
         pending = await service.accept(body, name, client)
-        if spans is not None:
-            spans.watch(pending, settings.model_name, body, request.headers)
+        watch(pending, body, request)
         if body.stream:
             return EventResponse(pending, pending.stream(body.stream_options, settings.pad_stream))
-        return json_response(await _unless_gone(request, pending.whole()), headers=pending.headers)
+        return json_response(await unless_gone(request, pending.whole()), headers=pending.headers)
+
+    def watch(pending: PendingAnswer, body: CompletionRequest | ChatRequest, request: Request) -> None:
+        if spans is not None:
+            spans.watch(pending, settings.model_name, body, request.headers)
 
     @app.post("/v1/completions", responses=ANSWER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -90,6 +93,8 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer messages. Needs a model with a chat template."""
         return await answer(body, request)
+
+    responses_route.install(app, service, watch, ANSWER)
 
     @app.get("/v1/models", responses={200: {"description": "The model", "content": OBJECT}})
     async def models() -> Response:
@@ -170,37 +175,3 @@ def _model(service: Service) -> dict[str, Any]:
         "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},
         "guarantee": service.engine.decoder.guarantee.value,
     }
-
-
-class EventResponse(StreamingResponse):
-    """A stream of events. When it ends, for any reason, the pending answer ends too."""
-
-    def __init__(self, pending: PendingAnswer, events: AsyncIterator[bytes]) -> None:
-        headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self.pending = pending
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.pending:
-            await super().__call__(scope, receive, send)
-
-
-async def _unless_gone(request: Request, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """Wait for the answer. Cancel it and raise Refused if the client leaves first."""
-    found: dict[str, Any] | Refused = Refused("the client has left", 499)
-    async with anyio.create_task_group() as tasks:
-
-        async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            tasks.cancel_scope.cancel()
-
-        tasks.start_soon(watch)
-        try:
-            found = await answer
-        except Refused as refused:
-            found = refused
-        tasks.cancel_scope.cancel()
-    if isinstance(found, Refused):
-        raise found
-    return found

@@ -69,35 +69,39 @@ class PendingAnswer:
 
     async def stream(self, options: StreamOptions | None, interval: float | None) -> AsyncIterator[bytes]:
         """Server-sent events, up to `[DONE]`. interval: see `Pace`."""
+        try:
+            async for chunk in self.chunks(options, interval):
+                yield _event(chunk)
+        except Refused as refused:
+            yield _event(refused.body)
+        yield b"data: [DONE]\n\n"
+
+    async def chunks(self, options: StreamOptions | None, interval: float | None) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream, as they come. interval: see `Pace`. Raises Refused if a text fails."""
         pace, choices = Pace(interval), [StreamedChoice(self.writer, i, s) for i, s in enumerate(self.sequences)]
         counts = bool(options and options.continuous_usage_stats)
         for choice in choices:
             if not self.writer.opens_late and not choice.is_open and (chunk := choice.open()):
-                yield _event(chunk)
-        try:
-            async for index, delta in self.deltas():
-                choice = choices[index]
-                # The engine has read the prompt before its first delta.
-                if not choice.is_open and (chunk := choice.open(self.sequences[index].prompt_logprobs)):
-                    yield _event(chunk)
-                choice.count(delta)
-                for part in pace.cut(delta, self.writer.shows_tokens):
-                    for chunk in choice.add(part):
-                        await pace.tick()
-                        yield _event({**chunk, "so_far": choice.so_far} if counts else chunk)
-                if delta.ended:
-                    _check(self.sequences[index])
-                    *rest, end = choice.close(self.sequences[index])
-                    for chunk in rest:
-                        await pace.tick()
-                        yield _event(chunk)
-                    yield _event(end)
-        except Refused as refused:
-            yield _event(refused.body)
-        else:
-            if options and options.include_usage:
-                yield _event(self.writer.totals(self._ordered()))
-        yield b"data: [DONE]\n\n"
+                yield chunk
+        async for index, delta in self.deltas():
+            choice = choices[index]
+            # The engine has read the prompt before its first delta.
+            if not choice.is_open and (chunk := choice.open(self.sequences[index].prompt_logprobs)):
+                yield chunk
+            choice.count(delta)
+            for part in pace.cut(delta, self.writer.shows_tokens):
+                for chunk in choice.add(part):
+                    await pace.tick()
+                    yield {**chunk, "so_far": choice.so_far} if counts else chunk
+            if delta.ended:
+                _check(self.sequences[index])
+                *rest, end = choice.close(self.sequences[index])
+                for chunk in rest:
+                    await pace.tick()
+                    yield chunk
+                yield end
+        if options and options.include_usage:
+            yield self.writer.totals(self._ordered())
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Each delta of each text with the text's index, until all texts have ended."""

@@ -20,7 +20,8 @@ class Settings:
     tool_call_parser: how the model writes tool calls, one of `outrider.serve.tools.PARSERS`.
     max_connections: requests of every kind at once. max_choices: prompts times n of one request.
     max_stop_length: characters. max_logprobs: of one token, for prompt and output. max_bias: entries of logit_bias,
-    bad_words, allowed_token_ids and stop_token_ids. max_speculative_tokens: that a request may ask for.
+    bad_words, allowed_token_ids and stop_token_ids. max_speculative_tokens: that a request may ask for. max_responses,
+    max_response_bytes: that are kept to go on from, see `ResponseStore`.
     """
 
     model_name: str = "model"
@@ -44,6 +45,8 @@ class Settings:
     max_logprobs: int = 20
     max_bias: int = 1024
     max_speculative_tokens: int = 16
+    max_responses: int = 256
+    max_response_bytes: int = 32 << 20
 
 
 def served_name(name: str) -> str:

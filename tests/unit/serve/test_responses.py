@@ -1,0 +1,302 @@
+"""OpenAI's Responses API, asked by OpenAI's own client: the texts are those of chat completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+from serving import TEMPLATE, Live, builtin, serving
+
+from outrider.serve.errors import Refused
+from outrider.serve.response_store import ResponseStore
+from outrider.serve.settings import Settings
+
+HELLO = [{"role": "user", "content": "sort a list"}]
+LOOK = {
+    "type": "function",
+    "name": "look",
+    "description": "Look at a place.",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"at": {"enum": ["sky", "sea"]}},
+        "required": ["at"],
+        "additionalProperties": False,
+    },
+}
+OTHER = {**LOOK, "name": "other"}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    # a tool's answer must be seen by the model, and a call of its own
+    calls = "{% for m in messages %}{% for c in m.tool_calls or [] %}# calls {{ c.function.name }}\n{% endfor %}{% endfor %}"
+    llm = builtin(2)
+    llm.tokenizer.chat_template = calls + TEMPLATE  # type: ignore[union-attr]
+    with serving(llm, Settings(model_name="code", max_responses=20)) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=live.url + "/v1", api_key="x", max_retries=0)
+
+
+def events(live: Live, **body: Any) -> list[dict[str, Any]]:
+    response = httpx.post(live.url + "/v1/responses", json={"model": "code", **body, "stream": True}, timeout=60)
+    assert response.status_code == 200, response.text
+    pairs = [part.split("\n") for part in response.text.removesuffix("\n\n").split("\n\n")]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name.removeprefix("event: ") for name, _ in pairs] == [event["type"] for event in found]
+    for event in found:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)  # what OpenAI's own types demand
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def chat(live: Live, **body: Any) -> dict[str, Any]:
+    response = httpx.post(live.url + "/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_response_has_the_text_of_a_chat_and_every_parameter_counts(live: Live, client: openai.OpenAI) -> None:
+    usual = {"temperature": 0.9, "top_p": 0.9}
+    more: dict[str, Any] = {"seed": 3, "top_k": 30, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.3}
+    more |= {"frequency_penalty": 0.2, "stop": ["\n\n\n"], "logit_bias": {"11": 2.0}, "bad_words": ["self"]}
+    expected = chat(live, messages=HELLO, max_tokens=24, **usual, **more)
+    for given in ("sort a list", HELLO, [{"role": "user", "content": [{"type": "input_text", "text": "sort a list"}]}]):
+        made = client.responses.create(
+            model="code",
+            input=given,  # type: ignore[arg-type]
+            max_output_tokens=24,
+            **usual,
+            extra_body=more,
+        )
+        assert made.output_text == expected["choices"][0]["message"]["content"]
+        assert made.usage is not None
+        assert made.usage.input_tokens == expected["usage"]["prompt_tokens"]
+        assert made.usage.output_tokens == expected["usage"]["completion_tokens"]
+        assert (made.temperature, made.top_p, made.max_output_tokens) == (0.9, 0.9, 24)
+        assert made.guarantee == "exact-tokens"  # type: ignore[attr-defined]
+    plain = client.responses.create(model="code", input="sort a list", max_output_tokens=24, temperature=0)
+    for name, value in more.items():  # each parameter alone reaches the engine as it does in a chat
+        body = {"max_tokens": 24, "temperature": 1.0, "seed": 3, name: value}
+        one = client.responses.create(
+            model="code", input=HELLO, max_output_tokens=24, temperature=1.0, extra_body={"seed": 3, name: value}
+        )
+        assert one.output_text == chat(live, messages=HELLO, **body)["choices"][0]["message"]["content"]
+    assert plain.output_text != expected["choices"][0]["message"]["content"]
+
+
+def test_the_status_says_why_a_text_ended(live: Live, client: openai.OpenAI) -> None:
+    cut = client.responses.create(model="code", input="sort", max_output_tokens=3, extra_body={"ignore_eos": True})
+    assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    [*_, end] = events(live, input="sort", max_output_tokens=3, ignore_eos=True)
+    assert (end["type"], end["response"]["usage"]["output_tokens"]) == ("response.incomplete", 3)
+    text = client.responses.create(model="code", input="sort", temperature=0, max_output_tokens=20).output_text
+    stop = client.responses.create(model="code", input="sort", temperature=0, extra_body={"stop": [text[4:8]]})
+    assert (stop.status, stop.output_text) == ("completed", text[: text.index(text[4:8])])
+    empty = client.responses.create(model="code", input="sort", temperature=0, extra_body={"stop": [text[0]]})
+    assert (empty.status, empty.output_text, len(empty.output)) == ("completed", "", 1)
+    late = events(live, input="sort", max_output_tokens=1900, ignore_eos=True, timeout=0.2)[-1]
+    assert (late["type"], late["response"]["status"]) == ("response.failed", "failed")
+    assert late["response"]["error"] == {"code": "server_error", "message": "the deadline of the request has passed"}
+    assert late["response"]["output"][0]["content"][0]["text"]  # what was written is not lost
+
+
+def test_the_events_of_a_stream_add_up_to_the_response(live: Live, client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"input": "sort a list", "max_output_tokens": 30, "temperature": 0.8, "seed": 5}
+    found = events(live, **body)
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    deltas = kinds.count("output_text.delta")
+    opening = ["created", "in_progress", "output_item.added", "content_part.added"]
+    closing = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds == [*opening, *["output_text.delta"] * deltas, *closing]
+    assert deltas > 3
+    text = "".join(event["delta"] for event in found if event["type"] == "response.output_text.delta")
+    final = found[-1]["response"]
+    whole = client.responses.create(
+        model="code", input="sort a list", max_output_tokens=30, temperature=0.8, extra_body={"seed": 5}
+    )
+    assert text == found[-4]["text"] == final["output"][0]["content"][0]["text"] == whole.output_text
+    ids = {event.get("item_id") or event["item"]["id"] for event in found[2:-1]}
+    assert ids == {final["output"][0]["id"]}
+    assert {event["response"]["id"] for event in (found[0], found[1], found[-1])} == {final["id"]}
+    assert set(final) == set(httpx.get(f"{live.url}/v1/responses/{whole.id}").json())
+    options: dict[str, Any] = {
+        "model": "code",
+        "input": "sort a list",
+        "temperature": 0,
+        "extra_body": {"stop": ["\n"]},
+    }
+    with client.responses.stream(**options) as stream:
+        said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == said
+
+
+def test_logprobs_come_where_they_are_asked_for(live: Live, client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"input": "sort", "max_output_tokens": 6, "temperature": 0, "top_logprobs": 2}
+    made = client.responses.create(model="code", include=["message.output_text.logprobs"], **body)
+    told = made.output[0].content[0].logprobs  # type: ignore[union-attr]
+    expected = chat(
+        live, messages=[{"role": "user", "content": "sort"}], max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert [x.model_dump() for x in told] == expected["choices"][0]["logprobs"]["content"]
+    found = events(live, **body)
+    streamed = [x for event in found if event["type"] == "response.output_text.delta" for x in event["logprobs"]]
+    assert streamed == expected["choices"][0]["logprobs"]["content"] == found[-4]["logprobs"]
+    bare = client.responses.create(model="code", input="sort", max_output_tokens=2)
+    assert bare.output[0].content[0].logprobs == []  # type: ignore[union-attr]
+
+
+def test_a_conversation_goes_on_from_a_response_and_instructions_do_not(live: Live, client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "code", "max_output_tokens": 12, "temperature": 0}
+    first = client.responses.create(input="sort a list", instructions="Be brief.", **options)
+    second = client.responses.create(input="reverse it", previous_response_id=first.id, **options)
+    told = [*HELLO, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "reverse it"}]
+    assert (
+        second.output_text
+        == chat(live, messages=told, max_tokens=12, temperature=0)["choices"][0]["message"]["content"]
+    )
+    assert second.previous_response_id == first.id
+    system = [{"role": "system", "content": "Be brief."}, *HELLO]
+    assert (
+        first.output_text
+        == chat(live, messages=system, max_tokens=12, temperature=0)["choices"][0]["message"]["content"]
+    )
+    streamed = events(live, input="again", previous_response_id=second.id, max_output_tokens=4)[-1]["response"]
+    third = client.responses.create(input="more", previous_response_id=streamed["id"], **options)
+    assert third.usage is not None
+    assert third.usage.input_tokens > second.usage.input_tokens  # type: ignore[union-attr]
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    client.responses.delete(second.id)
+    unkept = client.responses.create(input="x", store=False, **options)
+    for name in (second.id, unkept.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            client.responses.retrieve(name)
+        with pytest.raises(openai.BadRequestError, match="send the whole conversation as input") as refused:
+            client.responses.create(input="x", previous_response_id=name, **options)
+        assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+    by_hand = client.responses.create(
+        input=[*HELLO, *first.output, {"role": "user", "content": "reverse it"}], **options
+    )  # type: ignore[list-item]
+    assert by_hand.output_text == second.output_text
+
+
+def test_tools_are_called_and_their_answers_are_read(live: Live, client: openai.OpenAI) -> None:
+    pytest.importorskip("xgrammar")
+    body: dict[str, Any] = {"input": "look at the sky", "tools": [LOOK, OTHER], "max_output_tokens": 60}
+    body["parallel_tool_calls"] = False
+    for choice in (
+        {"type": "function", "name": "look"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]},
+    ):
+        found = events(live, **body, tool_choice=choice, seed=1)
+        kinds = [event["type"].removeprefix("response.") for event in found]
+        call = [
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+        ]
+        assert kinds == ["created", "in_progress", *call, "completed"]
+        [item] = found[-1]["response"]["output"]
+        assert (item["type"], item["name"], item["status"]) == ("function_call", "look", "completed")
+        assert json.loads(item["arguments"])["at"] in ("sky", "sea")
+        assert item["arguments"] == found[3]["delta"] == found[4]["arguments"]
+    made = client.responses.create(
+        model="code", **body, tool_choice={"type": "function", "name": "look"}, extra_body={"seed": 1}
+    )
+    called = next(item for item in made.output if item.type == "function_call")
+    answer = {"type": "function_call_output", "call_id": called.call_id, "output": "blue"}
+    last = client.responses.create(
+        model="code",
+        input=[answer],  # type: ignore[list-item]
+        previous_response_id=made.id,
+        max_output_tokens=8,
+        temperature=0,
+    )
+    calls = [item for item in made.output if item.type == "function_call"]
+    told = [
+        {"role": "user", "content": body["input"]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in calls
+            ],
+        },
+        {"role": "tool", "tool_call_id": called.call_id, "content": "blue"},
+    ]
+    assert len(calls) == len(made.output)
+    expected = chat(live, messages=told, max_tokens=8, temperature=0)["choices"][0]["message"]["content"]
+    assert last.output_text == expected
+    structured = client.responses.create(
+        model="code",
+        input="a place",
+        max_output_tokens=60,
+        text={"format": {"type": "json_schema", "name": "place", "schema": LOOK["parameters"], "strict": True}},  # type: ignore[arg-type]
+    )
+    assert json.loads(structured.output_text)["at"] in ("sky", "sea")
+
+
+REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"input": []}, "empty list", "input"),
+    ({}, "Field required", "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only", "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0 has type 'item_reference'", "input"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "send its function_call", "input"),
+    ({"input": [{"type": "message", "content": "x"}]}, "input.0 has no role", "input"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "runs no tools of its own", "tools"),
+    ({"input": "x", "background": True}, "outrider batch", "background"),
+    ({"input": "x", "conversation": "conv_1"}, "previous_response_id", "conversation"),
+    ({"input": "x", "max_tokens": 5}, "max_output_tokens", "max_tokens"),
+    ({"input": "x", "n": 2}, "one text", "n"),
+    ({"input": "x", "response_format": {"type": "json_object"}}, "calls it text", "response_format"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing", "text"),
+    ({"input": "x", "instrutions": "y"}, "did you mean 'instructions'", None),
+    ({"input": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
+    ({"input": "x", "previous_response_id": "resp_1"}, "the last 20 in memory", "previous_response_id"),
+]
+
+
+@pytest.mark.parametrize(("body", "words", "param"), REFUSED, ids=[words for _, words, _ in REFUSED])
+def test_what_a_response_cannot_be_is_refused(live: Live, body: dict, words: str, param: str | None) -> None:
+    response = httpx.post(live.url + "/v1/responses", json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == param
+
+
+def test_the_store_is_bounded_in_number_and_bytes() -> None:
+    store = ResponseStore(3, 4000)
+    for i in range(5):
+        store.put({"id": str(i), "text": "x" * 100}, [])
+    assert len(store) == 3
+    store.get("2")  # it was used last, so another one goes
+    store.put({"id": "5"}, [])
+    with pytest.raises(Refused, match="the last 3 in memory"):
+        store.get("3")
+    assert store.get("2").response["id"] == "2"
+    store.put({"id": "large"}, [{"x": "y" * 3900}])
+    assert store.bytes <= 4000
+    assert len(store) < 4
+    store.put({"id": "too large"}, [{"x": "y" * 5000}])
+    assert (len(store), store.bytes) == (0, 0)
+    store.put({"id": "a"}, [])
+    store.drop("a")
+    assert store.bytes == 0
+    none = ResponseStore(0, 4000)
+    none.put({"id": "a"}, [])
+    assert len(none) == 0
