@@ -1,6 +1,7 @@
-"""What a viewer of the dashboard costs: `python -m benchmarks.dashboard`. Throughput with a viewer and without, in turns.
+"""What a viewer of the dashboard costs: `python -m benchmarks.dashboard`. Turns with a viewer and without change places.
 
-The same prompts, greedy, on one server; turns of both kinds change places, so a slow phase of the machine affects both.
+Two measures of the same turns. The processor time of the server's process for a token: work that a viewer causes, and little
+else. Throughput: what a client sees, and with it all that the machine does besides. The prompts are the same, and greedy.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,8 +27,13 @@ from benchmarks.machine import facts
 from outrider.bench.stats import interval
 
 
-def turn(url: str, clients: int, requests: int, tokens: int) -> float:
-    """Tokens per second of some requests."""
+def cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process so far. Linux; see clock_getcpuclockid."""
+    return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
+
+
+def turn(url: str, pid: int, clients: int, requests: int, tokens: int) -> tuple[float, float]:
+    """Seconds of a token, and processor seconds of the server for it."""
 
     def ask(n: int) -> int:
         body = {
@@ -39,10 +46,10 @@ def turn(url: str, clients: int, requests: int, tokens: int) -> float:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()
         return answer["usage"]["completion_tokens"]
 
-    started = perf_counter()
+    started, used = perf_counter(), cpu_seconds(pid)
     with ThreadPoolExecutor(clients) as pool:
         written = sum(pool.map(ask, range(requests)))
-    return written / (perf_counter() - started)
+    return (perf_counter() - started) / written, (cpu_seconds(pid) - used) / written
 
 
 def view(url: str, stop: threading.Event, seen: list[int]) -> None:
@@ -55,8 +62,8 @@ def view(url: str, stop: threading.Event, seen: list[int]) -> None:
 
 
 @contextmanager
-def server(clients: int) -> Iterator[str]:
-    """A server of the built-in pair with a fixed draft length; its URL."""
+def server(clients: int) -> Iterator[tuple[str, int]]:
+    """A server of the built-in pair with a fixed draft length; its URL and the number of its process."""
     config = {
         "method": "draft_model",
         "model": "builtin:code-draft",
@@ -68,7 +75,8 @@ def server(clients: int) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield next(found[1] for line in process.stdout if (found := re.search(r"health: (http://[\w.:]+)/", line)))
+        lines = (re.search(r"health: (http://[\w.:]+)/", line) for line in process.stdout)
+        yield next(found[1] for found in lines if found), process.pid
     finally:
         process.terminate()
         process.wait(60)
@@ -82,11 +90,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    pairs, seen = list[tuple[float, float]](), list[int]()
-    with server(given.clients) as url:
-        turn(url, given.clients, given.requests, given.tokens)
+    turns, seen = dict[bool, list[tuple[float, float]]]({False: [], True: []}), list[int]()
+    with server(given.clients) as (url, pid):
+        turn(url, pid, given.clients, given.requests, given.tokens)
         for n in range(given.turns):
-            rates = dict[bool, float]()
             for watched in (n % 2 == 0, n % 2 != 0):
                 stop = threading.Event()
                 viewer = threading.Thread(target=view, args=(url, stop, seen))
@@ -95,20 +102,20 @@ def main() -> None:
                     viewer.start()
                     while len(seen) == before:
                         sleep(0.01)
-                rates[watched] = turn(url, given.clients, given.requests, given.tokens)
+                turns[watched].append(turn(url, pid, given.clients, given.requests, given.tokens))
                 stop.set()
                 if watched:
                     viewer.join()
-            pairs.append((rates[False], rates[True]))
-    # equal numbers of tokens in each turn: seconds are proportional to 1 / rate
-    found = interval(np.array([(1 / a, 1 / b) for a, b in pairs]), lambda t: t[..., 0] / t[..., 1])
-    plain, watched_rate = (median(rates) for rates in zip(*pairs, strict=True))
-    print(f"without a viewer {plain:.1f} tokens/s, with one {watched_rate:.1f}")
-    print(
-        f"with over without: {found.value:.4f} (95 % interval {found.low:.4f} to {found.high:.4f}), {sum(seen)} bytes sent"
-    )
+    plain, viewed = np.array(turns[False]), np.array(turns[True])  # [turn, (seconds, processor seconds)]
+    numbers: dict[str, object] = {"machine": facts(), "bytes": sum(seen)}
+    for column, name in enumerate(("seconds", "processor seconds")):
+        pairs = np.stack([viewed[:, column], plain[:, column]], 1)
+        found = interval(pairs, lambda t: t[..., 0] / t[..., 1])
+        numbers[name] = {"ratio": found.value, "low": found.low, "high": found.high, "pairs": pairs.tolist()}
+        print(f"{name} of a token: {1e3 * median(plain[:, column]):.3f} ms without a viewer; with one over without: "
+              f"{found.value:.4f} (95 % interval {found.low:.4f} to {found.high:.4f})")  # fmt: skip
+    print(f"{len(plain)} turns of each kind, {sum(seen)} bytes sent")
     if given.json is not None:
-        numbers = {"ratio": found.value, "low": found.low, "high": found.high, "pairs": pairs, "machine": facts()}
         given.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
 

@@ -6,8 +6,9 @@ A `Watch` is an observer of the engine, and only while somebody looks.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from dataclasses import asdict, dataclass, field
+from collections import Counter, deque
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from statistics import median
 from time import perf_counter, time
 from typing import Any
@@ -46,8 +47,8 @@ class TickSums:
     """Sums over the steps since the last tick.
 
     rows: sequences, summed over steps. tokens: written. depth: draft tokens asked for, summed over sequences. worth: plain
-    seconds of the tokens of steps whose plain seconds are known; taken: the seconds of these steps. by_depth: for each depth
-    [drafted, accepted], over sequences. seconds: by phase.
+    seconds of the tokens of steps whose plain seconds are known; taken: the seconds of these steps. outcomes: drafts, by
+    (depth, accepted tokens). seconds: by phase.
     """
 
     steps: int = 0
@@ -59,8 +60,18 @@ class TickSums:
     drafts: int = 0
     worth: float = 0.0
     taken: float = 0.0
-    by_depth: list[list[int]] = field(default_factory=list)
+    outcomes: Counter[tuple[int, int]] = field(default_factory=lambda: Counter[tuple[int, int]]())
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def event(self) -> dict[str, Any]:
+        """For viewers. by_depth: for each depth [drafted, accepted], over sequences. A tree drafts at a depth that it reaches."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "outcomes"}
+        by_depth = [[0, 0] for _ in range(max((depth for depth, _ in self.outcomes), default=0))]
+        for (depth, accepted), drafts in self.outcomes.items():
+            for level in range(depth):
+                by_depth[level][0] += drafts
+                by_depth[level][1] += drafts * (level < accepted)
+        return {**found, "by_depth": by_depth}
 
 
 @dataclass(frozen=True)
@@ -91,14 +102,16 @@ class Watch:
         self._sums, self._ended, self._then = TickSums(), list[EndedRequest](), perf_counter()
         self._lock = threading.Lock()
         self._plain: dict[int, deque[float]] = {}  # seconds of plain steps, by batch size
-        self._origins: dict[int, tuple[int, str]] = {}  # by slot: the position that comes next, and letters so far
-        self._source, self._reason = SEEN, ""
+        self._origins: dict[
+            int, tuple[int, list[str]]
+        ] = {}  # by slot: the position that comes next, letters of each step
+        self._source, self._reason, self._words = SEEN, "", True  # words are made once for each tick
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
-        batch, taken = len(step.slots), sum(step.seconds.values())
-        counts = step.draft.num_draft_tokens.tolist()
-        if not any(counts):
+        host, taken = step.draft.host, sum(step.seconds.values())
+        batch = len(host)
+        if not any(len(nodes) > 1 for nodes in host):
             self._plain.setdefault(batch, deque(maxlen=PLAIN_STEPS)).append(taken)
         plain = self._plain_seconds(batch)
         with self._lock:
@@ -109,11 +122,23 @@ class Watch:
                 sums.seconds[phase] += step.seconds[phase]
             written = 0
             for b, commit in enumerate(step.commits):
-                written += len(commit.tokens)
-                self._follow(step, b, counts[b])
+                count, drafted = len(commit.tokens), len(host[b]) - 1
+                written += count
                 sums.depth += step.budgets[b].depth
-                if counts[b]:
-                    self._count_draft(sums, step, b)
+                new = PLAIN * count
+                if drafted:
+                    _, parents = zip(*host[b], strict=True)
+                    new = letters(drafted, commit.num_accepted, (commit.nodes or (0,))[-1] in parents, count)
+                    sums.drafts += 1
+                    sums.drafted += drafted
+                    sums.accepted += commit.num_accepted
+                    sums.outcomes[depth(parents), commit.num_accepted] += 1
+                slot, position = step.slots[b], step.positions[b]
+                due, known = self._origins.get(slot, (-1, []))
+                if due != position:  # not watched from its start
+                    known = []
+                known.append(new)
+                self._origins[slot] = (position + count, known)
             sums.tokens += written
             if plain is not None:
                 sums.worth += written * plain / batch
@@ -121,7 +146,7 @@ class Watch:
 
     def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
-        _, origins = self._origins.pop(sequence.slot, (0, ""))
+        origins = "".join(self._origins.pop(sequence.slot, (0, []))[1])
         ended = EndedRequest(
             id=sequence.id,
             at=time(),
@@ -154,48 +179,17 @@ class Watch:
         with self._lock:
             now = perf_counter()
             sums, ended, elapsed = self._sums, self._ended, now - self._then
-            self._sums, self._ended, self._then = TickSums(), [], now
-        event = {"time": time(), "elapsed": elapsed, **asdict(sums), "speed_from": self._source, "why": self._reason}
+            self._sums, self._ended, self._then, self._words = TickSums(), [], now, True
+        event = {"time": time(), "elapsed": elapsed, **sums.event(), "speed_from": self._source, "why": self._reason}
         return {**event, "engine": asdict(self.engine.stats), "problem": self.engine.problem}, ended
-
-    def _count_draft(self, sums: TickSums, step: Step, b: int) -> None:
-        """Count a draft by depth. A token is drafted at a depth where its tree reaches so deep."""
-        nodes = step.draft.host[b]
-        levels = [0] * len(nodes)
-        for n, (_, parent) in enumerate(nodes[1:], 1):
-            levels[n] = levels[parent] + 1
-        deepest, accepted = max(levels), step.commits[b].num_accepted
-        while len(sums.by_depth) < deepest:
-            sums.by_depth.append([0, 0])
-        for level in range(deepest):
-            sums.by_depth[level][0] += 1
-            sums.by_depth[level][1] += level < accepted
-        sums.drafts += 1
-        sums.drafted += len(nodes) - 1
-        sums.accepted += accepted
-
-    def _follow(self, step: Step, b: int, drafted: int) -> None:
-        """Keep the origin of each token of a sequence that is watched from its start."""
-        slot, position, commit = step.slots[b], step.positions[b], step.commits[b]
-        due, known = self._origins.get(slot, (-1, ""))
-        known = known if due == position else ""
-        refused = False
-        if drafted:
-            last = commit.nodes[-1] if commit.nodes else 0
-            refused = any(parent == last for _, parent in step.draft.host[b])
-        new = (
-            letters(drafted, commit.num_accepted, refused, len(commit.tokens))
-            if drafted
-            else PLAIN * len(commit.tokens)
-        )
-        self._origins[slot] = (position + len(commit.tokens), known + new)
 
     def _plain_seconds(self, batch: int) -> float | None:
         """Seconds of a plain step: what the controller counts with, else what was seen. Sets the words for both."""
         controller = self.engine.decoder.controller
         while isinstance(controller, RequestBudgets):
             controller = controller.inner
-        self._reason = reason(controller)
+        if self._words:
+            self._reason, self._words = reason(controller), False
         found = None
         if isinstance(controller, PerDrafter):
             found, calibrated = controller.target.plain(batch), isinstance(controller.target, CalibratedTarget)
@@ -208,6 +202,15 @@ class Watch:
         self._source = SEEN
         seen = self._plain.get(batch, ())
         return median(seen) if len(seen) >= 3 else None
+
+
+@lru_cache(1024)
+def depth(parents: tuple[int, ...]) -> int:
+    """Levels of a tree below its root. parents: of each node, -1 for the root; a parent comes before its children."""
+    levels = [0] * len(parents)
+    for n, parent in enumerate(parents[1:], 1):
+        levels[n] = levels[parent] + 1
+    return max(levels)
 
 
 def reason(controller: Controller) -> str:
