@@ -123,7 +123,7 @@ class Statistical:
         sets = {**TEMPERATURES, **(FILTERS if self.subject.exact_numbers else {})}
         if self.subject.partial_rows:
             sets = {name: params for name, params in TEMPERATURES.items() if params["temperature"] == 1}
-        ways = [way for way in self.subject.ways() if way.own]
+        ways = [way for way in self.subject.ways() if way.own and not way.options.get("stream")]
         number = 0
         while True:
             for label, params in sets.items():

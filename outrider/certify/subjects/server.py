@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from outrider.certify.subjects import llama
 from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing
 from outrider.certify.subjects.transport import BrokenServer, RefusedRequest, ServerClient
 from outrider.core.types import Guarantee
@@ -118,7 +119,7 @@ class ServerSubject(Subject):
     def _versions(self) -> dict[str, str]:
         answer = self.server.get("/version")
         try:
-            found = answer.json() if answer is not None else {}
+            found = answer.json() if answer is not None and answer.status_code == 200 else {}
             return {"server": str(found.get("version", found))[:80]} if found else {}
         except (ValueError, AttributeError):
             return {}
@@ -146,9 +147,9 @@ class ServerSubject(Subject):
                 **body,
             }
         if self.llama:
-            body["samplers"] = ["penalties", "top_k", "top_p", "min_p", "temperature"]
+            body["samplers"] = list(llama.SAMPLERS)
             if "repetition_penalty" in body:
-                body |= {"repeat_penalty": body.pop("repetition_penalty"), "repeat_last_n": -1}
+                body["repeat_penalty"] = body.pop("repetition_penalty")
         if p.logit_bias:
             body["logit_bias"] = {str(t): b for t, b in p.logit_bias.items()}
         if p.stops:
@@ -194,6 +195,8 @@ class ServerSubject(Subject):
         """Find out how this server tells token ids."""
         props = self.server.get("/props")
         self.llama = props is not None and props.status_code == 200 and "default_generation_settings" in props.text
+        if props is not None and self.llama:
+            self.versions["server"] = f"llama.cpp {props.json().get('build_info', '')}".strip()
         before = self._drafted()
         job = Job(self._prompts[0], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
         try:
@@ -214,7 +217,7 @@ class ServerSubject(Subject):
             raise ConnectionError(f"{self.server.url} does not write a text: {text.error}")
         count = sum(text.drafted) or self._drafted() - before
         self.properties["speculation"] = (
-            f"seen: {count:g} draft tokens in the first text" if count else "not seen: it reports no draft tokens"
+            f"seen: {count:g} draft tokens in the first texts" if count else "not seen: it reports no draft tokens"
         )
 
     def _drafted(self) -> float:
@@ -316,6 +319,10 @@ class ServerSubject(Subject):
 
         None if it is larger than rounding can be.
         """
+        if self._noise is None and self.llama and self.without is not None:
+            known = [p for p in self._prompts[:3] if not isinstance(p, str)]
+            with contextlib.suppress(Unsupported, ConnectionError, LookupError, TypeError, ValueError):
+                self._noise = llama.noise(self.without, known)
         if self._noise is None and self.without is not None:
             gaps = list[float]()
             for prompt in self._prompts[:3]:
@@ -335,11 +342,19 @@ class ServerSubject(Subject):
     def margin(self, job: Job, writing: Writing, at: int, other: int | None) -> float | None:
         if other is None or not writing.tokens:
             return None
+        prompt = writing.prompt or ([] if isinstance(job.prompt, str) else list(job.prompt))
+        if self.llama and self.without is not None and prompt:
+            with contextlib.suppress(Unsupported, ConnectionError, LookupError, TypeError, ValueError):
+                before, body = [*prompt, *writing.tokens[:at]], self._body(job)
+                return llama.margin(self.without, before, body, writing.tokens[at], other)
         try:
             row = self.rows(job.with_(temperature=1.0), replace(writing, tokens=writing.tokens[: at + 1]))[at]
         except (Unsupported, ConnectionError):
             return None
         p, q = _mass(row, writing.tokens[at]), _mass(row, other)
+        noise = self.noise() or 0.0
+        if p and job.params.temperature == 0 and math.log(float(row.probs.max())) - math.log(p) > 2 * noise:
+            return None  # plain decoding itself did not take the likeliest of these numbers: they are not its own
         return abs(math.log(p) - math.log(q)) if p and q else None
 
     def show(self, tokens: Sequence[int]) -> str:

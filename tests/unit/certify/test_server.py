@@ -517,3 +517,75 @@ def test_a_stream_that_leaves_out_log_probabilities_is_found_and_its_text_is_com
     assert certified(Seeded(made, length=12, rounds=1), most=3).conclusion is Conclusion.EXACT_TOKENS
     part = certified(Contract(made, length=12))
     assert "leaves out" in next(f for f in part.findings if f.title == "stream fails").evidence
+
+
+class ToyLlama:
+    """llama.cpp over a toy engine: ids come with log-probabilities, `/completion` tells the likeliest tokens of a prompt.
+
+    wobble: added to the score of a token that is read anew. swap: speculation writes the second token at this position.
+    """
+
+    def __init__(self, wobble: float, swap: int | None) -> None:
+        self.engine, self.wobble, self.swap = ToyEngine(vocab=8), wobble, swap
+
+    def scores(self, tokens: list[int]) -> np.ndarray:
+        [row] = self.engine.rows(Job(tuple(tokens), SamplingParams(max_tokens=1)), Writing(tokens=[0], prompt=tokens))
+        best = np.sort(row.probs)[::-1]
+        order = np.argsort(-row.probs)
+        scores = np.log(np.maximum(best, 1e-9))
+        scores[1] = scores[0] - 0.05  # the second is always near
+        return scores[np.argsort(order)] - np.log(np.exp(scores).sum())
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        path, speculates = request.url.path, request.url.host == "fast"
+        if path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "toy"}]})
+        if path == "/props":
+            return httpx.Response(200, json={"default_generation_settings": {}, "build_info": "b1"})
+        if path == "/completion":
+            scores = self.scores(body["prompt"])
+            if not body["cache_prompt"]:
+                scores[int(scores.argmax())] -= self.wobble
+            top = [{"id": int(t), "prob": float(np.exp(scores[t]))} for t in np.argsort(-scores)]
+            return httpx.Response(200, json={"completion_probabilities": [{"top_probs": top}]})
+        if path != "/v1/completions" or "return_token_ids" in body:
+            return httpx.Response(400, text="no")
+        tokens, content = list(body["prompt"]), []
+        for at in range(body["max_tokens"]):
+            scores = self.scores(tokens)
+            token = int(np.argsort(-scores)[1 if speculates and at == self.swap else 0])
+            content.append({"id": token, "logprob": float(scores[token])})
+            tokens.append(token)
+        shown = {"content": content} if body.get("logprobs") else None
+        choice = {"text": str(tokens), "finish_reason": "length", "logprobs": shown}
+        answer = {
+            "choices": [choice],
+            "usage": {"completion_tokens": len(content)},
+            "timings": {"draft_n": 7 * speculates},
+        }
+        return httpx.Response(200, json=answer)
+
+
+@pytest.mark.parametrize(("wobble", "kind"), [(0.04, "tie"), (0.0, "error")])
+def test_llama_cpp_tells_ties_from_errors_by_its_own_numbers(wobble: float, kind: str) -> None:
+    """Penalties of llama.cpp count the prompt, so only its own server knows the margin of a penalised token."""
+    toy = ServerSubject(
+        "http://fast:1", PROMPTS, plain_url="http://plain:2", transport=httpx.MockTransport(ToyLlama(wobble, swap=6))
+    )
+    assert toy.properties["speculation"].startswith("seen: 14")
+    assert toy.noise() == pytest.approx(wobble, abs=1e-6)
+    part = certified(Seeded(toy, length=16, rounds=1), most=1)
+    assert part.figures["texts"] > 0
+    assert (part.figures["ties"] > 0, part.figures["errors"] > 0) == (kind == "tie", kind == "error"), part.sentence
+
+
+def test_numbers_of_a_reference_that_plain_decoding_contradicts_tell_no_margin() -> None:
+    reference = ToyEngine()
+    toy = subject(ToyServer(ToyEngine()), reference=reference)
+    job = Job(PROMPTS[0], SamplingParams(temperature=0, max_tokens=4))
+    [text] = toy.plain([job])
+    foreign = next(t for t in range(20) if t not in text.tokens)
+    assert toy.margin(job, text, 2, foreign) is not None
+    reference.rows = lambda job, writing: ToyEngine.rows(reference, job.with_(logit_bias={foreign: 60.0}), writing)  # type: ignore[method-assign]
+    assert toy.margin(job, text, 2, foreign) is None
