@@ -14,6 +14,7 @@ from outrider.cli.bench import bench
 from outrider.cli.calibrate import calibrate
 from outrider.cli.certify import certify
 from outrider.cli.chat import chat
+from outrider.cli.deploy import deploy
 from outrider.cli.explain import explain
 from outrider.cli.export import export
 from outrider.cli.generate import demo, generate
@@ -97,6 +98,12 @@ add(
     "outrider serve builtin:code",
     """outrider serve ./my-model --speculative-config '{"method": "draft_model", "model": "./my-small-model"}'""",
     "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm",
+)
+add(
+    deploy,
+    "outrider deploy builtin:code --replicas 2 --cpus 0.5",
+    "outrider deploy ./my-model --min-replicas 1 --max-replicas 4 --address auto",
+    "outrider deploy ./my-model --replicas 2 --write-config ray.yaml && serve run ray.yaml",
 )
 add(
     batch,

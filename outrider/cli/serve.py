@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,6 +60,11 @@ class ServedModelOptions:
             "How the model writes tool calls: auto (by its chat template), none, hermes, llama3_json, mistral.",
         ),
     ] = "auto"
+
+    def for_server(self) -> dict[str, Any]:
+        """The same for a server, which gets the text of the chat template and not the file."""
+        file = self.chat_template
+        return {**asdict(self), "chat_template": None if file is None else file.read_text(encoding="utf-8")}
 
 
 @dataclass(frozen=True)
@@ -151,76 +156,39 @@ def serve(
         with loading(model):
             try:
                 from outrider.serve import logs
-                from outrider.serve.metrics import Metrics
-                from outrider.serve.settings import Settings, served_name
+                from outrider.serve.assembly import ServerOptions, assemble
             except ImportError as error:
                 raise ValueError(
                     f"the server's packages are missing ({error.name}); pip install 'outrider[serve]'"
                 ) from None
-            from outrider.engine import Engine
-            from outrider.llm import LLM
             from outrider.serve.app import create_app
-            from outrider.serve.service import Service
-            from outrider.serve.templates import set_chat_template
-            from outrider.serve.tools import PARSERS
 
-            if served.tool_call_parser not in PARSERS:
-                raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {served.tool_call_parser!r}")
-            spans = None if otlp_traces_endpoint is None else _spans(otlp_traces_endpoint)
-            recorder = trace.recorder("counts")
-            started = perf_counter()
-            llm = LLM(
-                model,
+            options = ServerOptions(
+                model=model,
                 speculative_config=config,
-                dtype=served.dtype,
-                device=served.device,
-                quantization=served.quantization,
-                kv_cache_dtype=served.kv_cache_dtype,
-                max_model_len=engine_options.max_model_len,
-                max_num_seqs=engine_options.max_num_seqs,
-                calibrate=config.get("method") == "auto",
-                trace=recorder,
+                api_key=address.api_key,
+                pad_stream=privacy.pad_stream,
+                cors_origin=privacy.cors_origin or [],
+                log_prompts=privacy.log_prompts,
+                metrics_prefix=monitor.metrics_prefix,
+                **served.for_server(),
+                **asdict(engine_options),
+                **asdict(limits),
             )
-        template = served.chat_template
-        note = set_chat_template(llm, None if template is None else template.read_text(encoding="utf-8"))
-        name = served.served_model_name or served_name(llm.loaded.name)
-        settings = Settings(
-            model_name=name,
-            aliases=(llm.loaded.name,) if served.served_model_name is None else (),
-            api_key=address.api_key,
-            metrics_prefix=monitor.metrics_prefix,
-            request_timeout=limits.request_timeout,
-            shutdown_timeout=limits.shutdown_timeout,
-            pad_stream=None if privacy.pad_stream is None else privacy.pad_stream / 1000,
-            log_prompts=privacy.log_prompts,
-            cors=tuple(privacy.cors_origin or ()),
-            tool_call_parser=served.tool_call_parser,
-            max_body=limits.max_body << 10,
-            max_connections=limits.max_connections,
-        )
-        metrics = Metrics(monitor.metrics_prefix, name)
-        logs.start(monitor.log_file, metrics.log_failures.inc)
-        engine = Engine(
-            llm,
-            max_queue=engine_options.max_queue,
-            kv_tokens=engine_options.kv_tokens,
-            prefix_bytes=engine_options.prefix_cache << 20,
-            prefill_chunk=engine_options.prefill_chunk,
-            memory=engine_options.kv_cache_memory_bytes,
-            observer=metrics,
-            trace=recorder,
-        )
-        metrics.attach(engine)
-        service = Service(llm, engine, settings)
+            spans = None if otlp_traces_endpoint is None else _spans(otlp_traces_endpoint)
+            started = perf_counter()
+            made = assemble(options, trace.recorder("counts"))
+        service, llm, engine = made.service, made.service.llm, made.service.engine
+        logs.start(monitor.log_file, made.metrics.log_failures.inc)
+        name, notes = service.settings.model_name, made.notes
         shown = served.served_model_name or llm.loaded.name
         what = f"{shown} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}, "
         what += f"{engine.decoder.guarantee.value}, {engine_options.max_num_seqs} sequences of {engine.decoder.max_length} tokens"
         what += f", {served.kv_cache_dtype} keys and values" if served.kv_cache_dtype != "auto" else ""
-        notes = [*llm.notes, *([note] if note else [])]
         if name != shown:
             notes.append(f"clients call it {name}")
         what += "".join(f"; {note}" for note in notes)
-        _run(create_app(service, metrics, spans), service, address.host, address.port, what)
+        _run(create_app(service, made.metrics, spans), service, address.host, address.port, what)
 
 
 def _spans(endpoint: str) -> Spans:

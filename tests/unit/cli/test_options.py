@@ -53,6 +53,18 @@ OPTIONS = {
         "Privacy": "--pad-stream --cors-origin --log-prompts",
         "Output": "--log-file --metrics-prefix --trace --trace-detail --otlp-traces-endpoint --debug",
     },
+    "deploy": {
+        "Speculation": "--speculative-config",
+        "Cluster": "--address --name --start-timeout",
+        "Server": "--host --port --api-key",
+        "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
+        "--gpus --fronts --prefix-weight --patience",
+        "Model": "--served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template --tool-call-parser",
+        "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
+        "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
+        "Privacy": "--cors-origin",
+        "Output": "--metrics-prefix --write-config --debug",
+    },
     "batch": {
         "Output": "--out/-o --debug",
         "Model": "--model/-m --served-model-name --chat-template --dtype --device --quantization --kv-cache-dtype "

@@ -1,0 +1,161 @@
+"""`outrider deploy`. Imports nothing large until the command runs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import Debug, option, parse_speculative_config
+from outrider.cli.serve import AddressOptions, EngineOptions, ServedModelOptions
+from outrider.cli.terminal import DIM, loading, paint, readable
+
+if TYPE_CHECKING:
+    from outrider.ray.cluster import Deployed
+    from outrider.ray.options import DeployOptions
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How many replicas there are, and what each of them gets."""
+
+    replicas: Annotated[int | None, option("Replicas", "A fixed number; without it, 1.", min=1)] = None
+    min_replicas: Annotated[int | None, option("Replicas", "The number follows the load, from this.", min=1)] = None
+    max_replicas: Annotated[int | None, option("Replicas", "To this.", min=1)] = None
+    target_requests: Annotated[
+        float | None,
+        option("Replicas", "Requests of one replica to aim at, waiting ones included; without it, --max-num-seqs."),
+    ] = None
+    upscale_delay: Annotated[float, option("Replicas", "Seconds of load before a replica is added.")] = 10.0
+    downscale_delay: Annotated[float, option("Replicas", "Seconds without load before one is removed.")] = 300.0
+    cpus: Annotated[float, option("Replicas", "CPUs of one replica.")] = 1.0
+    gpus: Annotated[float, option("Replicas", "GPUs of one replica.")] = 0.0
+    fronts: Annotated[int, option("Replicas", "Processes that clients talk to.", min=1)] = 1
+    prefix_weight: Annotated[
+        float, option("Replicas", "Waiting requests that a prompt in the prefix cache is worth; 0 looks at load only.")
+    ] = 4.0
+    patience: Annotated[float, option("Replicas", "Seconds that a request waits for a replica that lives.")] = 60.0
+
+
+@dataclass(frozen=True)
+class FrontLimitOptions:
+    """What a client may take."""
+
+    request_timeout: Annotated[float, option("Limits", "Seconds for a request, waiting included.")] = 600.0
+    shutdown_timeout: Annotated[
+        float, option("Limits", "Seconds for running requests of a replica that is replaced.")
+    ] = 30.0
+    max_connections: Annotated[int, option("Limits", "Requests at once. Beyond it clients get 503.", min=1)] = 256
+    max_body: Annotated[int, option("Limits", "KiB of a request.", min=1)] = 4096
+
+
+def deploy(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
+    ],
+    speculative_config: Annotated[
+        str,
+        option(
+            "Speculation", 'How to draft, as JSON or a file. {"method": "none"} is plain decoding.', metavar="JSON|FILE"
+        ),
+    ] = '{"method": "auto"}',
+    *,
+    address: Annotated[
+        str,
+        option("Cluster", "local starts a cluster here; else auto, HOST:PORT or ray://HOST:PORT.", "--address"),
+    ] = "local",
+    name: Annotated[str, option("Cluster", "The name of the Serve application.")] = "outrider",
+    start_timeout: Annotated[float, option("Cluster", "Seconds until all replicas must be healthy.")] = 600.0,
+    listen: AddressOptions,
+    replicas: ReplicaOptions,
+    served: ServedModelOptions,
+    engine_options: EngineOptions,
+    limits: FrontLimitOptions,
+    cors_origin: Annotated[
+        list[str] | None, option("Privacy", "The origin of a web page that may call the server. May be repeated.")
+    ] = None,
+    metrics_prefix: Annotated[
+        str, option("Output", "Prefix of the names at /metrics; vllm fits dashboards made for vLLM.")
+    ] = "outrider",
+    write_config: Annotated[
+        Path | None,
+        option("Output", "Write the configuration for `serve run` and `serve deploy` to this file, and stop."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Serve a model with many replicas behind one address, on Ray Serve. A stream survives the replica that writes it.
+
+    Run it again on the same cluster with another --speculative-config, and replicas are replaced one after the other.
+    """
+    with readable(debug):
+        config = parse_speculative_config(speculative_config)
+        try:
+            import ray  # noqa: F401
+            from ray import serve  # noqa: F401
+
+            from outrider.ray.options import DeployOptions
+        except ImportError as error:
+            raise ValueError(
+                f"replicas need Ray Serve ({error.name} is missing); pip install 'outrider[ray]'"
+            ) from None
+        options = DeployOptions(
+            model=model,
+            speculative_config=config,
+            api_key=listen.api_key,
+            cors_origin=cors_origin or [],
+            metrics_prefix=metrics_prefix,
+            engines=f"{name}-engines",
+            **served.for_server(),
+            **asdict(engine_options),
+            **asdict(limits),
+            **asdict(replicas),
+        )
+        if write_config is not None:
+            from outrider.ray.config import serve_config
+
+            write_config.write_text(serve_config(options, name, listen.host, listen.port), encoding="utf-8")
+            print(f"serve run {write_config}   # here; on a cluster: serve deploy {write_config}")
+            return
+        from outrider.ray import cluster
+
+        own = address == cluster.LOCAL
+        with loading(model):
+            if own:
+                cluster.free_port(listen.host, listen.port)
+            cluster.join(address, options.cpus * options.fewest)
+            deployed = cluster.start(options, name, listen.host, listen.port, own, start_timeout)
+        _ready(options, deployed)
+        if own:
+            _wait()
+            print("stopping: requests that run may finish", flush=True)
+            cluster.stop(deployed)
+
+
+def _ready(options: DeployOptions, deployed: Deployed) -> None:
+    host = "127.0.0.1" if deployed.host in ("0.0.0.0", "::") else deployed.host
+    at = f"http://{host}:{deployed.port}"
+    key = " -H 'Authorization: Bearer '$OUTRIDER_API_KEY" if options.api_key else ""
+    name = options.settings().model_name
+    body = json.dumps({"model": name, "prompt": "def quicksort(xs):", "max_tokens": 64, "stream": True})
+    print(f"{options.fewest} replicas of {name} are ready")
+    print(f"curl -N {at}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    end = "ctrl-C" if deployed.own else f"serve delete {deployed.name} && serve delete {deployed.engines}"
+    print(paint(f"health: {at}/health   metrics: {at}/metrics   stop: {end}", DIM), flush=True)
+
+
+def _wait() -> None:
+    """Until ctrl-C or SIGTERM."""
+    ended = threading.Event()
+
+    def end(*_: Any) -> None:
+        ended.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    while not ended.wait(0.5):
+        pass

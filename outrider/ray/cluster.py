@@ -1,0 +1,167 @@
+"""Ray on this machine or elsewhere: join it, start the applications, wait until they answer, stop them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import abc
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.ray.options import DeployOptions
+
+LOCAL = "local"
+CONNECT = 5.0  # seconds to reach a cluster
+OBJECTS = 200_000_000  # bytes of the object store of a cluster of our own: requests are small
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """Applications that run. host, port: where clients find them. own: the cluster is ours and ends with us."""
+
+    name: str
+    engines: str
+    host: str
+    port: int
+    own: bool
+
+
+def join(address: str, cpus: float) -> None:
+    """Connect to a cluster, or start one on this machine for `local`. cpus: that the replicas need together.
+
+    Raises ValueError for a cluster that is not there, and for replicas that do not fit on this machine.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == LOCAL and cpus > (there := os.cpu_count() or 1):
+        raise ValueError(
+            f"the replicas need {cpus:g} CPUs, and this machine has {there}; use fewer replicas, or --cpus {there / cpus:.2g}"
+        )
+    if address not in (LOCAL, "auto"):
+        _reach(address)
+    import ray
+
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address == LOCAL:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=OBJECTS,
+            _node_ip_address="127.0.0.1",  # else its ports are open to the network
+            **quiet,
+        )
+        return
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "no Ray cluster runs on this machine" if address == "auto" else f"no Ray cluster answers at {address}"
+        raise ValueError(
+            f"{where} ({str(error).splitlines()[0]}); start one with: ray start --head, or leave out --address"
+        ) from None
+
+
+def start(options: DeployOptions, name: str, host: str, port: int, own: bool, timeout: float) -> Deployed:
+    """Start the engines, then the front, or update them: only what has changed is replaced.
+
+    timeout: seconds until all is healthy. Raises ValueError for a port that is taken, TimeoutError and RuntimeError, with
+    what Ray says, for replicas that do not become healthy.
+    """
+    from ray import serve
+
+    from outrider.ray.deployments import build_engines, build_front
+
+    running = _status()
+    if not running:
+        port = free_port(host, port) if own else port
+        serve.start(http_options={"host": host, "port": port})
+    until = time.monotonic() + timeout
+    serve.run_many(
+        [serve.RunTarget(build_engines(options), name=options.engines, route_prefix=None)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+    _healthy(options.engines, until, timeout)
+    front = running.get(name)
+    if front is None or options.front_name not in front.deployments:
+        serve.run_many(
+            [serve.RunTarget(build_front(options), name=name, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        _healthy(name, until, timeout)
+    return Deployed(name, options.engines, host, port, own)
+
+
+def stop(deployed: Deployed) -> None:
+    """End the front, which finishes its requests, then the engines, then a cluster of our own."""
+    import ray
+    from ray import serve
+
+    serve.delete(deployed.name)
+    serve.delete(deployed.engines)
+    if deployed.own:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def free_port(host: str, port: int) -> int:
+    """The port, or a free one for 0. Raises ValueError if it is taken or the address is not of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}; --port 0 takes a free port") from None
+        return int(probe.getsockname()[1])
+
+
+def _reach(address: str) -> None:
+    """Raise ValueError if nothing listens at `host:port` or `ray://host:port`: Ray itself tries for a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"--address is local, auto, HOST:PORT or ray://HOST:PORT, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
+    except OSError as error:
+        raise ValueError(
+            f"no Ray cluster answers at {address} ({error}); start one with: ray start --head, or leave out --address"
+        ) from None
+
+
+def _status() -> abc.Mapping[str, Any]:
+    """The applications that run, by name."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return serve.status().applications
+    except RayServeException:
+        return {}
+
+
+def _healthy(name: str, until: float, timeout: float) -> None:
+    """Wait for an application. Raises as `start` does."""
+    while True:
+        found = _status().get(name)
+        status = "NOT_STARTED" if found is None else found.status.value
+        if status == "RUNNING":
+            return
+        said = [] if found is None else [d.message for d in found.deployments.values() if d.message]
+        if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise RuntimeError(
+                f"{name} did not become healthy:\n" + _last_lines(said or [found.message if found else ""])
+            )
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"{name} is not healthy after {timeout:g} s ({status}):\n{_last_lines(said)}\n"
+                "ray status shows what the cluster has; --start-timeout waits longer"
+            )
+        time.sleep(0.2)
+
+
+def _last_lines(messages: abc.Sequence[str]) -> str:
+    """The end of what Ray says: the exception stands there, below its traceback."""
+    lines = [line for message in messages for line in message.splitlines() if line.strip()]
+    return "\n".join(lines[-6:])

@@ -1,0 +1,167 @@
+"""The two deployments: replicas of the engine, and the front that clients talk to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError, WorkerCrashedError
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from outrider.ray.calls import Call, ReplicaLost, Start, answered
+from outrider.ray.front import Front, guarded
+from outrider.ray.options import DeployOptions
+from outrider.ray.router import PrefixRouter
+from outrider.serve.app import create_app
+from outrider.serve.assembly import ServerOptions, assemble
+from outrider.serve.errors import Refused
+from outrider.serve.settings import Settings
+
+SPARE = 16  # requests of a replica beside texts: models, tokens, pages
+PAGE_TIMEOUT = 5.0  # seconds for the pages of all replicas
+LOST = (RayActorError, WorkerCrashedError, DeploymentUnavailableError, ReplicaUnavailableError)
+
+
+class OutriderEngine:
+    """One replica: the server's application without an address."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._service = (made := assemble(ServerOptions.model_validate(options))).service
+        self._asgi = create_app(made.service, made.metrics)
+        self._name = serve.get_replica_context().replica_id.unique_id
+
+    async def ask(self, call: Call) -> AsyncIterator[Start | bytes | str]:
+        """Answer a call. The first item is the replica's name: it has taken the call."""
+        yield self._name
+        async for part in answered(self._asgi, call, self._name):
+            yield part
+
+    async def page(self, call: Call) -> tuple[str, bytes]:
+        """The replica's name and the body of its answer."""
+        return self._name, b"".join([p async for p in answered(self._asgi, call) if isinstance(p, bytes)])
+
+    def check_health(self) -> None:
+        """Ray replaces a replica for which this raises."""
+        engine, limit = self._service.engine, self._service.settings.stall_timeout
+        if not engine.alive or engine.problem is not None:
+            raise RuntimeError(engine.problem or "the engine has stopped")
+        if engine.stalled > limit:
+            raise RuntimeError(f"the engine has been busy with one step for {engine.stalled:.0f} s")
+
+
+class RayReplicas:
+    """The replicas behind a deployment handle. patience: seconds until one takes a call."""
+
+    def __init__(self, handle: DeploymentHandle[Any], patience: float) -> None:
+        self._handle, self._patience = handle, patience
+        self._stream: Any = handle.options(stream=True)  # typed as if it did not stream
+
+    async def ask(self, call: Call) -> AsyncGenerator[Start | bytes, None]:
+        """See `Replicas.ask`."""
+        response, ended = self._stream.ask.remote(call), False
+        try:
+            await asyncio.wait_for(anext(response), self._patience)
+            async for part in response:
+                yield part
+            ended = True
+        except BackPressureError as full:
+            raise Refused("all replicas have all that they can take", 429, code="queue_full", retry=2) from full
+        except TimeoutError:
+            raise Refused(
+                f"no replica took the request in {self._patience:g} s", 503, code="no_replica", retry=5
+            ) from None
+        except LOST as lost:
+            raise ReplicaLost(type(lost).__name__) from lost
+        finally:
+            if not ended:
+                response.cancel()
+
+    async def each(self, call: Call) -> dict[str, bytes]:
+        """See `Replicas.each`."""
+        try:
+            response = self._handle.broadcast("page", call)
+            found = await response.results_async(timeout_s=PAGE_TIMEOUT, return_exceptions=True)
+        except (*LOST, TimeoutError):
+            return {}
+        return dict(pair for pair in found if isinstance(pair, tuple))
+
+
+@serve.ingress()
+class OutriderFront:
+    """The address that clients use. engines: the handle of the replicas, or the name of their application."""
+
+    def __init__(self, engines: DeploymentHandle[Any] | str, settings: Settings, patience: float) -> None:
+        handle = serve.get_app_handle(engines) if isinstance(engines, str) else engines
+        self._outrider = guarded(Front(RayReplicas(handle, patience), settings, patience))
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Ray Serve's hook for an application that is made in the replica."""
+        return self._outrider
+
+
+def build(args: DeployOptions) -> Application:
+    """Front and engines as one Serve application: `serve run outrider.ray:build model=builtin:code replicas=2`."""
+    return _front(args, build_engines(args))
+
+
+def build_front(args: DeployOptions) -> Application:
+    """The front alone. The engines are the application `engines`, so it goes on while they are replaced."""
+    return _front(args, args.engines)
+
+
+def build_engines(args: DeployOptions) -> Application:
+    """The replicas of the engine alone: an application without a route."""
+    scaling: dict[str, Any] = {"num_replicas": args.fewest}
+    if args.max_replicas is not None:
+        look_back = max(2.0, min(30.0, args.upscale_delay))
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=args.fewest,
+                max_replicas=args.max_replicas,
+                target_ongoing_requests=args.target_requests or float(args.max_num_seqs),
+                upscale_delay_s=args.upscale_delay,
+                downscale_delay_s=args.downscale_delay,
+                metrics_interval_s=look_back / 2,
+                look_back_period_s=look_back,
+            )
+        }
+    router = RequestRouterConfig(
+        request_router_class=PrefixRouter,  # pyright: ignore[reportArgumentType]
+        request_router_kwargs={"prefix_weight": args.prefix_weight},
+    )
+    engine: Any = serve.deployment(
+        OutriderEngine,
+        ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
+        max_ongoing_requests=args.max_num_seqs + args.max_queue + SPARE,
+        max_queued_requests=args.max_queue + SPARE,
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=args.shutdown_timeout,
+        request_router_config=router,
+        **scaling,
+    )
+    return engine.bind(args.server())
+
+
+def _front(args: DeployOptions, engines: Application | str) -> Application:
+    settings = args.settings()
+    front: Any = serve.deployment(
+        OutriderFront,  # pyright: ignore[reportArgumentType]
+        name=args.front_name,
+        num_replicas=args.fronts,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=10_000,  # the guard has the limit of the options
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=args.request_timeout,
+    )
+    return front.bind(engines, settings, args.patience)
+
+
+__all__ = ["OutriderEngine", "OutriderFront", "RayReplicas", "build", "build_engines", "build_front"]

@@ -1,0 +1,232 @@
+"""The front: one address before many replicas. It knows HTTP and our events, and no Ray.
+
+A request that nobody has answered yet is asked again elsewhere when its replica dies. A stream goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from time import perf_counter
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outrider.ray.calls import OURS, Call, ReplicaLost, Replicas, Start
+from outrider.ray.pages import merged_metrics
+from outrider.ray.resume import END, MOVES, ResumableStream
+from outrider.serve.errors import Refused, dumps
+from outrider.serve.guard import Guard
+from outrider.serve.logs import log
+from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.settings import Settings
+
+STREAMED = ("/v1/completions", "/v1/chat/completions")
+HEAD = 16 << 10  # characters of a prompt that the router sees
+PATIENCE = 60.0  # seconds that a request looks for a replica that lives
+PAUSE = 0.1  # seconds before the second try; each further one waits twice as long, a second at most
+
+
+class Front:
+    """An ASGI application that hands requests to replicas. moved: requests that another replica took over."""
+
+    def __init__(self, replicas: Replicas, settings: Settings, patience: float = PATIENCE) -> None:
+        self.replicas, self.settings, self.patience = replicas, settings, patience
+        self.metrics, self.moved = Metrics(settings.metrics_prefix, settings.model_name), 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI. The guard before it has read the whole body and gave the request its id."""
+        if scope["type"] == "lifespan":
+            for step in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{step}.complete"})
+            return
+        if scope["type"] != "http":
+            raise NotImplementedError(f"no {scope['type']} here")
+        request = Request(scope, receive)
+        body = await request.body()
+        name = request.state.request_id.encode()
+        headers = [(k, v) for k, v in scope["headers"] if k.lower() not in OURS and k.lower() != b"x-request-id"]
+        call = Call(scope["method"], scope["path"], scope["query_string"], (*headers, (b"x-request-id", name)), body)
+        if call.path == "/metrics" and call.method == "GET":
+            page = merged_metrics(await self.replicas.each(call), self.metrics.page(), self.settings.metrics_prefix)
+            await Response(page, headers={"content-type": CONTENT_TYPE})(scope, receive, send)
+            return
+        parsed = _parsed(body) if call.method == "POST" else None
+        if parsed is not None:
+            call = _replaced(call, body, _beginning(parsed))
+        streams = parsed is not None and call.path in STREAMED and parsed.get("stream") is True
+        answer = self._stream(call, parsed) if streams and parsed is not None else self._whole(call)
+        await _sent(answer, receive, send)
+
+    async def _whole(self, call: Call) -> AsyncGenerator[Start | bytes, None]:
+        """The answer of one replica. Until its first part was handed on, another may be asked."""
+        tries = _Tries(self)
+        while True:
+            handed_on = False
+            try:
+                async with aclosing(self.replicas.ask(call)) as parts:
+                    start, first = await _begun(parts)
+                    if tries.again(start, first):
+                        call = _replaced(call, call.body, "")  # the place of its prefix is full or ends
+                        continue
+                    streams = dict(start.headers).get(b"content-type", b"").startswith(b"text/event-stream")
+                    held = [first]
+                    if not streams:
+                        held += [part async for part in parts]  # type: ignore[misc]
+                    handed_on = True
+                    yield start
+                    for part in held:
+                        yield part
+                    async for part in parts:
+                        yield part
+                return
+            except ReplicaLost as lost:
+                if handed_on:
+                    raise
+                await tries.wait(lost)
+
+    async def _stream(self, call: Call, body: dict[str, Any]) -> AsyncGenerator[Start | bytes, None]:
+        """A stream of events, from one replica after the other."""
+        stream, tries, begun = ResumableStream(body), _Tries(self), False
+        while not stream.done:
+            sent = _replaced(call, stream.request(), call.prompt)
+            try:
+                async with aclosing(self.replicas.ask(sent)) as parts:
+                    start, first = await _begun(parts)
+                    if tries.again(start, first):
+                        call = _replaced(call, call.body, "")
+                        continue
+                    if not begun:
+                        yield start
+                        begun = start.status == 200
+                        if not begun:  # an error, and not a stream
+                            yield first
+                            async for part in parts:
+                                yield part
+                            return
+                    elif start.status != 200:
+                        yield b"data: " + first + b"\n\n" + END
+                        return
+                    if events := stream.read(first):
+                        yield events
+                    async for part in parts:
+                        assert isinstance(part, bytes)
+                        if events := stream.read(part):
+                            yield events
+                    if not stream.done:
+                        raise ReplicaLost("the stream ended in the middle")
+            except ReplicaLost as lost:
+                stream.move()
+                try:
+                    await tries.wait(lost)
+                except Refused as refused:
+                    if not begun:
+                        raise
+                    yield b"data: " + dumps(refused.body) + b"\n\n" + END
+                    return
+
+
+class _Tries:
+    """How often a request was moved, and whether it may be once more."""
+
+    def __init__(self, front: Front) -> None:
+        self._front, self._count, self._until, self._refused = front, 0, 0.0, False
+
+    def again(self, start: Start, first: bytes) -> bool:
+        """Whether an answer is an error that another replica need not have: it stops, or its queue is full."""
+        if start.status == 503:
+            error = (_parsed(first) or {}).get("error", {})
+            if isinstance(error, dict) and error.get("code") in MOVES:
+                raise ReplicaLost(str(error.get("message")))
+        if start.status == 429 and not self._refused:
+            self._refused = True
+            return True
+        return False
+
+    async def wait(self, lost: ReplicaLost) -> None:
+        """Wait before the next try. Raises Refused when the patience has ended."""
+        now = perf_counter()
+        self._until = self._until or now + self._front.patience
+        if now > self._until:
+            raise Refused(f"no replica could answer: {lost}", 503, code="no_replica", retry=5) from lost
+        log.warning("a replica was lost (%s); its request goes on elsewhere", lost)
+        self._front.moved += 1
+        await asyncio.sleep(0 if self._count == 0 else min(1.0, PAUSE * 2 ** (self._count - 1)))
+        self._count += 1
+
+
+def guarded(front: Front) -> ASGIApp:
+    """The front behind the limits, the key and the origins of its settings."""
+    app: ASGIApp = Guard(front, front.settings, front.metrics)
+    if front.settings.cors:
+        app = CORSMiddleware(app, allow_origins=list(front.settings.cors), allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+async def _begun(parts: AsyncGenerator[Start | bytes, None]) -> tuple[Start, bytes]:
+    """The start of an answer and the first part of its body."""
+    start = await anext(parts, None)
+    if not isinstance(start, Start):
+        raise ReplicaLost("it closed without an answer")
+    first = await anext(parts, b"")
+    assert isinstance(first, bytes)
+    return start, first
+
+
+async def _sent(answer: AsyncGenerator[Start | bytes, None], receive: Receive, send: Send) -> None:
+    """Send an answer. When the client leaves, the answer is closed, and the replica stops writing."""
+
+    async def forward() -> None:
+        async with aclosing(answer):
+            async for part in answer:
+                if isinstance(part, Start):
+                    headers = [*part.headers, (b"x-outrider-replica", part.replica.encode())]
+                    await send({"type": "http.response.start", "status": part.status, "headers": headers})
+                elif part:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    writing, leaving = asyncio.ensure_future(forward()), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not writing.done():
+            raise ClientDisconnect
+        writing.result()
+    except ClientDisconnect:
+        return
+    finally:
+        for task in (writing, leaving):
+            task.cancel()
+        await asyncio.wait([writing, leaving])
+
+
+def _parsed(body: bytes) -> dict[str, Any] | None:
+    """A JSON object, or None for anything else: the replica says what is wrong with it."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _beginning(body: dict[str, Any]) -> str:
+    """What the prompt of a request begins with. Two prompts with a common beginning have it here, too."""
+    for name in ("prompt", "messages", "input"):
+        if given := body.get(name):
+            head = given[:HEAD] if isinstance(given, (str, list)) else given
+            return (head if isinstance(head, str) else json.dumps([body.get("tools"), head], ensure_ascii=False))[:HEAD]
+    return ""
+
+
+def _replaced(call: Call, body: bytes, prompt: str) -> Call:
+    return Call(call.method, call.path, call.query, call.headers, body, prompt)

@@ -1,0 +1,115 @@
+"""A server from its options: model, engine, service, metrics. For a process of its own, and for a replica among many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outrider.engine import Engine
+from outrider.llm import LLM
+from outrider.serve.metrics import Metrics
+from outrider.serve.service import Service
+from outrider.serve.settings import Settings, served_name
+from outrider.serve.templates import set_chat_template
+from outrider.serve.tools import PARSERS
+from outrider.trace import Recorder
+
+
+class ServerOptions(BaseModel):
+    """What a server is made of. Names and meanings are those of the options of `outrider serve`.
+
+    chat_template: its text. kv_cache_memory_bytes: bytes. prefix_cache: MiB. max_body: KiB. pad_stream: milliseconds. Times
+    are seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str
+    speculative_config: dict[str, Any] = Field(default_factory=lambda: {"method": "auto"})
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = Field(8, ge=1)
+    max_queue: int = Field(64, ge=0)
+    kv_tokens: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    prefix_cache: int = Field(256, ge=0)
+    prefill_chunk: int = Field(64, ge=1)
+    request_timeout: float = 600.0
+    shutdown_timeout: float = 30.0
+    max_connections: int = Field(256, ge=1)
+    max_body: int = Field(4096, ge=1)
+    pad_stream: float | None = None
+    cors_origin: list[str] = Field(default_factory=list)
+    log_prompts: bool = False
+    metrics_prefix: str = "outrider"
+    api_key: str | None = None
+
+    def settings(self) -> Settings:
+        """The settings of the server. Raises ValueError for a parser of tool calls that does not exist."""
+        if self.tool_call_parser not in PARSERS:
+            raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}")
+        return Settings(
+            model_name=self.served_model_name or served_name(self.model),
+            aliases=() if self.served_model_name else (self.model,),
+            api_key=self.api_key,
+            metrics_prefix=self.metrics_prefix,
+            request_timeout=self.request_timeout,
+            shutdown_timeout=self.shutdown_timeout,
+            pad_stream=None if self.pad_stream is None else self.pad_stream / 1000,
+            log_prompts=self.log_prompts,
+            cors=tuple(self.cors_origin),
+            tool_call_parser=self.tool_call_parser,
+            max_body=self.max_body << 10,
+            max_connections=self.max_connections,
+        )
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A server without an address. notes: what its user should know."""
+
+    service: Service
+    metrics: Metrics
+    notes: list[str]
+
+
+def assemble(options: ServerOptions, recorder: Recorder | None = None) -> Assembly:
+    """Load the model and start its engine. recorder: where steps are written.
+
+    Raises what `LLM` and `Engine` raise for options that are wrong and models that cannot be had.
+    """
+    settings = options.settings()
+    llm = LLM(
+        options.model,
+        speculative_config=options.speculative_config,
+        dtype=options.dtype,
+        device=options.device,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        calibrate=options.speculative_config.get("method") == "auto",
+        trace=recorder,
+    )
+    note = set_chat_template(llm, options.chat_template)
+    metrics = Metrics(settings.metrics_prefix, settings.model_name)
+    engine = Engine(
+        llm,
+        max_queue=options.max_queue,
+        kv_tokens=options.kv_tokens,
+        prefix_bytes=options.prefix_cache << 20,
+        prefill_chunk=options.prefill_chunk,
+        memory=options.kv_cache_memory_bytes,
+        observer=metrics,
+        trace=recorder,
+    )
+    metrics.attach(engine)
+    return Assembly(Service(llm, engine, settings), metrics, [*llm.notes, *([note] if note else [])])
