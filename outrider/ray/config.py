@@ -23,7 +23,12 @@ def serve_config(options: DeployOptions, name: str, host: str, port: int) -> str
         "http_options": {"host": host, "port": port},
         "applications": [
             {"name": options.engines, "route_prefix": None, "import_path": "outrider.ray:build_engines", "args": args},
-            {"name": name, "route_prefix": "/", "import_path": "outrider.ray:build_front", "args": json.loads(json.dumps(args))},
+            {
+                "name": name,
+                "route_prefix": "/",
+                "import_path": "outrider.ray:build_front",
+                "args": json.loads(json.dumps(args)),
+            },
         ],
     }
     return HEAD + yaml.safe_dump(found, sort_keys=False)
