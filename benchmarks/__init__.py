@@ -20,6 +20,8 @@ python -m benchmarks.identity        a million tokens: how many differ from plai
 python -m benchmarks.commits         two checkouts against each other: did a change make anything slower
 python -m benchmarks.serve           load on a server: throughput and latency by concurrency
 python -m benchmarks.serve_soak      a server under clients that behave badly, for ten minutes
+python -m benchmarks.handover.parsers exported command lines, by the parsers of other engines
+python -m benchmarks.handover.started exported vLLM commands, started: texts and counters against ours
 python -m benchmarks.table           the tables of docs/performance.md, from the files in benchmarks/results
 """
 

@@ -6,15 +6,14 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli.options import Debug, option, parse_speculative_config
-from outrider.cli.terminal import DIM, YELLOW, loading, paint, readable
+from outrider.cli.terminal import DIM, loading, paint, readable
 
 if TYPE_CHECKING:
-    from outrider.config import SpeculativeConfig
     from outrider.integrations.engines import EngineCommand
 
 _LENGTHS = "give pairs of batch size and draft tokens, such as 1:4,4:2,8:0"
@@ -53,6 +52,7 @@ def export(
         with loading("the export"):
             from outrider.config import SpeculativeConfig
             from outrider.integrations.engines import ENGINES, named
+            from outrider.integrations.engines.handover import hand_over, write_files
 
             engines = to or list(ENGINES)
             for engine in engines:
@@ -60,13 +60,14 @@ def export(
             config, pairs = SpeculativeConfig.of(parse_speculative_config(setting)), parse_lengths(lengths)
             if out is not None and out.exists() and not out.is_dir():
                 raise ValueError(f"--out {out} is a file; name a folder for the files of the engines")
-            found = [_export(config, engine, model, pairs, out) for engine in engines]
+            found = [hand_over(config, engine, pairs, model=model, out=out) for engine in engines]
         if as_json:
             print(json.dumps([asdict(command) for command in found], indent=1))
         else:
             show_commands(found)
         if out is not None:
-            _write(found, out)
+            names = [name for command in found for name in write_files(command, out)]
+            print(paint(f"Written to {out}: {', '.join(names) or 'nothing'}", DIM, sys.stderr), file=sys.stderr)
         raise typer.Exit(0 if any(command.supported for command in found) else 1)
 
 
@@ -92,47 +93,3 @@ def show_commands(commands: list[EngineCommand]) -> None:
         print(f"  {command.engine}: {command.serve or '-'}")
         for note in command.notes:
             print(paint(f"    - {note}", DIM))
-
-
-def _export(
-    config: SpeculativeConfig, engine: str, model: str | None, lengths: dict[int, int], out: Path | None
-) -> EngineCommand:
-    """The export to one engine. The head is written first, if the engine needs it in another layout."""
-    from outrider.integrations.engines import EngineCommand, exports
-    from outrider.integrations.engines.heads import head_of, refusal, rewrite_reason, write_head
-    from outrider.integrations.engines.tokens import same_tokens
-
-    notes: list[str] = []
-    folder = None if out is None else str(out)
-    if (head := head_of(config)) is not None:
-        if refused := refusal(head, engine):
-            [command] = exports(config, lengths, model=model, engines=[engine])
-            return EngineCommand(command.engine, "", (refused,), supported=False)
-        if reason := rewrite_reason(head, engine):
-            if out is None or model is None:
-                notes.append(f"head: {reason}; --out FOLDER and -m MODEL write it so")
-            else:
-                written = write_head(head, engine, model, out.absolute())
-                config = config.model_copy(update={"model": str(written)})
-    same: Any = True
-    if "draft_model" in config.methods and model is not None:
-        same = same_tokens(model, str(config.model))
-        if same is None:
-            notes.append(
-                "tokens: those of the draft model and the target could not be compared here; they must be the same"
-            )
-    [command] = exports(config, lengths, model=model, engines=[engine], other_tokens=same is False, folder=folder)
-    return EngineCommand(**{**vars(command), "notes": (*command.notes, *notes)}) if command.supported else command
-
-
-def _write(commands: list[EngineCommand], out: Path) -> None:
-    """Write the files of all engines."""
-    out.mkdir(parents=True, exist_ok=True)
-    names = [name for command in commands for name in command.files]
-    for command in commands:
-        for name, text in command.files.items():
-            (out / name).write_text(text, encoding="utf-8")
-    if names:
-        print(paint(f"Written to {out}: {', '.join(names)}", DIM, sys.stderr), file=sys.stderr)
-    else:
-        print(paint(f"Nothing was written to {out}", YELLOW, sys.stderr), file=sys.stderr)

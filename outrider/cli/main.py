@@ -136,6 +136,7 @@ add(
     "outrider tune",
     "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
     "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30",
+    "outrider tune my-prompts.jsonl --engine vllm --command 'vllm serve ./my-model' -d ./my-small-model",
 )
 add(
     export,

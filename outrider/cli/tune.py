@@ -13,6 +13,7 @@ import typer
 from outrider.cli.bench import Prompts, WorkloadOptions
 from outrider.cli.options import WIDE, Debug, PrecisionOptions, grouped, option, own_draft
 from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, plain, readable
+from outrider.cli.tune_engine import EngineOptions, tune_engine
 
 if TYPE_CHECKING:
     from outrider.bench.tune.race import Candidate
@@ -52,7 +53,10 @@ def tune(
     prompts: Prompts = "code",
     what: CandidateOptions,
     workload: WorkloadOptions,
-    seconds: Annotated[float, option("How", "Measure at most so long. Predictions are not included.", min=1)] = 120.0,
+    seconds: Annotated[
+        float, option("How", "Measure at most so long. Predictions and starts of servers are not included.", min=1)
+    ] = 120.0,
+    engine: EngineOptions,
     precision: PrecisionOptions,
     out: Annotated[Path, option("Output", "The file for the setting.", metavar="FILE")] = Path(
         "speculative_config.json"
@@ -69,6 +73,8 @@ def tune(
             raise FileNotFoundError(f"there is no folder {out.absolute().parent} to write {out.name} to")
         if workload.max_tokens < 2:
             raise ValueError("one token an answer leaves nothing to draft; use --max-tokens 2 or more")
+        if engine.check():
+            raise typer.Exit(_tune_server(engine, what, workload, prompts, seconds, out))
         model = what.model
         with loading(model):
             from outrider.bench.prompts import read
@@ -99,6 +105,47 @@ def tune(
         print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}\n")
         show_exports(search, out, {} if interrupted else None)
         raise typer.Exit(130 if interrupted else 0)
+
+
+def _tune_server(
+    engine: EngineOptions, what: CandidateOptions, workload: WorkloadOptions, prompts: str, seconds: float, out: Path
+) -> int:
+    """Tune the server of another engine. Returns the exit code."""
+    if what.layers is not None or what.verifier:
+        raise ValueError("--layers and --verifier are for a model in this process; leave them out with --engine")
+    with loading("the prompts"):
+        from outrider.bench.prompts import read
+
+        configs = engine_candidates(engine.engine or "", what.draft_model, what.method)
+        read_prompts, notes = read(prompts, workload.num_prompts)
+    for note in notes:
+        print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
+    model = None if what.model == WIDE else what.model
+    return tune_engine(engine, read_prompts, configs, workload.sampling(), model=model, seconds=seconds, out=out)
+
+
+def engine_candidates(engine: str, draft: str | None, wanted: list[str] | None) -> list[tuple[str, dict[str, Any]]]:
+    """Names and configurations that an engine can run. Raises ValueError for a method that is unknown, or that it lacks.
+
+    draft: name of a draft model or a head's folder. wanted: methods that the user named, None for all.
+    """
+    from outrider.config import SpeculativeConfig
+    from outrider.drafters.registry import METHODS, TuneInputs
+    from outrider.integrations.engines import exports
+
+    inputs = TuneInputs("", draft)
+    out = list[tuple[str, dict[str, Any]]]()
+    for name in wanted or [name for name in METHODS if METHODS[name].tune_candidates(inputs)]:
+        SpeculativeConfig.of({"method": name, **({"model": draft} if draft else {})})
+        for candidate, config in METHODS[name].tune_candidates(inputs).items() or [(name, None)]:
+            if config is None:
+                raise ValueError(f"--method {name} is nothing to tune here: {METHODS[name].tune_hint}")
+            [command] = exports(config, engines=[engine])
+            if command.supported:
+                out.append((candidate, {**config, "controller": "fixed"}))
+            elif wanted:
+                raise ValueError(f"--method {name}: {command.notes[0]}; outrider export shows what {engine} can run")
+    return out
 
 
 def candidates(

@@ -93,6 +93,7 @@ OPTIONS = {
     "tune": {
         "What": "--model/-m --draft-model/-d --method --layers --verifier",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
+        "Engine": "--engine --command --concurrency/-c --logs --ready-timeout",
         "Model": "--dtype --quantization",
         "Output": "--out --debug",
     },

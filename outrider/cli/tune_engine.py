@@ -1,0 +1,188 @@
+"""`outrider tune --engine`: the best setting of another engine's server. Imports nothing large until it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from outrider.cli.options import option
+from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, paint
+
+if TYPE_CHECKING:
+    from outrider.bench.prompts import Prompt
+    from outrider.bench.tune.engine import EngineSearch, EngineTrial
+
+EQUAL = 0.03
+"""A drift that matters: plain decoding at the end over plain decoding at the beginning."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine whose server is tuned in place of a model in this process."""
+
+    engine: Annotated[
+        str | None,
+        option("Engine", "Tune the server of vllm, sglang, llama.cpp or trt-llm: it is started for each candidate."),
+    ] = None
+    command: Annotated[
+        str | None,
+        option(
+            "Engine",
+            "The command that starts the server. Port and speculative options are added, or replace {port} and {options}.",
+        ),
+    ] = None
+    concurrency: Annotated[int, option("Engine", "Prompts to send at the same time.", "--concurrency", "-c", min=1)] = 1
+    logs: Annotated[
+        Path | None,
+        option("Engine", "The folder for the servers' logs. Default: a new temporary one.", metavar="FOLDER"),
+    ] = None
+    ready_timeout: Annotated[float, option("Engine", "Seconds that a server has to start.", min=1)] = 600.0
+
+    def check(self) -> bool:
+        """Whether an engine's server is tuned. Raises ValueError for options that lack another."""
+        if self.engine is None:
+            if self.command is not None:
+                raise ValueError("--command starts the server of an engine; name the engine: --engine vllm")
+            if self.concurrency > 1:
+                raise ValueError("--concurrency is for the server of an engine; add --engine and --command")
+            return False
+        if self.command is None:
+            raise ValueError(
+                f"--engine {self.engine} needs the command that starts its server: --command 'vllm serve MODEL --dtype float32'"
+            )
+        return True
+
+
+def tune_engine(
+    options: EngineOptions,
+    prompts: list[Prompt],
+    configs: list[tuple[str, dict[str, Any]]],
+    sampling: dict[str, Any],
+    *,
+    model: str | None,
+    seconds: float,
+    out: Path,
+) -> int:
+    """Measure, show, and write the answer. Returns the exit code."""
+    from outrider.bench.tune.engine import EngineSearch
+
+    assert options.engine is not None
+    assert options.command is not None
+    logs = Path(tempfile.mkdtemp(prefix="outrider-tune-")) if options.logs is None else options.logs.absolute()
+    if logs.exists() and not logs.is_dir():
+        raise ValueError(f"--logs {logs} is a file; name a folder")
+    logs.mkdir(parents=True, exist_ok=True)
+    search = EngineSearch(
+        options.engine,
+        options.command,
+        prompts,
+        configs,
+        sampling,
+        logs=logs,
+        model=model,
+        concurrency=options.concurrency,
+        seconds=seconds,
+        ready=options.ready_timeout,
+        api_key=os.environ.get("OUTRIDER_API_KEY") or os.environ.get("OPENAI_API_KEY"),
+    )
+    interrupted = False
+    before = signal.signal(signal.SIGTERM, _interrupt)  # so that the server is stopped too
+    try:
+        for line in search.run():
+            print(paint(line, DIM, sys.stderr), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    for note in search.notes:
+        print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
+    if not search.plain.answered:
+        why = search.plain.problem or "it was interrupted"
+        print(paint(f"error: plain decoding could not be measured: {why}", RED, sys.stderr), file=sys.stderr)
+        return 130 if interrupted else 1
+    show_trials(search)
+    answer = search.answer
+    out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
+    words = " ".join([options.command, shlex.join(answer.options)]).strip()
+    print(f"Written to {out}. There it is: {words}")
+    print(paint(f"The logs are in {logs}.", DIM))
+    if interrupted:
+        print(paint("interrupted: this is known so far", RED, sys.stderr), file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def show_trials(search: EngineSearch) -> None:
+    """Print the table, and the answer in a sentence."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=f"Settings of {search.engine}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("setting", no_wrap=True)
+    for head in ("start\ns", "tokens/s", "over plain\n(95 %)", "accepted\nof drafted", "equal\ntexts"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for trial in sorted(search.trials, key=lambda t: -t.speed):
+        table.add_row(trial.name, *_cells(search, trial))
+    console().print(table)
+    for trial in search.trials:
+        if trial.problem:
+            print(paint(f"{trial.name}: {trial.problem}", DIM))
+    print(paint(verdict(search), GREEN if search.answer is not search.plain else YELLOW))
+    if abs(search.drift - 1) > EQUAL:
+        print(
+            paint(
+                f"The machine drifted: plain decoding was {search.drift:.2f} times as fast at the end. Smaller gains than that "
+                "are not certain.",
+                YELLOW,
+            )
+        )
+    if search.sampling.get("temperature") == 0:
+        different = [t.name for t in search.trials if (both := search.same_texts(t))[0] < both[1]]
+        if different:
+            print(
+                paint(
+                    f"Greedy texts differ from plain decoding: {', '.join(different)}. With 16 bit weights near ties decide "
+                    "differently; if a text is wrong, do not use the setting.",
+                    YELLOW,
+                )
+            )
+        else:
+            print(paint("Every greedy text equals that of plain decoding.", DIM))
+
+
+def _cells(search: EngineSearch, trial: EngineTrial) -> list[str]:
+    if not trial.answered:
+        return ["", "", "", "", ""]
+    gain = None if trial is search.plain else search.gain(trial)
+    same, compared = search.same_texts(trial)
+    return [
+        f"{trial.start:.0f}",
+        f"{trial.speed:.0f}",
+        "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})",
+        f"{trial.accepted} of {trial.drafted}" if trial.drafted else "",
+        "" if trial is search.plain else f"{same} of {compared}",
+    ]
+
+
+def verdict(search: EngineSearch) -> str:
+    """Which setting is the best there, and whether speculation helps at all."""
+    best, answer = search.best, search.answer
+    if best is None:
+        return f"No setting could be measured in {search.engine} beside plain decoding, so this says nothing about speculation."
+    gain = search.gain(best)
+    said = "" if gain is None else f"{gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})"
+    if answer is best:
+        return f"Speculation helps in {search.engine} here. The best setting is {best.name}: {said}."
+    if gain is not None and gain.value > 1:
+        return f"Whether speculation helps in {search.engine} is not certain: {best.name} is {said}. More prompts decide it."
+    return f"Speculation does not help in {search.engine} here: the best setting, {best.name}, is {said}."
