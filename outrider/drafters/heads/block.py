@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
-from outrider.drafters.base import DraftContext
-from outrider.drafters.heads.block_reader import BlockWeights, read_block
+from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights, read_block
 from outrider.drafters.heads.features import ContextDrafter
 from outrider.drafters.heads.lattice import chains_only
 from outrider.drafters.heads.layers import Linear, Linears, Norm, Rotary, precision_of
+from outrider.drafters.heads.selftest import examine_parallel, misread
 from outrider.drafters.heads.shipped import head_of
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import LanguageModel
@@ -166,11 +167,10 @@ class BlockDrafter(ContextDrafter):
         if waiting is not None:
             self.model.read(self.cache, slot, waiting)
 
-    def _logits(self, context: DraftContext, some: list[int], depth: int) -> Tensor:
-        slots = [context.slots[b] for b in some]
+    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         for slot in slots:
             self._read(slot)
-        z = self.model.block(self.cache, slots, [context.tokens[b][-1] for b in some])
+        z = self.model.block(self.cache, slots, [tokens[-1] for tokens in texts])
         first = 0 if self.model.config.from_anchor else 1
         self._hidden = z[:, first : first + depth]
         return self.model.logits(self._hidden.contiguous())
@@ -185,5 +185,15 @@ class BlockDrafter(ContextDrafter):
 def from_setup(setup: DrafterSetup) -> BlockDrafter:
     """Raises ValueError for trees that heads of several positions do not draw."""
     chains_only(setup)
-    read = read_block(head_of(setup), setup.target)
-    return BlockDrafter(read, setup.target.model, setup.rows, setup.max_length, setup.config.quantization)
+    target, head = setup.target, head_of(setup)
+    read = read_block(head, target)
+
+    def made(config: BlockConfig) -> BlockDrafter:
+        given = BlockWeights(config, read.tensors, read.token_ids)
+        return BlockDrafter(given, target.model, setup.rows, setup.max_length, setup.config.quantization)
+
+    drafter = made(read.config)
+    others = misread(read.config, target.model.num_layers, {"from_anchor": "sample_from_anchor"})
+    tries = [(what, config.taps, partial(made, config)) for what, config in others]
+    examine_parallel(drafter, tries, drafter.model.max_length, target, head)
+    return drafter

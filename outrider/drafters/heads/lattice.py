@@ -47,8 +47,8 @@ class ParallelDrafter(BaseDrafter):
         """Draft tokens in a row that can be drafted for a sequence now; 0 for none."""
         raise NotImplementedError
 
-    def _logits(self, context: DraftContext, some: list[int], depth: int) -> Tensor:
-        """float32 [len(some), depth, kept]: the logits of each depth, without a bias."""
+    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+        """float32 [slot, depth, kept]: the logits of each depth, without a bias. texts: the committed tokens of each slot."""
         raise NotImplementedError
 
     def _bias(self, token: int, places: Tensor | None) -> Tensor:
@@ -56,7 +56,7 @@ class ParallelDrafter(BaseDrafter):
         raise NotImplementedError
 
     def _log_confidence(self, line: int, level: int, token: int) -> float:
-        """Log probability that the token of a level is right if those before it are. line: index in `some` of `_logits`."""
+        """Log probability that the token of a level is right if those before it are. line: index in the slots of `_logits`."""
         return 0.0
 
     def propose(self, context: DraftContext) -> Draft:
@@ -68,7 +68,8 @@ class ParallelDrafter(BaseDrafter):
         trees: list[list[tuple[int, int]]] = [[(tokens[-1], -1)] for tokens in context.tokens]
         if not some:
             return Draft(*tree(trees))
-        logits = self._logits(context, some, max(depths[b] for b in some))
+        slots, texts = [context.slots[b] for b in some], [context.tokens[b] for b in some]
+        logits = self._logits(slots, texts, max(depths[b] for b in some))
         if context.needs_probs:
             return self._drawn(context, trees, {b: (i, logits[i, : depths[b]]) for i, b in enumerate(some)})
         confidence: dict[int, list[float]] = {}
@@ -90,6 +91,22 @@ class ParallelDrafter(BaseDrafter):
             if not self.first_order:  # its chances are not those of the logits alone
                 self.error.state(context.slots[b], [parent for _, parent in trees[b]], weights)
         return Draft(tokens, parents, confidence=stated if len(confidence) == len(some) else None)
+
+    def best(self, slot: int, tokens: Sequence[int], following: Sequence[int]) -> list[int]:
+        """The most likely token of each depth, if those before it are the ones that follow the text. Without noise.
+
+        tokens: the committed ones of the slot. following: as many as are to be known; one draft token more is given, if the
+        drafter has so many.
+        """
+        depth = min(len(following) + 1, self._depth(slot, tokens))
+        if not depth:
+            return []
+        logits = self._logits([slot], [tokens], depth)[0]
+        if self.first_order:
+            before = [tokens[-1], *following]
+            logits = torch.stack([row + self._bias(token, None) for row, token in zip(logits, before, strict=False)])
+        found = logits.argmax(-1)
+        return (found if self.subset is None else self.subset.ids[found]).tolist()
 
     def _chain(self, context: DraftContext, b: int, logits: Tensor) -> list[int]:
         """The token of each depth, where none depends on another."""

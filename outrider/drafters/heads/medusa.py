@@ -7,8 +7,9 @@ its blocks. W_i is its own, or one matrix serves all heads, for all tokens or fo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from outrider.drafters.heads.checks import check_target, log, target_width
 from outrider.drafters.heads.files import MEDUSA, HeadFolder, open_head
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linear, Linears, precision_of
+from outrider.drafters.heads.selftest import examine_parallel
 from outrider.drafters.heads.shipped import head_of
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import FINAL_NORM, LanguageModel
@@ -140,8 +142,8 @@ class MedusaDrafter(ParallelDrafter):
         position, _ = self._states.get(slot, (-1, None))
         return len(self.model.heads) if position == len(tokens) - 2 >= 0 else 0
 
-    def _logits(self, context: DraftContext, some: list[int], depth: int) -> Tensor:
-        return self.model.logits(torch.stack([self._states[context.slots[b]][1] for b in some]), depth)
+    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+        return self.model.logits(torch.stack([self._states[slot][1] for slot in slots]), depth)
 
 
 class MedusaModel:
@@ -172,4 +174,17 @@ class MedusaModel:
 def from_setup(setup: DrafterSetup) -> MedusaDrafter:
     """Raises ValueError for trees that heads of several positions do not draw."""
     chains_only(setup)
-    return MedusaDrafter(read_medusa(head_of(setup), setup.target), setup.target.model, setup.config.quantization)
+    target, path = setup.target, head_of(setup)
+    head, last = read_medusa(path, target), (target.model.num_layers - 1,)
+
+    def made(given: MedusaWeights) -> MedusaDrafter:
+        return MedusaDrafter(given, target.model, setup.config.quantization)
+
+    drafter = made(head)
+    tries: list[tuple[str, tuple[int, ...], Callable[[], MedusaDrafter]]] = []
+    tries.append(("the last layer before the final norm", last, partial(made, head)))
+    if len(head.blocks) > 1:
+        later = replace(head, blocks=head.blocks[1:], outputs=head.outputs[1:] if head.outputs[1:] else head.outputs)
+        tries.append(("the first head for the token that is known already", drafter.taps, partial(made, later)))
+    examine_parallel(drafter, tries, target.model.max_length, target, path)
+    return drafter

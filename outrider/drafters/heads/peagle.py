@@ -7,17 +7,19 @@ and to the slots before it, so the distributions of later tokens do not depend o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core.tree import chain
-from outrider.drafters.base import DraftContext
+from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.features import ContextDrafter
 from outrider.drafters.heads.lattice import chains_only
 from outrider.drafters.heads.reader import EagleWeights, read_eagle
+from outrider.drafters.heads.selftest import examine_parallel, misread
 from outrider.drafters.heads.shipped import head_of
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import LanguageModel
@@ -62,16 +64,14 @@ class PEagleDrafter(ContextDrafter):
         self.cache.commit([slot], [range(count)])
         self._queue.waiting[slot] = self._queue.waiting[slot][-1:].clone()
 
-    def _logits(self, context: DraftContext, some: list[int], depth: int) -> Tensor:
-        slots = [context.slots[b] for b in some]
+    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
         waiting = [self._queue.waiting[slot] for slot in slots]
-        feeds: list[list[int]] = []
-        for b, slot in zip(some, slots, strict=True):
-            feeds.append([*context.tokens[b][self.cache.length[slot] + 1 :], *[self._mask] * (depth - 1)])
+        masked = [self._mask] * (depth - 1)
+        feeds = [[*t[self.cache.length[slot] + 1 :], *masked] for slot, t in zip(slots, texts, strict=True)]
         tokens, parents = chain(feeds)
         masks = self._mask_features.expand(depth - 1, -1)
         features = pad_sequence([torch.cat([own, masks]) for own in waiting], batch_first=True)
-        logits = self.model.slots(Nodes(tokens, self.cache, slots, parents), features, depth)
+        logits = self.model.slots(Nodes(tokens, self.cache, [*slots], parents), features, depth)
         for slot, own in zip(slots, waiting, strict=True):
             self._keep_root(slot, len(own) - 1)
         return logits
@@ -80,5 +80,15 @@ class PEagleDrafter(ContextDrafter):
 def from_setup(setup: DrafterSetup) -> PEagleDrafter:
     """Raises ValueError for trees that heads of several positions do not draw."""
     chains_only(setup)
-    read = read_eagle(head_of(setup), setup.target)
-    return PEagleDrafter(read, setup.target.model, setup.rows, setup.max_length, setup.config.quantization)
+    target, head = setup.target, head_of(setup)
+    read = read_eagle(head, target)
+
+    def made(config: HeadConfig) -> PEagleDrafter:
+        given = EagleWeights(config, read.tensors, read.token_ids)
+        return PEagleDrafter(given, target.model, setup.rows, setup.max_length, setup.config.quantization)
+
+    drafter = made(read.config)
+    others = misread(read.config, target.model.num_layers, {"norm_before_residual": "norm_before_residual"})
+    tries = [(what, config.taps, partial(made, config)) for what, config in others]
+    examine_parallel(drafter, tries, drafter.model.max_length, target, head)
+    return drafter

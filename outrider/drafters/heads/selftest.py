@@ -6,23 +6,31 @@ about each of them: docs/guides/heads.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from outrider.drafters.heads.block_reader import BlockConfig
 from outrider.drafters.heads.checks import log
-from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.config import HeadConfig, layer_ids, tap_of
 from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.models.base import EMBEDDING, FINAL_NORM
+from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.model.self_speculation import SAMPLE
+from outrider.models.base import FINAL_NORM
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 
 DEPTH = 3  # draft tokens after each position
 POSITIONS = 96
+SOME = 24  # positions that are tried with a head whose drafts are a forward each
 ENOUGH = 0.3  # draft tokens right on average; heads that were trained for an hour on other text have more
 CLEAR = 0.2  # by how much a misreading must be better, far more than chance over so many positions
+
+
+_Config = TypeVar("_Config", HeadConfig, BlockConfig)
 
 
 @dataclass(frozen=True)
@@ -54,29 +62,71 @@ class HeadReport:
         return said
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A way to read a head. what: in words. taps: what it reads then. hits: (text, features, right) -> what it gets right."""
+
+    what: str
+    taps: tuple[int, ...]
+    hits: Callable[[Sequence[int], Tensor, Sequence[int]], DraftHits]
+
+
 def examine(model: EagleModel, target: Loaded, text: Sequence[int], path: object) -> HeadReport:
     """Draft along a text, and warn if almost nothing is right. Takes one forward of the target.
 
     text: token ids, at least 8; the first hundred are read. path: names the head in the warning.
     """
-    ids = [*text][: min(POSITIONS + DEPTH + 1, model.max_length, target.model.max_length)]
-    readings = list(_readings(model, target.model.num_layers))
-    taps = tuple(dict.fromkeys(t for _, reading in [("", model), *readings] for t in reading.taps))
+
+    def reading(what: str, config: HeadConfig) -> Reading:
+        return Reading(what, config.taps, lambda *given: survival(model.read_as(config), *given))
+
+    config = model.config
+    own = Reading("", config.taps, lambda *given: survival(model, *given))
+    flags = {n: n for n in ("norm_output", "norm_before_residual")}
+    others = [] if config.eagle1 else [reading(*pair) for pair in misread(config, target.model.num_layers, flags)]
+    return examined(own, others, model.max_length, target, text, path)
+
+
+def examine_parallel(
+    drafter: ParallelDrafter,
+    others: Sequence[tuple[str, tuple[int, ...], Callable[[], ParallelDrafter]]],
+    longest: int,
+    target: Loaded,
+    path: object,
+) -> HeadReport | None:
+    """As `examine`, along a sample text, for a head of several positions. None for a target without a tokenizer.
+
+    others: known misreadings: in words, the taps, and the drafter read so. longest: tokens of the longest text.
+    """
+    if target.tokenizer is None:
+        return None
+    own = Reading("", drafter.taps, lambda *given: parallel_survival(drafter, *given))
+    readings = [
+        Reading(what, taps, lambda *given, make=make: parallel_survival(make(), *given)) for what, taps, make in others
+    ]
+    return examined(own, readings, longest, target, target.tokenizer(SAMPLE)["input_ids"], path)
+
+
+def examined(
+    own: Reading, others: Sequence[Reading], longest: int, target: Loaded, text: Sequence[int], path: object
+) -> HeadReport:
+    """Try a head as it was read, and in other ways only if almost nothing is right. Warns then, with the way that mends it."""
+    ids = [*text][: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
+    taps = tuple(dict.fromkeys(t for reading in (own, *others) for t in reading.taps))
     cache = target.model.new_cache(1, len(ids))
     out = target.model.forward(Nodes(torch.tensor([ids]), cache, [0]), taps=taps)
     assert out.features is not None
     columns = out.features[0].unflatten(-1, (len(taps), -1))
     right = out.logits[0].argmax(-1).tolist()
 
-    def tried(reading: EagleModel) -> DraftHits:
-        own = [taps.index(t) for t in reading.taps]
-        return survival(reading, ids, columns[:, own].flatten(1), right)
+    def tried(reading: Reading) -> DraftHits:
+        return reading.hits(ids, columns[:, [taps.index(t) for t in reading.taps]].flatten(1), right)
 
-    found = tried(model)
+    found = tried(own)
     if found.accepted >= ENOUGH:
         return HeadReport(found)
-    others = [(what, tried(reading)) for what, reading in readings]
-    best = max(others, key=lambda pair: pair[1].accepted, default=None)
+    found_others = [(reading.what, tried(reading)) for reading in others]
+    best = max(found_others, key=lambda pair: pair[1].accepted, default=None)
     better = best if best is not None and best[1].accepted > found.accepted + CLEAR else None
     report = HeadReport(found, better)
     log.warning("%s: %s", path, report)
@@ -108,27 +158,38 @@ def survival(model: EagleModel, text: Sequence[int], features: Tensor, right: Se
     return DraftHits(tuple(hits))
 
 
-def _readings(model: EagleModel, num_layers: int) -> Iterator[tuple[str, EagleModel]]:
-    """The known misreadings, in words, and the head read so."""
-    config = model.config
-    if config.eagle1:
-        return
+def parallel_survival(
+    drafter: ParallelDrafter, text: Sequence[int], features: Tensor, right: Sequence[int]
+) -> DraftHits:
+    """As `survival`, for a head of several positions, at some positions of the text. Slot 0 of the drafter must be free."""
+    count = len(text) - 1 - DEPTH
+    some = range(0, count, max(1, count // SOME))
+    hits, read = [0] * DEPTH, 0
+    for t in some:
+        known = text[: t + 2]
+        drafter.start(0, known, read, features[read : t + 1])
+        read = t + 1
+        for depth, guess in enumerate(drafter.best(0, known, text[t + 2 : t + 1 + DEPTH])):
+            if guess != right[t + 1 + depth]:
+                break
+            hits[depth] += 1
+    drafter.release(0)
+    return DraftHits(tuple(n / len(some) for n in hits))
 
-    def other(what: str, changed: HeadConfig) -> tuple[str, EagleModel]:
-        return what, model.read_as(changed)
 
-    for name in ("norm_output", "norm_before_residual"):
+def misread(config: _Config, num_layers: int, flags: Mapping[str, str]) -> Iterator[tuple[str, _Config]]:
+    """The known misreadings of a head, in words and as settings. flags: field -> its name in config.json."""
+    for name, said in flags.items():
         changed = not getattr(config, name)
-        yield other(f"{name} {str(changed).lower()}", replace(config, **{name: changed}))
+        yield f"{said} {str(changed).lower()}", replace(config, **{name: changed})
     theta = float(config.rope_parameters["rope_theta"])
     for value in {10000.0, 500000.0, 1000000.0} - {theta}:
-        yield other(
-            f"rope_theta {value:.0f}", replace(config, rope_parameters={**config.rope_parameters, "rope_theta": value})
-        )
+        rope = {**config.rope_parameters, "rope_theta": value}
+        yield f"rope_theta {value:.0f}", replace(config, rope_parameters=rope)
+    own = layer_ids(config.taps)
     for step in (-1, 1):
-        ids = [i + step for i in config.layer_ids]
+        ids = [i + step for i in own]
         if all(0 <= i <= num_layers for i in ids):
-            taps = tuple(EMBEDDING if i == 0 else i - 1 for i in ids)
-            yield other(f"the layers before {ids} in place of {config.layer_ids}", replace(config, taps=taps))
+            yield f"the layers before {ids} in place of {own}", replace(config, taps=tuple(map(tap_of, ids)))
     if config.taps[-1] == num_layers - 1:
-        yield other("the last layer after the final norm", replace(config, taps=(*config.taps[:-1], FINAL_NORM)))
+        yield "the last layer after the final norm", replace(config, taps=(*config.taps[:-1], FINAL_NORM))

@@ -15,7 +15,6 @@ from torch import Tensor
 from outrider import SamplingParams
 from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
-from outrider.core.types import Budget
 from outrider.drafters import make_drafter
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.peagle import PEagleDrafter
@@ -24,7 +23,6 @@ from outrider.drafters.method import DraftMethod
 from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.nodes import Nodes
-from outrider.testing.contract import GREEDY, context
 
 TARGET = small_target()
 NAMES = ("peagle", "peagle_qwen3")
@@ -50,7 +48,7 @@ def test_numbers_are_those_of_speculators(name: str) -> None:
     for t in range(1, len(tokens) - 1):
         rows = [n for n in range(len(want["anchors"])) if int(want["anchors"][n]) == t]
         made.start(0, tokens[: t + 2], 0, want["features"][: t + 1])
-        got = made._logits(context([0], [tokens[: t + 2]], [Budget(4)], GREEDY), [0], 4)[0]
+        got = made._logits([0], [tokens[: t + 2]], 4)[0]
         for n in rows:
             assert torch.allclose(got[int(want["depths"][n])], want["logits"][n], atol=1e-4, rtol=0), (t, n)
             found += 1
@@ -68,9 +66,9 @@ def test_rows_of_a_batch_are_those_alone(name: str) -> None:
             made.start(place, PROMPT[:n], 0, own[: n - 2])
             made._queue.add(place, own[n - 2 :], n - 2)
     texts = [PROMPT[:n] for n in lengths]
-    together = both._logits(context([0, 1, 2], texts, [Budget(4)] * 3, GREEDY), [0, 1, 2], 4)
+    together = both._logits([0, 1, 2], texts, 4)
     for text, single, logits in zip(texts, alone, together, strict=True):
-        assert torch.allclose(single._logits(context([0], [text], [Budget(4)], GREEDY), [0], 4)[0], logits, atol=1e-5)
+        assert torch.allclose(single._logits([0], [text], 4)[0], logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

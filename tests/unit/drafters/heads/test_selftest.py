@@ -5,22 +5,31 @@ The target here writes what a golden head guesses, so the head is right when it 
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from heads import GOLDEN, small_target
+from heads import GOLDEN, copied, small_target
+from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
 from outrider.drafters import make_drafter
+from outrider.drafters.heads.block import BlockDrafter
+from outrider.drafters.heads.block_reader import read_block
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.files import head_kind
+from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
+from outrider.drafters.heads.peagle import PEagleDrafter
 from outrider.drafters.heads.reader import read_eagle
-from outrider.drafters.heads.selftest import DEPTH, examine, survival
+from outrider.drafters.heads.selftest import DEPTH, examine, parallel_survival, survival
 from outrider.models.base import BaseModel, Output, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -170,3 +179,128 @@ def test_a_head_of_another_model_is_said(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.WARNING, "outrider.heads"):
         make_drafter(config, tokenized, rows=1, max_length=128, device="cpu")
     assert "no known misreading mends that; it was trained for another model" in caplog.text
+
+
+# -- heads of several positions -------------------------------------------------------------------------------------------
+
+
+class ParallelFollower(Follower):
+    """A target that writes what a head of several positions guesses first. shown: the taps by which the head reads it."""
+
+    def __init__(self, head: ParallelDrafter, shown: tuple[int, ...]) -> None:
+        super().__init__(cast("Any", head))
+        self.parallel, self.shown = head, shown
+
+    def output_head(self, hidden: Tensor) -> Tensor:
+        return self.inner.output_head(hidden)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        return self.inner.head_rows(tokens)
+
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
+        out = self.inner.forward(nodes, taps=(*taps, *self.shown), want="all")
+        assert out.features is not None
+        parts = out.features[0].unflatten(-1, (len(taps) + len(self.shown), -1))
+        own, text = parts[:, len(taps) :].flatten(1), nodes.tokens[0].tolist()
+        logits = torch.zeros_like(out.logits)
+        for t in range(len(text) - 1):
+            self.parallel.start(0, text[: t + 2], t, own[t : t + 1])
+            logits[0, t + 1, self.parallel.best(0, text[: t + 2], [])[0]] = 9.0
+        self.parallel.release(0)
+        return Output(logits, parts[:, : len(taps)].flatten(1)[None])
+
+
+def parallel(folder: Path, shown: tuple[int, ...] | None = None, **settings: Any) -> Loaded:
+    """A target for a head that is read with other settings, or whose features are of other layers."""
+    made: Any
+    if head_kind(folder) == "medusa":
+        read = read_medusa(folder, TARGET)
+        made = MedusaDrafter(replace(read, **settings), TARGET.model, "none")
+    elif head_kind(folder) == "peagle":
+        eagle = read_eagle(folder, TARGET)
+        made = PEagleDrafter(replace(eagle, config=replace(eagle.config, **settings)), TARGET.model, 1, 256, "none")
+    else:
+        block = read_block(folder, TARGET)
+        made = BlockDrafter(replace(block, config=replace(block.config, **settings)), TARGET.model, 1, 256, "none")
+    followed = cast("Any", ParallelFollower(made, shown or made.taps))
+    return replace(TARGET, model=followed, tokenizer=lambda text, **_: {"input_ids": TEXT[:44]})
+
+
+def medusa_folder(into: Path) -> Path:
+    """Two random heads; the second is not like the first."""
+    torch.manual_seed(2)
+    tensors = {f"blocks.{i}.layers.0.weight": torch.randn(32, 32) * 0.3 for i in range(2)}
+    tensors |= {f"lm_heads.{i}.weight": torch.randn(128, 32) for i in range(2)}
+    save_file(tensors, into / "model.safetensors")
+    settings = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "vocab_size": 128}
+    (into / "config.json").write_text(json.dumps(settings))
+    return into
+
+
+def tried(folder: Path, loaded: Loaded) -> None:
+    config = SpeculativeConfig.of({"model": str(folder), "quantization": "none"})
+    make_drafter(config, loaded, rows=2, max_length=256, device="cpu")
+
+
+PARALLEL: dict[str, tuple[str, tuple[int, ...] | None, dict[str, Any], str]] = {
+    "dflash, slot": ("dflash", None, {"from_anchor": True}, "sample_from_anchor true"),
+    "dspark, slot": ("dspark", None, {"from_anchor": False}, "sample_from_anchor false"),
+    "dspark, layers": ("dspark", (0, 2, 6), {}, "the layers before [1, 3, 7] in place of [2, 4, 8]"),
+    "dflash, norm": ("dflash", (1, 3, -1), {}, "the last layer after the final norm"),
+    "peagle, residual": ("peagle", None, {"norm_before_residual": True}, "norm_before_residual true"),
+    "peagle, layers": ("peagle_qwen3", (0, 2, 6), {}, "the layers before [1, 3, 7] in place of [2, 4, 8]"),
+    "medusa, norm": ("medusa", (7,), {}, "the last layer before the final norm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PARALLEL)
+def test_a_misread_parallel_head_is_named(
+    what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, shown, settings, mends = PARALLEL[what]
+    folder = medusa_folder(tmp_path) if name == "medusa" else GOLDEN / name
+    monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)
+    monkeypatch.setattr("outrider.drafters.heads.selftest.CLEAR", 0.02)
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        tried(folder, parallel(folder, shown, **settings))
+    assert f"With {mends} it is" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        tried(folder, parallel(folder))
+    assert not caplog.records, "a head that is right passes in silence"
+
+
+def test_a_wrong_rotary_base_of_a_block_drafter_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)
+    wrong = copied("dflash", tmp_path, {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}})
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        tried(wrong, parallel(GOLDEN / "dflash"))
+    assert "With rope_theta 500000 it is" in caplog.text
+
+
+def test_a_medusa_head_one_position_off_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """The first head is for the token that the target gives itself, as some trainers count."""
+    folder = medusa_folder(tmp_path)
+    read = read_medusa(folder, TARGET)
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        tried(folder, parallel(folder, blocks=read.blocks[1:], outputs=read.outputs[1:]))
+    assert "With the first head for the token that is known already it is" in caplog.text
+
+
+def test_parallel_hits_are_what_drafts_give() -> None:
+    """Against drafts along the text, by hand: the text's own tokens come before each guess."""
+    made = BlockDrafter(read_block(GOLDEN / "dspark", TARGET), TARGET.model, 1, 256, "none")
+    out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=made.taps)
+    assert out.features is not None
+    right = [0] * len(TEXT)
+    t = 3 * ((len(TEXT) - 1 - DEPTH) // 24)  # one of the positions that are tried
+    made.start(0, TEXT[: t + 2], 0, out.features[0, : t + 1])
+    right[t + 1 : t + 4] = made.best(0, TEXT[: t + 2], TEXT[t + 2 : t + 4])
+    first = made.propose(context([0], [TEXT[: t + 2]], [Budget(1)], GREEDY)).host[0][1][0]
+    assert right[t + 1] == first
+    found = parallel_survival(made, TEXT, out.features[0], right)
+    assert all(h > 0 for h in found.hits)
+    right[t + 2] += 1
+    assert parallel_survival(made, TEXT, out.features[0], right).hits[1] < found.hits[1]
