@@ -226,6 +226,10 @@ class PrefixSource(Protocol):
         """Remember a slot, which holds `tokens`. features: float [token, feature] of the tapped layers, None without taps."""
         ...
 
+    def parting(self, tokens: abc.Sequence[int]) -> int:
+        """How many of these tokens earlier texts begin with."""
+        ...
+
 
 class _Laps:
     """Seconds between calls, by name."""
@@ -413,7 +417,10 @@ class Decoder:
             sequence.cached = sequence.cached if sequence.written else min(done, len(sequence.prompt))
             if features is not None:
                 self._started(sequence, 0, features)
-        part = tokens[done : min(done + self.chunk, last)]
+        end = min(done + self.chunk, last)
+        if self.cache.states and self.prefixes is not None and done < (border := self.prefixes.parting(tokens[:last])):
+            end = min(end, border)  # a state can be found again only where one was kept
+        part = tokens[done:end]
         if part:
             want = "none" if wanted is None else "all"
             out = self.target.forward(
@@ -427,11 +434,12 @@ class Decoder:
                 sequence.prompt_logprobs += [
                     logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)
                 ]
-        if self.cache.length[sequence.slot] == last:
+        held = self.cache.length[sequence.slot]
+        if self.prefixes is not None and (held == last or self.cache.states):
+            features = torch.cat(sequence.features) if sequence.features else None
+            self.prefixes.keep(self.cache, sequence.slot, tokens[:held], features)
+        if held == last:
             self.waiting.remove(sequence)
-            if self.prefixes is not None:
-                features = torch.cat(sequence.features) if sequence.features else None
-                self.prefixes.keep(self.cache, sequence.slot, tokens[:last], features)
             sequence.features.clear()
             if wanted is not None:
                 sequence.prompt_logprobs.insert(0, None)  # nothing predicts the first token

@@ -41,18 +41,21 @@ class Memory:
         self.limit = limit
         each = [per_token(model) for model, _ in self._models]
         caches = [cache for _, cache in self._models]
-        need = prefix_bytes + sum(n * c.num_slots * (c.max_length + SCRATCH) for n, c in zip(each, caches, strict=True))
+        states = sum(c.bytes_per_slot * c.num_slots for c in caches)
+        need = prefix_bytes + states
+        need += sum(n * c.num_slots * (c.max_length + SCRATCH) for n, c in zip(each, caches, strict=True))
         if need <= limit:
             self._take()
             return
         rows, length = caches[0].num_slots, caches[0].max_length
-        fits = (limit - prefix_bytes) // (sum(each) * rows) - SCRATCH
+        fits = (limit - prefix_bytes - states) // max(sum(each) * rows, 1) - SCRATCH
         fewer = (limit - prefix_bytes) * rows // max(need - prefix_bytes, 1)
-        ways = [f"--max-model-len {fits}"] * (fits >= 2) + [f"--max-num-seqs {fewer}"] * (fewer >= 1)
+        ways = [f"--max-model-len {fits}"] * (2 <= fits < length) + [f"--max-num-seqs {fewer}"] * (fewer >= 1)
         ways += [f"--kv-cache-memory-bytes {need}"]
         raise ValueError(
             f"{rows} texts of {length} tokens may take {mib(need - prefix_bytes)} of keys and values ({sum(each)} bytes a token, "
-            f"drafters included) and the prefix cache {mib(prefix_bytes)}, which is more than the {mib(limit)} allowed; "
+            + (f"and {mib(states)} of states, " if states else "")
+            + f"drafters included) and the prefix cache {mib(prefix_bytes)}, which is more than the {mib(limit)} allowed; "
             f"{', or '.join(ways)} would fit" + (", or a smaller --prefix-cache" if prefix_bytes else "")
         )
 
@@ -74,7 +77,7 @@ def per_token(model: LanguageModel) -> int:
     """Bytes of keys and values that a model keeps of a token, seen by letting it read one."""
     cache = model.new_cache(1, 1)
     model.forward(Nodes(torch.zeros(1, 1, dtype=torch.long), cache, [0]), want="none")
-    return cache.bytes // cache.capacity
+    return cache.bytes_per_token
 
 
 def mib(count: int) -> str:

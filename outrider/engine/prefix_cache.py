@@ -2,6 +2,9 @@
 
 Keys and values of a token depend on the tokens up to it and on nothing else, bit for bit where a model's rows are equal
 (`LanguageModel.batch_invariant`), so a copy is what computing it again would give.
+
+The state of a recurrent layer holds all tokens up to it and cannot be cut. A cache with states is therefore found again only
+where one was kept: at the end of a text, at the end of each chunk of a prompt, and where two prompts were seen to part.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ BLOCK = 16  # tokens that are found or missed together
 
 
 class _Block:
-    """A block of tokens behind the blocks before it."""
+    """A block of tokens behind the blocks before it. states: of recurrent layers after its last token, if they were kept.
 
-    __slots__ = ("bytes", "children", "features", "key", "layers", "parent")
+    Only the end of a text whose states are kept has fewer than BLOCK tokens, and no children.
+    """
+
+    __slots__ = ("bytes", "children", "features", "key", "layers", "parent", "states")
 
     def __init__(
         self,
@@ -31,6 +37,7 @@ class _Block:
     ) -> None:
         self.parent, self.key, self.layers, self.features = parent, key, layers, features
         self.children: dict[tuple[int, ...], _Block] = {}
+        self.states: list[list[Tensor]] | None = None
         held = [t for pair in layers for t in pair] + ([] if features is None else [features])
         self.bytes = sum(t.numel() * t.element_size() for t in held)
 
@@ -50,7 +57,11 @@ class PrefixCache:
         Returns its length, and the features [token, feature] that were kept with it, if any.
         """
         path = self._path(tokens)
-        count = BLOCK * len(path)
+        if cache.states:
+            path += self._ends(path[-1] if path else self.root, tokens[BLOCK * len(path) :])
+            while path and path[-1].states is None:
+                path.pop()
+        count = sum(len(block.key) for block in path)
         self.queries, self.hits = self.queries + len(tokens), self.hits + count
         if not path:
             return 0, None
@@ -58,16 +69,27 @@ class PrefixCache:
         for layer, (keys, values) in enumerate(cache.layers):
             keys[slot, :, :count] = torch.cat([block.layers[layer][0] for block in path], 1)
             values[slot, :, :count] = torch.cat([block.layers[layer][1] for block in path], 1)
-        cache.commit([slot], [range(count)])
+        cache.restore(slot, count, path[-1].states or ())
         features = [block.features for block in path if block.features is not None]
         return count, torch.cat(features) if features else None
 
     def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        """Remember the whole blocks of a slot, which holds `tokens`, and their features [token, feature]."""
+        """Remember the whole blocks of a slot, which holds `tokens`, and their features [token, feature].
+
+        With states, the rest of the tokens is a block as well, and the last block gets the states.
+        """
         path = self._path(tokens)
         at = path[-1] if path else self.root
-        for start in range(BLOCK * len(path), len(tokens) - BLOCK + 1, BLOCK):
-            end = start + BLOCK
+        stop = len(tokens) - (0 if cache.states else len(tokens) % BLOCK)
+        if (
+            cache.states
+            and (ends := self._ends(at, tokens[BLOCK * len(path) :]))
+            and len(ends[0].key) == len(tokens) % BLOCK
+        ):
+            path += ends
+            at = ends[0]
+        for start in range(sum(len(block.key) for block in path), stop, BLOCK):
+            end = min(start + BLOCK, stop)
             layers = [(k[slot, :, start:end].clone(), v[slot, :, start:end].clone()) for k, v in cache.layers]
             own = None if features is None else features[start:end].clone()
             block = _Block(at, tuple(tokens[start:end]), layers, own)
@@ -77,11 +99,20 @@ class PrefixCache:
             self.bytes += block.bytes
             path.append(block)
             at = block
+        if cache.states and path and sum(len(block.key) for block in path) == len(tokens) and at.states is None:
+            at.states = cache.snapshot(slot)
+            size = sum(t.numel() * t.element_size() for part in at.states for t in part)
+            at.bytes += size
+            self.bytes += size
         for block in reversed(path):
             self._used[block] = None
             self._used.move_to_end(block)
         while self.bytes > self.limit:
             self._drop(next(iter(self._used)))
+
+    def parting(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens earlier texts begin with, in whole blocks, whether their states were kept or not."""
+        return BLOCK * len(self._path(tokens))
 
     def clear(self) -> None:
         while self._used:
@@ -108,6 +139,11 @@ class PrefixCache:
         for block in reversed(path):
             self._used.move_to_end(block)
         return path
+
+    def _ends(self, at: _Block, rest: Sequence[int]) -> list[_Block]:
+        """The longest known end of a text that `rest` begins with after this block, if there is one."""
+        short = [b for key, b in at.children.items() if len(key) < BLOCK and tuple(rest[: len(key)]) == key]
+        return sorted(short, key=lambda block: len(block.key))[-1:]
 
     def _drop(self, block: _Block) -> None:
         """The least used block of all has no children: they would have been used less."""

@@ -1,5 +1,7 @@
 """The slot cache. A slot holds the keys and values of one sequence: its committed tokens, then the scratch of one step.
 
+Recurrent layers have a state in place of them (`outrider.models.states`).
+
 cells of a slot:  [0, length) committed | [length, length + nodes) scratch of this step | rest free
 
 A step writes its draft tree to the scratch. `commit` keeps one path of it. No step is rolled back.
@@ -7,13 +9,14 @@ A step writes its draft tree to the scratch. `commit` keeps one path of it. No s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.core.suggest import did_you_mean
 from outrider.kernels.vectors import packed_width
+from outrider.models.states import KEPT, LayerStates
 
 # How keys and values may be kept. None: as the model computes them, which is float32 on the CPU.
 KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -24,18 +27,26 @@ SCRATCH = 64
 
 
 class SlotCache:
-    """Keys and values of every layer.
+    """Keys and values of every layer, and the states of recurrent layers.
 
-    layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use. With another dtype
-    than "auto" the last dim is that of `outrider.kernels.vectors`.
+    layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use; a layer without
+    keys has no kv_head. With another dtype than "auto" the last dim is that of `outrider.kernels.vectors`.
+    states: of each recurrent layer, by a key that the model chooses. Empty without such layers.
     dtype: how keys and values are kept, a name of KV_CACHE_DTYPES.
     length: committed tokens of each slot. A committed token at position n is in cell n.
     max_length: tokens that a slot may commit. The scratch of a step comes on top.
     capacity: cells that each slot has now.
     """
 
-    def __init__(self, num_slots: int, max_length: int, dtype: str = "auto") -> None:
-        """Raises ValueError for fewer than one slot or cell, and for an unknown dtype."""
+    def __init__(
+        self,
+        num_slots: int,
+        max_length: int,
+        dtype: str = "auto",
+        starts: Mapping[Hashable, Sequence[Tensor]] | None = None,
+    ) -> None:
+        """starts: the state of each recurrent layer before the first token, as `LayerStates` takes it. Raises ValueError for
+        fewer than one slot or cell, and for an unknown dtype."""
         if num_slots < 1 or max_length < 1:
             raise ValueError(f"a cache needs at least one slot and one cell, got {num_slots=}, {max_length=}")
         check_kv_cache_dtype(dtype)
@@ -43,6 +54,7 @@ class SlotCache:
         self.length = [0] * num_slots
         self.capacity = min(max_length, _BLOCK)
         self.layers: list[tuple[Tensor, Tensor]] = []
+        self.states = {key: LayerStates(start, num_slots) for key, start in (starts or {}).items()}
 
     def layer(self, index: int, key: tuple[int, int], value: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
         """The tensors of a layer; made on first use from (kv_heads, head_dim) of keys and of values.
@@ -51,11 +63,14 @@ class SlotCache:
         """
         dtype = KV_CACHE_DTYPES[self.dtype] or like.dtype
         while len(self.layers) <= index:
+            nothing = like.new_zeros(self.num_slots, 0, self.capacity, 0, dtype=dtype)
+            self.layers.append((nothing, nothing))
+        if not self.layers[index][0].shape[1]:
             (h, d), (g, e) = key, value
             keys, values = (h, packed_width(d, dtype)), (g, packed_width(e, dtype))
-            self.layers.append(
-                tuple(like.new_zeros(self.num_slots, n, self.capacity, w, dtype=dtype) for n, w in (keys, values))  # pyright: ignore[reportArgumentType]
-            )
+            self.layers[index] = tuple(
+                like.new_zeros(self.num_slots, n, self.capacity, w, dtype=dtype) for n, w in (keys, values)
+            )  # pyright: ignore[reportArgumentType]
         return self.layers[index]
 
     def reserve(self, slots: Sequence[int], nodes: int) -> None:
@@ -82,6 +97,8 @@ class SlotCache:
                     f"{start + len(path)} tokens do not fit: this cache holds {self.max_length} per slot; raise "
                     "max_model_len or shorten the prompt"
                 )
+            for states in self.states.values():
+                states.commit(slot, path)
             first = next((i for i, node in enumerate(path) if i != node), len(path))  # nodes in place already
             if first < len(path):
                 for tensors in self.layers:
@@ -90,22 +107,53 @@ class SlotCache:
                         t[slot, :, start + first : start + len(path)] = t[slot, :, source]
             self.length[slot] = start + len(path)
 
-    def keep(self, slot: int, length: int) -> None:
+    def keep(self, slot: int, length: int) -> int:
         """Truncate a slot to its first `length` tokens. Only drafters call this, for their own cache.
 
+        Returns how many tokens the slot holds then. A state cannot be truncated, so a cache with states forgets them all.
         Raises ValueError if the slot holds fewer tokens.
         """
         if length > self.length[slot]:
             raise ValueError(f"slot {slot} holds {self.length[slot]} tokens and cannot keep {length}")
-        self.length[slot] = length
+        if self.states and length < self.length[slot]:
+            self.release(slot)
+        else:
+            self.length[slot] = length
+        return self.length[slot]
 
     def release(self, slot: int) -> None:
         """Forget the tokens of a slot."""
         self.length[slot] = 0
+        for states in self.states.values():
+            states.reset(slot)
+
+    def snapshot(self, slot: int) -> list[list[Tensor]]:
+        """A copy of the states after the committed tokens of a slot."""
+        return [states.snapshot(slot) for states in self.states.values()]
+
+    def restore(self, slot: int, length: int, snapshot: Sequence[Sequence[Tensor]]) -> None:
+        """Commit `length` tokens to an empty slot whose keys and values are in place. snapshot: the states after them."""
+        for states, old in zip(self.states.values(), snapshot, strict=True):
+            states.restore(slot, old)
+        self.length[slot] = length
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
+        """Taken now: keys, values and states."""
+        states = sum(s.bytes * self.num_slots + s.scratch_bytes for s in self.states.values())
+        return states + sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in one slot."""
+        return sum(t.numel() * t.element_size() for pair in self.layers for t in pair) // (
+            self.num_slots * self.capacity
+        )
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The most that the states of one slot take, however long its text: the committed ones and those of a step."""
+        return sum(states.bytes for states in self.states.values()) * (1 + KEPT)
 
 
 def check_kv_cache_dtype(given: str) -> None:

@@ -69,6 +69,11 @@ class Nodes:
         return torch.arange(-1, self.count - 1).repeat(len(self.slots), 1)
 
     @cached_property
+    def parent_lists(self) -> list[list[int]]:
+        """`tree` as lists."""
+        return self.tree.tolist()
+
+    @cached_property
     def _positions(self) -> Tensor:
         """int64 [batch, held + node]: token positions on the host. [1, node] + lengths for a chain."""
         level = torch.arange(self.count)[None] if self.parents is None else depth(self.tree)
@@ -140,7 +145,7 @@ class Nodes:
     def visible_cells(self) -> list[list[Tensor]]:
         """For each tree and each new node: the cells it attends to, by increasing position."""
         out = []
-        for start, parents in zip(self.lengths, self.tree.tolist(), strict=True):
+        for start, parents in zip(self.lengths, self.parent_lists, strict=True):
             paths: list[list[int]] = []
             for node, parent in enumerate(parents):
                 paths.append([*(paths[parent] if parent >= 0 else []), node])

@@ -79,6 +79,63 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_LINEAR: dict[str, Any] = {
+    **_BASE, "num_hidden_layers": 2, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+_MAMBA2: dict[str, Any] = {
+    **_BASE, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_d_conv": 4, "mamba_chunk_size": 8,
+}  # fmt: skip
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 20}
+
+# Models with recurrent layers.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_LINEAR, **_SHARED},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_LINEAR, **_SHARED},
+    "olmo_hybrid": _LINEAR,
+    "kimi_linear": {
+        **_BASE, **_DEEPSEEK, "layer_types": _LINEAR["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4,
+        "q_lora_rank": None, "num_experts": 4, "n_group": 1, "head_dim": None,
+    },
+    "granitemoehybrid": {**_MAMBA2, **_LOCAL, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 20},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64},
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "nemotron_h": {
+        **_BASE, "num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 8, "n_routed_experts": 4,
+        "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 20, "num_experts_per_tok": 2,
+        "moe_latent_size": None,
+    },
+    "zamba": {
+        **_BASE, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "layers_block_type": ["mamba", "hybrid"],
+        "attention_head_dim": 16, "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        **_BASE, "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 2, "layers_block_type": ["mamba", "hybrid"],
+        "attention_head_dim": 16, "num_mem_blocks": 1, "chunk_size": 8,
+    },
+    "jamba": {
+        **_BASE, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "mamba": {**_MAMBA, "time_step_rank": 4},
+    "falcon_mamba": {**_MAMBA, "time_step_rank": 4},
+    "mamba2": {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
+    "lfm2": {**_BASE, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {
+        **_BASE, "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20, "num_dense_layers": 1,
+    },
+    "recurrent_gemma": {**_BASE, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8},
+    "minimax": {**_BASE, **_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+}  # fmt: skip
+
 # Their attention is their own and goes through no hook: correct, and rounded otherwise in a batch than alone.
 NOT_BIT_EQUAL = {"xglm"}
 
@@ -89,11 +146,13 @@ _SEEDS = {"mistral": 1, "stablelm": 1, "mixtral": 1}  # 0 gives a near-tie somew
 def tiny(name: str, **changes: Any) -> PreTrainedModel:
     """A model of this architecture, float32, with weights large enough that its likeliest token stands out."""
     torch.manual_seed(_SEEDS.get(name, 0))
-    config = AutoConfig.for_model(name, **{**ARCHITECTURES[name], **changes})
+    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | RECURRENT)[name], **changes})
     # transformers' sdpa leaves out Gemma 2's soft-cap; its eager attention is the definition
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for where, parameter in model.named_parameters():
+            if where.endswith(("A_log", "dt_bias")):  # logarithms of decay rates, which would make states explode
+                continue
             parameter.add_(torch.randn(parameter.shape) * (0.25 if parameter.dim() > 1 else 0.1))
     if model.generation_config is not None:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0

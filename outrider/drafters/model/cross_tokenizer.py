@@ -179,7 +179,7 @@ class CrossTokenizerDrafter(ModelDrafter):
         same = min(alike(reading.held, ids, min(reading.sure, len(reading.held))), len(ids) - 1)
         length = self.cache.length[slot]
         if same < length:
-            self.cache.keep(slot, same)
+            same = self.cache.keep(slot, same)
         else:
             self.cache.commit([slot], [range(same - length)])
         reading.held, reading.sure = ids[:same], reading.spelling.sure

@@ -88,11 +88,33 @@ def _linear(
 
 
 def _matmul(mode: BatchInvariantOps, func: Callable[..., Any], x: Any, other: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(x, nn.Parameter) and x.dim() == 2 and isinstance(other, Tensor) and other.dim() == 3:
+        mode.needed += 1
+        return mode.packed(x, None)(other.transpose(1, 2)).transpose(1, 2)
     if not isinstance(other, Tensor) or other.dim() != 2 or other.shape[0] == 1 or args or kwargs or x.dim() < 2:
         return func(x, other, *args, **kwargs)
     mode.needed += 1
     flat = x.reshape(-1, x.shape[-1])
     return torch.cat([func(row, other) for row in flat.split(1)]).view(*x.shape[:-1], other.shape[1])
+
+
+def _conv1d(
+    mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """A depthwise convolution as a sum over the kernel, in the kernel's order."""
+    wide = {**dict(zip(("stride", "padding", "dilation", "groups"), args, strict=False)), **kwargs}
+    padding, groups = wide.pop("padding", 0), wide.pop("groups", 1)
+    depthwise = weight.shape[1] == 1 and groups == len(weight) and x.dim() == 3 and isinstance(padding, int | tuple)
+    if not depthwise or any(value not in (1, (1,)) for value in wide.values()):
+        return func(x, weight, bias, *args, **kwargs)
+    mode.needed += 1
+    sides = padding if isinstance(padding, int) else padding[0]
+    x = F.pad(x, (sides, sides))
+    kernel, length = weight.shape[-1], x.shape[-1] - weight.shape[-1] + 1
+    out = sum(x[..., k : k + length] * weight[:, :, k] for k in range(kernel))
+    assert isinstance(out, Tensor)
+    return out if bias is None else out + bias[:, None]
 
 
 def _sdpa(mode: BatchInvariantOps, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -111,5 +133,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.sum, Tensor.sum, torch.mean, Tensor.mean), _reduce),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
     F.linear: _linear,
+    **dict.fromkeys((F.conv1d, torch.conv1d), _conv1d),
     F.scaled_dot_product_attention: _sdpa,
 }  # fmt: skip

@@ -37,6 +37,7 @@ from outrider.models.hf.hooks import (
 )
 from outrider.models.hf.layer_subset import HFLayerSubset
 from outrider.models.hf.linear import PackedLinear, pack_linears_
+from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.hf.taps import LayerStack, recorded
 from outrider.models.matrix import dense, give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
@@ -83,7 +84,7 @@ class HFModel(BaseModel):
             _keep_head_(self.model, check_head_ids(head_ids, self.vocab_size))
         self.device = next(self.model.parameters()).device
         if self.device.type == "cpu":
-            routers = {n: m for n, m in self.model.named_modules() if _more_than_linear(m)}
+            routers = {n: m for n, m in self.model.named_modules() if _more_than_linear(m) or n.endswith(".dt_proj")}
             pack_linears_(self.model, weights)
             for name, module in routers.items():
                 self.model.set_submodule(name, module)
@@ -93,11 +94,14 @@ class HFModel(BaseModel):
         self.max_length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
         self.num_layers: int = text.num_hidden_layers
         self.stack = LayerStack(self.model, self.num_layers)
-        self._keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        parameters = inspect.signature(self.model.forward).parameters
+        self._keeps = "logits_to_keep" in parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._call = ForwardState()
         self._attention_modules = [m for m in self.model.modules() if hasattr(m, "layer_idx") or hasattr(m, "_attn")]
         for module in self._attention_modules:
             module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
+        self.recurrences = Recurrences(self.model, self._call, self._context)
         self._ropes = [m for m in self.model.modules() if getattr(m, "rope_type", None) in ("longrope", "dynamic")]
         self._long: bool | None = None
         dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
@@ -119,7 +123,7 @@ class HFModel(BaseModel):
         return self._route is AttentionRoute.MASK
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, max_length, self.kv_cache_dtype)
+        return SlotCache(num_slots, max_length, self.kv_cache_dtype, self.recurrences.starts)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
@@ -133,13 +137,11 @@ class HFModel(BaseModel):
         self._scale_ropes(nodes.cache.max_length)
         self._call.nodes = nodes
         if self._route is not AttentionRoute.INTERFACE:
-            arguments |= {"attention_mask": self._mask(nodes), "past_key_values": self._view()}
+            arguments["attention_mask"] = self._mask(nodes)
+        if self._route is not AttentionRoute.INTERFACE or self.recurrences.layers:
+            arguments[self._cache_name] = self._view()
         try:
-            with (
-                self._stable if self._careful else nullcontext(),
-                native.one_torch_thread(self.device),
-                recorded(self.stack, taps) as hidden,
-            ):
+            with self._context(), recorded(self.stack, taps) as hidden:
                 out = self.model(
                     input_ids=nodes.tokens,
                     position_ids=nodes.positions,
@@ -160,6 +162,12 @@ class HFModel(BaseModel):
         if taps:
             features = torch.cat([out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps], dim=-1)
         return Output(logits, features)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """The arithmetic of a forward."""
+        with self._stable if self._careful else nullcontext(), native.one_torch_thread(self.device):
+            yield
 
     def layer_subset(self, layers: Sequence[int]) -> HFLayerSubset:
         return HFLayerSubset(self, layers)
@@ -189,7 +197,10 @@ class HFModel(BaseModel):
         return head(hidden.to(self._stand_in.dtype)).float()
 
     def _view(self) -> CacheView:
-        return CacheView(self._call, gathered=self._route is AttentionRoute.MASK)
+        gathered, passive = self._route is AttentionRoute.MASK, self._route is AttentionRoute.INTERFACE
+        if self.recurrences.layers:
+            return StateView(self._call, self.recurrences, gathered=gathered, passive=passive)
+        return CacheView(self._call, gathered)
 
     def _mask(self, nodes: Nodes) -> Tensor:
         """float [batch, 1, node, cell], which a model adds to its scores. A stand-in if our attention runs."""
@@ -240,14 +251,19 @@ class HFModel(BaseModel):
         a, b, c, _, d, _ = ids = [n % self.vocab_size for n in (1, 2, 3, 4, 5, 6)]
         try:
             with self._by_itself() as model:
-                own = model(input_ids=torch.tensor([[a, b, c, d]], device=self.device)).logits[0].float()
+                options = {"use_cache": True} if self.recurrences.layers else {}
+                out = model(input_ids=torch.tensor([[a, b, c, d]], device=self.device), **options)
+                own, kept = out.logits[0].float(), getattr(out, self._cache_name, None)
         except Exception as error:
             raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
+        self.recurrences.learn(kept)
         trouble: Exception | None = None
-        for route in self._routes():
+        for route, by_node in self._routes():
             self._install(route)
+            self.recurrences.by_node = by_node
             self._stable.needed = 0
             self._call.attended.clear()
+            self.recurrences.scanned.clear()
             try:
                 equal = self._check(ids, own)
             except UnsupportedModel:
@@ -255,7 +271,7 @@ class HFModel(BaseModel):
             except Exception as error:  # a model's code may raise anything for arguments that it does not know
                 trouble = trouble or error
                 continue
-            if len(self._call.attended) == self.num_layers:
+            if self._call.attended | self.recurrences.scanned >= self._reading(kept):
                 break
         else:
             raise UnsupportedModel(
@@ -267,7 +283,21 @@ class HFModel(BaseModel):
                 config._attn_implementation = NAME
         return equal and self.device.type == "cpu" and self._route is not AttentionRoute.MASK
 
-    def _routes(self) -> Iterator[AttentionRoute]:
+    def _reading(self, kept: Any) -> set[int]:
+        """The layers that read earlier tokens. kept: the model's own cache after a forward."""
+        if not self.recurrences.layers:
+            return set(range(self.num_layers))
+        layers = enumerate(getattr(kept, "layers", []))
+        keys = {i for i, layer in layers if getattr(layer, "keys", None) is not None and layer.keys.numel()}
+        return keys | set(self.recurrences.layers)
+
+    def _routes(self) -> Iterator[tuple[AttentionRoute, bool]]:
+        """Ways to run the model, the best first; and whether recurrent layers go node by node."""
+        for by_node in (False, True) if self.recurrences.layers else (False,):
+            for route in self._attention_routes():
+                yield route, by_node
+
+    def _attention_routes(self) -> Iterator[AttentionRoute]:
         text = self.model.config.get_text_config()
         yield AttentionRoute.INTERFACE
         if any(hasattr(type(m), "_attn") for m in self._attention_modules):
@@ -342,7 +372,13 @@ def refuse(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
     text = config.get_text_config()
     odd = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
-    if odd or getattr(model, "_is_stateful", False):
+    recurrent = [module for module in model.modules() if stores_state(module)]
+    if any(attends(module) for module in recurrent):
+        raise UnsupportedModel(
+            f"{name} keeps a state within its attention, which cannot be committed node by node; use another model"
+        )
+    known = not any("_attention" in kind and kind != "linear_attention" for kind in odd)
+    if not (recurrent and known) and (odd or getattr(model, "_is_stateful", False)):
         what = " and ".join(odd) or "a recurrent state"
         raise UnsupportedModel(
             f"{name} has {what}, which cannot be committed node by node; use a model whose layers are all attention"

@@ -10,16 +10,15 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, NOT_BIT_EQUAL, VOCAB, prompts, tiny
 from helpers import decoder, request
+from row_checks import NEW, Guided, assert_rows_do_not_depend_on_their_neighbours, one_at_a_time, outputs
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from outrider.core.tree import tree
-from outrider.core.types import Budget, Draft
-from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.core.types import Budget
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.kernels import cpu as native
 from outrider.kernels.vectors import pack_vectors, unpack_vectors
 from outrider.models.attention import attend, attend_masked, attend_reference, write
-from outrider.models.base import EMBEDDING, FINAL_NORM, LanguageModel
+from outrider.models.base import EMBEDDING, FINAL_NORM
 from outrider.models.cache import KV_CACHE_DTYPES
 from outrider.models.hf import hooks
 from outrider.models.hf.model import HFModel, UnsupportedModel
@@ -27,9 +26,6 @@ from outrider.models.hf.taps import LayerStack
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
 from outrider.params import SamplingParams
-
-NEW = 10  # tokens written
-TEXT = 20  # tokens of the text that is cut in every way
 
 
 @dataclass(eq=False)
@@ -54,32 +50,6 @@ def greedy(raw: PreTrainedModel, prompt: list[int]) -> list[int]:
     best = torch.stack(out.logits)[:, 0].float().topk(2).values
     assert float((best[:, 0] - best[:, 1]).min()) > 1e-3, "a near-tie: choose another seed for this architecture"
     return out.sequences[0].tolist()
-
-
-class Guided(BaseDrafter):
-    """Trees with the known continuation among decoys, wrong from some depth on: what is accepted lies out of order."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        self.texts = texts
-
-    def propose(self, batch: DraftContext) -> Draft:
-        rows = []
-        for tokens, budget in zip(batch.tokens, batch.budgets, strict=True):
-            text = next(t for t in self.texts if t[: len(tokens)] == tokens)
-            nodes, parent = [(tokens[-1], -1)], 0
-            for level, right in enumerate(text[len(tokens) :][: budget.depth]):
-                wrong = level == 1 + len(tokens) % 3
-                drafted = [(right + 1) % VOCAB, (right + 7) % VOCAB if wrong else right, (right + 2) % VOCAB]
-                nodes += [(g, parent) for g in drafted]
-                parent = len(nodes) - 2
-            rows.append(nodes)
-        return Draft(*tree(rows))
-
-
-def outputs(model: LanguageModel, texts: list[list[int]], drafter: BaseDrafter | None = None) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    run = decoder(model, drafter, rows=len(texts), budget=Budget(4, 3, 12), end_ids=())
-    return [row.tokens for row in run.generate([request(t[:-NEW], params) for t in texts])]
 
 
 def test_greedy_tokens_are_those_of_transformers(subject: Subject) -> None:
@@ -113,51 +83,6 @@ def test_greedy_tokens_with_trees(subject: Subject) -> None:
     rows = run.generate([request(t[:-NEW], params) for t in subject.texts])
     assert [row.tokens for row in rows] == subject.texts
     assert max(row.steps for row in rows) < NEW / 2, "the trees were meant to be right now and then"
-
-
-def one_at_a_time(model: LanguageModel, text: list[int]) -> torch.Tensor:
-    """[token, vocab]: the definition of what every row must be."""
-    cache = model.new_cache(1, 64)
-    out = []
-    for token in text:
-        out.append(model.forward(Nodes(torch.tensor([[token]]), cache, [0])).logits[0, 0])
-        cache.commit([0], [[0]])
-    return torch.stack(out)
-
-
-def assert_rows_do_not_depend_on_their_neighbours(model: LanguageModel) -> None:
-    text, other = prompts(TEXT, TEXT + 16)
-    alone, beside = one_at_a_time(model, text), one_at_a_time(model, other)
-
-    for chunks in ([TEXT], [1, 16, 3], [7, 2, 11]):  # prefill, cut anyhow
-        cache, at = model.new_cache(1, 64), 0
-        for n in chunks:
-            logits = model.forward(Nodes(torch.tensor([text[at : at + n]]), cache, [0])).logits[0]
-            assert torch.equal(logits, alone[at : at + n]), f"prefill in chunks of {chunks}, from {at}"
-            cache.commit([0], [range(n)])
-            at += n
-
-    # A tree whose path is text[9:14], beside a long chain and a lone root, in rows out of order.
-    cache = model.new_cache(4, 64)
-    for row, tokens in ((2, text[:9]), (0, other[:3]), (3, other[:17])):
-        model.forward(Nodes(torch.tensor([tokens]), cache, [row]), want="none")
-        cache.commit([row], [range(len(tokens))])
-    nodes, path = [(text[9], -1)], [0]
-    for token in text[10:14]:
-        nodes += [((token + i) % VOCAB, path[-1]) for i in (1, 0, 2)]
-        path.append(len(nodes) - 2)
-    long = [(token, i - 1) for i, token in enumerate(other[3:])]
-    tokens, parents = tree([nodes, long, [(other[17], -1)]])
-    logits = model.forward(Nodes(tokens, cache, [2, 0, 3], parents)).logits
-    assert torch.equal(logits[0, path], alone[9:14]), "a tree"
-    assert torch.equal(logits[1, : len(long)], beside[3:]), "a chain beside it"
-    assert torch.equal(logits[2, 0], beside[17]), "a root beside it"
-    last = model.forward(Nodes(tokens, cache, [2, 0, 3], parents), want="last").logits[:, 0]
-    assert torch.equal(last, torch.stack([logits[0, len(nodes) - 1], beside[-1], beside[17]])), "the last of each row"
-
-    cache.commit([2], [path])
-    logits = model.forward(Nodes(torch.tensor([text[14:]]), cache, [2])).logits[0]
-    assert torch.equal(logits, alone[14:]), "after the path was committed"
 
 
 def test_rows_do_not_depend_on_their_neighbours(subject: Subject) -> None:
@@ -372,12 +297,10 @@ def test_refusals_say_why() -> None:
     heads = {"num_key_value_heads": 2, "intermediate_size": 44}
     t5 = {"d_model": 32, "d_ff": 44, "num_layers": 1, "num_heads": 4, "d_kv": 8}
     assert "encoder-decoder" in _refused("t5", AutoModelForSeq2SeqLM, **t5)
-    assert "node by node" in _refused("mamba")
-    jamba = {"num_experts": 2, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, **heads}
-    assert "node by node" in _refused("jamba", use_mamba_kernels=False, **jamba)
-    qwen = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "head_dim": 8}
-    assert "linear_attention" in _refused("qwen3_next", **qwen, **heads)
-    assert "node by node" in _refused("recurrent_gemma", lru_width=32, num_hidden_layers=3, **heads)
+    assert "node by node" in _refused("rwkv", attention_hidden_size=32)
+    assert "node by node" in _refused("xlstm", num_heads=4)
+    assert "node by node" in _refused("zaya", **heads)
+    assert "heavily_compressed_attention" in _refused("deepseek_v4", **heads)
     assert "ALiBi" in _refused("bloom")
     assert "ALiBi" in _refused("mpt", d_model=32, n_heads=4, n_layers=1)
     assert "ALiBi" in _refused("falcon", alibi=True)

@@ -1,0 +1,273 @@
+"""Models with recurrent layers: the state of a slot is that of its committed tokens, whatever was drafted, and where."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+from architectures import RECURRENT, VOCAB, prompts, tiny
+from helpers import decoder, path_to, plain_texts, request
+from row_checks import Guided, assert_rows_do_not_depend_on_their_neighbours, outputs
+from transformers import PreTrainedModel
+
+from outrider.core.tree import tree
+from outrider.core.types import PADDING, Budget
+from outrider.drafters.base import BaseDrafter
+from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.self_speculation import LayerSkipDrafter
+from outrider.drafters.stubs import Wrong
+from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.scheduler import HEADROOM, Scheduler
+from outrider.models import states
+from outrider.models.base import BaseModel, LanguageModel, Output, Want
+from outrider.models.cache import SlotCache
+from outrider.models.hf import recurrent
+from outrider.models.hf.model import HFModel
+from outrider.models.nodes import Nodes
+from outrider.models.states import KEPT, LayerStates
+from outrider.params import SamplingParams
+
+# One of each kind: linear attention, Mamba 2 beside attention in one layer, Mamba alone, convolutions.
+KINDS = ["qwen3_5_text", "falcon_h1", "mamba", "lfm2"]
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in RECURRENT if name not in KINDS]
+
+
+@cache
+def model_of(name: str) -> tuple[PreTrainedModel, HFModel]:
+    raw = tiny(name)
+    return raw, HFModel(raw)
+
+
+class Recomputed(BaseModel):
+    """A model by transformers' own forward over the whole text of each node. Its cache has the tokens only."""
+
+    def __init__(self, raw: PreTrainedModel) -> None:
+        self.raw, self.vocab_size, self.max_length = raw, VOCAB, 4096
+        self.device, self.batch_invariant = torch.device("cpu"), True
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, max_length)
+
+    @torch.inference_mode()
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
+        nodes.cache.reserve(nodes.slots, nodes.total)
+        stored, _ = nodes.cache.layer(0, (1, 1), (1, 1), torch.zeros(1))
+        for b, (slot, length) in enumerate(zip(nodes.slots, nodes.lengths, strict=True)):
+            stored[slot, 0, length : length + nodes.total, 0] = nodes.tokens[b].float()
+        if want == "none":
+            return Output(torch.zeros(len(nodes.slots), 0, VOCAB), None)
+        assert nodes.tokens.shape == (1, 1)
+        text = stored[nodes.slots[0], 0, : nodes.lengths[0] + 1, 0].long()
+        return Output(self.raw(text[None]).logits[:, -1:].float(), None)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+def test_tokens_are_those_of_transformers(name: str) -> None:
+    raw, model = model_of(name)
+    assert model.batch_invariant
+    options = {"do_sample": False, "max_new_tokens": 24}
+    texts = [raw.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts(3, 13)]
+    assert outputs(model, texts, None, 24) == texts
+    assert outputs(model, texts, Guided(texts), 24) == texts
+
+
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+def test_sampled_tokens_are_those_of_transformers_logits(name: str) -> None:
+    raw, model = model_of(name)
+    requests = [request(p, SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True), 3) for p in prompts(4, 11)]
+    expected = plain_texts(Recomputed(raw), requests, end_ids=())
+    assert plain_texts(model, requests, end_ids=()) == expected
+    texts = [r.prompt + text for r, text in zip(requests, expected, strict=True)]
+    run = decoder(model, Guided(texts), rows=2, budget=Budget(4, 3, 12), end_ids=())
+    assert [r.output for r in run.generate(requests)] == expected
+
+
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
+    assert_rows_do_not_depend_on_their_neighbours(model_of(name)[1])
+
+
+def committed(model: LanguageModel, tokens: list[int]) -> list[torch.Tensor]:
+    """The definition: the states after reading a text token by token."""
+    cache = model.new_cache(1, 256)
+    for token in tokens:
+        model.forward(Nodes(torch.tensor([[token]]), cache, [0]), want="none")
+        cache.commit([0], [[0]])
+    return [t for part in cache.snapshot(0) for t in part]
+
+
+def check_histories(model: LanguageModel, rounds: int, seed: int = 0) -> None:
+    """Random trees in random slots, grown in one or two forwards, and random paths of them committed; now and then a slot is
+    freed, or moved through the prefix cache. Then every state must be that of its tokens."""
+    draw, rows = random.Random(seed), 3
+    cache, prefixes = model.new_cache(rows, 256), PrefixCache(1 << 26)
+    texts: list[list[int]] = [[] for _ in range(rows)]
+    for _ in range(rounds):
+        slots = draw.sample(range(rows), draw.randint(1, rows))
+        trees = []
+        for _ in slots:
+            count, chain = draw.choice([1, 2, 5, 9, 20]), draw.random() < 0.4
+            trees.append(
+                [(draw.randrange(VOCAB), i - 1 if chain else draw.randrange(-1 + (i > 0), i)) for i in range(count)]
+            )
+        tokens, parents = tree(trees)
+        cut = draw.randint(1, tokens.shape[1])
+        model.forward(Nodes(tokens[:, :cut], cache, slots, parents[:, :cut]), want="none")
+        if cut < tokens.shape[1]:
+            model.forward(Nodes(tokens[:, cut:], cache, slots, parents), want="none")
+        last = [max(draw.randrange(-1, len(t)) for _ in range(2)) for t in trees]
+        paths = [path_to([p for _, p in t], node) if node >= 0 else [] for t, node in zip(trees, last, strict=True)]
+        cache.commit(slots, paths)
+        for slot, t, path in zip(slots, trees, paths, strict=True):
+            texts[slot] += [t[node][0] for node in path]
+        slot = draw.randrange(rows)
+        if draw.random() < 0.3:
+            prefixes.keep(cache, slot, texts[slot])
+            cache.release(slot)
+            found, _ = prefixes.fetch(cache, slot, texts[slot])
+            assert found == len(texts[slot])
+        elif draw.random() < 0.05:
+            cache.release(slot)
+            texts[slot] = []
+    assert max(map(len, texts)) > 16
+    for slot, text in enumerate(texts):
+        assert cache.length[slot] == len(text)
+        if text:
+            found = [t for part in cache.snapshot(slot) for t in part]
+            assert all(torch.equal(a, b) for a, b in zip(found, committed(model, text), strict=True)), f"slot {slot}"
+
+
+@pytest.mark.parametrize("kept", [1, KEPT])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+def test_after_any_history_the_state_is_that_of_the_tokens(
+    name: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "KEPT", kept)
+    check_histories(model_of(name)[1], 10)
+
+
+def _last_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of the last node is kept, not that of the accepted one."""
+
+    def commit(self: LayerStates, slot: int, path: list[int]) -> None:
+        if len(path):
+            scratch = self._scratch[slot]
+            last = max(n for n, parent in enumerate(scratch.parents) if parent != PADDING)
+            for old, new in zip(self.committed, self.after(slot, last), strict=True):
+                old[slot] = new[0]
+            del self._scratch[slot]
+
+    monkeypatch.setattr(LayerStates, "commit", commit)
+
+
+def _shared_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = LayerStates.after
+    monkeypatch.setattr(LayerStates, "after", lambda self, slot, node: after(self, slot if node >= 0 else 0, node))
+
+
+def _no_states_in_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restore(self: SlotCache, slot: int, length: int, _: object) -> None:
+        self.length[slot] = length
+
+    monkeypatch.setattr(SlotCache, "restore", restore)
+
+
+def _changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node changes the state of its parent, so siblings see each other."""
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+
+
+@pytest.mark.parametrize("fault", [_last_node, _shared_rows, _no_states_in_prefixes, _changed_in_place])
+def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("falcon_h1")[1]
+    with monkeypatch.context() as planted, pytest.raises(AssertionError, match="slot"):
+        fault(planted)
+        check_histories(model, 10)
+
+
+def test_a_window_that_is_one_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(state: states.State, read: list[torch.Tensor]) -> tuple[states.State, torch.Tensor]:
+        window = torch.cat([state[0][..., 1:], read[0]], dim=-1)
+        return (window,), state[0]
+
+    monkeypatch.setattr(recurrent, "_shift", late)
+    model = HFModel(tiny("lfm2"))
+    assert model.recurrences.by_node, "the first forward compares, and takes the slow way"
+    assert_rows_do_not_depend_on_their_neighbours(model)
+    assert not model_of("lfm2")[1].recurrences.by_node
+
+
+def test_a_path_that_is_none_cannot_be_committed() -> None:
+    model = model_of("lfm2")[1]
+    cache = model.new_cache(1, 64)
+    tokens, parents = tree([[(5, -1), (6, 0), (7, 0), (8, 2)]])
+    model.forward(Nodes(tokens, cache, [0], parents), want="none")
+    with pytest.raises(ValueError, match="no path"):
+        cache.commit([0], [[0, 1, 3]])
+    with pytest.raises(RuntimeError, match="no forward"):
+        cache.commit([0], [[0, 4]])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_drafters_that_are_always_right_or_always_wrong(name: str) -> None:
+    """The right one is the same model as a draft model: a recurrent model drafts, too."""
+    model = model_of(name)[1]
+    requests = [request(p, SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True), 5) for p in prompts(2, 9)]
+    expected = plain_texts(model, requests, end_ids=())
+    drafters: list[BaseDrafter] = [ModelDrafter(model, 2, 128), Wrong(1)]
+    for drafter, budget, steps in zip(drafters, (Budget(4), Budget(4)), (4, 20), strict=True):
+        run = decoder(model, drafter, rows=2, budget=budget, end_ids=()).generate(requests)
+        assert [r.output for r in run] == expected
+        assert max(r.steps for r in run) == steps or steps == 20
+    run = decoder(model, ModelDrafter(model, 2, 128), rows=2, budget=Budget(4, 3, 12), end_ids=()).generate(requests)
+    assert [r.output for r in run] == expected
+
+
+@contextmanager
+def chunks_of(run: Scheduler, size: int) -> Iterator[Scheduler]:
+    run.decoder.chunk = run._chunk = run._chunk_alone = size
+    yield run
+
+
+def test_prefixes_chunks_and_preemption() -> None:
+    """A prefix is found again where its state was kept: at the end of a text, and where two prompts were seen to part."""
+    model = model_of("qwen3_5_text")[1]
+    start, params = prompts(70)[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = [request([*start, 5 + n, 6], params) for n in range(3)]
+    expected = plain_texts(model, requests, end_ids=())
+    requests.append(request([*requests[0].prompt, *expected[0], 7], params))  # the next turn
+    expected += plain_texts(model, requests[3:], end_ids=())
+    prefixes = PrefixCache(1 << 26)
+    one = decoder(model, ModelDrafter(model, 1, 256), rows=1, end_ids=(), prefixes=prefixes)
+    with chunks_of(Scheduler(one, prefixes=prefixes, raises=True), 24) as scheduler:
+        run = [scheduler.generate([r])[0] for r in requests]
+    assert [r.output for r in run] == expected
+    assert [r.cached for r in run] == [0, 48, 64, 83]
+    assert not prefixes.check()
+    two = decoder(model, ModelDrafter(model, 4, 256), rows=4, end_ids=())
+    run = Scheduler(two, kv_limit=72 * 2 + 2 * HEADROOM + 4, raises=True).generate(requests)
+    assert [r.output for r in run] == expected
+    assert sum(r.preemptions for r in run) > 0
+
+
+def test_memory_is_bounded() -> None:
+    model = model_of("qwen3_5_text")[1]
+    cache = model.new_cache(2, 256)
+    for count in (200, 40):
+        model.forward(Nodes(torch.randint(0, VOCAB, (2, count)), cache, [0, 1]), want="none")
+        states = cache.bytes - cache.bytes_per_token * 2 * cache.capacity
+        assert 2 * cache.bytes_per_slot == states
+        cache.commit([0, 1], [range(count)] * 2)
+        assert (1 + KEPT) * (cache.bytes - cache.bytes_per_token * 2 * cache.capacity) == states
+
+
+def test_layers_can_be_skipped() -> None:
+    model = model_of("qwen3_5_text")[1]
+    requests = [request(p, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)) for p in prompts(2, 9)]
+    for layers in ([0], [1]):
+        run = decoder(model, LayerSkipDrafter(model, layers), rows=2, end_ids=()).generate(requests)
+        assert [r.output for r in run] == plain_texts(model, requests, end_ids=())
