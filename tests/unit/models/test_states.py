@@ -20,8 +20,9 @@ from outrider.drafters.base import BaseDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.self_speculation import LayerSkipDrafter
 from outrider.drafters.stubs import Wrong
+from outrider.engine.policy import HEADROOM
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.scheduler import HEADROOM, Scheduler
+from outrider.engine.scheduler import Scheduler
 from outrider.models import states
 from outrider.models.base import BaseModel, LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
@@ -33,7 +34,11 @@ from outrider.params import SamplingParams
 
 # One of each kind: linear attention, Mamba 2 beside attention in one layer, Mamba alone, convolutions.
 KINDS = ["qwen3_5_text", "falcon_h1", "mamba", "lfm2"]
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in RECURRENT if name not in KINDS]
+
+
+def families(*short: str) -> list[object]:
+    """All families, of which the ordinary tests run these."""
+    return [*short, *(pytest.param(name, marks=pytest.mark.long) for name in RECURRENT if name not in short)]
 
 
 @cache
@@ -65,17 +70,17 @@ class Recomputed(BaseModel):
         return Output(self.raw(text[None]).logits[:, -1:].float(), None)
 
 
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+@pytest.mark.parametrize("name", families(*KINDS))
 def test_tokens_are_those_of_transformers(name: str) -> None:
     raw, model = model_of(name)
     assert model.batch_invariant
-    options = {"do_sample": False, "max_new_tokens": 24}
+    options = {"do_sample": False, "max_new_tokens": 12}
     texts = [raw.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts(3, 13)]
-    assert outputs(model, texts, None, 24) == texts
-    assert outputs(model, texts, Guided(texts), 24) == texts
+    assert outputs(model, texts, None, 12) == texts
+    assert outputs(model, texts, Guided(texts), 12) == texts
 
 
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+@pytest.mark.parametrize("name", families("falcon_h1"))
 def test_sampled_tokens_are_those_of_transformers_logits(name: str) -> None:
     raw, model = model_of(name)
     requests = [request(p, SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True), 3) for p in prompts(4, 11)]
@@ -86,7 +91,7 @@ def test_sampled_tokens_are_those_of_transformers_logits(name: str) -> None:
     assert [r.output for r in run.generate(requests)] == expected
 
 
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+@pytest.mark.parametrize("name", families("qwen3_5_text", "lfm2"))
 def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
     assert_rows_do_not_depend_on_their_neighbours(model_of(name)[1])
 
@@ -142,7 +147,7 @@ def check_histories(model: LanguageModel, rounds: int, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, KEPT])
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+@pytest.mark.parametrize("name", families("falcon_h1"))
 def test_after_any_history_the_state_is_that_of_the_tokens(
     name: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +217,7 @@ def test_a_path_that_is_none_cannot_be_committed() -> None:
         cache.commit([0], [[0, 4]])
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", families("mamba"))
 def test_drafters_that_are_always_right_or_always_wrong(name: str) -> None:
     """The right one is the same model as a draft model: a recurrent model drafts, too."""
     model = model_of(name)[1]
