@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from outrider.cli.options import Debug, option, parse_speculative_config
 from outrider.cli.serve import AddressOptions, EngineOptions, ServedModelOptions
@@ -103,7 +104,7 @@ def deploy(
             raise ValueError(
                 f"replicas need Ray Serve ({error.name} is missing); pip install 'outrider[ray]'"
             ) from None
-        options = DeployOptions(
+        given: dict[str, Any] = dict(
             model=model,
             speculative_config=config,
             api_key=listen.api_key,
@@ -115,6 +116,13 @@ def deploy(
             **asdict(limits),
             **asdict(replicas),
         )
+        try:
+            options = DeployOptions(**given)
+        except ValidationError as error:
+            found = [
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": Value error, ") for e in error.errors()
+            ]
+            raise ValueError("; ".join(found)) from None
         if write_config is not None:
             from outrider.ray.config import serve_config
 
