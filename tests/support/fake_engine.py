@@ -39,7 +39,7 @@ def main() -> None:
         sys.exit("no memory for this setting")
     if bad == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        child = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.PIPE, start_new_session=False)
+        child = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.PIPE, process_group=0)
         assert child.stdout is not None
         child.stdout.readline()
         print(f"child {child.pid}", flush=True)

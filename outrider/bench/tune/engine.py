@@ -227,14 +227,14 @@ class EngineSearch:
             chat = not isinstance(self.prompts[0].content, str)
             warm = Prompt("warm-up", "", [{"role": "user", "content": _WARM}] if chat else _WARM)
             remote.warm(setting, [warm])
-            before, start = _counters(server.url), perf_counter()
+            before, start = engine_counters(server.url), perf_counter()
             for turn, together in enumerate(groups(self.prompts, self.concurrency)):
                 trial.samples += remote.answer(setting, together, 0, turn)
                 yield f"{trial.name}: {trial.speed:.0f} tokens/s, {len(trial.samples)} of {len(self.prompts)} texts"
                 if server.ended:
                     break
             self.measured += perf_counter() - start
-            self._count(trial, before, _counters(server.url), remote)
+            self._count(trial, before, engine_counters(server.url), remote)
             if trial.drafted and trial.name in (PLAIN, AGAIN):
                 self.notes[
                     f"{self.engine} drafts tokens in plain decoding too, so the gains are not those of speculation; "
@@ -291,8 +291,8 @@ def _given_port(words: Sequence[str]) -> int | None:
     return None
 
 
-def _counters(url: str) -> dict[str, float]:
-    """Sums of the engine's counters of draft tokens, by name; empty if it tells none."""
+def engine_counters(url: str) -> dict[str, float]:
+    """Sums of an engine's counters on `/metrics`: drafts, draft_tokens and accepted_tokens; empty if it tells none."""
     try:
         text = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False).text
     except httpx.HTTPError:
