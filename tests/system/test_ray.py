@@ -21,6 +21,7 @@ serve = pytest.importorskip("ray.serve")
 from outrider.ray import cluster  # noqa: E402
 from outrider.ray.options import DeployOptions  # noqa: E402
 
+pytestmark = pytest.mark.long  # a cluster takes a minute to start
 TOKENS = 16
 OPTIONS: dict[str, Any] = {"model": "builtin:code", "speculative_config": PAIR, "max_num_seqs": 4, "cpus": 0.5}
 OPTIONS |= {"engines": "test-engines"}
@@ -133,7 +134,6 @@ def test_texts_survive_a_replica_that_is_killed(url: str) -> None:
     assert error.json()["error"]["param"] == "temperature"
 
 
-@pytest.mark.long
 def test_500_requests_a_kill_and_a_rolling_update(url: str) -> None:
     asked, updates = Asked(500), list[threading.Thread]()
 
@@ -152,7 +152,6 @@ def test_500_requests_a_kill_and_a_rolling_update(url: str) -> None:
     assert model["speculative"]["method"] == "suffix"
 
 
-@pytest.mark.long
 def test_the_number_of_replicas_follows_the_load(url: str) -> None:
     moving = DeployOptions(
         **OPTIONS, min_replicas=1, max_replicas=2, target_requests=2, upscale_delay=1, downscale_delay=3
@@ -167,7 +166,6 @@ def test_the_number_of_replicas_follows_the_load(url: str) -> None:
     assert Asked(6).wrong(url, 3) == []
 
 
-@pytest.mark.long
 def test_what_never_becomes_healthy_is_said(url: str) -> None:
     """A worker without the model, and replicas for which the cluster has no room."""
     for change, timeout, error, says in (
