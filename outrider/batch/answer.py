@@ -16,11 +16,17 @@ from outrider.engine import Engine
 from outrider.llm import LLM
 from outrider.serve.errors import Refused, invalid_body
 from outrider.serve.protocol import ChatRequest, CompletionRequest
+from outrider.serve.responses_request import ResponsesRequest
+from outrider.serve.responses_writer import ResponsesWriter
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings, served_name
 from outrider.serve.templates import set_chat_template
 
-_BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+_BODIES = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+}
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,7 @@ class BatchAnswerer:
 
     async def _answer(self, request: BatchRequest) -> dict[str, Any]:
         try:
-            body = self._body(request)
-            pending = await self.service.accept(body, request.key, "batch")
-            status, answer = 200, await pending.whole()
+            status, answer = 200, await self._whole(self._body(request), request.key)
         except Refused as refused:
             if self.service.engine.problem is not None or not self.service.engine.alive:
                 raise RuntimeError(
@@ -128,7 +132,20 @@ class BatchAnswerer:
             "error": None,
         }
 
-    def _body(self, request: BatchRequest) -> ChatRequest | CompletionRequest:
+    async def _whole(self, body: ChatRequest | CompletionRequest | ResponsesRequest, name: str) -> dict[str, Any]:
+        service = self.service
+        if not isinstance(body, ResponsesRequest):
+            return await (await service.accept(body, name, "batch")).whole()
+        if body.previous_response_id is not None:
+            raise Refused(
+                "the lines of a batch do not follow each other; send the whole conversation as input",
+                param="previous_response_id",
+            )
+        chat = body.chat([])
+        writer = ResponsesWriter(f"resp_{name}", service.settings.model_name, body, chat)
+        return writer.whole(await (await service.accept(chat, name, "batch")).whole())
+
+    def _body(self, request: BatchRequest) -> ChatRequest | CompletionRequest | ResponsesRequest:
         try:
             body = _BODIES[request.url].model_validate(request.body)
         except ValidationError as error:

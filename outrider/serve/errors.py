@@ -10,6 +10,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 SCHEMA = {
@@ -92,6 +93,9 @@ def install(app: FastAPI) -> None:
         }
         answer = Refused(what.get(error.status_code, str(error.detail)), error.status_code).response()
         answer.headers.update(error.headers or {})
+        if error.status_code == 405:  # several routes may have the path, and the framework names the methods of one
+            found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+            answer.headers["allow"] = ", ".join(sorted({m for route in found for m in getattr(route, "methods", ())}))
         return answer
 
     async def invalid(request: Request, error: Exception) -> Response:

@@ -97,21 +97,36 @@ def test_broken_and_refused_lines_are_errors_and_the_others_are_answered(tmp_pat
     other["body"]["model"] = "gpt-9"
     stream["body"]["stream"] = True
     twice["custom_id"] = good["custom_id"]
-    told = [json.dumps(line) for line in (good, hot, other, stream, twice)]
+    new = {"input": "# x\n", "max_output_tokens": 4, "temperature": 0.8, "seed": 5}
+    after = {**new, "previous_response_id": "resp_1"}
+    responses = [
+        {"custom_id": name, "method": "POST", "url": "/v1/responses", "body": body}
+        for name, body in (("new", new), ("after", after))
+    ]
+    told = [json.dumps(line) for line in (good, hot, other, stream, twice, *responses)]
     source.write_text("\n".join([*told[:2], '{"custom_id": "cut', *told[2:]]))
     result = CliRunner().invoke(app, ["batch", str(source), "-o", str(out), *SUFFIX])
     assert result.exit_code == 1, result.output
     said = " ".join(result.output.split())
     for words in ("line 3: this is not JSON", "line 6: custom_id 'line 0' is that of line 1", "no model 'gpt-9'"):
         assert words in said
-    assert "1 answers and 5 errors" in said
+    assert "2 answers and 6 errors" in said
     rows = written(out)
-    assert [row["response"] and row["response"]["status_code"] for row in rows] == [200, 400, None, 404, 400, None]
-    assert [row["custom_id"] for row in rows] == ["line 0", "line 1", None, "line 2", "line 3", "line 0"]
+    codes = [row["response"] and row["response"]["status_code"] for row in rows]
+    assert codes == [200, 400, None, 404, 400, None, 200, 400]
+    names = ["line 0", "line 1", None, "line 2", "line 3", "line 0", "new", "after"]
+    assert [row["custom_id"] for row in rows] == names
     assert rows[1]["response"]["body"]["error"]["param"] == "temperature"
     assert "leave out stream" in rows[4]["response"]["body"]["error"]["message"]
-    assert [row["error"] and row["error"]["code"] for row in rows][2::3] == ["invalid_json", "duplicate_custom_id"]
+    assert [row["error"] and row["error"]["code"] for row in rows[2:6:3]] == ["invalid_json", "duplicate_custom_id"]
     assert texts([rows[0]]) == expected([good])
+    [message] = rows[6]["response"]["body"]["output"]
+    same = {
+        **good,
+        "body": {"messages": [{"role": "user", "content": "# x\n"}], "max_tokens": 4, "temperature": 0.8, "seed": 5},
+    }
+    assert message["content"][0]["text"] == expected([same])["line 0"]
+    assert "do not follow each other" in rows[7]["response"]["body"]["error"]["message"]
 
 
 @pytest.mark.parametrize(

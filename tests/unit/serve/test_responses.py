@@ -279,6 +279,12 @@ def test_what_a_response_cannot_be_is_refused(live: Live, body: dict, words: str
     assert error["param"] == param
 
 
+def test_a_wrong_method_is_told_all_methods_of_the_path(live: Live) -> None:
+    response = httpx.patch(live.url + "/v1/responses/resp_1")
+    assert (response.status_code, response.headers["allow"]) == (405, "DELETE, GET")
+    assert httpx.get(live.url + "/v1/completions").headers["allow"] == "POST"
+
+
 def test_the_store_is_bounded_in_number_and_bytes() -> None:
     store = ResponseStore(3, 4000)
     for i in range(5):
