@@ -205,6 +205,8 @@ def _spans(endpoint: str) -> Spans:
 def _run(app: Any, service: Service, host: str, port: int, what: str) -> None:
     import uvicorn
 
+    from outrider.serve.connection import AbortableProtocol
+
     settings = service.settings
 
     class Server(uvicorn.Server):
@@ -225,6 +227,7 @@ def _run(app: Any, service: Service, host: str, port: int, what: str) -> None:
             app,
             host=host,
             port=port,
+            http=AbortableProtocol,
             log_level="warning",
             access_log=False,
             server_header=False,

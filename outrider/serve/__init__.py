@@ -6,5 +6,6 @@ protocol   request bodies; settings: what the operator sets
 service    from an HTTP request to requests of the engine
 pending    a request in work: one response, or a stream of events
 responses  the JSON of responses; tools: tool calls in texts; errors: the JSON of errors
+connection a connection that a response can cut
 metrics    Prometheus; spans: OpenTelemetry; logs: one line for each request
 """

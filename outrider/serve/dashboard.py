@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.control import Adaptive, Calibrated
 from outrider.explain.data import CostCurve, curve
 from outrider.explain.page import assemble, builtin, render
+from outrider.serve.connection import abort
 from outrider.serve.errors import Refused, dumps, json_response
 from outrider.serve.service import Service
 from outrider.serve.trial import MOST, Trial
@@ -223,8 +224,10 @@ class EventStream(Response):
                 tasks.start_soon(gone)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await viewer.send_all(send)
-                with anyio.move_on_after(1):  # one that does not read cannot be told
+                with anyio.move_on_after(1) as late:
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
+                if late.cancelled_caught:  # one that does not read cannot be told
+                    abort(scope)
                 tasks.cancel_scope.cancel()
         finally:
             self.dashboard.leave(viewer)

@@ -13,6 +13,7 @@ from outrider import LLM
 from outrider.control import Fixed
 from outrider.engine import Engine
 from outrider.serve.app import create_app
+from outrider.serve.connection import AbortableProtocol
 from outrider.serve.metrics import Metrics
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
@@ -49,7 +50,9 @@ def serving(llm: LLM, settings: Settings | None = None, spans: Any = None, **eng
     metrics.attach(engine)
     service = Service(llm, engine, settings)
     server = uvicorn.Server(
-        uvicorn.Config(create_app(service, metrics, spans), port=0, log_level="error", lifespan="on")
+        uvicorn.Config(
+            create_app(service, metrics, spans), port=0, http=AbortableProtocol, log_level="error", lifespan="on"
+        )
     )
     ready = threading.Event()
     startup = server.startup

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import subprocess
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from time import sleep
+from time import perf_counter, sleep
 from typing import Any
 
 import httpx
@@ -139,6 +141,43 @@ def test_two_hundred_requests_at_capacity_beside_a_viewer_that_stalls() -> None:
             sleep(0.01)
         stalled.close()
         assert ask(live).status_code == 200
+
+
+def test_memory_is_flat_beside_viewers_that_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Viewers come, read nothing and stay connected. Each is dropped, and nothing that was meant for it is kept."""
+    size, many = 100_000, 4
+    with serving(builtin()) as live:
+        board = live.app.state.dashboard
+        board.interval = 0.005
+        tick = board.watch.tick
+        monkeypatch.setattr(board.watch, "tick", lambda: ({**tick()[0], "padding": "x" * size}, []))
+        stalled = list[socket.socket]()
+        live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+        def stall() -> None:
+            one = socket.create_connection(("127.0.0.1", live.port))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            one.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
+            stalled.append(one)
+            end = perf_counter() + 30
+            while board.dropped < len(stalled) or board.viewers or live.server.server_state.connections:
+                assert perf_counter() < end, "the connection of a viewer that was dropped is kept"
+                sleep(0.01)
+
+        stall()
+        tracemalloc.start()
+        try:
+            for _ in range(many):
+                stall()
+            gc.collect()
+            left, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            for one in stalled:
+                one.close()
+        # One viewer's queue is all that is ever held: unbounded, or kept, it would be many times that.
+        assert most < 2.5 * dashboard.WAITING * size
+        assert left < 2 * size
 
 
 def test_there_is_a_limit_of_viewers(live: Live) -> None:
