@@ -1,7 +1,8 @@
 """What a viewer of the dashboard costs: `python -m benchmarks.dashboard`. Turns with a viewer and without change places.
 
-Two measures of the same turns. The processor time of the server's process for a token: work that a viewer causes, and little
-else. Throughput: what a client sees, and with it all that the machine does besides. The prompts are the same, and greedy.
+Three measures of the same turns. The share of the server's processor time that it spends for a viewer, as the server counts it:
+watching steps and making events, but not sending them. The processor time of the server for a token, and the time of a token:
+with them comes all that the machine does besides, so their intervals are wide. The prompts are the same, and greedy.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
+from typing import Any
 
 import httpx
 import numpy as np
 
 from benchmarks.machine import facts
+from outrider.bench.sse import events
 from outrider.bench.stats import interval
 
 
@@ -52,11 +55,11 @@ def turn(url: str, pid: int, clients: int, requests: int, tokens: int) -> tuple[
     return (perf_counter() - started) / written, (cpu_seconds(pid) - used) / written
 
 
-def view(url: str, stop: threading.Event, seen: list[int]) -> None:
+def view(url: str, stop: threading.Event, seen: list[dict[str, Any]]) -> None:
     """A viewer that reads until it is stopped."""
     with httpx.stream("GET", f"{url}/dashboard/events", timeout=60) as stream:
-        for part in stream.iter_raw():
-            seen.append(len(part))
+        for event in events(stream.iter_raw()):
+            seen.append(event)
             if stop.is_set():
                 return
 
@@ -90,7 +93,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    turns, seen = dict[bool, list[tuple[float, float]]]({False: [], True: []}), list[int]()
+    turns, seen = dict[bool, list[tuple[float, float]]]({False: [], True: []}), list[dict[str, Any]]()
     with server(given.clients) as (url, pid):
         turn(url, pid, given.clients, given.requests, given.tokens)
         for n in range(given.turns):
@@ -107,14 +110,19 @@ def main() -> None:
                 if watched:
                     viewer.join()
     plain, viewed = np.array(turns[False]), np.array(turns[True])  # [turn, (seconds, processor seconds)]
-    numbers: dict[str, object] = {"machine": facts(), "bytes": sum(seen)}
+    numbers: dict[str, object] = {"machine": facts()}
+    ticks = np.array([(e["own"], e["processor"]) for e in seen if e.get("tokens")])
+    own = interval(ticks, lambda t: t[..., 0] / t[..., 1])
+    numbers["share"] = {"share": own.value, "low": own.low, "high": own.high, "ticks": ticks.tolist()}
+    print(f"a viewer's share of the server's processor time: {100 * own.value:.2f} % (95 % interval {100 * own.low:.2f} to "
+          f"{100 * own.high:.2f} %), {len(ticks)} ticks")  # fmt: skip
     for column, name in enumerate(("seconds", "processor seconds")):
         pairs = np.stack([viewed[:, column], plain[:, column]], 1)
         found = interval(pairs, lambda t: t[..., 0] / t[..., 1])
         numbers[name] = {"ratio": found.value, "low": found.low, "high": found.high, "pairs": pairs.tolist()}
         print(f"{name} of a token: {1e3 * median(plain[:, column]):.3f} ms without a viewer; with one over without: "
               f"{found.value:.4f} (95 % interval {found.low:.4f} to {found.high:.4f})")  # fmt: skip
-    print(f"{len(plain)} turns of each kind, {sum(seen)} bytes sent")
+    print(f"{len(plain)} turns of each kind")
     if given.json is not None:
         given.json.write_text(json.dumps(numbers, indent=1) + "\n")
 

@@ -321,7 +321,7 @@ class Contract:
             part.sentence = "The contract was not tested: no check could be run."
         unrun = len(self.checks()) - len(records)
         if unrun > 0:
-            part.skipped.append(f"{unrun} checks: the budget was spent")
+            part.skipped.append(f"{unrun} checks were not reached")
         if bad:
             part.conclusion = Conclusion.DIFFERS
             part.sentence = (

@@ -72,6 +72,7 @@ class Seeded:
             wanted = self.subject.plain(jobs)
         except Unsupported as why:
             return {**record, "skipped": str(why)}
+        tokens: dict[tuple[int, str], list[int]] = {}  # by job and text: a stream may not tell its tokens
         for way, mates in self._ways(number, name):
             asked = [Job(job.prompt, job.params, mates) for job in jobs]
             try:
@@ -81,7 +82,9 @@ class Seeded:
                 continue
             if not any(text.error for text in wanted):
                 record["broke"] += broken(found)
-            for job, got, want in zip(asked, found, wanted, strict=True):
+            for index, (job, got, want) in enumerate(zip(asked, found, wanted, strict=True)):
+                got.tokens = got.tokens or tokens.get((index, got.text), [])
+                tokens[index, got.text] = got.tokens
                 if got.error or want.error:
                     record["failed"].append(got.error or want.error)
                     continue

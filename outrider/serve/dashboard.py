@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from time import thread_time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,6 +57,7 @@ class Dashboard:
         self.watch, self.viewers, self.dropped = Watch(service.engine), list[Viewer](), 0
         self.trial: Trial | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self._spent = 0.0  # processor seconds of the last tick
         trace = service.engine.scheduler.trace
         self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
 
@@ -87,7 +89,9 @@ class Dashboard:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.interval)
+            begun = thread_time()
             event, ended = self.watch.tick()
+            event["own"] += self._spent
             event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self._trial_state()}
             event["ended"] = [self._shown(request) for request in ended]
             closing, data = self.service.engine.closing, encoded("tick", event)
@@ -96,6 +100,7 @@ class Dashboard:
                     self.dropped += not closing
                     self.viewers.remove(viewer)
                     viewer.drop()
+            self._spent = thread_time() - begun
 
     def _hello(self) -> dict[str, Any]:
         """What does not change, and the requests that have ended lately."""

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from statistics import median
-from time import perf_counter, time
+from time import perf_counter, process_time, thread_time, time
 from typing import Any
 
 from outrider.control import Adaptive, Calibrated, Controller, PerDrafter
@@ -48,7 +48,7 @@ class TickSums:
 
     rows: sequences, summed over steps. tokens: written. depth: draft tokens asked for, summed over sequences. worth: plain
     seconds of the tokens of steps whose plain seconds are known; taken: the seconds of these steps. outcomes: drafts, by
-    (depth, accepted tokens). seconds: by phase.
+    (depth, accepted tokens). seconds: by phase. own: processor seconds that the watch itself took.
     """
 
     steps: int = 0
@@ -60,6 +60,7 @@ class TickSums:
     drafts: int = 0
     worth: float = 0.0
     taken: float = 0.0
+    own: float = 0.0
     outcomes: Counter[tuple[int, int]] = field(default_factory=lambda: Counter[tuple[int, int]]())
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -105,10 +106,12 @@ class Watch:
         self._origins: dict[
             int, tuple[int, list[str]]
         ] = {}  # by slot: the position that comes next, letters of each step
+        self._used = process_time()
         self._source, self._reason, self._words = SEEN, "", True  # words are made once for each tick
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
+        begun = thread_time()
         host, taken = step.draft.host, sum(step.seconds.values())
         batch = len(host)
         if not any(len(nodes) > 1 for nodes in host):
@@ -143,6 +146,7 @@ class Watch:
             if plain is not None:
                 sums.worth += written * plain / batch
                 sums.taken += taken
+            sums.own += thread_time() - begun
 
     def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
@@ -175,13 +179,17 @@ class Watch:
             self.recent.clear()
 
     def tick(self) -> tuple[dict[str, Any], list[EndedRequest]]:
-        """The event for what happened since the last tick, and the requests that ended in it."""
+        """The event for what happened since the last tick, and the requests that ended in it.
+
+        processor: processor seconds of the whole process.
+        """
         with self._lock:
             now = perf_counter()
             sums, ended, elapsed = self._sums, self._ended, now - self._then
             self._sums, self._ended, self._then, self._words = TickSums(), [], now, True
         event = {"time": time(), "elapsed": elapsed, **sums.event(), "speed_from": self._source, "why": self._reason}
-        return {**event, "engine": asdict(self.engine.stats), "problem": self.engine.problem}, ended
+        used, self._used = process_time() - self._used, process_time()
+        return {**event, "processor": used, "engine": asdict(self.engine.stats), "problem": self.engine.problem}, ended
 
     def _plain_seconds(self, batch: int) -> float | None:
         """Seconds of a plain step: what the controller counts with, else what was seen. Sets the words for both."""

@@ -19,7 +19,7 @@ from outrider.certify.subjects.base import Unsupported
 
 _TRIES, _PAUSE = 4, 0.5  # for a server that is busy or breaks off; seconds, doubled each time
 _LONGEST_PAUSE = 20.0
-_WAIT = 90.0  # seconds for a server that ended, until somebody has started it again
+_WAIT = 180.0  # seconds for a server that ended, until somebody has started it again
 
 
 class RefusedRequest(Unsupported):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -147,3 +148,14 @@ def test_the_page_shows_texts_as_text() -> None:
     assert "a &amp; b" in page
     assert "\x1b" not in page
     assert "&lt;b&gt;changed" in page
+
+
+def test_the_table_of_published_certificates_is_that_of_their_files() -> None:
+    path = Path(__file__).parents[3] / "docs" / "certificates.py"
+    spec = importlib.util.spec_from_file_location("published", path)
+    assert spec is not None
+    assert spec.loader is not None
+    published = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(published)
+    text = (published.FOLDER / "README.md").read_text(encoding="utf-8")
+    assert published.page(text) == text, "run: python docs/certificates.py"
