@@ -68,9 +68,11 @@ class SlotCache:
         if not self.layers[index][0].shape[1]:
             (h, d), (g, e) = key, value
             keys, values = (h, packed_width(d, dtype)), (g, packed_width(e, dtype))
-            self.layers[index] = tuple(
-                like.new_zeros(self.num_slots, n, self.capacity, w, dtype=dtype) for n, w in (keys, values)
-            )  # pyright: ignore[reportArgumentType]
+            slots, cells = self.num_slots, self.capacity
+            self.layers[index] = (
+                like.new_zeros(slots, keys[0], cells, keys[1], dtype=dtype),
+                like.new_zeros(slots, values[0], cells, values[1], dtype=dtype),
+            )
         return self.layers[index]
 
     def reserve(self, slots: Sequence[int], nodes: int) -> None:

@@ -93,6 +93,15 @@ _MAMBA2: dict[str, Any] = {
 }  # fmt: skip
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 20}
 
+# Layers that share keys and values with earlier ones, and read inputs of their own: none of them can be left out.
+SHARED_KEYS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **_BASE, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6,
+        "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+    },
+}  # fmt: skip
+
 # Models with recurrent layers.
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_LINEAR, **_SHARED},
@@ -146,7 +155,7 @@ _SEEDS = {"mistral": 1, "stablelm": 1, "mixtral": 1}  # 0 gives a near-tie somew
 def tiny(name: str, **changes: Any) -> PreTrainedModel:
     """A model of this architecture, float32, with weights large enough that its likeliest token stands out."""
     torch.manual_seed(_SEEDS.get(name, 0))
-    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | RECURRENT)[name], **changes})
+    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | RECURRENT | SHARED_KEYS)[name], **changes})
     # transformers' sdpa leaves out Gemma 2's soft-cap; its eager attention is the definition
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

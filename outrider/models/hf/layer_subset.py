@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from outrider.models.base import BaseModel, Output, Want, check_layers
@@ -24,7 +25,8 @@ class HFLayerSubset(BaseModel):
     """Runs a transformers model with some of its layers out of the way."""
 
     def __init__(self, whole: HFModel, layers: Sequence[int]) -> None:
-        """layers: increasing layer numbers. Raises ValueError for others, or if the model's layers cannot be found."""
+        """layers: increasing layer numbers. Raises ValueError for others, if the model's layers cannot be found, and if the
+        model does not run without the rest."""
         chosen = check_layers(layers, whole.num_layers)
         self._owner, self._name = whole.stack.place()
         self._all = whole.stack.layers()
@@ -32,6 +34,13 @@ class HFLayerSubset(BaseModel):
         self.whole, self.num_layers = whole, len(chosen)
         self.vocab_size, self.max_length, self.device = whole.vocab_size, whole.max_length, whole.device
         self.batch_invariant, self.kv_cache_dtype = whole.batch_invariant, whole.kv_cache_dtype
+        try:
+            self.forward(Nodes(torch.zeros(1, 2, dtype=torch.long), self.new_cache(1, 2), [0]), want="none")
+        except Exception as error:  # a model's code may raise anything
+            raise ValueError(
+                f"{type(whole.model).__name__} does not run with layers {chosen} alone ({error}); methods that need all layers "
+                'work, for example {"method": "quantized_self"} or {"method": "suffix"}'
+            ) from error
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return self.whole.new_cache(num_slots, max_length)

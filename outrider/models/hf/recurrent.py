@@ -305,7 +305,7 @@ def _answer_steps(code: Any) -> None:
                 return function(*args, **options)
             return running[0].step(running[1], function, _Call(args, options), others)
 
-        run.outrider_answers = True  # pyright: ignore[reportFunctionMemberAccess]
+        run.outrider_answers = True  # pyright: ignore[reportAttributeAccessIssue]
         return run
 
     for name, function in [*vars(code).items()]:

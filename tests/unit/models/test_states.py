@@ -19,7 +19,7 @@ from outrider.core.types import PADDING, Budget
 from outrider.drafters.base import BaseDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.self_speculation import LayerSkipDrafter
-from outrider.drafters.stubs import Wrong
+from outrider.drafters.stubs import Noisy, Wrong
 from outrider.engine.policy import HEADROOM
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
@@ -276,3 +276,33 @@ def test_layers_can_be_skipped() -> None:
     for layers in ([0], [1]):
         run = decoder(model, LayerSkipDrafter(model, layers), rows=2, end_ids=()).generate(requests)
         assert [r.output for r in run] == plain_texts(model, requests, end_ids=())
+
+
+def test_layers_that_share_keys() -> None:
+    """Trees beyond the window; and a layer that others need cannot be left out."""
+    raw = tiny("gemma4_text")
+    model = HFModel(raw)
+    texts = [raw.generate(torch.tensor([p]), do_sample=False, max_new_tokens=10)[0].tolist() for p in prompts(3, 13)]
+    assert outputs(model, texts, Guided(texts)) == texts
+    with pytest.raises(ValueError, match=r"does not run with layers \[0, 1\] alone"):
+        LayerSkipDrafter(model, [0, 1])
+    assert outputs(model, texts, Guided(texts)) == texts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RECURRENT)
+def test_long_texts(name: str) -> None:
+    """300 tokens by trees, beyond windows, chunks and kernels; 2,000 for one family. Each is transformers' choice, or a near-tie.
+
+    Chance draws the drafts: the drafter is right at some nodes, wrong at others."""
+    count = 2000 if name == "falcon_h1" else 300
+    raw, model = tiny(name, max_position_embeddings=2100), HFModel(tiny(name, max_position_embeddings=2100))
+    requests = [request(p, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)) for p in prompts(2, 40)]
+    drafter = Noisy(ModelDrafter(model, 2, 2100), 0.6, VOCAB)
+    texts = [r.tokens for r in decoder(model, drafter, rows=2, max_length=2100, end_ids=()).generate(requests)]
+    for start, text in zip((2, 40), texts, strict=True):
+        with torch.inference_mode():
+            logits = raw(torch.tensor([text[:-1]])).logits[0, start - 1 :].float()
+        chosen = logits.gather(1, torch.tensor(text[start:])[:, None])[:, 0]
+        assert len(text) == start + count
+        assert float((logits.max(-1).values - chosen).max()) < 0.02 * float(logits.abs().max())
