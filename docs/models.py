@@ -82,7 +82,8 @@ def page(results: dict[str, Any]) -> str:
         "",
         f"This page is made by `python docs/models.py`, with transformers {results['transformers']}. Do not edit it.",
         "",
-        "Each causal language model class was made as a tiny random model. Its texts were compared with those of `generate`.",
+        "Each causal language model class was made as a tiny random model. Its logits were compared with those of its own",
+        "forward, and its texts with those of `generate`.",
         "There were plain texts, and texts with a chain, with a tree, and with a draft that is always right or always wrong.",
         "Sampled texts with a tree were compared with those without. The bits of the logits were compared with those of one",
         "token at a time. int8 weights were compared in the same way.",
@@ -106,9 +107,13 @@ def page(results: dict[str, Any]) -> str:
         "With `exact-tokens`, speculation gives the very tokens of plain decoding. With `exact-distribution`, a near-tie",
         "of two tokens can fall the other way.",
         "",
-        "| class | path | guarantee | int8 |",
-        "| --- | --- | --- | --- |",
-        *(f"| {m['name']} | {m['path']} | {m['guarantee']} | yes |" for m in models if m["status"] == "runs"),
+        "| class | path | guarantee | int8 | note |",
+        "| --- | --- | --- | --- | --- |",
+        *(
+            f"| {m['name']} | {m['path']} | {m['guarantee']} | yes | {m.get('note', '')} |"
+            for m in models
+            if m["status"] == "runs"
+        ),
     ]
     for status, title in (
         ("refused", "What is refused"),

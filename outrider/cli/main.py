@@ -87,7 +87,7 @@ add(
     'outrider generate "def f(x):" -m ./my-model --speculative-config '
     '\'{"method": "layer_skip", "layers": "layers.json"}\'',
 )
-add(models, "outrider models", "outrider models --remove all")
+add(models, "outrider models", "outrider models --check Qwen/Qwen3-8B", "outrider models --remove all")
 add(
     pack,
     "outrider pack ./my-model --quantization int8 -o ./my-model-int8",

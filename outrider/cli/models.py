@@ -59,10 +59,28 @@ def models(
             "Cache", "Remove this from the cache folder; `all` removes everything. May be repeated.", metavar="NAME"
         ),
     ] = None,
+    check: Annotated[
+        str | None,
+        option(
+            "Check",
+            "Say whether this model runs here, and how, from its configuration alone: a folder, a config.json, a GGUF file or a "
+            "hub name. Fetches nothing.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    json_: Annotated[bool, option("Output", "Print the answer to --check as JSON.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
-    """List the built-in models, whether they are here, and what the cache folder holds."""
+    """List the built-in models, whether they are here, and what the cache folder holds; or check any model."""
     with readable(debug):
+        if check is not None:
+            with loading(check):
+                from outrider.testing.compatibility import as_json
+                from outrider.testing.compatibility import check as checked
+
+                found = checked(check)
+            print(as_json(found) if json_ else "\n".join(found.lines()))
+            raise typer.Exit(0 if found.runs else 1)
         with loading("the list"):
             from outrider.models.builtin.download import DOWNLOADS
             from outrider.models.load import BUILTIN, DATA, SYNTHETIC

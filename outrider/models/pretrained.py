@@ -59,7 +59,7 @@ def runnable(
 
 def from_folder(name: str, path: str, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
     """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
-    config = _config(name, path)
+    config = read_config(name, path)
     if settings := getattr(config, "quantization_config", None):
         return _from_quantised(name, path, config, settings, dtype, where, quantization)
     stored = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
@@ -146,14 +146,19 @@ def _unmap_(raw: PreTrainedModel) -> None:
                 p.data = p.data.clone()
 
 
-def _config(name: str, path: str) -> Any:
-    """The model's configuration. Raises unless it is a causal language model that this transformers knows."""
-    stored = Path(path, "config.json")
+def read_config(name: str, path: str) -> Any:
+    """The model's configuration, from a folder, its config.json or a name on the hub. No code of the model runs.
+
+    Raises ValueError or UnsupportedModel unless it is a causal language model that this transformers knows.
+    """
+    stored = Path(path) if Path(path).is_file() else Path(path, "config.json")
     if stored.exists():
         try:
             given = json.loads(stored.read_text())
         except ValueError as error:
             raise ValueError(f"{stored} is not JSON ({error}); download it again") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"{stored} holds no settings of a model; download it again")
         kind = given.get("model_type")
         if kind not in CONFIG_MAPPING:
             own = ", and its own code (trust_remote_code) is not run here" if "auto_map" in given else ""
@@ -163,7 +168,7 @@ def _config(name: str, path: str) -> Any:
                 "yourself and give the object: LLM(model)"
             )
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration of {name} cannot be read: {error}") from error
     if getattr(config, "is_encoder_decoder", False):

@@ -211,4 +211,5 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
                 parameter.add_(torch.randn(parameter.shape) * (0.25 if parameter.dim() > 1 else 0.1))
     if model.generation_config is not None:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        model.generation_config.forced_eos_token_id = model.generation_config.forced_bos_token_id = None
     return cast(PreTrainedModel, model)

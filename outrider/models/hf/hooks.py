@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -106,6 +110,39 @@ def method(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__
     window = module.config.window_size if getattr(module, "attention_type", None) == "local" else None
     divisor = getattr(module, "scale_attn", None) or getattr(module, "norm_factor", 1.0)
     return call.attend(call.layer, query, Scoring(1 / float(divisor), window)).transpose(1, 2), None
+
+
+def give_positions_(model: nn.Module, call: ForwardState) -> None:
+    """Let modules that count positions from the length of a cache use those of the nodes.
+
+    Tables of positions (Bart, Pegasus, Marian) are read at the positions of the nodes. The RoBERTa family takes them as an
+    argument and counts from its padding token.
+    """
+    for module in model.modules():
+        names = inspect.signature(module.forward).parameters
+        if "past_key_values_length" not in names:
+            continue
+        if isinstance(module, nn.Embedding):
+            module.forward = partial(_position_rows, module, call, module.forward)
+        elif hasattr(type(module), "create_position_ids_from_input_ids"):
+            module.register_forward_pre_hook(partial(_positions_after_padding, call), with_kwargs=True)
+
+
+def _position_rows(
+    module: nn.Embedding, call: ForwardState, own: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """[batch, node, hidden]. own: what runs outside of our forward. offset: rows before that of the first position."""
+    if call.nodes is None:
+        return own(*args, **kwargs)
+    return functional.embedding(call.nodes.positions + int(getattr(module, "offset", 0)), module.weight)
+
+
+def _positions_after_padding(
+    call: ForwardState, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if call.nodes is None:
+        return args, kwargs
+    return args, {**kwargs, "position_ids": call.nodes.positions + int(module.padding_idx) + 1}
 
 
 class CacheView(Cache):

@@ -32,6 +32,7 @@ from outrider.models.hf.hooks import (
     CacheView,
     ForwardState,
     UnsupportedModel,
+    give_positions_,
     method,
     scaling_of,
 )
@@ -102,6 +103,7 @@ class HFModel(BaseModel):
         for module in self._attention_modules:
             module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
         self.recurrences = Recurrences(self.model, self._call, self._context)
+        give_positions_(self.model, self._call)
         self._ropes = [m for m in self.model.modules() if getattr(m, "rope_type", None) in ("longrope", "dynamic")]
         self._long: bool | None = None
         dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
@@ -248,7 +250,8 @@ class HFModel(BaseModel):
 
         Returns whether a node has the same bits in a batch of trees as alone. Raises UnsupportedModel if no route works.
         """
-        a, b, c, _, d, _ = ids = [n % self.vocab_size for n in (1, 2, 3, 4, 5, 6)]
+        padding = getattr(self.model.config.get_text_config(), "pad_token_id", None)  # RoBERTa counts it as no position
+        a, b, c, _, d, _ = ids = [n % self.vocab_size for n in range(1, 8) if n != padding][:6]
         try:
             with self._by_itself() as model:
                 options = {"use_cache": True} if self.recurrences.layers else {}

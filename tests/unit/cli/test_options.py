@@ -38,7 +38,8 @@ OPTIONS = {
     },
     "models": {
         "Cache": "--remove",
-        "Output": "--debug",
+        "Check": "--check",
+        "Output": "--json --debug",
     },
     "pack": {
         "Output": "--out/-o --debug",

@@ -1,0 +1,119 @@
+"""`outrider models --check`: from a configuration alone, without weights and without code of the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.testing.compatibility import check
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
+    "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def written(folder: Path, **config: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_large_model_from_its_configuration_alone(tmp_path: Path) -> None:
+    found = check(written(tmp_path, **LLAMA))
+    assert found.runs
+    assert found.report.guarantee == "exact-tokens"
+    assert found.parameters == pytest.approx(8.03e9, rel=0.001), "that is Llama 3 8B"
+    assert found.memory is not None
+    assert found.memory["bfloat16"] == pytest.approx(2 * found.parameters, rel=0.01)
+    assert found.memory["int8"] < 0.6 * found.memory["bfloat16"]
+    assert found.kv_bytes == 2 * 4 * 32 * 8 * 128
+    assert found.drafters is not None
+    assert found.drafters["ngram"] == "fits"
+    assert "no MTP" in found.drafters["mtp"]
+    assert check(str(tmp_path / "config.json")).parameters == found.parameters
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    name = written(tmp_path, **LLAMA)
+    done = CliRunner().invoke(app, ["models", "--check", name])
+    assert done.exit_code == 0
+    assert "runs here (LlamaForCausalLM, 8,030.3 M parameters, stored as bfloat16)" in done.output
+    answer = json.loads(CliRunner().invoke(app, ["models", "--check", name, "--json"]).output.splitlines()[-1])
+    assert (answer["runs"], answer["status"]) == (True, "runs")
+    refused = CliRunner().invoke(app, ["models", "--check", written(tmp_path, model_type="t5")])
+    assert refused.exit_code == 1
+    assert "encoder-decoder" in refused.output
+    assert "instead:" in refused.output
+
+
+def test_a_quantised_model_says_what_it_takes(tmp_path: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq"}
+    found = check(written(tmp_path, **LLAMA, quantization_config=settings))
+    assert found.runs
+    assert found.stored == "gptq"
+    assert found.memory is not None
+    assert found.memory["gguf"] < 0.4 * found.memory["bfloat16"]
+    odd = check(written(tmp_path, **LLAMA, quantization_config={"quant_method": "aqlm"}))
+    assert not odd.runs
+    assert "aqlm" in odd.report.reason
+
+
+def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    (tmp_path / "modeling.py").write_text(f"open({str(mark)!r}, 'w')")
+    name = written(
+        tmp_path,
+        model_type="their_own",
+        auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.C"},
+    )
+    with pytest.raises(ValueError, match=r"trust_remote_code\) is not run here"):
+        check(name)
+    name = written(tmp_path, **LLAMA, auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.C"})
+    assert check(name).runs
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("lie", "what"),
+    [
+        ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ({"layer_types": ["no_such_attention"] * 32}, "no_such_attention|layer_types"),
+        ({"num_attention_heads": 31}, "attention heads|head"),
+        ({"hidden_size": "large"}, "hidden_size"),
+    ],
+)
+def test_a_configuration_that_lies_is_told(lie: dict[str, Any], what: str, tmp_path: Path) -> None:
+    name = written(tmp_path, **{**LLAMA, **lie})
+    try:
+        found = check(name)
+    except ValueError as error:
+        assert re.search(what, str(error))
+    else:
+        assert not found.runs
+        assert re.search(what, found.report.reason)
+
+
+def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"hf download owner/name config\.json"):
+        check("owner/name")
+    with pytest.raises(FileNotFoundError, match="fetches none"):
+        check(str(tmp_path / "model.gguf"))
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="no settings"):
+        check(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        check(str(tmp_path))
+
+
+def test_the_built_in_model() -> None:
+    found = check("builtin:code")
+    assert found.runs
+    assert found.report.path in ("native", "general")
