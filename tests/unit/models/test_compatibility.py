@@ -91,13 +91,15 @@ def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
 )
 def test_a_configuration_that_lies_is_told(lie: dict[str, Any], what: str, tmp_path: Path) -> None:
     name = written(tmp_path, **{**LLAMA, **lie})
+    assert re.search(what, _why_not(name))
+
+
+def _why_not(name: str) -> str:
     try:
         found = check(name)
     except ValueError as error:
-        assert re.search(what, str(error))
-    else:
-        assert not found.runs
-        assert re.search(what, found.report.reason)
+        return str(error)
+    return "" if found.runs else found.report.reason
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:
