@@ -43,11 +43,11 @@ class CostModel:
 
     def target_seconds(self, rows: int, nodes: int, context: int) -> float:
         """A step without its draft. Straight lines between what was measured, in context, then nodes, then rows."""
-        return _through(self.target, (rows, nodes, context))
+        return through(self.target, (rows, nodes, context))
 
     def draft_seconds(self, rows: int, depth: int, context: int, width: int = 1) -> float:
         """The draft of `depth` levels, a chain or as wide a tree as was measured."""
-        return _through(self.draft, (rows, width, depth, context)) if self.draft else 0.0
+        return through(self.draft, (rows, width, depth, context)) if self.draft else 0.0
 
     def step_seconds(self, rows: int, depth: int, nodes: int, context: int, width: int = 1) -> float:
         """A whole step: `nodes` guesses a row, `depth` levels deep."""
@@ -69,11 +69,11 @@ class CostModel:
         return model
 
 
-def _through(table: Sequence[Sequence[float]], at: tuple[int, ...]) -> float:
+def through(table: Sequence[Sequence[float]], at: tuple[float, ...]) -> float:
     """Linear interpolation in a table of [x, y, ..., seconds], one coordinate after the other."""
     groups: dict[int, list[Sequence[float]]] = {}
     for row in table:
         groups.setdefault(int(row[0]), []).append(row[1:])
     if len(at) == 1:
         return interpolate({x: rows[0][0] for x, rows in groups.items()}, at[0])
-    return interpolate({x: _through(rows, at[1:]) for x, rows in groups.items()}, at[0])
+    return interpolate({x: through(rows, at[1:]) for x, rows in groups.items()}, at[0])

@@ -24,17 +24,30 @@ Steps = list[tuple[int, int]]  # draft tokens, accepted ones
 
 
 @dataclass(frozen=True)
+class AnswerAcceptance:
+    """Acceptance by position in the drafts of one answer; the fields are those of `AcceptanceCurve`."""
+
+    chances: tuple[float, ...]
+    available: tuple[float, ...]
+
+    @property
+    def kept(self) -> list[float]:
+        """kept[j - 1]: the first j draft tokens would be accepted if they exist."""
+        return [*accumulate(self.chances, mul)]
+
+
+@dataclass(frozen=True)
 class AcceptanceCurve:
     """Acceptance by position in the draft.
 
     chances[j]: a draft token at position j + 1 is accepted, given those before it. available[j]: a draft has such a token;
-    a lookup does not always find one. answers: `chances` of single answers. source: where they come from, in words.
+    a lookup does not always find one. answers: the same of single answers, which differ. source: where they come from, in words.
     model: they were measured with a drafter that is a model.
     """
 
     chances: tuple[float, ...]
     available: tuple[float, ...]
-    answers: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
+    answers: tuple[AnswerAcceptance, ...] = field(default=(), repr=False)
     source: str = ""
     model: bool = False
 
@@ -46,21 +59,13 @@ class AcceptanceCurve:
     @property
     def survival(self) -> list[float]:
         """survival[j - 1]: the first j draft tokens exist and are accepted; as in `outrider.control.expectation`."""
-        return self.of_answer(self.chances)
-
-    def of_answer(self, chances: abc.Sequence[float]) -> list[float]:
-        """The survival for the chances of one answer."""
-        return [a * s for a, s in zip(self.available, accumulate(chances, mul), strict=True)]
+        kept = AnswerAcceptance(self.chances, self.available).kept
+        return [a * s for a, s in zip(self.available, kept, strict=True)]
 
     def cut(self, depth: int) -> AcceptanceCurve:
         """The curve of drafts of at most so many tokens."""
-        return AcceptanceCurve(
-            self.chances[:depth],
-            self.available[:depth],
-            tuple(a[:depth] for a in self.answers),
-            self.source,
-            self.model,
-        )
+        answers = tuple(AnswerAcceptance(a.chances[:depth], a.available[:depth]) for a in self.answers)
+        return AcceptanceCurve(self.chances[:depth], self.available[:depth], answers, self.source, self.model)
 
 
 def constant(rate: float, depth: int = DEEPEST) -> AcceptanceCurve:
@@ -141,16 +146,25 @@ def _measured(answers: list[Steps], config: abc.Mapping[str, Any], source: str) 
     method = config.get("method")
     names = [method] if isinstance(method, str) else list(method or ())
     lookup = bool(names) and all(name in METHODS and METHODS[name].cost == "lookup" for name in names)
-    available = [1.0] * known
-    if lookup:  # a model always has a next token; a lookup often has none
-        available = [sum(drafted > j for drafted, _ in steps) / len(steps) for j in range(known)]
-    single = list[tuple[float, ...]]()
+    # A model always has a next token; a lookup often has none.
+    available = _available(steps, [1.0] * known, 0.0) if lookup else [1.0] * known
+    single = list[AnswerAcceptance]()
     for answer in answers:
         own, of = _counts(answer, known)
-        single.append(tuple((h + _WEIGHT * c) / (n + _WEIGHT) for h, n, c in zip(own, of, common, strict=True)))
+        chances = tuple((h + _WEIGHT * c) / (n + _WEIGHT) for h, n, c in zip(own, of, common, strict=True))
+        some = _available(answer, available, _WEIGHT) if lookup else available
+        single.append(AnswerAcceptance(chances, tuple(some)))
     assert all(map(isfinite, common))
     what = f"{source}: {len(steps)} steps of {len(answers)} answers"
     return AcceptanceCurve(tuple(common), tuple(available), tuple(single), what, bool(names) and not lookup)
+
+
+def _available(steps: Steps, usual: abc.Sequence[float], weight: float) -> list[float]:
+    """The share of steps with a draft token at each position. usual: the share that counts as `weight` steps."""
+    return [
+        (sum(drafted > j for drafted, _ in steps) + weight * share) / (len(steps) + weight)
+        for j, share in enumerate(usual)
+    ]
 
 
 def _counts(steps: Steps, depth: int) -> tuple[list[float], list[float]]:
@@ -163,4 +177,4 @@ def _counts(steps: Steps, depth: int) -> tuple[list[float], list[float]]:
     return hits, tries
 
 
-__all__ = ["DEEPEST", "AcceptanceCurve", "constant", "find_curve"]
+__all__ = ["DEEPEST", "AcceptanceCurve", "AnswerAcceptance", "constant", "find_curve"]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from outrider.control.cost_model import interpolate
+from outrider.control.cost_model import through
 from outrider.control.hardware import Hardware
 from outrider.plan.acceptance_curve import AcceptanceCurve
 from outrider.plan.planned_model import PlannedModel
@@ -124,8 +124,8 @@ def _pass(model: PlannedModel, hardware: Hardware, tokens: int, sequences: int, 
 class MeasuredCosts:
     """Costs that were measured on a server, with all that it does in a step.
 
-    rounds: [batch size, depth, context, seconds]. prefills: [tokens, seconds] of a chunk. read: seconds per token of the
-    drafter's reading. between: straight lines, in context, then depth, then batch size.
+    rounds: [batch size, depth, context, seconds]. prefills: [tokens, context, seconds] of a piece. read: seconds per token of
+    the drafter's reading. Between the points are straight lines, in context, then depth or tokens, then batch size.
     """
 
     rounds: list[list[float]]
@@ -138,17 +138,10 @@ class MeasuredCosts:
         return self.read > 0
 
     def round(self, batch_size: int, depth: int, context: float) -> float:
-        table = dict[int, dict[int, dict[int, float]]]()
-        for n, k, c, seconds in self.rounds:
-            table.setdefault(int(n), {}).setdefault(int(k), {})[int(c)] = seconds
-        by_batch = {
-            n: interpolate({k: interpolate(by_context, context) for k, by_context in by_depth.items()}, depth)
-            for n, by_depth in table.items()
-        }
-        return interpolate(by_batch, batch_size)
+        return through(self.rounds, (batch_size, depth, context))
 
     def prefill(self, tokens: int, context: float) -> float:
-        return interpolate({int(n): seconds for n, seconds in self.prefills}, tokens)
+        return through(self.prefills, (tokens, context))
 
     def reading(self, tokens: int) -> float:
         return self.read * tokens

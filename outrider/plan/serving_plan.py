@@ -195,9 +195,10 @@ class ServingPlan:
     @cached_property
     def capacity(self) -> dict[str, float]:
         """Requests per second of a replica that always has some waiting, by policy; from a simulation."""
-        return {name: self._saturated(depths) for name, depths in self.policies.items()}
+        return {name: self.saturated(depths) for name, depths in self.policies.items()}
 
-    def _saturated(self, depths: Sequence[int]) -> float:
+    def saturated(self, depths: Sequence[int]) -> float:
+        """Requests per second of a replica that always has some waiting. depths: draft tokens by batch size."""
         count = max(_BATCHES * self.batch_limit, 200)
         arrivals = (Arrival(0.0, a.prompt, a.output) for a in self.demand.arrivals(count, self.seed))
         limits = ReplicaLimits(self.limits.max_num_seqs, self.limits.kv_tokens, self.limits.prefill_chunk)

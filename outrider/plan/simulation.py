@@ -23,7 +23,7 @@ import numpy as np
 from outrider.engine import policy
 from outrider.engine.draft_prefill import PIECE, may_miss
 from outrider.engine.queue import FairQueue
-from outrider.plan.acceptance_curve import AcceptanceCurve
+from outrider.plan.acceptance_curve import AcceptanceCurve, AnswerAcceptance
 from outrider.plan.serving_costs import ServingCosts
 from outrider.plan.workload import Arrival
 
@@ -345,17 +345,21 @@ class _Luck:
     """Draws how many draft tokens are accepted. An answer has the acceptance of a measured answer, or the common one."""
 
     def __init__(self, curve: AcceptanceCurve, rng: np.random.Generator) -> None:
-        self.rng = rng
-        self.kept = [np.cumprod(chances)[::-1].copy() for chances in curve.answers or (curve.chances,)]
-        self.some = np.array(curve.available)[::-1].copy() if min(curve.available, default=1.0) < 1 else None
+        answers = curve.answers or (AnswerAcceptance(curve.chances, curve.available),)
+        self.rng, self.certain = rng, min(curve.available, default=1.0) == 1
+        # Both fall with the position; reversed they can be searched.
+        self.kept = [np.array(answer.kept[::-1]) for answer in answers]
+        self.some = [np.array(answer.available[::-1]) for answer in answers]
 
     def draws(self, rounds: int) -> np.ndarray:
         """Accepted draft tokens of each round for the longest draft: int64 [rounds]."""
-        kept = self.kept[int(self.rng.integers(len(self.kept)))] if len(self.kept) > 1 else self.kept[0]
-        found = len(kept) - np.searchsorted(kept, self.rng.random(rounds), side="right")
-        if self.some is not None:
-            found = np.minimum(found, len(kept) - np.searchsorted(self.some, self.rng.random(rounds), side="right"))
-        return found
+        one = int(self.rng.integers(len(self.kept))) if len(self.kept) > 1 else 0
+        found = self._positions(self.kept[one], rounds)
+        return found if self.certain else np.minimum(found, self._positions(self.some[one], rounds))
+
+    def _positions(self, reached: np.ndarray, rounds: int) -> np.ndarray:
+        """How many positions are reached in each round. reached: the chance of each, the last one first."""
+        return len(reached) - np.searchsorted(reached, self.rng.random(rounds), side="right")
 
 
 __all__ = ["ReplicaLimits", "SimulatedFleet", "SimulatedReplica", "SimulatedRequest", "simulate"]

@@ -23,7 +23,7 @@ HARM = '</script><img src=x onerror="document.title=1">'
 def found() -> PlanAnswer:
     """A plan whose costs grow steeply with the batch, so that drafts lose there."""
     rounds = [[n, k, 0, 0.01 + 0.001 * n * (k + 1)] for n in (1, 16) for k in (0, 4)]
-    costs = MeasuredCosts(rounds, [[0, 0.0], [256, 0.02]])
+    costs = MeasuredCosts(rounds, [[0, 0, 0.0], [256, 0, 0.02]])
     demand = Demand(8.0, Lengths.of("64", ""), Lengths.of("40", ""))
     plan = ServingPlan(demand, costs, constant(0.7, 4), ReplicaLimits(16, 1e6, 256))
     return answer(plan, [PlanFigure("hardware", HARM, "made")], 1, sweep=True)

@@ -187,7 +187,7 @@ def test_the_curve_of_a_report(tmp_path: Path):
     assert curve.model
     assert curve.available == (1.0, 1.0)
     assert len(curve.answers) == 2
-    assert curve.answers[0][0] == pytest.approx((30 + 8 * curve.chances[0]) / 48)
+    assert curve.answers[0].chances[0] == pytest.approx((30 + 8 * curve.chances[0]) / 48)
 
 
 def test_a_lookup_does_not_always_draft(tmp_path: Path):
@@ -197,6 +197,14 @@ def test_a_lookup_does_not_always_draft(tmp_path: Path):
     assert curve.available == (0.25,) * 3
     assert not curve.model
     assert curve.survival == [0.25] * 3
+
+
+def test_answers_differ_in_what_a_lookup_finds(tmp_path: Path):
+    """One answer repeats itself and the other does not: the slow tenth of the answers is the second kind."""
+    file = report([[3] * 60, [0] * 60], [[3] * 60, [0] * 60], "ngram", tmp_path)
+    curve = find_curve(str(file))
+    assert curve.available == (0.5,) * 3
+    assert [a.available[0] for a in curve.answers] == pytest.approx([(60 + 4) / 68, 4 / 68])
 
 
 def test_a_result_of_vllm(tmp_path: Path):
@@ -339,11 +347,15 @@ def test_a_tighter_limit_needs_more_replicas():
 
 def test_measured_costs_go_through_their_points(tmp_path: Path):
     measured = MeasuredCosts(
-        [[1, 0, 0, 1.0], [1, 2, 0, 1.5], [4, 0, 0, 2.0], [4, 2, 0, 4.0]], [[0, 0.0], [64, 0.5]], 0.01, "made"
+        [[1, 0, 0, 1.0], [1, 2, 0, 1.5], [4, 0, 0, 2.0], [4, 2, 0, 4.0]],
+        [[0, 0, 0.0], [64, 0, 0.5], [64, 100, 0.7]],
+        0.01,
+        "made",
     )
     assert measured.round(1, 1, 0) == pytest.approx(1.25)
     assert measured.round(2, 0, 0) == pytest.approx(4 / 3)
     assert measured.prefill(32, 0) == pytest.approx(0.25)
+    assert measured.prefill(64, 50) == pytest.approx(0.6)
     (tmp_path / "costs.json").write_text(measured.to_json())
     assert measured_costs(tmp_path / "costs.json") == measured
     (tmp_path / "costs.json").write_text("{}")

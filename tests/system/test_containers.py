@@ -1,0 +1,183 @@
+"""The container recipes, without a container engine: commands, probes, ports, mounts, schemas, and the drain under load."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer
+
+from outrider.cli.main import app
+from tests.support.serving import builtin, serving
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes" / "containers"
+COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+MANIFESTS = {d["kind"]: d for d in yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())}
+POOL = {d["kind"]: d for d in yaml.safe_load_all((FOLDER / "inferencepool.yaml").read_text())}
+DOCKERFILE = (FOLDER / "Dockerfile").read_text()
+POD = MANIFESTS["Deployment"]["spec"]["template"]
+CONTAINER = POD["spec"]["containers"][0]
+UVICORN = 5  # seconds that the server waits for connections after its drain
+
+
+def image_command() -> list[str]:
+    return json.loads(re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.M)[-1])
+
+
+COMMANDS = {"image": image_command(), "compose": COMPOSE["services"]["server"]["command"], "pod": CONTAINER["args"]}
+
+
+def options_of(words: list[str]) -> dict[str, Any]:
+    """What our own command line makes of them. Raises an error that names the option which does not exist."""
+    command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    return command.make_context(words[0], list(words[1:])).params
+
+
+@pytest.mark.parametrize("where", COMMANDS)
+def test_our_command_line_takes_them(where: str) -> None:
+    found = options_of(COMMANDS[where])
+    assert found["host"] == "0.0.0.0"
+    assert found["port"] == 8000
+    assert json.loads(re.findall(r"^ENTRYPOINT (\[.*\])$", DOCKERFILE, re.M)[-1]) == ["outrider"]
+
+
+def test_an_option_that_does_not_exist_is_found() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        options_of([*COMMANDS["pod"], "--no-such-option"])
+
+
+def test_ports_and_labels_agree() -> None:
+    [port] = CONTAINER["ports"]
+    assert port["containerPort"] == options_of(COMMANDS["pod"])["port"]
+    assert int(re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, re.M)[0]) == port["containerPort"]
+    labels = POD["metadata"]["labels"]
+    assert MANIFESTS["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert MANIFESTS["Service"]["spec"]["selector"].items() <= labels.items()
+    assert MANIFESTS["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+    pool = POOL["InferencePool"]["spec"]
+    assert pool["selector"]["matchLabels"].items() <= labels.items()
+    assert pool["targetPorts"] == [{"number": port["containerPort"]}]
+    [backend] = POOL["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", POOL["InferencePool"]["metadata"]["name"])
+    assert options_of(COMMANDS["pod"])["metrics_prefix"] == "vllm"  # the names that the endpoint picker reads
+
+
+def test_there_is_time_to_drain() -> None:
+    sleep, seconds = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
+    patience = options_of(COMMANDS["pod"])["shutdown_timeout"] + UVICORN
+    assert POD["spec"]["terminationGracePeriodSeconds"] >= int(seconds) + patience
+    grace = COMPOSE["services"]["server"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) >= options_of(COMMANDS["compose"])["shutdown_timeout"] + UVICORN
+
+
+def test_a_real_server_answers_the_probes() -> None:
+    health = re.findall(r"urlopen\('http://127.0.0.1:(\d+)(/\w+)'", DOCKERFILE)
+    assert health == [("8000", "/health")]
+    with serving(builtin()) as live:
+        for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = CONTAINER[name]["httpGet"]
+            assert probe["port"] == CONTAINER["ports"][0]["name"]
+            assert httpx.get(live.url + probe["path"]).status_code == 200
+        live.service.engine.problem = "the engine has died"
+        assert httpx.get(live.url + CONTAINER["livenessProbe"]["httpGet"]["path"]).status_code == 503
+        live.service.engine.problem = None
+
+
+def test_what_is_mounted_is_there(tmp_path: Path) -> None:
+    for service in COMPOSE["services"].values():
+        for mount in service.get("volumes", ()):
+            source = mount.split(":")[0]
+            assert source in COMPOSE["volumes"] or (FOLDER / source).is_file(), mount
+        for config in service.get("configs", ()):
+            assert config["source"] in COMPOSE["configs"]
+    build = COMPOSE["services"]["server"]["build"]
+    assert (FOLDER / build["context"]).resolve() == ROOT
+    assert (ROOT / build["dockerfile"]).is_file()
+    copied = [
+        word for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.M) for word in shlex.split(line)[:-1]
+    ]
+    assert len(copied) > 4
+    assert all((ROOT / word).exists() for word in copied)
+    kept = {line[1:] for line in (FOLDER / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == {word.removeprefix("./") for word in copied}
+
+
+def test_promtool_takes_the_configuration(tmp_path: Path) -> None:
+    content = COMPOSE["configs"]["prometheus"]["content"]
+    found = yaml.safe_load(content)
+    [target] = found["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert target == f"server:{options_of(COMMANDS['compose'])['port']}"
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    (tmp_path / "prometheus.yml").write_text(content)
+    shutil.copy(ROOT / "recipes" / "monitoring" / "alerts.yml", tmp_path)
+    done = subprocess.run(
+        ["promtool", "check", "config", "prometheus.yml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_schemas_of_kubernetes() -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for manifest in MANIFESTS.values():
+        validate.validate(manifest, "1.31", strict=True)
+
+
+def test_sigterm_under_load_ends_every_stream_whole() -> None:
+    """The pod's own command: what runs and what waits is finished, and nobody new is taken."""
+    own = {"8000": "0", "0.0.0.0": "127.0.0.1"}
+    command = [
+        sys.executable,
+        "-m",
+        "outrider",
+        *(own.get(word, word) for word in COMMANDS["pod"]),
+        "--log-file",
+        "/dev/null",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = next(line for line in server.stdout if line.startswith("curl"))
+            url = line.split()[2].removesuffix("/v1/completions")
+            begun, ends = threading.Barrier(7), dict[int, tuple[int, str]]()
+
+            def client(n: int) -> None:
+                body = {"model": "code", "prompt": "def f(x):", "max_tokens": 120, "ignore_eos": True, "seed": n}
+                tokens, finish, started = 0, "", False
+                with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+                    for event in answer.iter_lines():
+                        if n < 6 and not started:  # some of the ten wait in the queue
+                            started = True
+                            begun.wait(60)
+                        if event.startswith("data: {"):
+                            [choice] = json.loads(event[6:])["choices"]
+                            tokens, finish = tokens + len(choice["text"]), choice["finish_reason"] or finish
+                        elif event.startswith("data: ["):
+                            ends[n] = (tokens, finish)
+
+            threads = [threading.Thread(target=client, args=(n,)) for n in range(10)]
+            for thread in threads:
+                thread.start()
+            begun.wait(60)
+            server.send_signal(signal.SIGTERM)
+            for thread in threads:
+                thread.join(60)
+            assert {n: finish for n, (_, finish) in ends.items()} == dict.fromkeys(range(10), "length")
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"{url}/health", timeout=5)
+            assert server.wait(30) in (0, -signal.SIGTERM)  # uvicorn passes the signal on when it is done
+        finally:
+            server.kill()
