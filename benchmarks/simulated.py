@@ -8,6 +8,8 @@ of several lengths. A trace tells how many draft tokens the rounds had and how m
 in Poisson arrivals (open loop), and simulates the same arrivals, prompts and answer lengths. Nothing of the sweep is fitted.
 Each load is a share of the simulated capacity. The interval of a measured p90 is a bootstrap over its requests; that of a
 prediction is over seeds of what is accepted. Several sweeps under one name are put together.
+
+`others` are the cores that other programs took meanwhile. Above a few hundredths a row tells of them and not of the server.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -80,6 +83,23 @@ def cut(prompt: str, words: int) -> str:
     return " ".join(some) + "\n\n" + " ".join(some[: max(words // 3, 2)])
 
 
+def others_busy() -> float:
+    """CPU seconds of the whole machine so far, less those of this process and of those it has started."""
+    busy = sum(map(int, Path("/proc/stat").read_text().split()[1:4])) / os.sysconf("SC_CLK_TCK")
+    return busy - _cpu_seconds(os.getpid())
+
+
+def _cpu_seconds(process: int) -> float:
+    """User and system seconds of a process and of its living children."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+        children = " ".join(f.read_text() for f in Path(f"/proc/{process}/task").glob("*/children")).split()
+    except OSError:
+        return 0.0
+    own = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(_cpu_seconds(int(child)) for child in children)
+
+
 # -- calibration ------------------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +118,7 @@ def calibrate(options: argparse.Namespace) -> None:
         trace = Path(folder) / "trace.jsonl"
         with server(options, trace) as address:
             asyncio.run(together(address, some[:4], 16, 0, "drafts"))  # a warm-up
-            started, turn = perf_counter(), 0
+            before, started, turn = others_busy(), perf_counter(), 0
             while perf_counter() - started < options.seconds:
                 for n in SIZES:
                     for arm in ARMS:
@@ -111,6 +131,7 @@ def calibrate(options: argparse.Namespace) -> None:
                     sample = asyncio.run(one(address, ("x " * words).strip() or "x", 1, turn, "plain"))
                     first[sample.prompt_tokens].append(sample.ttft)
                 turn += 1
+            others = (others_busy() - before) / (perf_counter() - started)
         found = read(trace)
         rounds, fits = fitted(found, gaps)
         firsts = {n: statistics.median(values) for n, values in first.items()}
@@ -131,9 +152,10 @@ def calibrate(options: argparse.Namespace) -> None:
         "curve": asdict(curve),
         "config": options.config,
         "fits": fits,
+        "others": others,
     }
     options.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    print(f"{turn} turns; rounds (size, depth, context, ms):")
+    print(f"{turn} turns, other programs {others:.2f} cores; rounds (size, depth, context, ms):")
     for n, k, c, s in rounds:
         print(f"  {n:.0f} {k:.0f} {c:.0f} {1000 * s:.2f}")
     print("prefills", [(n, c, round(1000 * s, 2)) for n, c, s in prefills], f"request {1000 * overhead:.2f} ms")
@@ -256,11 +278,14 @@ def sweep(options: argparse.Namespace) -> None:
             for arm in options.arms:
                 rate = load * capacity(costs, curve, arm)
                 asked = arrivals(options, rate, round(1000 * load))
+                before, started = others_busy(), perf_counter()
                 samples = asyncio.run(open_loop(address, asked, arm))
+                others = (others_busy() - before) / (perf_counter() - started)
                 row = {
                     "load": load,
                     "arm": arm,
                     "rate": rate,
+                    "others": others,
                     **compared(samples, asked, costs, curve, known["overhead"], arm),
                 }
                 result["loads"].append(row)
@@ -323,7 +348,8 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['load']:.2f} {row['arm']:<7} {row['requests']:>4} requests: tokens/s {m['throughput']:.1f} / "
         f"{p['throughput']:.1f} ({e['throughput']:+.1%}), p90 {m['p90_latency']:.2f} ({low:.2f}-{high:.2f}) / "
-        f"{p['p90_latency']:.2f} s ({e['p90_latency']:+.1%}), ttft {e['p90_ttft']:+.1%}, median {e['median_latency']:+.1%}"
+        f"{p['p90_latency']:.2f} s ({e['p90_latency']:+.1%}), ttft {e['p90_ttft']:+.1%}, median {e['median_latency']:+.1%}, "
+        f"other programs {row['others']:.2f} cores"
     )
 
 
