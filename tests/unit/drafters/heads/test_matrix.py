@@ -1,0 +1,197 @@
+"""Every kind of head, in every way an engine runs it; and faults that are planted in each, which the comparison must find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import read, run
+from heads import GOLDEN, small_target
+from helpers import Loop, plain_texts, request
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.control import Fixed
+from outrider.core.types import Draft
+from outrider.drafters.base import DraftContext
+from outrider.drafters.heads.block import BlockDrafter
+from outrider.drafters.heads.block_reader import read_block
+from outrider.drafters.heads.eagle import EagleDrafter
+from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
+from outrider.drafters.heads.peagle import PEagleDrafter
+from outrider.drafters.heads.reader import read_eagle
+from outrider.engine import Engine
+from outrider.models.base import FINAL_NORM
+from outrider.models.nodes import Nodes
+
+TARGET = small_target()
+LAST = TARGET.model.num_layers - 1
+PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
+NAMES = ("eagle", "peagle", "medusa", "dflash", "dspark")
+
+
+class EveryThird:
+    """A grammar whose next tokens depend on the token before them: one in three is forbidden."""
+
+    def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
+        last = extra[-1] if extra else tokens[-1]
+        return (torch.arange(128) + last) % 3 != 0
+
+
+@pytest.fixture(scope="module")
+def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Any]]:
+    folder, model = medusa_folder(tmp_path_factory.mktemp("medusa")), TARGET.model
+    return {
+        "eagle": lambda: EagleDrafter(EagleModel(read_eagle(GOLDEN / "eagle31", TARGET), model, 160, "none"), 3, 160),
+        "peagle": lambda: PEagleDrafter(read_eagle(GOLDEN / "peagle", TARGET), model, 3, 160, "none"),
+        "medusa": lambda: MedusaDrafter(read_medusa(folder, TARGET), model, "none"),
+        "dflash": lambda: BlockDrafter(read_block(GOLDEN / "dflash", TARGET), model, 3, 160, "none"),
+        "dspark": lambda: BlockDrafter(read_block(GOLDEN / "dspark", TARGET), model, 3, 160, "none"),
+    }
+
+
+def medusa_folder(into: Path) -> Path:
+    torch.manual_seed(5)
+    tensors = {f"blocks.{i}.layers.0.weight": torch.randn(32, 32) * 0.3 for i in range(3)}
+    tensors |= {f"lm_heads.{i}.weight": torch.randn(128, 32) for i in range(3)}
+    save_file(tensors, into / "model.safetensors")
+    settings = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "vocab_size": 128}
+    (into / "config.json").write_text(json.dumps(settings))
+    return into
+
+
+# -- texts ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_changes_no_text(name: str, width: int, tmp_path: Path) -> None:
+    """A batch of greedy and sampled rows: preempted, with stored prefixes, chunked prompts, a grammar, a row without a head."""
+    folder = medusa_folder(tmp_path) if name == "medusa" else GOLDEN / {"eagle": "eagle31"}.get(name, name)
+    config = {"model": str(folder), "controller": "fixed", "num_speculative_tokens": 3}
+    config |= {"tree_width": 3, "tree_nodes": 7} if width > 1 else {}
+    llm = LLM(TARGET, speculative_config=config, max_num_seqs=3, max_model_len=160)
+    with closing(Engine(llm, kv_tokens=200, prefill_chunk=16)) as eng:
+        asked = [
+            request(PROMPT[:n], SamplingParams(max_tokens=40, temperature=t, seed=5, ignore_eos=True), seed=n)
+            for n, t in ((48, 1.0), (59, 0.0), (50, 0.7), (55, 1.0))
+        ]
+        asked[2].mask = EveryThird()
+        asked[3].method = "none"
+        texts = run(eng, [read(s) for s in asked])
+        assert eng.scheduler.preemptions > 0
+        assert eng.stats.prefix_hits > 0
+        assert eng.roster.failures == 0
+    assert [t.output for t in texts] == plain_texts(TARGET.model, asked)
+    assert all(sum(texts[n].drafted) > 10 for n in (0, 1, 2))
+    assert sum(texts[3].drafted) == 0
+    assert all((a + b) % 3 for a, b in zip([PROMPT[49], *texts[2].output], texts[2].output, strict=False))
+
+
+# -- planted faults -------------------------------------------------------------------------------------------------------
+
+
+def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
+    cache = TARGET.model.new_cache(1, len(tokens))
+    out = TARGET.model.forward(Nodes(torch.tensor([tokens]), cache, [0]), taps=taps, want="none").features
+    assert out is not None
+    return out[0]
+
+
+def checked(make: Callable[[], Any], fault: Callable[[Any], None] | None) -> Any:
+    """A drafter whose drafts are compared with those of a new one that is told the whole text at once, and rightly."""
+    made = make()
+    taps, propose = made.taps, made.propose
+    if fault is not None:
+        fault(made)
+
+    def compared(asked: DraftContext) -> Draft:
+        draft = propose(asked)
+        for b, (slot, tokens) in enumerate(zip(asked.slots, asked.tokens, strict=True)):
+            if not asked.budgets[b].depth or len(tokens) < 2:
+                continue
+            new = make()
+            new.start(slot, tokens, 0, features(list(tokens[:-1]), taps))
+            one = replace(
+                asked, slots=[slot], tokens=[tokens], budgets=[asked.budgets[b]], warp=asked.warp.select([b]),
+                noise=asked.noise.select([b]),
+            )  # fmt: skip
+            assert new.propose(one).host[0] == draft.host[b], "the draft is not that of the text"
+        return draft
+
+    made.propose = compared
+    return made
+
+
+def _off_by_one(made: Any) -> None:
+    if isinstance(made, MedusaDrafter):
+        start, update = made.start, made.update
+        made.start = lambda slot, tokens, first, f: start(slot, tokens, first, f.roll(1, 0))  # type: ignore[method-assign]
+        made.update = lambda c, commits, t: update(  # type: ignore[method-assign]
+            c, [replace(x, features=x.features * 0.5) for x in commits], t
+        )
+        return
+    add = made._queue.add
+    made._queue.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)
+
+
+def _wrong_tap(made: Any) -> None:
+    made.taps = tuple(LAST - 1 if t == FINAL_NORM else t - 1 for t in made.taps)
+
+
+def _other_side_of_the_norm(made: Any) -> None:
+    """Post- for pre-norm, and for Medusa pre- for post-norm."""
+    made.taps = tuple(FINAL_NORM if t == LAST else LAST if t == FINAL_NORM else t for t in made.taps)
+
+
+def _slots_kept(made: Any) -> None:
+    """The first slot of a draft stays in the cache, in place of the features of that position."""
+    logits, keep = made._logits, made.cache
+
+    def kept(slots: Sequence[int], texts: Any, depth: int) -> Tensor:
+        found = logits(slots, texts, depth)
+        for slot in slots:
+            place = keep.length[slot]
+            for key, value in keep.layers:
+                for t in (key, value):
+                    t[slot, :, place - 1] = t[slot, :, place]
+        return found
+
+    made._logits = kept
+
+
+FAULTS: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
+    "features off by one position": (_off_by_one, NAMES),
+    "wrong tap": (_wrong_tap, NAMES),
+    "the other side of the norm": (_other_side_of_the_norm, NAMES),
+    "slots kept": (_slots_kept, ("peagle", "dflash", "dspark")),
+}
+
+
+def texts(made: Any, width: int = 1) -> list[list[int]]:
+    asked = [
+        request(PROMPT[:n], SamplingParams(max_tokens=6, temperature=t, seed=n), seed=n) for n, t in ((30, 0), (9, 1))
+    ]
+    loop = Loop(TARGET.model, made, controller=Fixed(3, width, 3 * width), rows=2, max_length=128)
+    loop.chunk = 5
+    return [r.output for r in loop.generate(asked)]
+
+
+@pytest.mark.parametrize(("fault", "name"), [(f, n) for f, (_, names) in FAULTS.items() for n in names])
+def test_planted_faults_are_found(fault: str, name: str, makers: dict[str, Callable[[], Any]]) -> None:
+    with pytest.raises(AssertionError, match="the draft is not that of the text"):
+        # the best token of the random DFlash head is often the same; its next ones are not
+        texts(checked(makers[name], FAULTS[fault][0]), width=3 if name == "dflash" else 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_fault_nothing_is_found(name: str, makers: dict[str, Callable[[], Any]]) -> None:
+    assert len(texts(checked(makers[name], None))[0]) == 6
