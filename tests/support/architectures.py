@@ -126,8 +126,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16, "use_mamba_kernels": False,
     },
     "zamba2": {
-        **_BASE, "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 2, "layers_block_type": ["mamba", "hybrid"],
-        "attention_head_dim": 16, "num_mem_blocks": 1, "chunk_size": 8,
+        **_BASE, "num_hidden_layers": 4, "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 2,
+        "layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 16, "num_mem_blocks": 1, "chunk_size": 8,
     },
     "jamba": {
         **_BASE, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
