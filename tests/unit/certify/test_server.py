@@ -564,6 +564,10 @@ class ToyLlama:
             "usage": {"completion_tokens": len(content)},
             "timings": {"draft_n": 7 * speculates},
         }
+        if body.get("stream"):  # the log-probabilities of accepted draft tokens are left out, and with them the ids
+            answer["choices"] = [{**choice, "logprobs": None}]
+            events = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+            return httpx.Response(200, text=events, headers={"content-type": "text/event-stream"})
         return httpx.Response(200, json=answer)
 
 
