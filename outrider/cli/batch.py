@@ -188,8 +188,12 @@ class BatchProgress:
         if len(failed) > _SHOWN:
             print(paint(f"and {len(failed) - _SHOWN} more errors, in {out}", RED, sys.stderr), file=sys.stderr)
         speed = f", {self.tokens / seconds:.1f} tokens/s" if self.tokens else ""
-        what = f"{lines - len(failed)} answers and {len(failed)} errors" if failed else f"{lines} answers"
+        what = _counted(lines - len(failed), "answer") + (f" and {_counted(len(failed), 'error')}" if failed else "")
         print(f"{what} in {out}: {self.tokens} tokens in {_duration(seconds)}{speed}", file=sys.stderr)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _duration(seconds: float) -> str:
