@@ -166,6 +166,8 @@ def _kept_layers(given: dict[str, Any], layers: int) -> list[int]:
     last = max([*first, given.get("attn_layer_offset") or 0])
     if given.get("model_type") == "zamba":  # the second such layer has the weights of the first
         last = [i for i, kind in enumerate(kinds) if kind == "hybrid"][1]
+    if given.get("model_type") == "zamba2":  # two uses of a shared block; the model looks for a second one
+        return [0, *[i for i, kind in enumerate(kinds) if kind == "hybrid"][:2]]
     if last < _MOST_LAYERS:
         return [*range(min(max(last + 1, 2), layers or 2))]
     return sorted({*first, 0, 1})
