@@ -122,8 +122,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "moe_latent_size": None,
     },
     "zamba": {
-        **_BASE, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "layers_block_type": ["mamba", "hybrid"],
-        "attention_head_dim": 16, "use_mamba_kernels": False,
+        **_BASE, "num_hidden_layers": 4, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 16, "use_mamba_kernels": False,
     },
     "zamba2": {
         **_BASE, "num_hidden_layers": 4, "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 2,

@@ -199,11 +199,11 @@ def test_a_window_that_is_one_off_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         window = torch.cat([state[0][..., 1:], read[0]], dim=-1)
         return (window,), state[0]
 
+    assert not model_of("lfm2")[1].recurrences.by_node
     monkeypatch.setattr(recurrent, "_shift", late)
     model = HFModel(tiny("lfm2"))
     assert model.recurrences.by_node, "the first forward compares, and takes the slow way"
     assert_rows_do_not_depend_on_their_neighbours(model)
-    assert not model_of("lfm2")[1].recurrences.by_node
 
 
 def test_a_path_that_is_none_cannot_be_committed() -> None:
