@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import facts
+from outrider.core.files import written_whole
 from outrider.models.identity import sha256, weight_files
 
 # Measurements with another of these cannot be compared with those of the file.
@@ -32,10 +33,8 @@ class Journal:
                     "give another file: --journal FILE"
                 )
         self.lines = lines
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        part.replace(path)
+        with written_whole(path) as part:
+            part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """All measurements of a kind: round, start or served."""

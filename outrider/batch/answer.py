@@ -13,14 +13,13 @@ from pydantic import ValidationError
 
 from outrider.batch.lines import BatchRequest
 from outrider.engine import Engine
-from outrider.llm import LLM
+from outrider.serve.assembly import load_llm
 from outrider.serve.errors import Refused, invalid_body
 from outrider.serve.protocol import ChatRequest, CompletionRequest
 from outrider.serve.responses_request import ResponsesRequest
 from outrider.serve.responses_writer import ResponsesWriter
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings, served_name
-from outrider.serve.templates import set_chat_template
 
 _BODIES = {
     "/v1/chat/completions": ChatRequest,
@@ -64,18 +63,7 @@ class BatchAnswerer:
 
     def __init__(self, options: BatchOptions) -> None:
         self.options = options
-        self.llm = LLM(
-            options.model,
-            speculative_config=options.speculative_config,
-            dtype=options.dtype,
-            device=options.device,
-            quantization=options.quantization,
-            kv_cache_dtype=options.kv_cache_dtype,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            calibrate=(options.speculative_config or {}).get("method") == "auto",
-        )
-        self.note = set_chat_template(self.llm, options.chat_template)
+        self.llm, self.note = load_llm(options)
         loaded, given = self.llm.loaded.name, options.served_model_name
         settings = Settings(
             model_name=given or served_name(loaded),

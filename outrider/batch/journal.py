@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any, BinaryIO
 
 from outrider.batch.lines import BatchLine
+from outrider.core.files import written_whole
 from outrider.serve.errors import dumps
 
 _FORMAT = 1
@@ -70,14 +71,12 @@ class Journal:
 
     def finish(self, lines: Sequence[BatchLine]) -> None:
         """Write the output and remove the journal. Raises KeyError if a valid line has no answer."""
-        made = self.output.with_name(self.output.name + ".writing")
-        with made.open("wb") as file:
+        with written_whole(self.output) as made, made.open("wb") as file:
             for line in lines:
                 raw = self._raw(line.key) if line.code is None else dumps(line.row)
                 file.write(raw + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        made.replace(self.output)
         self.path.unlink()
         self.close()
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from outrider.core.files import written_whole
+
 # Increase this when a field changes its meaning.
 FORMAT = 1
 
@@ -114,9 +116,8 @@ class Certificate(CertificateRecord):
 
     def save(self, path: Path) -> None:
         """Write the file. It is replaced as a whole, so a reader never sees half of it."""
-        part = path.with_name(path.name + ".part")
-        part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8", errors="replace")
-        part.replace(path)
+        with written_whole(path) as part:
+            part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8", errors="replace")
 
     @classmethod
     def load(cls, path: Path) -> Certificate:

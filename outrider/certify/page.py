@@ -8,6 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from outrider.bench.report.page import visible
 from outrider.certify.certificate import Certificate, Conclusion
+from outrider.core.files import written_whole
 
 COLOURS = {
     Conclusion.EXACT_TOKENS: "good",
@@ -38,6 +39,5 @@ def render(certificate: Certificate, changes: list[str] | None = None) -> str:
 
 def write(certificate: Certificate, path: Path, changes: list[str] | None = None) -> None:
     """Write the page. The file is replaced as a whole."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(render(certificate, changes), encoding="utf-8", errors="replace")
-    part.replace(path)
+    with written_whole(path) as part:
+        part.write_text(render(certificate, changes), encoding="utf-8", errors="replace")

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from pydantic import ValidationError
 
 from outrider.cli.options import Debug, option, parse_speculative_config
-from outrider.cli.serve import AddressOptions, EngineOptions, ServedModelOptions
+from outrider.cli.serve import AddressOptions, EngineOptions, HowToDraft, ServedModel, ServedModelOptions
 from outrider.cli.terminal import DIM, loading, paint, readable
 
 if TYPE_CHECKING:
@@ -56,15 +55,8 @@ class FrontLimitOptions:
 
 
 def deploy(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
-    ],
-    speculative_config: Annotated[
-        str,
-        option(
-            "Speculation", 'How to draft, as JSON or a file. {"method": "none"} is plain decoding.', metavar="JSON|FILE"
-        ),
-    ] = '{"method": "auto"}',
+    model: ServedModel,
+    speculative_config: HowToDraft = '{"method": "auto"}',
     *,
     address: Annotated[
         str,

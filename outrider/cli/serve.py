@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     from outrider.serve.spans import Spans
 
 
+ServedModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
+]
+HowToDraft = Annotated[
+    str,
+    option(
+        "Speculation", 'How to draft, as JSON or a file. {"method": "none"} is plain decoding.', metavar="JSON|FILE"
+    ),
+]
+
+
 @dataclass(frozen=True)
 class AddressOptions:
     """Where the server listens, and the key that clients need."""
@@ -123,15 +134,8 @@ class MonitorOptions:
 
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
-    ],
-    speculative_config: Annotated[
-        str,
-        option(
-            "Speculation", 'How to draft, as JSON or a file. {"method": "none"} is plain decoding.', metavar="JSON|FILE"
-        ),
-    ] = '{"method": "auto"}',
+    model: ServedModel,
+    speculative_config: HowToDraft = '{"method": "auto"}',
     *,
     address: AddressOptions,
     served: ServedModelOptions,

@@ -11,6 +11,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from outrider.core.files import written_whole
 from outrider.explain.data import ExplainedRun, read_run
 
 ASSETS = Path(__file__).parent / "assets"
@@ -32,9 +33,8 @@ def render(run: ExplainedRun) -> str:
 
 def write(run: ExplainedRun, path: Path) -> None:
     """Write the page of a run. The file is replaced as a whole."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(render(run), encoding="utf-8")
-    part.replace(path)
+    with written_whole(path) as part:
+        part.write_text(render(run), encoding="utf-8")
 
 
 def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool = False) -> str:

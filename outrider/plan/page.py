@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from outrider.core.files import written_whole
 from outrider.explain.page import assemble
 from outrider.plan.answer import PlanAnswer
 
@@ -17,9 +18,8 @@ def render(found: PlanAnswer) -> str:
 
 def write(found: PlanAnswer, path: Path) -> None:
     """Write the page. The file is replaced as a whole."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(render(found), encoding="utf-8")
-    part.replace(path)
+    with written_whole(path) as part:
+        part.write_text(render(found), encoding="utf-8")
 
 
 __all__ = ["render", "write"]

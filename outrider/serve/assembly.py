@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -81,25 +81,57 @@ class Assembly:
     notes: list[str]
 
 
-def assemble(options: ServerOptions, recorder: Recorder | None = None) -> Assembly:
-    """Load the model and start its engine. recorder: where steps are written.
+class ModelOptions(Protocol):
+    """The options of a model that writes for many. Names and meanings are those of `LLM`; chat_template is its text."""
 
-    Raises what `LLM` and `Engine` raise for options that are wrong and models that cannot be had.
+    @property
+    def model(self) -> str: ...
+    @property
+    def speculative_config(self) -> dict[str, Any] | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def quantization(self) -> str | None: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def max_model_len(self) -> int | None: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def chat_template(self) -> str | None: ...
+
+
+def load_llm(options: ModelOptions, recorder: Recorder | None = None) -> tuple[LLM, str | None]:
+    """Load the model and its drafter. Returns it, and what its user should know of its chat template.
+
+    Raises what `LLM` raises.
     """
-    settings = options.settings()
+    config = options.speculative_config
     llm = LLM(
         options.model,
-        speculative_config=options.speculative_config,
+        speculative_config=config,
         dtype=options.dtype,
         device=options.device,
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
-        calibrate=options.speculative_config.get("method") == "auto",
+        calibrate=(config or {}).get("method") == "auto",
         trace=recorder,
     )
-    note = set_chat_template(llm, options.chat_template)
+    return llm, set_chat_template(llm, options.chat_template)
+
+
+def assemble(options: ServerOptions, recorder: Recorder | None = None) -> Assembly:
+    """Load the model and start its engine. recorder: where steps are written.
+
+    Raises what `LLM` and `Engine` raise for options that are wrong and models that cannot be had.
+    """
+    settings = options.settings()
+    llm, note = load_llm(options, recorder)
     metrics = Metrics(settings.metrics_prefix, settings.model_name)
     engine = Engine(
         llm,

@@ -19,6 +19,7 @@ from outrider.bench.report.compare import compare_runs
 from outrider.bench.report.format import amount, bounds, count, duration, factor, percent, size
 from outrider.bench.report.recommend import Recommendation, no_answers, recommend
 from outrider.bench.run import PromptRecord, Run, Sample
+from outrider.core.files import written_whole
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 
 # Characters of a prompt, tokens of an answer, prompts at either end, columns of a table.
@@ -54,9 +55,8 @@ def write(run: Run, path: Path, *, other: Run | None = None) -> Recommendation:
     The file is replaced as a whole. Raises ValueError for a run without an answer.
     """
     html, found = render(run, other=other)
-    part = path.with_name(path.name + ".part")
-    part.write_text(html, encoding="utf-8", errors="replace")
-    part.replace(path)
+    with written_whole(path) as part:
+        part.write_text(html, encoding="utf-8", errors="replace")
     return found
 
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights
+from outrider.drafters.heads.eagle_module import HeadMLP
 
 
 class BlockAttention(nn.Module):
@@ -53,24 +53,13 @@ class BlockAttention(nn.Module):
         return self.o_proj(heads.reshape(batch, anchors, slots, -1))
 
 
-class BlockMLP(nn.Module):
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class BlockModuleLayer(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = BlockMLP(config)
+        self.mlp = HeadMLP(config)
 
 
 class MarkovHead(nn.Module):

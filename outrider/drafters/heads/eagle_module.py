@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from outrider.drafters.heads.block_reader import BlockConfig
 from outrider.drafters.heads.config import HeadConfig
 
 
@@ -44,7 +45,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadMLP(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig | BlockConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
