@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from typing import Any, Self
 from benchmarks import ROOT, WORK
 from benchmarks.machine import cores
 from benchmarks.side import Missing, pinned, settle
+from outrider.bench.tune.server import free_port
 
 PATIENCE = 300.0  # seconds until a server must be up, and until it must have answered
 NEUTRAL = {
@@ -82,9 +82,7 @@ class LlamaServer:
         length: int = 2048,
         options: tuple[str, ...] = (),
     ) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         given = ["--model", model, "--ctx-size", str(slots * length), "--parallel", str(slots), *options]
         given += ["--threads", str(cores()), "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(port)]
         if draft is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from typing import Any
 from benchmarks import PEERS
 from benchmarks.peers.llama_cpp import converted, installed
 from benchmarks.peers.llama_server import LlamaServer
+from outrider.bench.tune.server import free_port
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def started(
 
 @contextmanager
 def _transformers(how: str, target: Path, kind: str, tokens: int) -> Iterator[Endpoint]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     environment, url = dict(os.environ), f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).with_name("transformers")), "serve", str(target), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32" if kind == "f32" else "bfloat16"]

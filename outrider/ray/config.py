@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from copy import deepcopy
 from typing import Any
 
 import yaml
@@ -23,12 +23,8 @@ def serve_config(options: DeployOptions, name: str, host: str, port: int) -> str
         "http_options": {"host": host, "port": port},
         "applications": [
             {"name": options.engines, "route_prefix": None, "import_path": "outrider.ray:build_engines", "args": args},
-            {
-                "name": name,
-                "route_prefix": "/",
-                "import_path": "outrider.ray:build_front",
-                "args": json.loads(json.dumps(args)),
-            },
+            # a copy, or YAML would refer to the first by an anchor
+            {"name": name, "route_prefix": "/", "import_path": "outrider.ray:build_front", "args": deepcopy(args)},
         ],
     }
     return HEAD + yaml.safe_dump(found, sort_keys=False)
