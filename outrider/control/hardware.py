@@ -17,7 +17,7 @@ class Accelerator:
     """One device. Arithmetic is dense, in operations per second; a multiplication with an addition is two.
 
     memory: bytes. bandwidth: bytes per second of its memory. half, fp8: arithmetic with 16 and 8 bits; fp8 None where it has
-    none. link: bytes per second to its neighbours, in one direction. source: where the figures are printed.
+    none. link: bytes per second to its neighbours, in one direction. source: where the figures are printed, and the year.
     """
 
     name: str
@@ -29,30 +29,36 @@ class Accelerator:
     source: str
 
 
+# Compared with the public data sheets in November 2026. NVIDIA prints the bandwidth of links in both directions together.
 ACCELERATORS = {
     "h100": Accelerator(
-        "NVIDIA H100 SXM", 80e9, 3.35e12, 989e12, 1979e12, 450e9, "NVIDIA H100 data sheet, SXM; half of its sparse figures"
+        "NVIDIA H100 SXM", 80e9, 3.35e12, 989e12, 1979e12, 450e9, "NVIDIA H100 data sheet, SXM, 2023; half of its "
+        "sparse figures"
     ),
     "h200": Accelerator(
-        "NVIDIA H200 SXM", 141e9, 4.8e12, 989e12, 1979e12, 450e9, "NVIDIA H200 data sheet, SXM; half of its sparse figures"
+        "NVIDIA H200 SXM", 141e9, 4.8e12, 989e12, 1979e12, 450e9, "NVIDIA H200 data sheet, SXM, 2024; half of its "
+        "sparse figures"
     ),
     "b200": Accelerator(
-        "NVIDIA B200", 180e9, 8e12, 2250e12, 4500e12, 900e9, "NVIDIA HGX B200 data sheet; half of its sparse figures"
+        "NVIDIA HGX B200", 180e9, 7.7e12, 2250e12, 4500e12, 900e9, "NVIDIA Blackwell data sheet, HGX B200, 2025; half of its "
+        "sparse figures"
     ),
     "a100": Accelerator(
-        "NVIDIA A100 80 GB", 80e9, 2.039e12, 312e12, None, 300e9, "NVIDIA A100 data sheet, SXM 80 GB; dense figures"
+        "NVIDIA A100 80 GB", 80e9, 2.039e12, 312e12, None, 300e9, "NVIDIA A100 data sheet, SXM 80 GB, 2021; dense figures"
     ),
     "l40s": Accelerator(
-        "NVIDIA L40S", 48e9, 864e9, 362e12, 733e12, 32e9, "NVIDIA L40S data sheet; half of its sparse figures, PCIe 4.0 x16"
+        "NVIDIA L40S", 48e9, 864e9, 362e12, 733e12, 32e9, "NVIDIA L40S data sheet, 2023; dense figures, PCIe 4.0 x16"
     ),
     "l4": Accelerator(
-        "NVIDIA L4", 24e9, 300e9, 121e12, 242e12, 32e9, "NVIDIA L4 data sheet; half of its sparse figures, PCIe 4.0 x16"
+        "NVIDIA L4", 24e9, 300e9, 121e12, 242e12, 32e9, "NVIDIA L4 data sheet, 2023; half of its sparse figures, PCIe 4.0 x16"
     ),
     "rtx4090": Accelerator(
-        "NVIDIA RTX 4090", 24e9, 1.008e12, 165e12, 330e12, 32e9, "NVIDIA Ada architecture paper, appendix; dense, 32-bit sums"
+        "NVIDIA RTX 4090", 24e9, 1.008e12, 165e12, 330e12, 32e9, "NVIDIA Ada architecture paper, version 2.01, 2023; dense "
+        "figures with 32-bit sums, PCIe 4.0 x16"
     ),
     "mi300x": Accelerator(
-        "AMD MI300X", 192e9, 5.3e12, 1307e12, 2614e12, 448e9, "AMD Instinct MI300X data sheet; dense figures"
+        "AMD MI300X", 192e9, 5.3e12, 1307e12, 2615e12, 448e9, "AMD Instinct MI300X data sheet, 2023; dense "
+        "figures, seven links"
     ),
 }  # fmt: skip
 

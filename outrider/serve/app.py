@@ -31,7 +31,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The request is not valid; the message says why",
         401: "The API key is missing or wrong",
         404: "No such model",
-        408: "The request did not arrive in time",
+        408: "The request did not arrive in time, or its deadline passed before its first token",
         413: "The request is too large",
         429: "The queue is full; Retry-After gives the seconds to wait",
         500: "The server failed on this request",

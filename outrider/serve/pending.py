@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.decode import Sequence
 from outrider.engine import Engine, EngineStopped, QueueFull
+from outrider.engine.scheduler import LATE
 from outrider.outputs import Delta
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.protocol import StreamOptions
@@ -56,7 +57,10 @@ class PendingAnswer:
         return {"x-outrider-guarantee": self.writer.guarantee.value}
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for all texts. Raises Refused if one failed, or if all were aborted before their first token."""
+        """Wait for all texts. Raises Refused if one failed, or if all were aborted before their first token.
+
+        A deadline that has passed is 408: another server would be as late. A server that stops is 503.
+        """
         with self:
             async for index, delta in self.deltas():
                 if delta.ended:
@@ -64,6 +68,8 @@ class PendingAnswer:
         results = self._ordered()
         if all(r.finish and r.finish.finish == "abort" and not r.written for r in results):
             reason = results[0].finish and results[0].finish.reason
+            if reason == LATE:
+                raise Refused(f"nothing was written: {reason}; allow more time", 408, code="timeout")
             raise Refused(f"nothing was written: {reason}", 503, code="aborted", retry=1)
         return self.writer.whole(results)
 

@@ -175,6 +175,7 @@ def test_errors_and_routes_are_those_of_the_server(lives: list[Live]) -> None:
         ("/v1/completions", {"prompt": PROMPT, "temperature": -1, "stream": True}),
         ("/v1/completions", {"prompt": PROMPT, "model": "other", "stream": True}),
         ("/v1/completions", {"prompt": PROMPT, "max_tokens": 10**6, "stream": True}),
+        ("/v1/completions", {"prompt": PROMPT, "timeout": 5e-324}),  # it would be as late elsewhere
         ("/v1/completions", {"prompt": [], "n": "x", "stream": True}),
         ("/v1/completions", {"prompt": PROMPT, "continued_tokens": [[1], [2]], "stream": True}),
         ("/v1/chat/completions", {"messages": 3, "stream": True}),
@@ -186,6 +187,7 @@ def test_errors_and_routes_are_those_of_the_server(lives: list[Live]) -> None:
         own, mine = httpx.post(lives[0].url + path, **given), post(app, path, body)
         assert (mine.status_code, mine.content) == (own.status_code, own.content), path
         assert mine.headers["content-type"] == own.headers["content-type"]
+    assert app.moved == 0
     locked = front(lives[:1], api_key="secret")
     assert post(locked, "/v1/completions", {"prompt": PROMPT}).status_code == 401
     given = {"headers": {"authorization": "Bearer secret"}}
