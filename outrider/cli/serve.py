@@ -209,7 +209,7 @@ def _spans(endpoint: str) -> Spans:
 def _run(app: Any, service: Service, host: str, port: int, what: str) -> None:
     import uvicorn
 
-    from outrider.serve.connection import AbortableProtocol
+    from outrider.serve.connection import http_config
 
     settings = service.settings
 
@@ -225,21 +225,7 @@ def _run(app: Any, service: Service, host: str, port: int, what: str) -> None:
             service.engine.drain(settings.shutdown_timeout)
             await super().shutdown(sockets)
 
-    patience = int(settings.shutdown_timeout) + 5
-    Server(
-        uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            http=AbortableProtocol,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=patience,
-            h11_max_incomplete_event_size=64 << 10,
-        )
-    ).run()
+    Server(http_config(app, settings.shutdown_timeout, host=host, port=port)).run()
     if not service.engine.alive and service.engine.problem:
         raise RuntimeError(service.engine.problem)
 

@@ -110,6 +110,8 @@ def _screen(hello: dict[str, Any], tick: dict[str, Any], now: dict[str, Any]) ->
         "keys and values": f"{(engine['kv_bytes'] + engine['prefix_bytes']) / 2**20:.1f} MiB, {engine['kv_tokens']} tokens",
         "problem": printable(tick["problem"] or "none"),
     }
+    if "replicas" in tick:  # sums over them
+        rows["replicas"] = f"{len(tick['replicas'])}: {printable(', '.join(tick['replicas']))}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

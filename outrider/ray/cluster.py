@@ -13,6 +13,12 @@ from outrider.ray.options import DeployOptions
 
 LOCAL = "local"
 CONNECT = 5.0  # seconds to reach a cluster
+# A cluster of our own shares this machine with the model, so Ray must take little of it.
+OWN = {
+    "RAY_worker_niceness": "0",  # replicas are servers, and Ray gives its workers 15
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # seconds between two looks at the replicas; Ray's own value is 0.1
+    "RAY_enable_metrics_collection": "0",  # Ray's own; ours are at /metrics
+}
 OBJECTS = 200_000_000  # bytes of the object store of a cluster of our own: requests are small
 
 
@@ -45,6 +51,8 @@ def join(address: str, cpus: float) -> None:
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
+        for name, value in OWN.items():
+            os.environ.setdefault(name, value)
         ray.init(
             address="local",
             include_dashboard=False,
@@ -69,13 +77,18 @@ def start(options: DeployOptions, name: str, host: str, port: int, own: bool, ti
     what Ray says, for replicas that do not become healthy.
     """
     from ray import serve
+    from ray.serve.config import ProxyLocation
 
     from outrider.ray.deployments import build_engines, build_front
 
     running = _status()
-    if not running:
-        port = free_port(host, port) if own else port
+    if not running and own:
+        port = free_port(host, port)
+        serve.start(proxy_location=ProxyLocation.Disabled)
+    elif not running:
         serve.start(http_options={"host": host, "port": port})
+    if own:
+        options = options.model_copy(update={"listen": (host, port)})  # Ray's proxy takes a millisecond for each token
     until = time.monotonic() + timeout
     serve.run_many(
         [serve.RunTarget(build_engines(options), name=options.engines, route_prefix=None)],

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, WorkerCrashedError
+from ray.exceptions import RayActorError, TaskCancelledError, WorkerCrashedError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
 from starlette.types import ASGIApp
 
 from outrider.ray.calls import Call, ReplicaLost, Start, answered
+from outrider.ray.direct import IDLE, Connections, Listener, Place, Tickets
 from outrider.ray.front import Front, guarded
 from outrider.ray.options import DeployOptions
 from outrider.ray.router import PrefixRouter
@@ -35,12 +43,17 @@ class OutriderEngine:
         self._service = (made := assemble(ServerOptions.model_validate(options))).service
         self._asgi = create_app(made.service, made.metrics)
         self._name = serve.get_replica_context().replica_id.unique_id
+        self._tickets = Tickets(self._asgi)
+        self._listener = Listener(self._tickets, get_node_ip_address(), timeout_keep_alive=IDLE)
 
-    async def ask(self, call: Call) -> AsyncIterator[Start | bytes | str]:
-        """Answer a call. The first item is the replica's name: it has taken the call."""
-        yield self._name
-        async for part in answered(self._asgi, call, self._name):
-            yield part
+    async def take(self, prompt: str) -> AsyncIterator[Place]:
+        """Hold a place for a request with this prompt, which is for the router. Ends when the request was answered."""
+        ticket = self._tickets.issue()
+        try:
+            yield Place(self._name, self._listener.url, ticket)
+            await self._tickets.used(ticket)
+        finally:
+            self._tickets.drop(ticket)
 
     async def page(self, call: Call) -> tuple[str, bytes]:
         """The replica's name and the body of its answer."""
@@ -61,14 +74,17 @@ class RayReplicas:
     def __init__(self, handle: DeploymentHandle[Any], patience: float) -> None:
         self._handle, self._patience = handle, patience
         self._stream: Any = handle.options(stream=True)  # typed as if it did not stream
+        self._connections, self._watching = Connections(), set[asyncio.Task[None]]()
 
     async def ask(self, call: Call) -> AsyncGenerator[Start | bytes, None]:
         """See `Replicas.ask`."""
-        response, ended = self._stream.ask.remote(call), False
+        held, lost, ended = self._stream.take.remote(call.prompt), asyncio.Future[None](), False
         try:
-            await asyncio.wait_for(anext(response), self._patience)
-            async for part in response:
-                yield part
+            place = await asyncio.wait_for(anext(held), self._patience)
+            self._watch(held, lost)
+            async with aclosing(self._connections.ask(place, call, lost)) as parts:
+                async for part in parts:
+                    yield part
             ended = True
         except BackPressureError as full:
             raise Refused("all replicas have all that they can take", 429, code="queue_full", retry=2) from full
@@ -80,7 +96,24 @@ class RayReplicas:
             raise ReplicaLost(type(lost).__name__) from lost
         finally:
             if not ended:
-                response.cancel()
+                held.cancel()
+
+    def _watch(self, held: Any, lost: asyncio.Future[None]) -> None:
+        """Set `lost` if the replica dies while it holds a place."""
+
+        async def watch() -> None:
+            try:
+                async for _ in held:
+                    pass
+            except LOST:
+                if not lost.done():
+                    lost.set_result(None)
+            except (RequestCancelledError, TaskCancelledError):
+                pass
+
+        task = asyncio.ensure_future(watch())
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
 
     async def each(self, call: Call) -> dict[str, bytes]:
         """See `Replicas.each`."""
@@ -94,15 +127,33 @@ class RayReplicas:
 
 @serve.ingress()
 class OutriderFront:
-    """The address that clients use. engines: the handle of the replicas, or the name of their application."""
+    """The address that clients use. engines: the handle of the replicas, or the name of their application.
 
-    def __init__(self, engines: DeploymentHandle[Any] | str, settings: Settings, patience: float) -> None:
+    listen: an address of its own, host and port, in place of Ray's proxy.
+    """
+
+    def __init__(
+        self,
+        engines: DeploymentHandle[Any] | str,
+        settings: Settings,
+        patience: float,
+        listen: tuple[str, int] | None = None,
+    ) -> None:
         handle = serve.get_app_handle(engines) if isinstance(engines, str) else engines
         self._outrider = guarded(Front(RayReplicas(handle, patience), settings, patience))
+        self._listener = None
+        if listen is not None:
+            timeout = settings.request_timeout
+            self._listener = Listener(self._outrider, *listen, reuse=True, shutdown_timeout=timeout)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve's hook for an application that is made in the replica."""
         return self._outrider
+
+    async def __del__(self) -> None:
+        """Ray Serve calls it when the front ends: what runs is answered first."""
+        if self._listener is not None:
+            await self._listener.close()
 
 
 def build(args: DeployOptions) -> Application:
@@ -161,7 +212,7 @@ def _front(args: DeployOptions, engines: Application | str) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=args.request_timeout,
     )
-    return front.bind(engines, settings, args.patience)
+    return front.bind(engines, settings, args.patience, args.listen)
 
 
 __all__ = ["OutriderEngine", "OutriderFront", "RayReplicas", "build", "build_engines", "build_front"]

@@ -18,8 +18,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.ray.calls import OURS, Call, ReplicaLost, Replicas, Start
+from outrider.ray.dashboard import SummedDashboard
 from outrider.ray.pages import merged_metrics
 from outrider.ray.resume import END, MOVES, ResumableStream
+from outrider.serve.dashboard import EventStream
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.guard import Guard
 from outrider.serve.logs import log
@@ -38,6 +40,7 @@ class Front:
     def __init__(self, replicas: Replicas, settings: Settings, patience: float = PATIENCE) -> None:
         self.replicas, self.settings, self.patience = replicas, settings, patience
         self.metrics, self.moved = Metrics(settings.metrics_prefix, settings.model_name), 0
+        self.dashboard = SummedDashboard(replicas)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. The guard before it has read the whole body and gave the request its id."""
@@ -57,6 +60,11 @@ class Front:
             page = merged_metrics(await self.replicas.each(call), self.metrics.page(), self.settings.metrics_prefix)
             await Response(page, headers={"content-type": CONTENT_TYPE})(scope, receive, send)
             return
+        if call.path == "/dashboard/events" and call.method == "GET":
+            await EventStream(self.dashboard)(scope, receive, send)
+            return
+        if call.path == "/dashboard/trial":
+            raise Refused("a trial compares requests of one server; start one `outrider serve` and compare there")
         parsed = _parsed(body) if call.method == "POST" else None
         if parsed is not None:
             call = _replaced(call, body, _beginning(parsed))

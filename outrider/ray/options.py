@@ -21,6 +21,7 @@ class DeployOptions(ServerOptions):
     upscale_delay, downscale_delay: seconds that a load must last. cpus, gpus: of one replica. fronts: replicas of the front.
     prefix_weight: see `outrider.ray.prefixes.ranked`.
     patience: seconds that a request waits for a replica that lives. engines: the Serve application of the replicas.
+    listen: host and port where the fronts listen themselves; None for Ray's proxies.
     """
 
     replicas: int | None = Field(None, ge=1)
@@ -35,6 +36,7 @@ class DeployOptions(ServerOptions):
     prefix_weight: float = Field(4.0, ge=0)
     patience: float = Field(60.0, gt=0)
     engines: str = "outrider-engines"
+    listen: tuple[str, int] | None = None
 
     @field_validator("speculative_config", mode="before")
     @classmethod
@@ -73,5 +75,7 @@ class DeployOptions(ServerOptions):
     @property
     def front_name(self) -> str:
         """The name of the front's deployment. It changes when the front has to be replaced."""
-        parts = json.dumps([asdict(self.settings()), self.patience, self.fronts, self.engines], sort_keys=True)
+        parts = json.dumps(
+            [asdict(self.settings()), self.patience, self.fronts, self.engines, self.listen], sort_keys=True
+        )
         return "front-" + hashlib.sha256(parts.encode()).hexdigest()[:8]

@@ -7,7 +7,6 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from outrider.ray.calls import Call
 from outrider.ray.prefixes import PrefixIndex, ranked
 
 
@@ -52,5 +51,6 @@ class PrefixRouter(RequestRouter):
 
 
 def _prompt(pending: PendingRequest | None) -> str:
-    call = pending.args[0] if pending is not None and pending.args else None
-    return call.prompt if isinstance(call, Call) else ""
+    """What `OutriderEngine.take` is asked with."""
+    prompt = pending.args[0] if pending is not None and pending.args else ""
+    return prompt if isinstance(prompt, str) else ""

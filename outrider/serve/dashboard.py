@@ -13,11 +13,11 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from time import thread_time
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import anyio
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -46,63 +46,111 @@ HEADERS = {
 }
 
 
-class Dashboard:
-    """Sends events to viewers, and runs trials. `watch` is an observer of the engine while there are viewers.
+class Audience:
+    """Viewers, and the task that feeds them while there are any. dropped: viewers that did not read."""
 
-    dropped: viewers that did not read.
-    """
+    def __init__(self, interval: float) -> None:
+        self.interval, self.viewers, self.dropped = interval, list[Viewer](), 0
+        self._ticker: asyncio.Task[None] | None = None
+
+    def join(self) -> Viewer:
+        """A new viewer. The first one starts the ticks. Raises Refused if there are too many."""
+        if len(self.viewers) >= VIEWERS:
+            raise Refused(f"the dashboard has {VIEWERS} viewers already; close one", 503, code="overloaded", retry=5)
+        viewer = Viewer()
+        if self._ticker is None:
+            self.begin()
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        if hello := self.hello():
+            viewer.put("hello", hello)
+        self.viewers.append(viewer)
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """A viewer is gone. With the last one the ticks end."""
+        if viewer in self.viewers:
+            self.viewers.remove(viewer)
+        self._rest()
+
+    def send(self, data: bytes, closing: bool = False) -> None:
+        """Queue an event for all. Viewers that do not read are dropped; all are if the server is closing."""
+        for viewer in list(self.viewers):
+            if closing or not viewer.offer(data):
+                self.dropped += not closing
+                self.viewers.remove(viewer)
+                viewer.drop()
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self.viewers and self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+            self.end()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval)
+            await self.tick()
+
+    def begin(self) -> None:
+        """The first viewer joins."""
+
+    def end(self) -> None:
+        """The last viewer has left."""
+
+    def hello(self) -> dict[str, Any] | None:
+        """What a new viewer is told first; None if that is not known yet."""
+        raise NotImplementedError
+
+    async def tick(self) -> None:
+        """Send what happened since the last tick."""
+        raise NotImplementedError
+
+
+class Dashboard(Audience):
+    """Sends events to viewers, and runs trials. `watch` is an observer of the engine while there are viewers."""
 
     def __init__(self, service: Service, interval: float = INTERVAL) -> None:
-        self.service, self.interval = service, interval
-        self.watch, self.viewers, self.dropped = Watch(service.engine), list[Viewer](), 0
+        super().__init__(interval)
+        self.service, self.watch = service, Watch(service.engine)
         self.trial: Trial | None = None
-        self._ticker: asyncio.Task[None] | None = None
         self._spent = 0.0  # processor seconds of the last tick
+        self._pollers = dict[str, Viewer]()
         trace = service.engine.scheduler.trace
         self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
 
     # -- viewers -----------------------------------------------------------------------------------------------------
 
-    def join(self) -> Viewer:
-        """A new viewer. The first one starts the watch. Raises Refused if there are too many."""
-        if len(self.viewers) >= VIEWERS:
-            raise Refused(f"the dashboard has {VIEWERS} viewers already; close one", 503, code="overloaded", retry=5)
-        first, viewer = self._ticker is None, Viewer()
-        if first:
-            self.watch.clear()
-        viewer.put("hello", self._hello())
-        self.viewers.append(viewer)
-        if first:
-            self.service.engine.watch(self.watch)
-            self._ticker = asyncio.get_running_loop().create_task(self._tick())
-        return viewer
+    def begin(self) -> None:
+        """See `Audience.begin`."""
+        self.watch.clear()
+        self.service.engine.watch(self.watch)
 
-    def leave(self, viewer: Viewer) -> None:
-        """A viewer is gone. With the last one the watch ends."""
-        if viewer in self.viewers:
-            self.viewers.remove(viewer)
-        if not self.viewers and self._ticker is not None:
-            self._ticker.cancel()
-            self._ticker = None
-            self.service.engine.unwatch(self.watch)
+    def end(self) -> None:
+        """See `Audience.end`."""
+        self.service.engine.unwatch(self.watch)
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(self.interval)
-            begun = thread_time()
-            event, ended = self.watch.tick()
-            event["own"] += self._spent
-            event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self._trial_state()}
-            event["ended"] = [self._shown(request) for request in ended]
-            closing, data = self.service.engine.closing, encoded("tick", event)
-            for viewer in list(self.viewers):
-                if closing or not viewer.offer(data):
-                    self.dropped += not closing
-                    self.viewers.remove(viewer)
-                    viewer.drop()
-            self._spent = thread_time() - begun
+    def poll(self, name: str) -> bytes:
+        """The events of a viewer that comes again and again for them, as the front of many servers does.
 
-    def _hello(self) -> dict[str, Any]:
+        It joins when it comes first, and is dropped like others when it has stayed away for `WAITING` ticks.
+        """
+        self._pollers = {known: viewer for known, viewer in self._pollers.items() if viewer in self.viewers}
+        if name not in self._pollers:
+            self._pollers[name] = self.join()
+        return self._pollers[name].taken()
+
+    async def tick(self) -> None:
+        """See `Audience.tick`."""
+        begun = thread_time()
+        event, ended = self.watch.tick()
+        event["own"] += self._spent
+        event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self._trial_state()}
+        event["ended"] = [self._shown(request) for request in ended]
+        self.send(encoded("tick", event), self.service.engine.closing)
+        self._spent = thread_time() - begun
+
+    def hello(self) -> dict[str, Any]:
         """What does not change, and the requests that have ended lately."""
         service, decoder = self.service, self.service.engine.decoder
         config = service.llm.config
@@ -196,6 +244,10 @@ class Viewer:
         """Events that it has not been sent."""
         return self._queue.qsize()
 
+    def taken(self) -> bytes:
+        """The events that wait, which it need not be sent any more."""
+        return b"".join([self._queue.get_nowait() for _ in range(self._queue.qsize())])
+
     def drop(self) -> None:
         self._scope.cancel()
 
@@ -211,7 +263,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, dashboard: Dashboard) -> None:
+    def __init__(self, dashboard: Audience) -> None:
         super().__init__(headers={**HEADERS, "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.dashboard = dashboard
@@ -253,6 +305,10 @@ def install(app: FastAPI, service: Service, interval: float = INTERVAL) -> Dashb
     @app.get("/dashboard/events", include_in_schema=False)
     async def events() -> Response:
         return EventStream(dashboard)
+
+    @app.get("/dashboard/poll", include_in_schema=False)
+    async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
+        return Response(dashboard.poll(viewer), headers=HEADERS, media_type="text/event-stream")
 
     @app.post("/dashboard/trial", include_in_schema=False)
     async def start(body: TrialRequest, request: Request) -> Response:
@@ -306,4 +362,4 @@ def _same_origin(request: Request) -> None:
         raise Refused("this page of another site may not change the server", 403, code="cross_origin")
 
 
-__all__ = ["Dashboard", "Viewer", "install"]
+__all__ = ["INTERVAL", "Audience", "Dashboard", "EventStream", "Viewer", "encoded", "install"]

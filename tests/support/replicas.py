@@ -23,14 +23,15 @@ class LocalReplicas:
         name = names[number % len(names)]
         self.calls.append(call)
         self.asked.append(name)
-        parts = answered(self.apps[name], call, name)
+        parts, page = answered(self.apps[name], call, name), False
         try:
             async for part in parts:
                 if isinstance(part, Start):
                     self._maybe(number, 0)
+                    page = dict(part.headers).get(b"content-type", b"").startswith(b"text/html")
                     yield part
                     continue
-                for event in part.split(b"\n\n"):
+                for event in [part] if page else part.split(b"\n\n"):
                     if event:
                         if number % 2 and len(event) > 9:
                             yield event[:9]  # a part of an answer may end anywhere

@@ -35,6 +35,10 @@ def url() -> Iterator[str]:
     cluster.stop(deployed)
 
 
+def port(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
 class Asked:
     """Requests of all kinds and the texts that one process writes for them."""
 
@@ -141,7 +145,7 @@ def test_500_requests_a_kill_and_a_rolling_update(url: str) -> None:
     def update() -> None:
         changed = DeployOptions(**{**OPTIONS, "speculative_config": {"method": "suffix"}}, replicas=2)
         thread = threading.Thread(
-            target=cluster.start, args=(changed, "test", "127.0.0.1", 0), kwargs={"own": True, "timeout": 300}
+            target=cluster.start, args=(changed, "test", "127.0.0.1", port(url)), kwargs={"own": True, "timeout": 300}
         )
         thread.start()
         updates.append(thread)
@@ -157,7 +161,7 @@ def test_the_number_of_replicas_follows_the_load(url: str) -> None:
     moving = DeployOptions(
         **OPTIONS, min_replicas=1, max_replicas=2, target_requests=2, upscale_delay=1, downscale_delay=3
     )
-    cluster.start(moving, "test", "127.0.0.1", 0, own=True, timeout=300)
+    cluster.start(moving, "test", "127.0.0.1", port(url), own=True, timeout=300)
     wait_for(1)
     asked = Asked(200)
     grown = list[int]()

@@ -1,0 +1,141 @@
+"""The dashboard of many replicas: their events, summed. Replicas are asked only while somebody looks."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import abc
+from typing import Any
+
+from outrider.ray.calls import Call, Replicas
+from outrider.serve.dashboard import INTERVAL, Audience, encoded
+from outrider.serve.watch import RECENT
+
+MEANS = ("elapsed",)  # of replicas that run side by side
+NOT_SUMMED = (
+    "time",
+    "viewers",
+    "dropped",
+    "speed_from",
+    "why",
+    "problem",
+    "engine",
+    "seconds",
+    "by_depth",
+    "ended",
+    "trial",
+)
+
+Event = dict[str, Any]
+
+
+class SummedDashboard(Audience):
+    """Asks all replicas for their events at each tick, and sends viewers the sum."""
+
+    def __init__(self, replicas: Replicas, interval: float = INTERVAL) -> None:
+        super().__init__(interval)
+        self._replicas, self._name = replicas, ""
+        self._hellos, self._last = dict[str, Event](), dict[str, Event]()
+
+    def begin(self) -> None:
+        """See `Audience.begin`. Under a new name, so that replicas say hello again."""
+        self._name, self._hellos, self._last = secrets.token_hex(8), {}, {}
+
+    def hello(self) -> Event | None:
+        """See `Audience.hello`."""
+        return summed_hello(self._hellos) if self._hellos else None
+
+    async def tick(self) -> None:
+        """See `Audience.tick`."""
+        pages = await self._replicas.each(Call("GET", "/dashboard/poll", f"viewer={self._name}".encode()))
+        ticks, fresh = dict[str, list[Event]](), False
+        for name, page in pages.items():
+            ticks[name] = []
+            for kind, event in _events(page):
+                if kind == "hello":
+                    fresh, self._hellos[name] = True, event
+                else:
+                    ticks[name].append(event)
+        for gone in set(self._hellos) - set(pages):
+            del self._hellos[gone]
+            fresh = bool(self._hellos)
+        if fresh:
+            self.send(encoded("hello", summed_hello(self._hellos)))
+        self._last = {name: (ticks[name] or [self._last.get(name)])[-1] for name in ticks}
+        self._last = {name: event for name, event in self._last.items() if event is not None}
+        if any(ticks.values()):
+            beside = {"viewers": len(self.viewers), "dropped": self.dropped}
+            self.send(encoded("tick", {**summed_ticks(ticks, self._last), **beside}))
+
+
+def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:
+    """What does not change, of all replicas. They may differ for a while, in an update."""
+    [first, *_] = hellos.values()
+    merged = {key: _alike(h[key] for h in hellos.values()) for key in ("model", "method", "verifier", "guarantee")}
+    return {
+        **first,
+        **merged,
+        "num_speculative_tokens": max(h["num_speculative_tokens"] for h in hellos.values()),
+        "slots": sum(h["slots"] for h in hellos.values()),
+        "since": min(h["since"] for h in hellos.values()),
+        "ended": _ended((name, h["ended"]) for name, h in hellos.items())[-RECENT:],
+        "shows_text": all(h["shows_text"] for h in hellos.values()),
+        "trial": None,
+        "replicas": sorted(hellos),
+    }
+
+
+def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Event]) -> Event:
+    """One tick for those of all replicas. last: the last tick of each, which tells how it is now.
+
+    Counts are sums. The time that went by, and the seconds of phases, are means over replicas.
+    """
+    every = [tick for some in ticks.values() for tick in some]
+    count, found = max(len(last), 1), dict[str, Any]()
+    for name in every[0]:
+        if name not in NOT_SUMMED:
+            found[name] = sum(tick[name] for tick in every) / (count if name in MEANS else 1)
+    depths = max(len(tick["by_depth"]) for tick in every)
+    by_depth = [
+        [sum(t["by_depth"][j][i] for t in every if j < len(t["by_depth"])) for i in (0, 1)] for j in range(depths)
+    ]
+    now = last.values()
+    problems = [f"{name}: {tick['problem']}" for name, tick in last.items() if tick["problem"]]
+    return {
+        **found,
+        "time": max(tick["time"] for tick in every),
+        "seconds": {phase: sum(tick["seconds"][phase] for tick in every) / count for phase in every[0]["seconds"]},
+        "by_depth": by_depth,
+        "engine": {field: _total(tick["engine"][field] for tick in now) for field in every[0]["engine"]},
+        "speed_from": _alike(tick["speed_from"] for tick in now),
+        "why": _alike(tick["why"] for tick in now),
+        "problem": "; ".join(problems) or None,
+        "ended": _ended((name, tick["ended"]) for name, some in ticks.items() for tick in some),
+        "trial": None,
+        "replicas": sorted(last),
+    }
+
+
+def _total(values: abc.Iterable[int | None]) -> int | None:
+    """The sum; None if one has no limit."""
+    found = list(values)
+    return None if None in found else sum(x for x in found if x is not None)
+
+
+def _alike(values: abc.Iterable[str]) -> str:
+    """The values without repetition."""
+    return "; ".join(dict.fromkeys(value for value in values if value))
+
+
+def _ended(requests: abc.Iterable[tuple[str, list[Event]]]) -> list[Event]:
+    """Requests that have ended, the oldest first. Their numbers are those of one replica, so its name stands before."""
+    found = [{**request, "id": f"{name}:{request['id']}"} for name, some in requests for request in some]
+    return sorted(found, key=lambda request: request["at"])
+
+
+def _events(page: bytes) -> abc.Iterator[tuple[str, Event]]:
+    """The names and contents of server-sent events."""
+    for part in page.decode().split("\n\n"):
+        if part.startswith("event: "):
+            kind, _, data = part.removeprefix("event: ").partition("\ndata: ")
+            yield kind, json.loads(data)
