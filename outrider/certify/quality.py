@@ -6,6 +6,7 @@ empty folder. That protects against mistakes of a model. It is no protection aga
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from outrider.params import SamplingParams
 
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(")
 _SECONDS, _BYTES, _FILE = 8, 2**30, 2**20
+_GZIP = b"\x1f\x8b"
 # Runs before the program: limits of this process and, on Linux, a network of its own, which leads nowhere.
 _GUARD = """
 import builtins, ctypes, os, resource, sys
@@ -73,9 +75,15 @@ def solves(problem: dict[str, Any], text: str, *, seconds: float = _SECONDS) -> 
 
 
 def read_problems(path: Path) -> list[dict[str, Any]]:
-    """The problems of a file in HumanEval's format. Raises ValueError for another file."""
-    problems = list[dict[str, Any]]()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    """The problems of a file in HumanEval's format, compressed by gzip or not. Raises ValueError for another file."""
+    problems, data = list[dict[str, Any]](), path.read_bytes()
+    try:
+        text = (gzip.decompress(data) if data[:2] == _GZIP else data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); problems are lines of JSON, in a .jsonl or .jsonl.gz"
+        ) from None
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             found = json.loads(line)
             missing = {"task_id", "prompt", "test", "entry_point"} - set(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,13 +89,18 @@ def sizes(name: str, folder: Path) -> Sizes | None:
     return Sizes(_CODE_NAMES.get(max(counts, key=lambda c: counts[c]), "float32"), matrices, rest)
 
 
-def fits(name: str, need: Sizes, weights: str | None, where: torch.device) -> None:
-    """Raise MemoryError if the weights, kept as `weights` (None: as stored), need more memory than is free."""
+def fits(
+    name: str, need: Sizes, weights: str | None, where: torch.device, formats: Collection[str] = tuple(WEIGHT_FORMATS)
+) -> None:
+    """Raise MemoryError if the weights, kept as `weights` (None: as stored), need more memory than is free.
+
+    formats: those that the message may propose.
+    """
     weights = weights or need.stored
     wanted, free = need.bytes(weights), free_memory(where)
     if not free or wanted * _SPARE <= free:
         return
-    smaller = [w for w in WEIGHT_FORMATS if need.bytes(w) < wanted and need.bytes(w) * _SPARE <= free]
+    smaller = [w for w in formats if need.bytes(w) < wanted and need.bytes(w) * _SPARE <= free]
     if where.type != "cpu":  # only the CPU has int8 and int4 weights
         smaller = [w for w in smaller if w in DTYPES]
     hint = "no precision of this model fits here"

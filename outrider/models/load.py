@@ -295,6 +295,27 @@ def tokenizer_named(name: str) -> Any:
     return AutoTokenizer.from_pretrained(_path(name))
 
 
+def files_of(name: str, dtype: str) -> Path:
+    """The folder or GGUF file of a model that another program is to load, with dense weights on the CPU. A hub name stays.
+
+    name: as for `load`. dtype: a name of `DTYPES`. Raises FileNotFoundError, ConnectionError, ValueError or MemoryError, as
+    `load` does.
+    """
+    where = torch.device("cpu")
+    if files := _gguf_files(name):
+        from outrider.models.gguf import model, reader
+
+        checkpoint.fits(name, model.sizes(reader.read(files)), dtype, where, tuple(DTYPES))
+        return files[0]
+    from outrider.models import pretrained
+
+    path = Path(_path(name))
+    pretrained.read_config(name, str(path))
+    if path.is_dir() and (stored := checkpoint.sizes(name, path)):
+        checkpoint.fits(name, stored, dtype, where, tuple(DTYPES))
+    return path
+
+
 def _end_of(tokenizer: Any | None) -> tuple[int, ...]:
     end = getattr(tokenizer, "eos_token_id", None)
     return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)

@@ -72,7 +72,7 @@ def from_folder(name: str, path: str, dtype: str, where: torch.device, quantizat
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ValueError(f"{name} cannot be loaded: {error}") from error
     raw, info = loaded
-    _check_whole(name, raw, info)
+    check_whole(name, raw, info)
     _unmap_(raw)
     return raw
 
@@ -96,12 +96,12 @@ def _from_quantised(
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ValueError(f"{name} cannot be loaded: {error}") from error
-    _check_whole(name, raw, info)
+    check_whole(name, raw, info)
     _unmap_(raw)
     return raw
 
 
-def _check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
+def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
     """Raise ValueError if tensors of the model are in no file. info: transformers' report."""
     if missing := sorted(info["missing_keys"]):
         raise ValueError(

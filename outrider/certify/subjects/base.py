@@ -67,6 +67,11 @@ class Writing:
         return out[: len(self.tokens)] if len(out) >= len(self.tokens) else []
 
 
+def failed(error: Exception) -> Writing:
+    """What an engine wrote that raised an error."""
+    return Writing(error=f"{type(error).__name__}: {error}"[:300], broke=True)
+
+
 @dataclass(frozen=True)
 class Row:
     """The target's distribution of one token, as far as it is known.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from outrider.certify.causes import warped
-from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Way, Writing
+from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Way, Writing, failed
 from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.core.types import Draft, Guarantee
@@ -159,8 +159,12 @@ class EngineSubject(Subject):
         texts = [text for job in jobs for text in self._texts(job)]
         mates = max((job.companions for job in jobs), default=0)
         others = [self._companion(i, len(texts)) for i in range(mates)]
-        done = Scheduler(decoder, raises=True).generate([*texts, *others])
-        drafter.reset()
+        try:
+            done = Scheduler(decoder, raises=True).generate([*texts, *others])
+        except Exception as error:  # whatever it fails with is a finding
+            return [failed(error) for _ in texts]
+        finally:
+            drafter.reset()
         return [self._writing(text, verifier) for text in done[: len(texts)]]
 
     def _texts(self, job: Job) -> list[Text]:

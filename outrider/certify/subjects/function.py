@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.certify.causes import warped
 from outrider.certify.exact import VerifierFunction
-from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing
+from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing, failed
 from outrider.core.types import Guarantee
 from outrider.verify import VERIFIERS
 
@@ -98,7 +98,12 @@ class FunctionSubject(Subject):
             raise Unsupported("a function writes one text")
         if job.params.stops:
             raise Unsupported("a function of token ids has no stop strings")
-        found = self.function(prompt=list(job.prompt), params=job.params, speculate=speculate)
+        try:
+            found = self.function(prompt=list(job.prompt), params=job.params, speculate=speculate)
+        except Unsupported:
+            raise
+        except Exception as error:  # whatever it fails with is a finding
+            return failed(error)
         if isinstance(found, Writing):
             found.prompt = found.prompt or [int(t) for t in job.prompt]
             return found

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from outrider.certify.causes import warped
-from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing
+from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing, failed
 from outrider.certify.subjects.engine import weights_hash
 from outrider.models.dtypes import parse_dtype
+from outrider.models.load import files_of
+from outrider.models.pretrained import check_whole
 
 _SPECULATIVE = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
@@ -126,8 +128,10 @@ class TransformersSubject(Subject):
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=config, **options, **more
             )
-        except (ValueError, RuntimeError, AttributeError, TypeError, IndexError) as error:
-            return Writing(error=f"{type(error).__name__}: {error}"[:300])
+        except ValueError as error:
+            raise Unsupported(f"transformers' generate refuses it ({error})"[:300]) from None
+        except Exception as error:  # whatever it fails with is a finding
+            return failed(error)
         tokens = out[0, ids.shape[1] :].tolist()
         text = self.tokenizer.decode(tokens) if self.tokenizer is not None else ""
         stop = next((s for s in p.stops if s in text), None)
@@ -195,20 +199,24 @@ def _greedy(tokens: int) -> Any:
 
 
 def _loaded(model: Any, dtype: torch.dtype, tokenizer: Any | None) -> tuple[Any, Any]:
-    """A model of transformers in a precision, and its tokenizer."""
+    """A model of transformers in a precision, and its tokenizer. Raises what `files_of` raises."""
     if not isinstance(model, str):
         return model.eval(), tokenizer
-    from pathlib import Path
-
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from outrider.models.load import DATA
+    path, more = files_of(model, str(dtype).removeprefix("torch.")), dict[str, Any]()
+    if path.suffix == ".gguf":
+        path, more = path.parent, {"gguf_file": path.name}
 
-    path: Any = DATA / model.removeprefix("builtin:") if model.startswith("builtin:") else model
-    more: dict[str, Any] = {}
-    if str(path).endswith(".gguf"):
-        more, path = {"gguf_file": Path(path).name}, Path(path).parent
-    return (
-        AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **more).eval(),
-        tokenizer or AutoTokenizer.from_pretrained(path, **more),
-    )
+    def read(kind: Any, **options: Any) -> Any:
+        try:
+            return kind.from_pretrained(path, **options, **more)
+        except Exception as error:  # transformers and the readers of files raise many kinds
+            raise ValueError(
+                f"transformers {version('transformers')} cannot load {model} ({type(error).__name__}: {error}). Without "
+                f"--generate outrider's own engine is certified: outrider certify {model}"
+            ) from error
+
+    raw, info = read(AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+    check_whole(model, raw, info)
+    return raw.eval(), tokenizer or read(AutoTokenizer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 from outrider.certify.certificate import Certificate, CertificatePart, Conclusion
 from outrider.certify.contract import Contract
 from outrider.certify.exact import VerifierFunction
-from outrider.certify.quality import Quality, solves
+from outrider.certify.quality import Quality, read_problems, solves
 from outrider.certify.run import CertificateKind, TrialJournal, run_kinds
 from outrider.certify.seeded import Seeded
 from outrider.certify.statistical import RecordedTexts, Statistical
@@ -26,6 +28,7 @@ from outrider.certify.subjects.huggingface import TransformersSubject
 from outrider.cli.certify import duration
 from outrider.cli.main import app
 from outrider.core.types import Guarantee
+from outrider.models import checkpoint
 from outrider.models.load import Loaded
 from outrider.params import SamplingParams
 from outrider.testing import ToyModel
@@ -120,6 +123,27 @@ def test_a_function_that_differs_is_found() -> None:
     assert part.conclusion is Conclusion.DIFFERS
 
 
+def test_an_engine_that_fails_under_speculation_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.certify.subjects.function import FunctionSubject
+
+    def fails(prompt, params, speculate):
+        if speculate:
+            raise RuntimeError("no memory for the draft")
+        return [3] * params.max_tokens
+
+    ours = toy("match")
+
+    def crash(*_):
+        raise MemoryError("no memory for the draft")
+
+    monkeypatch.setattr(ours._drafters["own"], "propose", crash)
+    for subject in (FunctionSubject(fails, "fails"), ours):
+        part = certified(Seeded(subject, length=8, rounds=1), most=1)
+        assert part.conclusion is Conclusion.DIFFERS
+        assert part.findings[0].title == "the engine fails under speculation"
+        assert "no memory for the draft" in part.findings[0].evidence
+
+
 @pytest.fixture(scope="module")
 def pair():
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -145,6 +169,29 @@ def test_transformers_assisted_generation(pair) -> None:
     assert any("presence_penalty" in line for line in seeded.skipped)
     statistical = certified(Statistical(subject, length=12), most=2)
     assert statistical.figures["tokens"] == 2 * 3 * 12, statistical
+
+
+def test_transformers_that_fail_and_that_refuse(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = pair
+    subject = TransformersSubject(target, {"assistant_model": draft}, TOY_PROMPTS)
+    generate = target.generate
+
+    def assisted(error: Exception):
+        def broken(*given, assistant_model=None, **more):
+            if assistant_model is not None:
+                raise error
+            return generate(*given, **more)
+
+        return broken
+
+    monkeypatch.setattr(target, "generate", assisted(IndexError("index 24 is out of range")))
+    part = certified(Seeded(subject, length=8, rounds=1), most=1)
+    assert part.conclusion is Conclusion.DIFFERS
+    assert "out of range" in part.findings[0].evidence
+    monkeypatch.setattr(target, "generate", assisted(ValueError("no min_p with an assistant")))
+    part = certified(Seeded(subject, length=8, rounds=1), most=1)
+    assert part.conclusion is Conclusion.CANNOT_TELL
+    assert "no min_p with an assistant" in part.findings[0].evidence
 
 
 def test_transformers_that_are_not_asked_to_speculate() -> None:
@@ -191,6 +238,17 @@ PROBLEM = {
 )
 def test_programs_run_in_a_sandbox(text: str, good: bool) -> None:
     assert solves(PROBLEM, text, seconds=2) is good
+
+
+def test_problems_may_be_compressed(tmp_path: Path) -> None:
+    line = json.dumps(PROBLEM).encode()
+    (tmp_path / "a.jsonl").write_bytes(line)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line))
+    assert read_problems(tmp_path / "a.jsonl") == read_problems(tmp_path / "a.jsonl.gz") == [PROBLEM]
+    for wrong in (gzip.compress(line)[:-9], b"\xff\xfe", b"{}", b""):
+        (tmp_path / "wrong.jsonl").write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"wrong\.jsonl"):
+            read_problems(tmp_path / "wrong.jsonl")
 
 
 def test_quality_counts_both_sides() -> None:
@@ -245,6 +303,71 @@ def test_wrong_options_are_explained() -> None:
     assert "certify ./model" not in outrider("http://127.0.0.1:9", "--budget", "1s", code=2)
     assert duration("90s") == duration("1.5m") == 90
     assert duration("2h") == 7200
+
+
+GENERATE = ("--generate", '{"prompt_lookup_num_tokens": 3}')
+
+
+@pytest.fixture(scope="module")
+def unloadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders and files that are no model of ours: `unknown`, `incomplete`, `empty` and `cut.gguf`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("unloadable")
+    small = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(small).save_pretrained(folder / "unknown")
+    LlamaForCausalLM(small).save_pretrained(folder / "incomplete")
+    small.num_hidden_layers = 2
+    small.save_pretrained(folder / "incomplete")
+    (folder / "unknown" / "config.json").write_text('{"model_type": "flyingfish"}')
+    (folder / "empty").mkdir()
+    (folder / "cut.gguf").write_bytes(b"GGUF\3\0\0\0" + bytes([9, 0, 0, 0, 0, 0, 0, 0] * 3))
+    return folder
+
+
+@pytest.mark.parametrize("more", [(), GENERATE], ids=["outrider", "transformers"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere", "there is no folder .*; give a model folder"),
+        ("missing.gguf", "there is no file .*; give the path of a GGUF file"),
+        ("unknown", "model_type 'flyingfish'.* does not know.* A newer transformers may"),
+        ("incomplete", "are incomplete: 9 tensors .* Download it again"),
+        ("empty", "has no config.json and no .gguf file; give the folder"),
+        ("cut.gguf", "cut.gguf .*download it again"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_explained(
+    name: str, why: str, more: tuple[str, ...], unloadable: Path, tmp_path: Path
+) -> None:
+    said = " ".join(outrider(str(unloadable / name), *more, "-o", str(tmp_path / "a.html"), code=2).split())
+    assert re.search(why, said), said
+    assert "Error:" not in said
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_draft_model_and_a_reference_that_cannot_be_loaded() -> None:
+    why = "there is no folder /nowhere; give a model folder"
+    draft = ("--speculative-config", '{"method": "draft_model", "model": "/nowhere"}')
+    assert why in outrider("builtin:code", *draft, code=2)
+    assert why in outrider("builtin:code", "--generate", '{"assistant_model": "/nowhere"}', code=2)
+    assert why in outrider("http://127.0.0.1:9", "--reference", "/nowhere", code=2)
+
+
+def test_a_model_that_does_not_fit_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # nothing is to be written
+    monkeypatch.setattr(checkpoint, "free_memory", lambda where: 30_000_000)
+    said = outrider("builtin:code", "--budget", "1s", "--dtype", "float32", code=2)
+    assert "GiB are free on cpu; bfloat16 weights would fit" in said
+    said = outrider("builtin:code", "--budget", "1s", *GENERATE, code=2)
+    assert "GiB as float32" in said
+    assert "bfloat16 weights would fit" in said
+    monkeypatch.setattr(checkpoint, "free_memory", lambda where: 20_000_000)
+    assert "int8 weights would fit" in outrider("builtin:code", "--budget", "1s", code=2)
+    assert "no precision of this model fits here" in outrider(
+        "builtin:code", "--budget", "1s", *GENERATE, code=2
+    )  # it has no int8
+    assert not [*tmp_path.iterdir()]
 
 
 def test_numbers_of_rows_and_plain_decoding_agree() -> None:
