@@ -1,14 +1,18 @@
 """The simulator of `outrider plan` against a real server: throughput and p90 latency over a sweep of loads.
 
     python -m benchmarks.simulated calibrate --model model.gguf --out costs.json
-    python -m benchmarks.simulated sweep --model model.gguf --costs costs.json --loads 0.3 0.6 0.9 --name simulated
+    python -m benchmarks.simulated sweep --model model.gguf --costs costs.json --loads 0.3 0.6 0.9 1.3 --name simulated
 
-`calibrate` asks one server for the seconds of rounds and prompts: streams side by side, with and without drafts, and prompts
-of several lengths. A trace tells how many draft tokens the rounds had and how many were accepted. `sweep` sends other prompts
-in Poisson arrivals (open loop), and simulates the same arrivals, prompts and answer lengths. Nothing of the sweep is fitted.
-Each load is a share of the simulated capacity. The interval of a measured p90 is a bootstrap over its requests; that of a
-prediction is over seeds of what is accepted. Several sweeps under one name are put together.
+`calibrate` asks a server for the seconds of rounds and prompts, in turns: streams side by side, with and without drafts, and
+prompts of several lengths. Then a second server answers texts with the lengths of the sweep, eight at a time. Its trace tells
+how many draft tokens there were and how many were accepted. The file is also one for `outrider plan --hardware`.
 
+`sweep` sends other prompts in Poisson arrivals (open loop), and simulates the same arrivals, prompts and answer lengths. Each
+load is a share of the simulated capacity. Between two parts of the sweep there is a turn of the calibration, with the same
+prompts each time. The costs of the prediction come from these turns, and so does the machine's speed: a part is predicted with
+the mean speed of the turns before and after it. Nothing of the sweep is fitted.
+
+The interval of a measured p90 is a bootstrap over its requests; that of a prediction is over seeds of what is accepted.
 `others` are the cores that other programs took meanwhile. Above a few hundredths a row tells of them and not of the server.
 """
 
@@ -26,7 +30,8 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -50,6 +55,9 @@ SLOTS, CHUNK = 8, 64
 SIZES = (1, 2, 4, 8)  # of the batches that are timed
 ARMS = {"plain": {"disable_spec_decode": True}, "drafts": {}}
 LENGTHS = (16, 96)  # of answers in the sweep
+WORDS = (5, 90)  # of prompts in the sweep
+CALIBRATION = 1_000_000  # the first seed of its requests
+ACCEPTANCE_SHARE = 0.4  # of the seconds of a calibration
 SEEDS = 20  # of a prediction
 
 
@@ -83,6 +91,12 @@ def cut(prompt: str, words: int) -> str:
     return " ".join(some) + "\n\n" + " ".join(some[: max(words // 3, 2)])
 
 
+def warm_up(address: tuple[str, int]) -> None:
+    """Full batches, until caches and buffers have grown."""
+    for arm in ARMS:
+        asyncio.run(together(address, [cut(p, WORDS[1]) for p in humaneval(SLOTS)], 48, 0, arm))
+
+
 def others_busy() -> float:
     """CPU seconds of the whole machine so far, less those of this process and of those it has started."""
     busy = sum(map(int, Path("/proc/stat").read_text().split()[1:4])) / os.sysconf("SC_CLK_TCK")
@@ -107,59 +121,135 @@ async def together(address: tuple[str, int], prompts: Sequence[str], tokens: int
     return list(await asyncio.gather(*(one(address, p, tokens, seed + n, arm) for n, p in enumerate(prompts))))
 
 
-def calibrate(options: argparse.Namespace) -> None:
-    """Measure the costs and the acceptance, and write them."""
-    some, gaps, first = (
-        humaneval(16),
-        defaultdict[tuple[int, str], list[float]](list),
-        defaultdict[int, list[float]](list),
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.jsonl"
-        with server(options, trace) as address:
-            asyncio.run(together(address, some[:4], 16, 0, "drafts"))  # a warm-up
-            before, started, turn = others_busy(), perf_counter(), 0
-            while perf_counter() - started < options.seconds:
-                for n in SIZES:
-                    for arm in ARMS:
-                        prompts = [cut(some[(turn + i) % len(some)], (8, 60)[turn % 2]) for i in range(n)]
-                        samples = asyncio.run(together(address, prompts, 48 + 8 * n, 1000 * turn, arm))
-                        assert not any(s.error for s in samples), samples
-                        end = min(s.started + s.latency for s in samples)
-                        gaps[n, arm] += [gap for gap in [full(samples, end)] if gap is not None]
-                for words in (1, 12, 60, 150, 250):
-                    sample = asyncio.run(one(address, ("x " * words).strip() or "x", 1, turn, "plain"))
-                    first[sample.prompt_tokens].append(sample.ttft)
-                turn += 1
-            others = (others_busy() - before) / (perf_counter() - started)
-        found = read(trace)
-        rounds, fits = fitted(found, gaps)
-        firsts = {n: statistics.median(values) for n, values in first.items()}
+@dataclass
+class Turns:
+    """What the turns of a calibration found, a value for each turn.
+
+    gaps: seconds between two rounds of a stream, by batch size and arm. firsts: seconds to the first token of an answer, alone,
+    by prompt tokens. beside: seconds that four streams lose to each request of one token that comes meanwhile. latencies: of
+    the streams, by seed.
+    """
+
+    count: int = 0
+    gaps: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    firsts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    beside: list[float] = field(default_factory=list)
+    latencies: dict[int, float] = field(default_factory=dict)
+
+    def take(self, address: tuple[str, int]) -> None:
+        """One more turn. Every second turn has the same prompts."""
+        seed = CALIBRATION + 1000 * self.count
+        for n in SIZES:
+            for number, arm in enumerate(ARMS):
+                prompts, first = self._prompts(n), seed + 100 * number + 10 * n
+                samples = asyncio.run(together(address, prompts, 48 + 8 * n, first, arm))
+                self.gaps[n, arm].append(full(samples)[0])
+                self.latencies |= {first + i: s.latency for i, s in enumerate(samples)}
+        samples, others = asyncio.run(disturbed(address, self._prompts(4), 48 + 8 * 4, seed + 800))
+        gap, begin, end = full(samples)
+        came = sum(begin <= s.started <= end for s in others)
+        self.beside.append((1 - self.gaps[4, "plain"][-1] / gap) * (end - begin) / came)
+        for words in (1, 16, 32, 64, 128, 250):
+            two = [asyncio.run(one(address, "x" + " x" * (words - 1), 1, seed + 900, "plain")) for _ in range(2)]
+            self.firsts[two[0].prompt_tokens].append(statistics.mean(s.ttft for s in two))
+        self.count += 1
+
+    def _prompts(self, n: int) -> list[str]:
+        some = humaneval(16)
+        return [cut(some[(3 * n + i) % len(some)], (8, 60)[self.count % 2]) for i in range(n)]
+
+    def slowness(self) -> list[float]:
+        """How much longer each turn took than turns do: the median over all that was timed."""
+        found = list[float]()
+        for turn in range(self.count):
+            same = range(turn % 2, self.count, 2)  # turns with the same prompts
+            rows = [*self.gaps.values(), *self.firsts.values()]
+            found.append(statistics.median(row[turn] / statistics.median(row[t] for t in same) for row in rows))
+        return found
+
+    def costs(self, trace: Trace, name: str) -> tuple[MeasuredCosts, float, dict[str, Any]]:
+        """The costs, the seconds of a request outside of the engine that only itself waits for, and how they were found."""
+        slow = self.slowness()
+        gaps = {key: statistics.median(s / f for s, f in zip(row, slow, strict=True)) for key, row in self.gaps.items()}
+        firsts = {
+            key: statistics.median(s / f for s, f in zip(row, slow, strict=True)) for key, row in self.firsts.items()
+        }
+        rounds, fits = fitted(trace, gaps, slow)
         shortest = min(firsts)
         prefills = prefill_table({n - shortest: s - firsts[shortest] for n, s in firsts.items() if n > shortest})
+        costs = MeasuredCosts(rounds, prefills, 0.0, f"measured on a server of {name}")
+        beside = statistics.median(s / f for s, f in zip(self.beside, slow, strict=True))
+        request = max(beside - costs.round(5, 0, 64) + costs.round(4, 0, 64), 0.0)  # it is one more in one round
+        inside = {text.request.seed: text.end.seconds or 0.0 for text in trace.texts.values() if text.end is not None}
+        outside = statistics.median(latency - inside[seed] for seed, latency in self.latencies.items())
+        fits |= {"firsts": firsts, "beside": beside, "outside": outside, "slowness": slow}
+        return replace(costs, request=request), max(outside - request, 0.0), fits
+
+
+async def disturbed(
+    address: tuple[str, int], prompts: Sequence[str], tokens: int, seed: int
+) -> tuple[list[Sample], list[Sample]]:
+    """Streams side by side, and one request of one token after the other meanwhile."""
+    streams, others = asyncio.create_task(together(address, prompts, tokens, seed, "plain")), list[Sample]()
+    while not streams.done():
+        others.append(await one(address, "x", 1, seed + 100, "plain"))
+    return await streams, others
+
+
+async def mixed(address: tuple[str, int], seconds: float) -> None:
+    """Answers with drafts, with the lengths of the sweep, from prompts that it does not have; a new one when one is done."""
+    draw, prompts, end = random.Random(0), humaneval(16), perf_counter() + seconds
+
+    async def stream() -> None:
+        while perf_counter() < end:
+            sample = await one(
+                address, cut(draw.choice(prompts), draw.randint(*WORDS)), draw.randint(*LENGTHS), 0, "drafts"
+            )
+            assert not sample.error, sample.error
+
+    await asyncio.gather(*(stream() for _ in range(SLOTS)))
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    """Measure the costs and the acceptance, and write them."""
+    with tempfile.TemporaryDirectory() as folder:
+        turns, trace = Turns(), Path(folder) / "trace.jsonl"
+        with server(options, trace) as address:
+            warm_up(address)
+            before, started = others_busy(), perf_counter()
+            while perf_counter() - started < (1 - ACCEPTANCE_SHARE) * options.seconds or turns.count < 2:
+                turns.take(address)
+            others = (others_busy() - before) / (perf_counter() - started)
+        costs, outside, fits = turns.costs(read(trace), options.model.name)
+        trace = Path(folder) / "drafts.jsonl"
+        with server(options, trace) as address:
+            asyncio.run(mixed(address, ACCEPTANCE_SHARE * options.seconds))
         curve = find_curve(str(trace))
-        drafted = [
-            [(s.depth, s.accepted) for s in text.steps]
-            for text in found.texts.values()
-            if any(s.depth for s in text.steps)
-        ]
-    costs = MeasuredCosts(rounds, prefills, 0.0, f"measured on a server of {options.model.name}")
-    overhead = max(firsts[shortest] - costs.round(1, 0, shortest), 0.0)
-    curve = only_drafted(drafted, curve)
     made = {
         **json.loads(costs.to_json()),
-        "overhead": overhead,
+        "outside": outside,
         "curve": asdict(curve),
         "config": options.config,
         "fits": fits,
         "others": others,
     }
     options.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    print(f"{turn} turns, other programs {others:.2f} cores; rounds (size, depth, context, ms):")
-    for n, k, c, s in rounds:
-        print(f"  {n:.0f} {k:.0f} {c:.0f} {1000 * s:.2f}")
-    print("prefills", [(n, c, round(1000 * s, 2)) for n, c, s in prefills], f"request {1000 * overhead:.2f} ms")
+    told(costs, outside, fits)
+    print(f"other programs {others:.2f} cores")
     print("survival", [round(s, 3) for s in curve.survival], "available", [round(a, 3) for a in curve.available])
+
+
+def told(costs: MeasuredCosts, outside: float, fits: dict[str, Any]) -> None:
+    """Print the costs."""
+    print(
+        f"{len(fits['slowness'])} turns, {' '.join(f'{s:.2f}' for s in fits['slowness'])}; rounds (size, depth, context, ms):"
+    )
+    print("  " + "  ".join(f"{n:.0f} {k:.0f} {c:.0f} {1000 * s:.2f}" for n, k, c, s in costs.rounds))
+    print(
+        "prefills",
+        [(n, c, round(1000 * s, 2)) for n, c, s in costs.prefills],
+        f"request {1000 * costs.request:.2f} + {1000 * outside:.2f} ms",
+    )
 
 
 def prefill_table(alone: dict[int, float]) -> list[list[float]]:
@@ -176,35 +266,36 @@ def prefill_table(alone: dict[int, float]) -> list[list[float]]:
     ]
 
 
-def full(samples: Sequence[Sample], end: float) -> float | None:
-    """Mean seconds between events of streams while all of them write; None if that was too short."""
-    begin = max(s.started + s.ttft for s in samples)
+def full(samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """Mean seconds between events of streams while all of them write, and from when to when that was."""
+    assert not any(s.error for s in samples), samples
+    begin, end = max(s.started + s.ttft for s in samples), min(s.started + s.latency for s in samples)
     each = list[float]()
     for s in samples:
-        at, times = s.started + s.ttft, list[float]()
-        for gap in s.itls:
-            at += gap
-            if begin <= at <= end:
-                times.append(at)
+        times = [at for at in accumulate(s.itls, initial=s.started + s.ttft) if begin <= at <= end]
         if len(times) > 4:
             each.append((times[-1] - times[0]) / (len(times) - 1))
-    return statistics.mean(each) if each else None
+    return statistics.mean(each), begin, end
 
 
-def fitted(trace: Trace, gaps: dict[tuple[int, str], list[float]]) -> tuple[list[list[float]], dict[str, Any]]:
+def fitted(
+    trace: Trace, gaps: dict[tuple[int, str], float], slowness: Sequence[float]
+) -> tuple[list[list[float]], dict[str, Any]]:
     """Rounds by batch size, depth and context: seconds(size) + a * levels + b * size * levels + c * size * context through
-    the traced seconds, and what the streams wait between two rounds."""
-    by_round = defaultdict[int, list[Any]](list)
+    the traced seconds of the turns, and what the streams wait between two rounds."""
+    by_round, of = defaultdict[int, list[Any]](list), dict[int, tuple[int, str]]()
     for text in trace.texts.values():
-        for step in text.steps:
-            by_round[step.round].append(step)
-    drafted = {text.id for text in trace.texts.values() if any(step.depth for step in text.steps)}
+        if text.request.seed >= CALIBRATION:
+            turn, rest = divmod(text.request.seed - CALIBRATION, 1000)
+            for step in text.steps:
+                by_round[step.round].append(step)
+                of[step.round] = turn, "plain" if rest >= 800 else list(ARMS)[rest // 100]
     some = [steps for steps in by_round.values() if steps[0].rows in SIZES]
-    arms = np.array([any(step.request in drafted for step in steps) for steps in some])
+    arms = np.array([of[steps[0].round][1] == "drafts" for steps in some])
     sizes = np.array([steps[0].rows for steps in some])
     levels = np.array([max(s.depth for s in steps) for steps in some])
     contexts = np.array([statistics.mean(s.position for s in steps) for steps in some])
-    y = np.array([sum(steps[0].seconds) for steps in some])
+    y = np.array([sum(steps[0].seconds) / slowness[of[steps[0].round][0]] for steps in some])
     x = np.column_stack([sizes[:, None] == np.array(SIZES), levels, sizes * levels, sizes * contexts]).astype(float)
     usual = {n: np.median(y[sizes == n]) for n in SIZES}
     keep = y < np.array([3 * usual[n] for n in sizes.tolist()])  # the machine pauses now and then
@@ -215,24 +306,13 @@ def fitted(trace: Trace, gaps: dict[tuple[int, str], list[float]]) -> tuple[list
         between = dict[str, float]()
         for arm in ARMS:
             mine = keep & (sizes == n) & (arms == (arm == "drafts"))
-            between[arm] = max(statistics.median(gaps[n, arm]) - y[mine].mean(), 0.0) if gaps[n, arm] else 0.0
+            between[arm] = max(gaps[n, arm] - float(y[mine].mean()), 0.0)
         between["drafts"] = max(between.values())
-        fits[str(n)] = {"between": between, "gaps": {arm: statistics.median(gaps[n, arm] or [0.0]) for arm in ARMS}}
+        fits[str(n)] = {"between": between, "gaps": {arm: gaps[n, arm] for arm in ARMS}}
         for k in range(int(levels.max()) + 1):
             base = line[i] + line[-3] * k + line[-2] * n * k + between["drafts" if k else "plain"]
             rounds += [[n, k, c, float(base + line[-1] * n * c)] for c in (0, 512)]
     return rounds, fits
-
-
-def only_drafted(answers: list[list[tuple[int, int]]], curve: AcceptanceCurve) -> AcceptanceCurve:
-    """The curve over answers that were drafted for: those of the plain arm say nothing of what a lookup finds."""
-    steps = [step for answer in answers for step in answer]
-    available = tuple(sum(d > j for d, _ in steps) / len(steps) for j in range(curve.depth))
-    single = tuple(
-        AnswerAcceptance(curve.chances, tuple(sum(d > j for d, _ in a) / len(a) for j in range(curve.depth)))
-        for a in answers
-    )
-    return AcceptanceCurve(curve.chances, available, single, curve.source, curve.model)
 
 
 # -- the sweep --------------------------------------------------------------------------------------------------------------
@@ -246,7 +326,7 @@ def arrivals(options: argparse.Namespace, rate: float, seed: int) -> list[tuple[
         now += draw.expovariate(rate)
         if now > options.seconds:
             return found
-        found.append((now, cut(draw.choice(prompts), draw.randint(5, 90)), draw.randint(*LENGTHS)))
+        found.append((now, cut(draw.choice(prompts), draw.randint(*WORDS)), draw.randint(*LENGTHS)))
 
 
 async def open_loop(address: tuple[str, int], asked: Sequence[tuple[float, str, int]], arm: str) -> list[Sample]:
@@ -257,40 +337,57 @@ async def open_loop(address: tuple[str, int], asked: Sequence[tuple[float, str, 
     return list(await asyncio.gather(*tasks))
 
 
+@dataclass
+class Part:
+    """One part of the sweep: a load for some seconds. turn: the number of the turn before it."""
+
+    load: float
+    arm: str
+    rate: float
+    turn: int
+    samples: list[Sample]
+    others: float
+
+
 def sweep(options: argparse.Namespace) -> None:
-    """Measure and predict each load, and add them to the result."""
+    """Measure each load in several parts with turns between them, then predict, and write the result."""
     known = json.loads(options.costs.read_text(encoding="utf-8"))
-    costs = MeasuredCosts(known["rounds"], known["prefills"], known["read"], known["source"])
     given = known["curve"]
     answers = tuple(AnswerAcceptance(tuple(a["chances"]), tuple(a["available"])) for a in given["answers"])
     curve = AcceptanceCurve(tuple(given["chances"]), tuple(given["available"]), answers, given["source"])
-    options.config = known["config"]
+    options.config, before = known["config"], MeasuredCosts(known["rounds"], known["prefills"])
+    turns, parts = Turns(), list[Part]()
+    order = [(load, arm) for load in options.loads for arm in options.arms]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.jsonl"
+        with server(options, trace) as address:
+            warm_up(address)
+            turns.take(address)
+            for lap in range(options.laps):
+                for load, arm in order[:: (-1) ** lap]:
+                    rate = load * capacity(before, curve, arm)
+                    asked = arrivals(options, rate, round(1000 * load) + lap)
+                    busy, started = others_busy(), perf_counter()
+                    samples = asyncio.run(open_loop(address, asked, arm))
+                    others = (others_busy() - busy) / (perf_counter() - started)
+                    parts.append(Part(load, arm, rate, turns.count - 1, samples, others))
+                    turns.take(address)
+        costs, outside, fits = turns.costs(read(trace), options.model.name)
+    told(costs, outside, fits)
+    result = {
+        "machine": facts(),
+        "model": options.model.name,
+        "seconds": options.seconds,
+        "calibration": {**asdict(costs), "outside": outside, "fits": fits, "survival": curve.survival},
+        "loads": [
+            compared([part for part in parts if (part.load, part.arm) == key], costs, outside, curve, fits["slowness"])
+            for key in order
+        ],
+    }
+    for row in result["loads"]:
+        print(line(row))
     file = RESULTS / f"{facts()['date']}-{options.name}.json"
-    result = (
-        json.loads(file.read_text())
-        if file.exists()
-        else {"machine": facts(), "model": options.model.name, "loads": []}
-    )
-    result["calibration"] = {k: v for k, v in known.items() if k != "curve"} | {"survival": curve.survival}
-    with tempfile.TemporaryDirectory() as folder, server(options, Path(folder) / "trace.jsonl") as address:
-        asyncio.run(together(address, humaneval(4), 16, 0, "drafts"))  # a warm-up
-        for load in options.loads:
-            for arm in options.arms:
-                rate = load * capacity(costs, curve, arm)
-                asked = arrivals(options, rate, round(1000 * load))
-                before, started = others_busy(), perf_counter()
-                samples = asyncio.run(open_loop(address, asked, arm))
-                others = (others_busy() - before) / (perf_counter() - started)
-                row = {
-                    "load": load,
-                    "arm": arm,
-                    "rate": rate,
-                    "others": others,
-                    **compared(samples, asked, costs, curve, known["overhead"], arm),
-                }
-                result["loads"].append(row)
-                print(line(row), flush=True)
-                file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def depths(curve: AcceptanceCurve, arm: str) -> list[int]:
@@ -305,41 +402,61 @@ def capacity(costs: MeasuredCosts, curve: AcceptanceCurve, arm: str) -> float:
 
 
 def compared(
-    samples: Sequence[Sample], asked: Sequence[tuple[float, str, int]], costs: MeasuredCosts, curve: AcceptanceCurve,
-    overhead: float, arm: str,
-) -> dict[str, Any]:  # fmt: skip
-    """Throughput and p90 latency, measured and predicted, with 95 % intervals."""
-    failed = [s.error for s in samples if s.error]
-    good = [s for s in samples if not s.error]
-    start = min(s.started for s in good)
-    tokens = sum(s.tokens for s in good)
-    measured = {
-        "throughput": tokens / (max(s.started + s.latency for s in good) - start),
-        "p90_latency": percentile([s.latency for s in good], 90),
-        "p90_ttft": percentile([s.ttft for s in good], 90),
-        "median_latency": percentile([s.latency for s in good], 50),
-    }
+    parts: Sequence[Part], costs: MeasuredCosts, outside: float, curve: AcceptanceCurve, slowness: Sequence[float]
+) -> dict[str, Any]:
+    """Throughput and p90 latency of the parts of one load, measured and predicted, with 95 % intervals."""
+    arm, failed = parts[0].arm, [s.error for part in parts for s in part.samples if s.error]
+    good = [[s for s in part.samples if not s.error] for part in parts]
+    starts = [min(s.started for s in some) for some in good]
+    tokens = sum(s.tokens for some in good for s in some)
+    measured = figures(
+        tokens,
+        sum(max(s.started + s.latency for s in some) - start for some, start in zip(good, starts, strict=True)),
+        [s.latency for some in good for s in some],
+        [s.ttft for some in good for s in some],
+    )
     rng = np.random.default_rng(0)
-    latencies = np.array([s.latency for s in good])
+    latencies = np.array([s.latency for some in good for s in some])
     boot = [np.percentile(rng.choice(latencies, len(latencies)), 90) for _ in range(2000)]
-    these = [Arrival(s.started - start, s.prompt_tokens, s.tokens) for s in good]
-    runs = defaultdict[str, list[float]](list)
-    seconds = by_length(costs, curve)
+    speeds = [(slowness[part.turn] + slowness[part.turn + 1]) / 2 for part in parts]
+    runs = list[dict[str, float]]()
     for seed in range(SEEDS if arm == "drafts" else 1):
-        limits = ReplicaLimits(SLOTS, prefill_chunk=CHUNK)
-        fleet = simulate(these, 1, limits, costs, seconds, depths(curve, arm), curve, seed)
-        latency = [r.latency + overhead for r in fleet.requests]
-        runs["throughput"].append(tokens / (max(r.done or 0.0 for r in fleet.requests) + overhead))
-        runs["p90_latency"].append(percentile(latency, 90))
-        runs["p90_ttft"].append(percentile([r.time_to_first_token + overhead for r in fleet.requests], 90))
-        runs["median_latency"].append(percentile(latency, 50))
-    predicted = {name: statistics.mean(values) for name, values in runs.items()}
+        busy, latency, first = 0.0, list[float](), list[float]()
+        for some, start, slow in zip(good, starts, speeds, strict=True):
+            mine = slower(costs, slow)
+            these = [Arrival(s.started - start, s.prompt_tokens, s.tokens) for s in some]
+            limits = ReplicaLimits(SLOTS, prefill_chunk=CHUNK)
+            fleet = simulate(these, 1, limits, mine, by_length(mine, curve), depths(curve, arm), curve, seed)
+            latency += [r.latency + slow * outside for r in fleet.requests]
+            first += [r.time_to_first_token + slow * outside for r in fleet.requests]
+            busy += max(r.done or 0.0 for r in fleet.requests) + slow * outside
+        runs.append(figures(tokens, busy, latency, first))
+    predicted = {name: statistics.mean(run[name] for run in runs) for name in measured}
+    p90 = [run["p90_latency"] for run in runs]
     return {
-        "requests": len(good), "failed": failed[:3], "measured": measured, "predicted": predicted,
+        "load": parts[0].rate / capacity(costs, curve, arm), "arm": arm, "rate": parts[0].rate, "requests": len(latencies),
+        "failed": failed[:3], "others": statistics.mean(part.others for part in parts), "slowness": speeds,
+        "measured": measured, "predicted": predicted,
         "measured_p90_interval": [float(np.percentile(boot, 2.5)), float(np.percentile(boot, 97.5))],
-        "predicted_p90_interval": [min(runs["p90_latency"]), max(runs["p90_latency"])],
+        "predicted_p90_interval": [min(p90), max(p90)],
         "error": {name: predicted[name] / measured[name] - 1 for name in measured},
     }  # fmt: skip
+
+
+def figures(tokens: int, seconds: float, latency: list[float], first: list[float]) -> dict[str, float]:
+    return {
+        "throughput": tokens / seconds,
+        "p90_latency": percentile(latency, 90),
+        "p90_ttft": percentile(first, 90),
+        "median_latency": percentile(latency, 50),
+    }
+
+
+def slower(costs: MeasuredCosts, factor: float) -> MeasuredCosts:
+    """The same costs on a machine that takes so many times as long."""
+    rounds = [[n, k, c, factor * s] for n, k, c, s in costs.rounds]
+    prefills = [[n, c, factor * s] for n, c, s in costs.prefills]
+    return MeasuredCosts(rounds, prefills, costs.read, costs.source, factor * costs.request)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -349,7 +466,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['load']:.2f} {row['arm']:<7} {row['requests']:>4} requests: tokens/s {m['throughput']:.1f} / "
         f"{p['throughput']:.1f} ({e['throughput']:+.1%}), p90 {m['p90_latency']:.2f} ({low:.2f}-{high:.2f}) / "
         f"{p['p90_latency']:.2f} s ({e['p90_latency']:+.1%}), ttft {e['p90_ttft']:+.1%}, median {e['median_latency']:+.1%}, "
-        f"other programs {row['others']:.2f} cores"
+        f"other programs {row['others']:.2f} cores, slowness {min(row['slowness']):.2f}-{max(row['slowness']):.2f}"
     )
 
 
@@ -362,13 +479,16 @@ def main() -> None:
     first.set_defaults(run=calibrate)
     second = commands.add_parser("sweep")
     second.add_argument("--costs", type=Path, required=True)
-    second.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9])
+    second.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9, 1.3])
+    second.add_argument("--laps", type=int, default=2)
     second.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     second.add_argument("--name", default="simulated")
     second.set_defaults(run=sweep)
-    for one_parser in (first, second):
+    for one_parser, seconds in ((first, 120.0), (second, 15.0)):
         one_parser.add_argument("--model", type=Path, required=True)
-        one_parser.add_argument("--seconds", type=float, default=90.0)
+        one_parser.add_argument(
+            "--seconds", type=float, default=seconds, help="of the calibration, or of a part of the sweep"
+        )
     options = parser.parse_args()
     options.run(options)
 

@@ -85,6 +85,8 @@ def batch(
         )
         if not input_file.is_file():
             raise FileNotFoundError(f"there is no file {input_file}; give a file of requests, one JSON object a line")
+        if out.absolute() == input_file.absolute() or (out.exists() and out.samefile(input_file)):
+            raise ValueError(f"-o {out} is the file of requests itself; name another file for the answers")
         lines = scan(input_file)
         if not lines:
             raise ValueError(f"{input_file} has no lines; an example of one is in docs/guides/batch.md")

@@ -13,7 +13,7 @@ import typer
 from outrider.cli.bench import Prompts, WorkloadOptions
 from outrider.cli.options import WIDE, Debug, PrecisionOptions, grouped, option, own_draft
 from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, plain, readable
-from outrider.cli.tune_engine import EngineOptions, tune_engine
+from outrider.cli.tune_engine import EngineOptions, tell_json, tune_engine
 
 if TYPE_CHECKING:
     from outrider.bench.tune.race import Candidate
@@ -61,6 +61,15 @@ def tune(
     out: Annotated[Path, option("Output", "The file for the setting.", metavar="FILE")] = Path(
         "speculative_config.json"
     ),
+    json_file: Annotated[
+        Path | None,
+        option(
+            "Output",
+            "A file for all answers, as of outrider bench --json: for outrider report, and outrider plan --acceptance.",
+            "--json",
+            metavar="FILE",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Find the fastest speculative setting for your prompts, or that plain decoding is the fastest.
@@ -69,12 +78,13 @@ def tune(
     until one is clearly ahead. Ctrl-C stops and reports what is known so far.
     """
     with readable(debug):
-        if not out.absolute().parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {out.absolute().parent} to write {out.name} to")
+        for file in (out, json_file):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise FileNotFoundError(f"there is no folder {file.absolute().parent} to write {file.name} to")
         if workload.max_tokens < 2:
             raise ValueError("one token an answer leaves nothing to draft; use --max-tokens 2 or more")
         if engine.check():
-            raise typer.Exit(_tune_server(engine, what, workload, prompts, seconds, out))
+            raise typer.Exit(_tune_server(engine, what, workload, prompts, seconds, out, json_file))
         model = what.model
         with loading(model):
             from outrider.bench.prompts import read
@@ -102,13 +112,25 @@ def tune(
         if interrupted:
             print(paint("interrupted: this is known so far", RED, sys.stderr), file=sys.stderr)
         out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
-        print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}\n")
+        print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}")
+        if json_file is not None:
+            from outrider.bench.tune.measured import of_search
+
+            of_search(search, workload.sampling(), not interrupted).save(json_file)
+            tell_json(json_file, answer.name if answer is not search.plain else None)
+        print()
         show_exports(search, out, {} if interrupted else None)
         raise typer.Exit(130 if interrupted else 0)
 
 
 def _tune_server(
-    engine: EngineOptions, what: CandidateOptions, workload: WorkloadOptions, prompts: str, seconds: float, out: Path
+    engine: EngineOptions,
+    what: CandidateOptions,
+    workload: WorkloadOptions,
+    prompts: str,
+    seconds: float,
+    out: Path,
+    json_file: Path | None,
 ) -> int:
     """Tune the server of another engine. Returns the exit code."""
     if what.layers is not None or what.verifier:
@@ -121,7 +143,16 @@ def _tune_server(
     for note in notes:
         print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
     model = None if what.model == WIDE else what.model
-    return tune_engine(engine, read_prompts, configs, workload.sampling(), model=model, seconds=seconds, out=out)
+    return tune_engine(
+        engine,
+        read_prompts,
+        configs,
+        workload.sampling(),
+        model=model,
+        seconds=seconds,
+        out=out,
+        json_file=json_file,
+    )
 
 
 def engine_candidates(engine: str, draft: str | None, wanted: list[str] | None) -> list[tuple[str, dict[str, Any]]]:

@@ -69,6 +69,7 @@ def tune_engine(
     model: str | None,
     seconds: float,
     out: Path,
+    json_file: Path | None = None,
 ) -> int:
     """Measure, show, and write the answer. Returns the exit code."""
     from outrider.bench.tune.engine import EngineSearch
@@ -112,10 +113,25 @@ def tune_engine(
     out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
     words = " ".join([options.command, shlex.join(answer.options)]).strip()
     print(f"Written to {out}. There it is: {words}")
+    if json_file is not None:
+        from outrider.bench.tune.measured import of_engine
+
+        of_engine(search, sampling, not interrupted).save(json_file)
+        tell_json(json_file, answer.name if answer is not search.plain else None)
     print(paint(f"The logs are in {logs}.", DIM))
     if interrupted:
         print(paint("interrupted: this is known so far", RED, sys.stderr), file=sys.stderr)
     return 130 if interrupted else 0
+
+
+def tell_json(file: Path, setting: str | None) -> None:
+    """Say what the file of all answers is good for. setting: the best one, None for plain decoding."""
+    which = f" --setting {shlex.quote(setting)}" if setting is not None else ""
+    print(
+        paint(
+            f"All answers are in {file}: outrider report {file}, or outrider plan ... --acceptance {file}{which}", DIM
+        )
+    )
 
 
 def _interrupt(number: int, frame: object) -> None:

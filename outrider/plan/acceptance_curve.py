@@ -20,6 +20,8 @@ DEEPEST = 16  # draft tokens at most, where a single rate stands for a curve
 _TRIES = 20  # attempts at a position that make its acceptance known
 _WEIGHT = 8.0  # attempts that the common curve counts as, in the curve of one answer
 
+_RATES = "spec_decode_per_position_acceptance_rates"
+
 Steps = list[tuple[int, int]]  # draft tokens, accepted ones
 
 
@@ -76,7 +78,8 @@ def constant(rate: float, depth: int = DEEPEST) -> AcceptanceCurve:
 
 
 def find_curve(text: str, setting: str | None = None) -> AcceptanceCurve:
-    """The curve of a number or of a file: `outrider bench --json`, a trace, or `vllm bench serve --save-result`.
+    """The curve of a number or of a file: `outrider bench --json`, `outrider tune --json`, a trace, or
+    `vllm bench serve --save-result`.
 
     setting: the name of a setting in a report with several. Raises ValueError where nothing was drafted, FileNotFoundError.
     """
@@ -97,23 +100,27 @@ def find_curve(text: str, setting: str | None = None) -> AcceptanceCurve:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON ({error})") from None
-    if isinstance(found, dict) and (rates := found.get("spec_decode_per_position_acceptance_rates")):
-        survival = [min(max(float(rate), 0.0), 1.0) for rate in rates]
-        chances = [s / before if before else 0.0 for before, s in zip([1.0, *survival], survival, strict=False)]
-        return AcceptanceCurve(
-            tuple(min(c, 1.0) for c in chances), (1.0,) * len(chances), source=f"{path}, by position"
-        )
+    if isinstance(found, dict) and (rates := found.get(_RATES)):
+        return _by_position(rates, str(path))
     if isinstance(found, dict) and "method" in found:
         raise ValueError(
             f"{path} is a setting and holds no acceptance; measure it: "
-            f"outrider bench --speculative-config {path} --json report.json"
+            f"outrider bench --speculative-config {path} --json report.json (outrider tune has --json, too)"
         )
     return _of_run(Run.load(path), path, setting)
 
 
+def _by_position(rates: abc.Sequence[float], source: str) -> AcceptanceCurve:
+    """The curve of the shares of drafts that kept their first 1, 2, ... tokens."""
+    survival = [min(max(float(rate), 0.0), 1.0) for rate in rates]
+    chances = [s / before if before else 0.0 for before, s in zip([1.0, *survival], survival, strict=False)]
+    return AcceptanceCurve(tuple(min(c, 1.0) for c in chances), (1.0,) * len(chances), source=f"{source}, by position")
+
+
 def _of_run(run: Run, path: Path, wanted: str | None) -> AcceptanceCurve:
     every = {s.name: s.speculative_config or {} for s in run.settings}
-    drafted = [name for name in every if stats.acceptance(stats.answered(run, name)) is not None]
+    told = {name: fields[_RATES] for name, fields in run.summary.items() if fields.get(_RATES)}
+    drafted = [name for name in every if name in told or stats.acceptance(stats.answered(run, name)) is not None]
     if wanted is not None and wanted not in drafted:
         raise ValueError(
             f"{path} has no drafts of a setting {wanted!r}; settings with drafts: {', '.join(drafted) or 'none'}"
@@ -127,7 +134,10 @@ def _of_run(run: Run, path: Path, wanted: str | None) -> AcceptanceCurve:
         raise ValueError(
             f"{path} has several settings that draft; name one: --setting {drafted[0]!r} (or {', '.join(drafted[1:])})"
         )
-    answers = [list(zip(s.drafted or [], s.accepted or [], strict=True)) for s in stats.answered(run, name)]
+    samples = stats.answered(run, name)
+    if name in told and stats.acceptance(samples) is None:  # another engine's server, which counts and does not list
+        return _by_position(told[name], f"{path}, setting {name}")
+    answers = [list(zip(s.drafted or [], s.accepted or [], strict=True)) for s in samples]
     return _measured(answers, every[name], f"{path}, setting {name}")
 
 

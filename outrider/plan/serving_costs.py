@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,11 @@ class ServingCosts(Protocol):
     @property
     def drafter_reads(self) -> bool:
         """Whether the drafter is a model, which must read a text before it can draft for it."""
+        ...
+
+    @property
+    def request(self) -> float:
+        """What a request takes from all others when it comes: its text is checked and encoded, and it gets a slot."""
         ...
 
     def round(self, batch_size: int, depth: int, context: float) -> float:
@@ -57,6 +62,7 @@ class RooflineCosts:
     model: PlannedModel
     hardware: Hardware
     draft: PlannedModel | None = None
+    request: float = 0.0
 
     @property
     def drafter_reads(self) -> bool:
@@ -125,13 +131,15 @@ class MeasuredCosts:
     """Costs that were measured on a server, with all that it does in a step.
 
     rounds: [batch size, depth, context, seconds]. prefills: [tokens, context, seconds] of a piece. read: seconds per token of
-    the drafter's reading. Between the points are straight lines, in context, then depth or tokens, then batch size.
+    the drafter's reading. request: seconds that a request takes from all others when it comes. Between the points are straight
+    lines, in context, then depth or tokens, then batch size.
     """
 
     rounds: list[list[float]]
     prefills: list[list[float]]
     read: float = 0.0
     source: str = ""
+    request: float = 0.0
 
     @property
     def drafter_reads(self) -> bool:
@@ -156,14 +164,18 @@ class MeasuredCosts:
 
 
 def measured_costs(path: Path) -> MeasuredCosts | None:
-    """The costs of a file that `benchmarks.plan calibrate` wrote; None for another JSON file. Raises ValueError."""
+    """The costs of a file that `benchmarks.simulated calibrate` wrote, which also says how they were measured; None for another
+    JSON file. Raises ValueError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON ({error})") from None
     if not isinstance(found, dict) or found.pop("kind", None) != "outrider-serving-costs":
         return None
-    return MeasuredCosts(**found)
+    names = [field.name for field in fields(MeasuredCosts)]
+    if missing := [name for name in ("rounds", "prefills") if not found.get(name)]:
+        raise ValueError(f"{path} has no {missing[0]}; write it again: python -m benchmarks.simulated calibrate")
+    return MeasuredCosts(**{name: found[name] for name in names if name in found})
 
 
 def by_length(costs: ServingCosts, curve: AcceptanceCurve) -> Callable[[int, int, float], float]:

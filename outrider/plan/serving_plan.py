@@ -140,10 +140,10 @@ class ServingPlan:
 
     @cached_property
     def prefill_seconds(self) -> float:
-        """Reading one prompt in pieces."""
+        """Taking a request, and reading its prompt in pieces."""
         prompt, chunk = max(round(self.demand.prompt.mean) - 1, 0), self.limits.prefill_chunk
         pieces = [min(chunk, prompt - at) for at in range(0, prompt, chunk)]
-        return sum(self.costs.prefill(n, i * chunk) for i, n in enumerate(pieces))
+        return self.costs.request + sum(self.costs.prefill(n, i * chunk) for i, n in enumerate(pieces))
 
     def batch(self, size: int) -> BatchFigures:
         """The figures of a batch of this size."""

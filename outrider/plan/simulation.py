@@ -135,6 +135,7 @@ class SimulatedReplica:
         self.preemptions = self.refused = self.rounds = self.row_rounds = self.drafted_rounds = 0
         self._ended = 0  # in the last step
         self._held = 0  # tokens of all that runs
+        self._seated = 0  # requests that came since the last step
         self._level = True  # has the draft model read all that is live?
 
     def load(self, now: float) -> int:
@@ -172,6 +173,7 @@ class SimulatedReplica:
             self.running[request.id] = request
             self.unread.append(request)
             self._held += request.tokens
+            self._seated += 1
 
     def _preempt(self) -> None:
         while policy.must_preempt(len(self.running), self._held, self.limits.kv_tokens):
@@ -190,7 +192,8 @@ class SimulatedReplica:
 
     def _step(self) -> None:
         """One step of the scheduler."""
-        spent = self._prefill() + self._read()
+        spent = self._seated * self.costs.request + self._prefill() + self._read()
+        self._seated = 0
         if self.live:
             spent += self._round()
         self._pass(spent)

@@ -62,7 +62,13 @@ def main() -> None:
             elif self.path == "/v1/models":
                 self.answer(json.dumps({"data": [{"id": "fake"}]}))
             else:
-                self.answer("".join(f'vllm:spec_decode_num_{k}_total{{engine="0"}} {v}.0\n' for k, v in counts.items()))
+                lines = [f'vllm:spec_decode_num_{k}_total{{engine="0"}} {v}.0\n' for k, v in counts.items()]
+                for j in range(length):  # a draft keeps the same number of tokens each time
+                    kept = counts["drafts"] if j < min(length, BEST) // 2 else 0
+                    lines.append(
+                        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{j}"}} {kept}.0\n'
+                    )
+                self.answer("".join(lines))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))

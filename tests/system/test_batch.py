@@ -135,6 +135,8 @@ def test_broken_and_refused_lines_are_errors_and_the_others_are_answered(tmp_pat
         (["none.jsonl"], "there is no file none.jsonl"),
         (["empty.jsonl"], "has no lines"),
         (["in.jsonl", "--cpus", "2"], "add --ray ADDRESS"),
+        (["in.jsonl", "-o", "in.jsonl"], "is the file of requests itself"),
+        (["in.jsonl", "-o", "./link.jsonl"], "is the file of requests itself"),
         (["in.jsonl", "-o", "none/out.jsonl"], "there is no folder"),
         (["in.jsonl", "--ray", "127.0.0.1:9"], "no Ray cluster answers at '127.0.0.1:9'"),
         (["in.jsonl", "--ray", "ray://no-such-host.invalid:10001"], "or take --ray local"),
@@ -147,6 +149,7 @@ def test_batch_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "in.jsonl").write_text(json.dumps(requests(1, 1)[0]))
+    (tmp_path / "link.jsonl").symlink_to("in.jsonl")
     out = [] if "-o" in options else ["-o", "out.jsonl"]
     result = CliRunner().invoke(app, ["batch", *options, *out])
     assert result.exit_code == 2

@@ -6,6 +6,7 @@ of the two is the drift that a gain must exceed.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -30,16 +31,19 @@ LONGEST = 32
 """Draft tokens, at most."""
 _WARM = "A short text before the measurement:"
 _COUNTERS = re.compile(
-    r"^\S*spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{.*\})? (\S+)$", re.MULTILINE
+    r"^\S*spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?(?:\{(.*)\})? (\S+)$",
+    re.MULTILINE,
 )
+_POSITION = re.compile(r'position="(\d+)"')
 
 
 @dataclass
 class EngineTrial:
     """A setting, and what its server gave. config: a speculative_config. options: words of the engine's command line.
 
-    samples: the answers. drafted, accepted: draft tokens by the engine's own counters; None if it tells none. start: seconds
-    until the server answered. problem: why there is no measurement.
+    samples: the answers. drafted, accepted: draft tokens by the engine's own counters; None if it tells none. by_position: the
+    share of drafts whose first 1, 2, ... tokens were accepted; empty if it tells none. start: seconds until the server answered.
+    problem: why there is no measurement.
     """
 
     name: str
@@ -49,6 +53,7 @@ class EngineTrial:
     samples: list[Sample] = field(default_factory=list)
     drafted: int | None = None
     accepted: int | None = None
+    by_position: list[float] = field(default_factory=list)
     start: float = 0.0
     problem: str = ""
 
@@ -250,9 +255,12 @@ class EngineSearch:
 
     def _count(self, trial: EngineTrial, before: dict[str, float], after: dict[str, float], remote: Remote) -> None:
         """Draft tokens by the engine's metrics, or by the requests' own numbers."""
-        if "draft_tokens" in after:
-            trial.drafted = int(after["draft_tokens"] - before.get("draft_tokens", 0.0))
-            trial.accepted = int(after["accepted_tokens"] - before.get("accepted_tokens", 0.0))
+        new = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        if "draft_tokens" in new:
+            trial.drafted, trial.accepted = int(new["draft_tokens"]), int(new["accepted_tokens"])
+            if drafts := new.get("drafts"):
+                places = itertools.takewhile(new.__contains__, (f"accepted_tokens.{j}" for j in itertools.count()))
+                trial.by_position = [new[place] / drafts for place in places]
         elif (found := stats.acceptance(trial.answered)) is not None:
             trial.drafted, trial.accepted = found.drafted, found.accepted
         elif remote.draft_totals:
@@ -292,12 +300,16 @@ def _given_port(words: Sequence[str]) -> int | None:
 
 
 def engine_counters(url: str) -> dict[str, float]:
-    """Sums of an engine's counters on `/metrics`: drafts, draft_tokens and accepted_tokens; empty if it tells none."""
+    """Sums of an engine's counters on `/metrics`: drafts, draft_tokens, accepted_tokens, and the last one also by position, as
+    accepted_tokens.0 and so on; empty if it tells none."""
     try:
         text = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False).text
     except httpx.HTTPError:
         return {}
     out: dict[str, float] = {}
-    for name, value in _COUNTERS.findall(text):
+    for name, labels, value in _COUNTERS.findall(text):
+        if name.endswith("_per_pos"):
+            position = _POSITION.search(labels)
+            name = f"accepted_tokens.{position[1] if position else 0}"
         out[name] = out.get(name, 0.0) + float(value)
     return out

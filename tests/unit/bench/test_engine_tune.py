@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import Sample
 from outrider.bench.tune.engine import AGAIN, EngineSearch, EngineTrial, command_words
+from outrider.bench.tune.measured import of_engine
 from outrider.bench.tune.server import EngineServer, ServerFailed, free_port, members, taken
+from outrider.cli.main import app
 from outrider.cli.tune import engine_candidates
 from outrider.cli.tune_engine import EngineOptions, show_trials, tune_engine, verdict
+from outrider.plan.acceptance_curve import find_curve
 
 FAKE = [sys.executable, str(Path(__file__).parents[2] / "support" / "fake_engine.py")]
 PROMPTS = [Prompt(word, "", f"{word} words") for word in ("one", "two", "six")]
@@ -117,6 +121,12 @@ def test_a_real_server_is_measured(tmp_path: Path, no_lengths: None) -> None:
     assert "serving {'method': 'ngram', 'num_speculative_tokens': 8" in next(tmp_path.glob("1-*.log")).read_text()
     assert not any(taken(int(line.rpartition("--port ")[2].split()[0])) for line in lines if "--port " in line)
     show_trials(found)
+    of_engine(found, SAMPLING, complete=True).save(tmp_path / "tuned.json")
+    curve = find_curve(str(tmp_path / "tuned.json"))  # for outrider plan --acceptance
+    assert curve.survival == [1.0] * 4 + [0.0] * 4
+    assert "setting ngram" in curve.source
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "tuned.json"), "--out", str(tmp_path / "tuned.html")])
+    assert shown.exit_code == 0, shown.output
 
 
 @pytest.mark.usefixtures("no_lengths")

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from outrider.bench import stats
 from outrider.bench.prompts import Prompt
-from outrider.bench.run import Sample
+from outrider.bench.run import Run, Sample
 from outrider.bench.tune import predict
 from outrider.bench.tune.predict import TOO_EXPENSIVE, Predictor, neighbours
 from outrider.bench.tune.race import Candidate, MethodTrial, Racer, plain_candidate
@@ -20,6 +21,7 @@ from outrider.control import CostModel
 from outrider.core.types import Budget
 from outrider.llm import LLM
 from outrider.models.load import load
+from outrider.plan import acceptance_curve
 
 PROMPTS = [Prompt(str(n), "all", f"prompt {n}") for n in range(12)]
 
@@ -185,15 +187,26 @@ def test_the_command(tmp_path, monkeypatch, method):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "WHOLE", replace(calibrate.WHOLE, rounds=2, contexts=(32,)))
-    file = tmp_path / "config.json"
+    file, answers = tmp_path / "config.json", tmp_path / "answers.json"
     words = ["tune", "-m", "builtin:code", "--method", method, "--num-prompts", "2", "-n", "12"]
-    result = CliRunner().invoke(app, [*words, "--seconds", "1", "--out", str(file)])
+    result = CliRunner().invoke(app, [*words, "--seconds", "1", "--out", str(file), "--json", str(answers)])
     assert result.exit_code == 0, result.output
     assert "plain" in result.output
     assert "vLLM:" in result.output
     assert json.loads(file.read_text())["method"] in (method, "none")
     words = ["generate", "def f(x):", "-n", "4", "--speculative-config", str(file)]
     assert CliRunner().invoke(app, words).exit_code == 0
+    run = Run.load(answers)
+    assert run.settings[0].speculative_config is None
+    assert {sample.setting for sample in run.samples} == {setting.name for setting in run.settings}
+    name = next(s.name for s in run.settings if stats.acceptance(stats.answered(run, s.name)) is not None)
+    monkeypatch.setattr(acceptance_curve, "_TRIES", 1)  # two short prompts are few
+    words = ["plan", "--model-params", "8B", "--hardware", "h100", "--qps", "1", "--prompt", "100", "--output", "50"]
+    words += ["--draft-params", "100M"] if method == "draft_model" else []
+    planned = CliRunner().invoke(app, [*words, "--acceptance", str(answers), "--setting", name])
+    assert planned.exit_code == 0, planned.output
+    assert f"setting {name}" in " ".join(planned.output.split())
+    assert CliRunner().invoke(app, ["report", str(answers), "--out", str(tmp_path / "page.html")]).exit_code == 0
 
 
 def test_candidates_remember_only_their_own_answers():

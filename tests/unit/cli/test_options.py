@@ -96,7 +96,7 @@ OPTIONS = {
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
         "Engine": "--engine --command --concurrency/-c --logs --ready-timeout",
         "Model": "--dtype --quantization",
-        "Output": "--out --debug",
+        "Output": "--out --json --debug",
     },
     "export": {
         "Engine": "--to --model/-m --lengths",

@@ -358,6 +358,16 @@ def test_measured_costs_go_through_their_points(tmp_path: Path):
     assert measured.prefill(64, 50) == pytest.approx(0.6)
     (tmp_path / "costs.json").write_text(measured.to_json())
     assert measured_costs(tmp_path / "costs.json") == measured
+    told = {
+        **json.loads(measured.to_json()),
+        "outside": 0.01,
+        "fits": {},
+    }  # as `benchmarks.simulated calibrate` writes it
+    (tmp_path / "costs.json").write_text(json.dumps(told))
+    assert measured_costs(tmp_path / "costs.json") == measured
+    (tmp_path / "costs.json").write_text(json.dumps({**told, "rounds": []}))
+    with pytest.raises(ValueError, match="has no rounds; write it again"):
+        measured_costs(tmp_path / "costs.json")
     (tmp_path / "costs.json").write_text("{}")
     assert measured_costs(tmp_path / "costs.json") is None
 

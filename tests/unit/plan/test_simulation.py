@@ -25,8 +25,9 @@ class Flat:
     """Costs that are easy to reckon with. A round: `base`, and `row`, `level` and `cell` for each of its sequences, draft
     tokens and tokens of context."""
 
-    def __init__(self, base=1.0, row=0.0, level=0.0, cell=0.0, token=0.0, read=0.0) -> None:
+    def __init__(self, base=1.0, row=0.0, level=0.0, cell=0.0, token=0.0, read=0.0, request=0.0) -> None:
         self.base, self.row, self.level, self.cell, self.token, self.read = base, row, level, cell, token, read
+        self.request = request
 
     @property
     def drafter_reads(self) -> bool:
@@ -127,6 +128,17 @@ def test_prompts_are_read_in_pieces_and_make_others_wait():
     both = run([Arrival(0.0, 1, 100), Arrival(5.0, 1001, 3)], costs, slots=2, prefill_chunk=100).requests
     assert both[1].time_to_first_token == pytest.approx(10 * (1.0 + 1.0))
     assert both[0].latency == pytest.approx(100 + 10.0)
+
+
+def test_a_request_that_comes_takes_time_from_those_that_run():
+    """Its text is checked and encoded, and it gets a slot: that many seconds, once for each request."""
+    costs = Flat(base=1.0, request=0.25)
+    some = [Arrival(0.0, 1, 100), *(Arrival(10.5 + 10 * n, 1, 1) for n in range(4))]
+    found = run(some, costs, slots=2).requests
+    assert found[0].latency == pytest.approx(100 + 5 * 0.25)
+    assert found[1].time_to_first_token == pytest.approx(0.75 + 0.25 + 1.0)  # it comes in the middle of a round
+    one = mean(r.latency for r in run([Arrival(200.0 * n, 1, 10) for n in range(5)], costs).requests)
+    assert one == pytest.approx(10.25)
 
 
 # -- the engine's own scheduler ---------------------------------------------------------------------------------------------
