@@ -103,6 +103,7 @@ def page(results: dict[str, Any]) -> str:
         "| native | one native call runs a whole forward: the fastest |",
         "| general | the modelling code of transformers, with outrider's kernels for matrices, experts and attention |",
         "| masked | the same, with the model's own attention under a mask: exact in distribution, slower for long texts |",
+        "| recomputed | the model's own forward reads the whole text again for each token: exact and slow |",
         "",
         "With `exact-tokens`, speculation gives the very tokens of plain decoding. With `exact-distribution`, a near-tie",
         "of two tokens can fall the other way.",

@@ -47,14 +47,18 @@ def runnable(
         raw = shared_copy(raw)
     raw.eval()
     if where.type != "cpu":
-        moved: Any = raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType]
-        return HFModel(moved, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
-    raw.to(where)  # pyright: ignore[reportArgumentType]
-    if missing := for_device(where).missing:
-        _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
-    elif llama.supports(raw) is None:
-        return llama.LlamaModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
-    return HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+        raw.to(where, DTYPES[weights])  # pyright: ignore[reportArgumentType, reportCallIssue]
+        weights = "auto"
+    else:
+        raw.to(where)  # pyright: ignore[reportArgumentType]
+        if missing := for_device(where).missing:
+            _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
+        elif llama.supports(raw) is None:
+            return llama.LlamaModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+    model = HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+    if model.slow:
+        _say_once(model.slow)
+    return model
 
 
 def from_folder(name: str, path: str, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:

@@ -35,6 +35,7 @@ SPEEDS = {
     "native": "fastest: one native call runs a whole forward",
     "general": "fast: transformers' code over our kernels for matrices, experts and attention",
     "masked": "slower for long texts: the model's own attention, under a mask",
+    "recomputed": "slow: the model's own forward reads the whole text again for each token",
 }
 _INSTEAD = {
     REFUSED: "give another model; docs/models.md lists the classes that run",
@@ -118,7 +119,7 @@ def check(name: str) -> Compatibility:
         sum(p.numel() for p in shell.parameters()),
         method or sizes.stored,
         {kind: sizes.bytes(kind) for kind in (*(["gguf"] if sizes.blocks else []), *WEIGHT_FORMATS)},
-        _kv_bytes(config),
+        8 if report.path == "recomputed" else _kv_bytes(config),
         checkpoint.free_memory(torch.device("cpu")),
         dict(_drafters(config)),
     )

@@ -44,8 +44,8 @@ class ClassReport:
     """What is known of one class.
 
     status: "runs"; "refused": load says why not; "unavailable": transformers itself makes or continues no such model here;
-    "wrong": a check failed. reason: for all but "runs". path: "native", "general" or "masked". guarantee: of a text with
-    speculation. note: what a user should know. checks: what was compared, and whether it was equal.
+    "wrong": a check failed. reason: for all but "runs". path: "native", "general", "masked" or "recomputed". guarantee: of a
+    text with speculation. note: what a user should know. checks: what was compared, and whether it was equal.
     """
 
     name: str
@@ -93,11 +93,10 @@ def report_of(model_type: str, config: PreTrainedConfig) -> ClassReport:
     name = model_type
     try:
         small = tiny_config(config)
-        raw, texts, same = _certain(small)
+        raw, texts, note = _certain(small)
         name = type(raw).__name__
     except Exception as error:  # each class checks its settings in its own way
         return ClassReport(name, model_type, UNAVAILABLE, _line(error))
-    note = "" if same else "generate differs from the model's own forward, which outrider follows"
     known = ClassReport(name, model_type, WRONG, note=note)
     try:
         return _checked(known, raw, texts)
@@ -108,16 +107,16 @@ def report_of(model_type: str, config: PreTrainedConfig) -> ClassReport:
 
 
 class _Answer(NamedTuple):
-    """text: prompt and continuation. gap: the smallest distance of the two likeliest tokens, relative to the largest logit. same:
-    `generate` wrote it."""
+    """text: prompt and continuation. gap: the smallest distance of the two likeliest tokens, relative to the largest logit.
+    note: how `generate` differs from it; empty if it wrote it."""
 
     text: list[int]
     gap: float
-    same: bool
+    note: str
 
 
-def _certain(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[list[int]], bool]:
-    """A model that is sure of its tokens, or a difference would mean nothing; its texts; and whether `generate` wrote them."""
+def _certain(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[list[int]], str]:
+    """A model that is sure of its tokens, or a difference would mean nothing; its texts; and how those of `generate` differ."""
     draw = torch.Generator().manual_seed(1)
     best: tuple[float, PreTrainedModel, list[_Answer]] | None = None
     prompts = [torch.randint(2, VOCAB_SIZE, (n,), generator=draw).tolist() for n in _PROMPTS]
@@ -134,31 +133,46 @@ def _certain(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[list[int]]
     assert best is not None
     if best[0] <= _NEAR_TIE:
         raise ValueError(f"in {len(_SEEDS)} random models two tokens were too alike to compare texts")
-    return best[1], [answer.text for answer in best[2]], all(answer.same for answer in best[2])
+    return best[1], [answer.text for answer in best[2]], next((a.note for a in best[2] if a.note), "")
 
 
 def _greedy(raw: Any, prompt: list[int]) -> _Answer:
     """What `generate` writes, unless the model's own forward over that text would write something else.
 
-    The latter happens: a cache forgets what the forward sees, or `generate` counts positions in another way.
+    The latter happens: a cache forgets what the forward sees, or `generate` counts positions in another way. If later tokens
+    change the logits of earlier ones, what `generate` writes without a cache counts, started anew for each token.
     """
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    out = raw.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
-    text = out[0].tolist()
-    if len(text) != len(prompt) + NEW:
-        raise ValueError(f"generate wrote {len(text) - len(prompt)} tokens in place of {NEW}")
-    logits = _own_logits(raw, text[:-1])[-NEW:]
-    same = logits.argmax(-1).tolist() == text[-NEW:]
-    if not same:
-        text = list(prompt)
+    written, _ = _generated(raw, prompt)
+    text, note = list(prompt), ""
+    if not _causal(raw, written):
+        for _ in range(NEW):
+            text, _ = _generated(raw, text, 1, use_cache=False)
+        if text != written:
+            note = "generate differs from itself without memory of its steps, which outrider follows"
+    elif _own_logits(raw, written[:-1])[-NEW:].argmax(-1).tolist() == written[-NEW:]:
+        text = written
+    else:
+        note = "generate differs from the model's own forward, which outrider follows"
         for _ in range(NEW):
             text.append(int(_own_logits(raw, text)[-1].argmax()))
-        logits = _own_logits(raw, text[:-1])[-NEW:]
+    logits = _definition(raw, text[:-1])[-NEW:]
     best = logits.topk(2).values
     if getattr(raw.config.get_text_config(), "pad_token_id", None) in text:  # RoBERTa counts it as no position
-        return _Answer(text, 0.0, same)
-    return _Answer(text, float(((best[:, 0] - best[:, 1]) / best.abs().amax().clamp_min(1e-6)).min()), same)
+        return _Answer(text, 0.0, note)
+    return _Answer(text, float(((best[:, 0] - best[:, 1]) / best.abs().amax().clamp_min(1e-6)).min()), note)
+
+
+def _generated(raw: Any, prompt: list[int], new: int = NEW, **options: Any) -> tuple[list[int], torch.Tensor]:
+    """What `generate` writes, and its logits, float32 [token, vocab]."""
+    ids = torch.tensor([prompt])
+    out = raw.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new, **options,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    text = out.sequences[0].tolist()
+    if len(text) != len(prompt) + new:
+        raise ValueError(f"generate wrote {len(text) - len(prompt)} tokens in place of {new}")
+    return text, torch.stack(out.logits)[:, 0].float()
 
 
 def _own_logits(raw: Any, text: list[int]) -> torch.Tensor:
@@ -167,9 +181,25 @@ def _own_logits(raw: Any, text: list[int]) -> torch.Tensor:
         return raw(torch.tensor([text]), use_cache=False).logits[0].float()
 
 
+def _causal(raw: Any, text: list[int]) -> bool:
+    """Whether the logits of a token do not depend on later ones."""
+    half = _own_logits(raw, text[: len(text) // 2])
+    every = _own_logits(raw, text)
+    if len(every) != len(text):
+        return False
+    return bool((every[: len(half)] - half).abs().max() <= _ROUNDING * every.abs().max())
+
+
+def _definition(raw: Any, text: list[int]) -> torch.Tensor:
+    """float32 [token, vocab]: what follows each token, without a cache."""
+    if _causal(raw, text):
+        return _own_logits(raw, text)
+    return torch.cat([_generated(raw, text[: n + 1], 1, use_cache=False)[1] for n in range(len(text))])
+
+
 def _checked(known: ClassReport, raw: PreTrainedModel, texts: list[list[int]]) -> ClassReport:
     model = load(raw).model
-    path = "native" if not isinstance(model, HFModel) else "masked" if model.own_attention else "general"
+    path = model.path if isinstance(model, HFModel) else "native"
     guarantee = "exact-tokens" if model.batch_invariant else "exact-distribution"
     known = replace(known, path=path, guarantee=guarantee)
     prompts = [text[:-NEW] for text in texts]
@@ -195,7 +225,7 @@ def _checked(known: ClassReport, raw: PreTrainedModel, texts: list[list[int]]) -
 
 def _same_logits(raw: PreTrainedModel, model: LanguageModel, text: list[int]) -> bool:
     """Those of the model's own forward up to rounding: a small fault need not change a token."""
-    own = _own_logits(raw, text)
+    own = _definition(raw, text)
     ours = model.forward(Nodes(torch.tensor([text]), model.new_cache(1, 64), [0])).logits[0]
     gaps = (ours - own).abs().amax(
         -1

@@ -3,7 +3,7 @@
 transformers runs a model with any registered attention function. Ours receives the new queries, keys and values, writes
 the keys and values to the slot cache, and attends under the tree mask. So trees, ragged batches and `commit` work for
 every architecture, and there is no model code here. A few models do not use that interface. For them there are other
-routes (hooks.py), which are tried when the model is made. Only the last route loses bit-equality.
+routes (hooks.py), which are tried when the model is made. Where none fits, each forward reads the whole text (recomputed.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
 from outrider.models.base import FINAL_NORM, BaseModel, Output, Want, check_head_ids, over_vocabulary
 from outrider.models.cache import SlotCache
+from outrider.models.checkpoint import free_memory
 from outrider.models.hf.batch_invariant import BatchInvariantOps
 from outrider.models.hf.experts import pack_experts_
 from outrider.models.hf.hooks import (
@@ -38,6 +39,7 @@ from outrider.models.hf.hooks import (
 )
 from outrider.models.hf.layer_subset import HFLayerSubset
 from outrider.models.hf.linear import PackedLinear, pack_linears_
+from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.hf.taps import LayerStack, recorded
 from outrider.models.matrix import dense, give_matrix_, matrix_of, rows_of
@@ -50,6 +52,7 @@ _IMPLEMENTATION = {
     AttentionRoute.METHOD: "eager",
     AttentionRoute.SDPA: "sdpa",
     AttentionRoute.MASK: "eager",
+    AttentionRoute.RECOMPUTED: "eager",
 }
 
 
@@ -63,6 +66,7 @@ class HFModel(BaseModel):
     head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf. None keeps all.
     kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
     batch_invariant: found by a test forward when the model is made.
+    slow: why each forward reads the whole text again, and what that takes. Empty for other models.
 
     Raises UnsupportedModel with the reason if the model cannot be run, and ValueError for head_ids that it does not have.
     """
@@ -92,7 +96,8 @@ class HFModel(BaseModel):
             pack_experts_(self.model, weights)
             _activations_float32_(self.model)
         text = self.model.config.get_text_config()
-        self.max_length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
+        length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
+        self.max_length: int = length if length > 0 else 2048  # XLNet has -1: no limit
         self.num_layers: int = text.num_hidden_layers
         self.stack = LayerStack(self.model, self.num_layers)
         parameters = inspect.signature(self.model.forward).parameters
@@ -111,27 +116,33 @@ class HFModel(BaseModel):
         self._stable = BatchInvariantOps(self._sdpa)
         self._careful = self.device.type == "cpu"  # run under `_stable`
         self._route = AttentionRoute.INTERFACE
+        self._whole: WholeText | None = None
+        self.slow = ""
         # On other devices the matrix kernels change with the batch.
         self.batch_invariant = self._find_route() and self.device.type == "cpu"
-        self.kv_cache_dtype = kv_cache_dtype  # the routes were tried without rounding
+        if self._whole is None:
+            self.kv_cache_dtype = kv_cache_dtype  # the routes were tried without rounding
         self._careful &= self._stable.needed > 0 or self._route is AttentionRoute.SDPA
         self._head_ids = (
             None if head_ids is None else head_ids.to(self.device)
         )  # the check above compared the head's own
 
     @property
-    def own_attention(self) -> bool:
-        """Whether the model's own attention runs, under a mask. It reads all cells of the slots."""
-        return self._route is AttentionRoute.MASK
+    def path(self) -> str:
+        """How a forward runs: "general"; "masked", by the model's own attention over all cells of the slots; or "recomputed"."""
+        return {AttentionRoute.MASK: "masked", AttentionRoute.RECOMPUTED: "recomputed"}.get(self._route, "general")
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, max_length, self.kv_cache_dtype, self.recurrences.starts)
+        states = self.recurrences.starts if self._whole is None else {}
+        return SlotCache(num_slots, max_length, self.kv_cache_dtype, states)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`."""
         nodes = nodes.to(self.device)
         nodes.cache.reserve(nodes.slots, nodes.total)
+        if self._whole is not None:
+            return self._read_whole(self._whole, nodes, taps, want)
         arguments: dict[str, Any] = {"output_hidden_states": True} if FINAL_NORM in taps else {}
         kept = sorted(set(nodes.last)) if want == "last" else [0]
         if want != "all" and self._keeps:
@@ -165,6 +176,38 @@ class HFModel(BaseModel):
             features = torch.cat([out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps], dim=-1)
         return Output(logits, features)
 
+    def _read_whole(self, whole: WholeText, nodes: Nodes, taps: tuple[int, ...], want: Want) -> Output:
+        """`forward` on the route RECOMPUTED. A text is read alone, so its logits cannot depend on other rows."""
+        if taps and not whole.causal:
+            raise ValueError(
+                f"{type(self.model).__name__} has other hidden states for each continuation of a text, so no head can read "
+                'them; draft with {"method": "suffix"} or another method that reads tokens only'
+            )
+        every = [[n for n, parent in enumerate(row[nodes.held :]) if parent >= -1] for row in nodes.parent_lists]
+        chosen = (
+            every if taps or want == "all" else [[n] for n in nodes.last] if want == "last" else [[] for _ in every]
+        )
+        options = {"output_hidden_states": True} if FINAL_NORM in taps else {}
+        logits, features = self._stand_in.new_zeros(len(every), nodes.count, 0), None
+        self._scale_ropes(nodes.cache.max_length)
+        for reading in whole.readings(nodes, chosen):
+            with self._context(), recorded(self.stack, taps) as hidden:
+                out = self.model(**reading.inputs, **options)
+            at, rows = list(reading.at), list(reading.at.values())
+            found = out.logits[0, rows].float()
+            if self._head_ids is not None:
+                found = over_vocabulary(found, self._head_ids, self.vocab_size)
+            logits = logits if logits.shape[-1] else found.new_zeros(*logits.shape[:2], found.shape[-1])
+            logits[reading.row, at] = found
+            if taps:
+                states = torch.cat([out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps], dim=-1)
+                features = states.new_zeros(*logits.shape[:2], states.shape[-1]) if features is None else features
+                features[reading.row, at] = states[0, rows]
+        if want != "all":
+            last = logits[torch.arange(len(every)), nodes.last][:, None]
+            logits = last if want == "last" else logits.new_zeros(len(every), 0, self.vocab_size)
+        return Output(logits, features)
+
     @contextmanager
     def _context(self) -> Iterator[None]:
         """The arithmetic of a forward."""
@@ -172,6 +215,8 @@ class HFModel(BaseModel):
             yield
 
     def layer_subset(self, layers: Sequence[int]) -> HFLayerSubset:
+        if self._whole is not None:
+            raise ValueError(f"no layer can be left out: {self.slow}")
         return HFLayerSubset(self, layers)
 
     @property
@@ -259,9 +304,10 @@ class HFModel(BaseModel):
                 own, kept = out.logits[0].float(), getattr(out, self._cache_name, None)
         except Exception as error:
             raise UnsupportedModel(f"{type(self.model).__name__} does not run by itself: {error!r}") from error
-        self.recurrences.learn(kept)
-        trouble: Exception | None = None
-        for route, by_node in self._routes():
+        trouble: Exception | str | None = why_not_by_node(self.model)
+        if trouble is None:
+            self.recurrences.learn(kept)
+        for route, by_node in self._routes() if trouble is None else ():
             self._install(route)
             self.recurrences.by_node = by_node
             self._stable.needed = 0
@@ -269,22 +315,47 @@ class HFModel(BaseModel):
             self.recurrences.scanned.clear()
             try:
                 equal = self._check(ids, own)
-            except UnsupportedModel:
-                raise
             except Exception as error:  # a model's code may raise anything for arguments that it does not know
                 trouble = trouble or error
                 continue
             if self._call.attended | self.recurrences.scanned >= self._reading(kept):
                 break
         else:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} does not run with outrider's cache and attention ({trouble}); models with "
-                "plain causal attention over keys and values do, because only these can be committed node by node"
-            ) from trouble
+            equal = self._recompute(ids, own, trouble)
         if self._route is AttentionRoute.INTERFACE:
             for config in _configs(self.model):
                 config._attn_implementation = NAME
         return equal and self.device.type == "cpu" and self._route is not AttentionRoute.MASK
+
+    def _recompute(self, ids: list[int], own: Tensor, trouble: Any) -> bool:
+        """Take the route that reads the whole text. Returns what `_check` does. Raises UnsupportedModel if it cannot run."""
+        name = type(self.model).__name__
+        self._install(AttentionRoute.RECOMPUTED)
+        self._stable.needed = 0
+        try:
+            with torch.no_grad(), self._context():
+                self._whole = WholeText(self.model, self.vocab_size, self.max_length, self._tolerance())
+                if not self._whole.causal:
+                    text = [*ids[:3], ids[4]]  # the path that `_check` compares
+                    own = torch.stack([self._whole.after(text[: n + 1]) for n in range(4)])
+            equal = self._check(ids, own)
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{name} does not run ({trouble}), nor can it read whole texts ({error!r})"
+            ) from error
+        fits = longest(self.model, self.max_length, free_memory(self.device))
+        self.slow = (
+            f"{name} reads the whole text again for each token ({trouble}); this is exact and slow, and the time of a "
+            "token grows with the text"
+        )
+        if fits < self.max_length:
+            self.slow += f". Longer texts than {fits} tokens would not fit in the memory that is free"
+            self.max_length = fits
+        if not self._whole.causal:
+            self.slow += ". Each draft token costs as much as a token, so speculation does not make it faster"
+        return equal
 
     def _reading(self, kept: Any) -> set[int]:
         """The layers that read earlier tokens. kept: the model's own cache after a forward."""
@@ -367,35 +438,34 @@ class HFModel(BaseModel):
 
 
 def refuse(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel for models whose state cannot be committed node by node."""
+    """Raise UnsupportedModel for what is no causal language model, or none whose logits are those of its text."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
-    text = config.get_text_config()
+    if "lsh" in getattr(config, "attn_layers", ()) and (config.hash_seed is None or config.num_buckets is None):
+        raise UnsupportedModel(
+            f"{name} hashes with random numbers, so its logits change from forward to forward; set hash_seed and num_buckets in "
+            "its configuration"
+        )
+
+
+def why_not_by_node(model: PreTrainedModel) -> str | None:
+    """Why the memory of earlier tokens cannot be kept node by node, if the configuration or the modules tell."""
+    text = model.config.get_text_config()
     odd = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
     recurrent = [module for module in model.modules() if stores_state(module)]
     if any(attends(module) for module in recurrent):
-        raise UnsupportedModel(
-            f"{name} keeps a state within its attention, which cannot be committed node by node; use another model"
-        )
+        return "it keeps a state within its attention"
     known = not any("_attention" in kind and kind != "linear_attention" for kind in odd)
     if not (recurrent and known) and (odd or getattr(model, "_is_stateful", False)):
-        what = " and ".join(odd) or "a recurrent state"
-        raise UnsupportedModel(
-            f"{name} has {what}, which cannot be committed node by node; use a model whose layers are all attention"
-        )
+        return f"it has {' and '.join(odd) or 'a recurrent state'}"
     if (kept := getattr(text, "keep_window_size", None)) and kept < text.max_position_embeddings:
-        raise UnsupportedModel(
-            f"{name} chooses {kept} tokens to attend to by their values (keep_window_size), which outrider's attention cannot; "
-            f"set max_position_embeddings={kept} in its configuration, and it attends to all of them"
-        )
+        return f"it attends to {kept} tokens that it chooses by their values"
     if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
-        raise UnsupportedModel(
-            f"{name} uses ALiBi biases, which outrider's attention does not have; use a model with rotary or learned "
-            "positions"
-        )
+        return "it uses ALiBi biases"
+    return None
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
