@@ -83,8 +83,8 @@ _TINY: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "mamba2": {"num_heads": 8},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 32]},
-    "rwkv": {"attention_hidden_size": 32},
-    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
+    "rwkv": {"attention_hidden_size": 32, "rescale_every": 1},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "max_inference_chunksize": LENGTH},
     "zamba": {"mamba_dt_rank": 8},
 }
 

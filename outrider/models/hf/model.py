@@ -83,6 +83,7 @@ class HFModel(BaseModel):
         refuse(model)
         self.model = model if own else shared_copy(model)
         self.model.eval()
+        _keep_scale_(self.model)
         self.vocab_size: int = _vocab_size(self.model)
         self._head_ids: Tensor | None = None
         if head_ids is not None:
@@ -476,6 +477,13 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(b): b.detach() for b in model.buffers()}
     return copy.deepcopy(model, memo)
+
+
+def _keep_scale_(model: PreTrainedModel) -> None:
+    """RWKV's first forward would halve weights in place, for float16. Packed ones, or those of the caller, must stay."""
+    for module in model.modules():
+        if getattr(module, "layers_are_rescaled", None) is False:
+            module.config.rescale_every = 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _rows(module: Any, rows: Tensor) -> Tensor:

@@ -145,6 +145,23 @@ def test_a_model_that_attends_both_ways_says_so() -> None:
         model.forward(Nodes(torch.tensor([[1, 2]]), model.new_cache(1, 8), [0]), taps=(0,))
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_rwkv_does_not_scale_its_weights_again(used: bool) -> None:
+    """Its first forward halves weights in place, which packed ones and those of the caller must not see."""
+    raw, ids = (
+        tiny("rwkv", hidden_size=32, num_hidden_layers=3, attention_hidden_size=32, rescale_every=1),
+        torch.tensor([[5, 9, 2]]),
+    )
+    if used:
+        raw(ids)
+    before = {name: p.clone() for name, p in raw.named_parameters()}
+    model = HFModel(raw)
+    logits = model.forward(Nodes(ids, model.new_cache(1, 8), [0])).logits
+    assert all(torch.equal(p, before[name]) for name, p in raw.named_parameters())
+    with torch.inference_mode():
+        torch.testing.assert_close(logits, raw(ids).logits, atol=1e-3, rtol=1e-3)
+
+
 def test_random_hashes_are_refused() -> None:
     small = {"attn_layers": ["local", "lsh"], "hidden_size": 32, "num_attention_heads": 4, "attention_head_size": 8}
     axial = {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16], "max_position_embeddings": 256}
