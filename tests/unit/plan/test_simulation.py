@@ -139,6 +139,8 @@ def test_a_request_that_comes_takes_time_from_those_that_run():
     assert found[1].time_to_first_token == pytest.approx(0.75 + 0.25 + 1.0)  # it comes in the middle of a round
     one = mean(r.latency for r in run([Arrival(200.0 * n, 1, 10) for n in range(5)], costs).requests)
     assert one == pytest.approx(10.25)
+    both = run([Arrival(0.0, 1, 1), Arrival(0.0, 1, 1)], costs, slots=2).requests
+    assert both[0].latency == pytest.approx(2 * 0.25 + 1.0)
 
 
 # -- the engine's own scheduler ---------------------------------------------------------------------------------------------
