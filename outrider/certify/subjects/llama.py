@@ -30,6 +30,21 @@ def logprobs(client: ServerClient, tokens: Sequence[int], body: dict[str, Any], 
     return {int(t["id"]): math.log(t["prob"]) for t in first["top_probs"] if t["prob"] > 0}
 
 
+def chat_prompt(client: ServerClient, message: str) -> list[int]:
+    """The token ids that the server reads for one message of a user.
+
+    Raises ConnectionError, and KeyError for an answer without them.
+    """
+    asked = {"messages": [{"role": "user", "content": message}]}
+    return encoded(client, client.post("/apply-template", asked)["prompt"], special=True)
+
+
+def encoded(client: ServerClient, text: str, *, special: bool = False) -> list[int]:
+    """Token ids of a text. special: it is a whole prompt, with the texts of special tokens. Raises as `chat_prompt` does."""
+    body = {"content": text, "add_special": special, "parse_special": special}
+    return [int(t) for t in client.post("/tokenize", body)["tokens"]]
+
+
 def margin(client: ServerClient, tokens: Sequence[int], body: dict[str, Any], one: int, other: int) -> float | None:
     """How far apart the server scores two next tokens, in nats: the smaller of two ways to compute it.
 

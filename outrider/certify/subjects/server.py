@@ -97,6 +97,7 @@ class ServerSubject(Subject):
         self.partial_rows = reference is None
         self._noise: float | None = None
         self._told = 0
+        self._messages: dict[str, list[int]] = {}
         self._prompts: list[Prompt] = [p if self.chat else self._ids(p) for p in prompts]
         self._probe()
 
@@ -239,7 +240,9 @@ class ServerSubject(Subject):
                 texts[0].usage = (answer.get("usage") or {}).get("completion_tokens")
                 _count(texts[0], answer)
                 if self._asks_logprobs and texts[0].usage != len(texts[0].tokens):
-                    texts[0].tokens, texts[0].logprobs = [], None  # llama.cpp: the stream leaves out accepted tokens
+                    self._read_again(texts[0])
+            for text in texts:
+                text.prompt = text.prompt or self._chat_ids(job.prompt)
             if client is self.server:
                 self._told += (answer.get("timings") or {}).get("draft_n", 0)
             return texts
@@ -247,6 +250,24 @@ class ServerSubject(Subject):
             broke = isinstance(error, BrokenServer)
             why = str(error) if broke else f"{type(error).__name__}: {error}"
             return [Writing(error=why, broke=broke) for _ in range(job.params.n)]
+
+    def _read_again(self, text: Writing) -> None:
+        """The tokens of a stream of llama.cpp, which leaves out accepted draft tokens: those of its text, if it has as many."""
+        text.tokens, text.logprobs = [], None
+        if self.llama:
+            with contextlib.suppress(ConnectionError, Unsupported, LookupError, TypeError, ValueError):
+                found = llama.encoded(self.server, text.text)
+                text.tokens = found if len(found) == text.usage else []
+
+    def _chat_ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt that is a message, as far as llama.cpp tells them; other servers do in their answers."""
+        if not (self.llama and self.chat and isinstance(prompt, str)):
+            return []
+        if prompt not in self._messages:
+            self._messages[prompt] = []
+            with contextlib.suppress(ConnectionError, Unsupported, LookupError, TypeError, ValueError):
+                self._messages[prompt] = llama.chat_prompt(self.server, prompt)
+        return self._messages[prompt]
 
     def write(self, jobs: Sequence[Job], way: Way) -> list[Writing]:
         load = way.options.get("load", 1)
@@ -320,7 +341,7 @@ class ServerSubject(Subject):
         None if it is larger than rounding can be.
         """
         if self._noise is None and self.llama and self.without is not None:
-            known = [p for p in self._prompts[:3] if not isinstance(p, str)]
+            known = [p for p in (self._chat_ids(p) if isinstance(p, str) else p for p in self._prompts[:3]) if p]
             with contextlib.suppress(Unsupported, ConnectionError, LookupError, TypeError, ValueError):
                 self._noise = llama.noise(self.without, known)
         if self._noise is None and self.without is not None:
