@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from outrider.certify.subjects.base import Row
 from outrider.params import SamplingParams
 
 STAKES = (0.05, 0.2, 0.5, 0.9)
+_STAKES = np.array(STAKES)
 _LEAST = 1e-12  # a token below this probability counts as one that the target never writes
 
 
@@ -69,30 +71,43 @@ class Audit:
     causes: Sequence[Cause] = CAUSES + UNNAMED
     tokens: int = 0
     crossed: int | None = None
-    wealth: dict[Bet, float] = field(default_factory=dict)
-    _bets: int = field(default=0, init=False)
+    _logs: np.ndarray = field(init=False, repr=False)  # float64 [cause, stake]
+    _made: np.ndarray = field(init=False, repr=False)  # bool [cause]: a bet on it was ever made
 
     def __post_init__(self) -> None:
-        self._bets = len(self.causes) * len(STAKES)
+        self._logs = np.zeros((len(self.causes), len(STAKES)))
+        self._made = np.zeros(len(self.causes), dtype=bool)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [f"{number} {cause.name}" for number, cause in enumerate(self.causes)]
+
+    @property
+    def wealth(self) -> dict[Bet, float]:
+        """The logarithm of what every bet has that was made."""
+        return {
+            (self._names[n], stake): float(self._logs[n, at])
+            for n in np.flatnonzero(self._made)
+            for at, stake in enumerate(STAKES)
+        }
 
     def see(self, place: TokenPlace, token: int) -> bool:
         """Count one token. Returns whether the alarm was raised, now or before."""
         self.tokens += 1
         for number, cause in enumerate(self.causes):
             law = cause.law(place)
-            if law is None:
-                continue
-            odds = ratio(law, place.p, token)
-            for stake in STAKES:
-                bet = (f"{number} {cause.name}", stake)
-                self.wealth[bet] = self.wealth.get(bet, 0.0) + math.log(1 - stake + stake * odds)
+            if law is not None:
+                self._made[number] = True
+                self._logs[number] += np.log(1 - _STAKES + _STAKES * ratio(law, place.p, token))
         return self._alarm()
 
     def add(self, increments: Mapping[Bet, float], tokens: int) -> bool:
         """Count the wealth that another audit won on later tokens."""
         self.tokens += tokens
-        for bet, more in increments.items():
-            self.wealth[bet] = self.wealth.get(bet, 0.0) + more
+        for (name, stake), more in increments.items():
+            number = self._names.index(name)
+            self._made[number] = True
+            self._logs[number, STAKES.index(stake)] += more
         return self._alarm()
 
     def _alarm(self) -> bool:
@@ -103,9 +118,8 @@ class Audit:
     @property
     def log_wealth(self) -> float:
         """The logarithm of the mean of all bets. A bet that was never made keeps its 1."""
-        logs = [*self.wealth.values(), *[0.0] * (self._bets - len(self.wealth))]
-        top = max(logs)
-        return top + math.log(sum(math.exp(x - top) for x in logs) / len(logs))
+        top = float(self._logs.max())
+        return top + math.log(float(np.exp(self._logs - top).mean()))
 
     def ranking(self) -> list[tuple[str, float]]:
         """(mistake, best log wealth of a bet on it), the largest first."""
