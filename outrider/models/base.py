@@ -77,6 +77,8 @@ class LanguageModel(Protocol):
     num_layers: int
     # Bytes of weights that a forward of one token reads. 0 if unknown.
     weight_bytes: int
+    # Those of the output head. 0 if unknown.
+    head_bytes: int
     # True if `draft_chains` can be called.
     has_draft_chains: bool
     # How `new_cache` keeps keys and values: a name of `outrider.models.cache.KV_CACHE_DTYPES`.
@@ -145,6 +147,7 @@ class BaseModel:
 
     num_layers: int = 0
     weight_bytes: int = 0
+    head_bytes: int = 0
     has_draft_chains: bool = False
     kv_cache_dtype: str = "auto"
 

@@ -100,7 +100,7 @@ class LlamaModel(BaseModel):
         self.device = torch.device("cpu")
         self.batch_invariant = True
         matrices = [model.head, *(m for w in model.layers for m in (w.qkv, w.out, w.gate_up, w.down))]
-        self.weight_bytes = sum(m.bytes for m in matrices)
+        self.weight_bytes, self.head_bytes = sum(m.bytes for m in matrices), model.head.bytes
         layers = (LayerStruct * self.num_layers)(*map(_layer_struct, model.layers, settings.windows))
         self._decoder = NativeDecoder(_model_struct(model), layers, range(self.num_layers), model)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +28,10 @@ class Answer:
     start: int
     temperature: float
     held_out: bool
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.start]
 
 
 class AnswerFile:
@@ -68,6 +72,17 @@ class AnswerFile:
     def in_order(self) -> list[Answer]:
         """The answers by number. They end in another order than they began."""
         return sorted(self.answers, key=lambda a: a.number)
+
+
+def parted(answers: Iterable[Answer]) -> tuple[list[Answer], list[Answer]]:
+    """(texts to learn from, texts to measure with). Each text once. No text that is held out is learnt from, and no other answer
+    to its prompt."""
+    held: dict[tuple[int, ...], Answer] = {}
+    learnt: dict[tuple[int, ...], Answer] = {}
+    for answer in answers:
+        (held if answer.held_out else learnt).setdefault(tuple(answer.tokens), answer)
+    prompts = {tuple(a.prompt) for a in held.values()}
+    return [a for text, a in learnt.items() if text not in held and tuple(a.prompt) not in prompts], [*held.values()]
 
 
 def write_answers(

@@ -1,7 +1,8 @@
 """Where the prompts of a training run come from: files, and the target itself.
 
 A chat model can invent prompts: after the words that open a user's turn, it writes what users ask (Magpie, Xu et al. 2024,
-arXiv 2406.08464). A model without a chat template writes whole texts from its first token on.
+arXiv 2406.08464). A model without a chat template begins texts of its own. A beginning is drawn, since at temperature 0 all
+texts from the first token on are the same one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from outrider.bench.prompts import SETS, read
 from outrider.core.suggest import did_you_mean
@@ -102,7 +105,8 @@ class FilePrompts:
 
 
 class InventedPrompts:
-    """Prompts that the target writes itself. One that is too long is cut, and is still a prompt."""
+    """Prompts that the target writes itself: questions, or the beginnings of texts. One that is too long is cut, and is still a
+    prompt."""
 
     name = SELF
 
@@ -125,14 +129,23 @@ class InventedPrompts:
         self._begin = begin
 
     def take(self, numbers: Sequence[int]) -> list[Asked | None]:
-        if self._begin is not None:
-            return [Asked(self._begin, None, held_out(n)) for n in numbers]
-        assert self._opening is not None
-        params = [_INVENTED.with_(seed=nth_seed(self._seed, n), max_tokens=self._longest) for n in numbers]
-        written = self._llm.generate([{"prompt_token_ids": self._opening}] * len(params), params)
+        params = [_INVENTED.with_(seed=nth_seed(self._seed, n), max_tokens=self._length(n)) for n in numbers]
+        opening = self._opening if self._begin is None else self._begin
+        written = self._llm.generate([{"prompt_token_ids": opening}] * len(params), params)
         return [self._asked(n, out.outputs[0]) for n, out in zip(numbers, written, strict=True)]
 
+    def _length(self, number: int) -> int:
+        """Tokens to write at most. Beginnings have different lengths, so that heads also learn the first tokens of texts."""
+        if self._begin is None:
+            return self._longest
+        return int(np.random.default_rng([self._seed, number]).integers(1, self._longest + 1))
+
     def _asked(self, number: int, written: Any) -> Asked | None:
+        if self._begin is not None:
+            tokens = written.token_ids
+            if written.finish_reason == "stop":  # it ended; a part of it leaves something to write
+                tokens = tokens[: len(tokens) // 2]
+            return Asked([*self._begin, *tokens], None, held_out(number))
         text = written.text.strip()
         if not text:
             return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from outrider.llm import LLM
-from outrider.train.answers import Answer, write_answers
+from outrider.train.answers import Answer, parted, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
 from outrider.train.folder import Progress, RunFolder, TrainingSettings, point, verdict
 from outrider.train.losses import rate
@@ -128,9 +128,7 @@ class Training:
         self._folder, self._budget, self._say = folder, budget, say
         settings, loaded, state = folder.settings, llm.loaded, folder.load()
         self._name = Path(settings.model).name if "/" in settings.model else settings.model
-        answers = folder.answers.in_order()
-        held = [a for a in answers if a.held_out]
-        self._answers = [a for a in answers if not a.held_out]
+        self._answers, held = parted(folder.answers.in_order())
         self._check(held)
         given = head_to_begin_with(settings.method, settings.start, loaded) if settings.start else None
         ids = state["token_ids"] if state else self._vocabulary(loaded.model.vocab_size, loaded.end_ids)
@@ -197,13 +195,16 @@ class Training:
                 self._save()
                 saved = now
         measured = measured or self._held.measure()
+        for group in measured[1:]:
+            self._say(f"{group.group}: {group.accepted_length:.2f} tokens a step at {group.places:,} held-out places")
         self._say(verdict(progress.curve, measured[0]))
         return measured
 
     def _check(self, held: list[Answer]) -> None:
         if not self._answers or not held:
             raise ValueError(
-                f"{len(self._answers)} answers train the head and {len(held)} measure it; both need some. Give more prompts"
+                f"{len(self._answers)} answers train the head and {len(held)} measure it; both need some, and what has the "
+                "prompt of a held-out answer is not learnt from. Give more prompts"
             )
 
     def _vocabulary(self, vocab_size: int, ends: tuple[int, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -70,4 +71,56 @@ def copied(name: str, into: Path, settings: dict[str, Any] | None = None, **tens
         n: t for n, t in weights.items() if n not in {n.replace("__", ".") for n, t in tensors.items() if t is None}
     }
     save_file(weights, out / "model.safetensors")
+    return out
+
+
+def medusa_folder(into: Path, layout: str = "vllm", heads: int = 3, layers: int = 2) -> Path:
+    """Random heads; the biases matter. Layouts: that of vLLM with own or with one shared output, and the old one."""
+    torch.manual_seed(5)
+    out = into / f"medusa-{layout}"
+    out.mkdir()
+    config: dict[str, Any] = {
+        "model_type": "medusa",
+        "num_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": 128,
+    }
+    tensors: dict[str, Tensor] = {}
+    for i, j in itertools.product(range(heads), range(layers)):
+        name = f"{i}.{j}.linear" if layout == "old" else f"blocks.{i}.layers.{j}"
+        tensors |= {f"{name}.weight": torch.randn(32, 32) * 0.3, f"{name}.bias": torch.randn(32)}
+    if layout == "shared":
+        ids = torch.randperm(128)[:40]
+        config |= {"original_lm_head": True, "truncated_vocab_size": 40, "medusa_fc_bias": True}
+        tensors |= {"lm_head.weight": torch.randn(40, 32), "token_map": ids}
+    elif layout != "target":
+        name = "{i}.{layers}.weight" if layout == "old" else "lm_heads.{i}.weight"
+        tensors |= {name.format(i=i, layers=layers): torch.randn(128, 32) for i in range(heads)}
+    if layout == "old":
+        config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "golden-target"}
+        torch.save({f"medusa_heads.{n}": t for n, t in tensors.items()}, out / "medusa_lm_head.pt")
+    else:
+        save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def eagle1_folder(into: Path) -> Path:
+    """A random head of EAGLE-1 for `small_target()`, in the layout of SafeAILab."""
+    torch.manual_seed(3)
+    out = into / "eagle1"
+    out.mkdir()
+    given = small_config()
+    shapes = {f"{n}_proj": (16 if n in "kv" else 32, 32) for n in "qkvo"}
+    tensors = {f"layers.0.self_attn.{n}.weight": torch.randn(shape) * 0.2 for n, shape in shapes.items()}
+    tensors |= {f"layers.0.mlp.{n}_proj.weight": torch.randn(48, 32) * 0.2 for n in ("gate", "up")}
+    tensors |= {
+        "layers.0.mlp.down_proj.weight": torch.randn(32, 48) * 0.2,
+        "layers.0.post_attention_layernorm.weight": torch.rand(32) + 0.5,
+        "fc.weight": torch.randn(32, 64) * 0.2,
+        "fc.bias": torch.randn(32) * 0.2,
+    }
+    torch.save(tensors, out / "pytorch_model.bin")
+    settings = given.to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "bias": True}
+    (out / "config.json").write_text(json.dumps(settings))
     return out

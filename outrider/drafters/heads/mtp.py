@@ -99,7 +99,7 @@ class MtpModel:
         text = target.config.get_text_config()
         self._fed_back = 0 if text.model_type in _PRE_NORM else FINAL_NORM
         self.max_length = min(max_length, self._model.max_length)
-        self.weight_bytes = self._model.weight_bytes
+        self.weight_bytes = self._model.weight_bytes + (0 if "head" in weights.join else model.head_bytes)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return self._model.new_cache(num_slots, min(max_length, self.max_length))

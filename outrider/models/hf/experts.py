@@ -68,6 +68,12 @@ def is_mixture(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
+def packed_experts(module: nn.Module) -> list[PackedLinear]:
+    """The matrices of a packed mixture, two for each expert. Empty for one that is not packed."""
+    made: _PackedExperts | None = module.__dict__.get("_outrider_experts")
+    return [] if made is None else [*made.up, *made.down]
+
+
 def give_expert_blocks_(module: nn.Module, name: str, blocks: list[Blocks]) -> None:
     """Give a mixture blocks [out, in] of each expert in the place of a parameter. The parameter keeps its shape only."""
     module.__dict__.setdefault(BLOCKS, {})[name] = blocks

@@ -54,6 +54,11 @@ class PackedLinear(nn.Module):
         return self._run(x.float()).to(x.dtype)
 
     @property
+    def bytes(self) -> int:
+        """What a product reads."""
+        return 4 * self.out_features * self.in_features if self.packed is None else self.packed.bytes
+
+    @property
     def rounds_inputs(self) -> bool:
         """Whether the kernels round the inputs to integers, as they do for quantised weights."""
         return self.packed is not None and any(name not in DTYPES for name in self.packed.formats)

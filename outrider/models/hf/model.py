@@ -42,6 +42,7 @@ from outrider.models.hf.linear import PackedLinear, pack_linears_
 from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.hf.taps import LayerStack, recorded
+from outrider.models.hf.weight_bytes import weight_bytes
 from outrider.models.matrix import dense, give_matrix_, matrix_of, rows_of
 from outrider.models.nodes import Nodes
 from outrider.models.packs.modules import packed_before
@@ -96,6 +97,8 @@ class HFModel(BaseModel):
                 self.model.set_submodule(name, module)
             pack_experts_(self.model, weights)
             _activations_float32_(self.model)
+        head: Any = self.model.get_output_embeddings()
+        self.weight_bytes, self.head_bytes = weight_bytes(self.model), weight_bytes(head)
         text = self.model.config.get_text_config()
         length: int = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 2048)
         self.max_length: int = length if length > 0 else 2048  # XLNet has -1: no limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from outrider.llm import LLM
 from outrider.models.load import load, modules
 from outrider.params import SamplingParams
 from outrider.train import prompts
-from outrider.train.answers import Answer, AnswerFile, write_answers
+from outrider.train.answers import Answer, AnswerFile, parted, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
 from outrider.train.beginning import copy_last_layer_
 from outrider.train.eagle import TrainedEagle
@@ -269,3 +270,28 @@ def test_prompts_come_from_files_conversations_and_the_model(tmp_path: Path, mon
     path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "y"}]}))
     with pytest.raises(ValueError, match="without a question"):
         sources([str(path)], llm, 0, 48)[0].take([0])
+
+
+def test_a_model_without_a_chat_template_begins_texts_of_its_own() -> None:
+    """Answers at temperature 0 to one and the same prompt would be one text, learnt and held out."""
+    llm = LLM("builtin:code", max_num_seqs=4)
+    [source] = sources(["self"], llm, 0, 16)
+    found = [asked for asked in source.take(range(12)) if asked]
+    assert len({tuple(asked.tokens) for asked in found}) > 10
+    assert len({len(asked.tokens) for asked in found}) > 3
+    assert all(
+        asked.tokens[0] == llm.loaded.end_ids[0] and asked.tokens[-1] not in llm.loaded.end_ids for asked in found
+    )
+    assert source.take([5, 2]) == [source.take([5])[0], source.take([2])[0]]
+
+
+def test_what_measures_a_head_was_not_learnt() -> None:
+    def text(tokens: list[int], number: int, held_out: bool = False) -> Answer:
+        return Answer(number, "self", tokens, 2, 0.0, held_out)
+
+    learnt = [text([1, 2, 3], 1), text([1, 2, 4], 2), text([5, 6, 7], 3)]
+    held = [text([8, 9, 3], 0, True), text([8, 9, 4], 25, True)]
+    seen = [text([8, 9, 5], 50), replace(held[0], number=51, start=1, held_out=False)]
+    got = parted([*seen, *learnt, *held, replace(learnt[2], number=100), replace(held[1], number=125)])
+    assert [a.tokens for a in got[0]] == [a.tokens for a in learnt]
+    assert [a.tokens for a in got[1]] == [a.tokens for a in held]

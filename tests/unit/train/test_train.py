@@ -22,6 +22,7 @@ from outrider.train import trainer
 from outrider.train.answers import AnswerFile
 from outrider.train.folder import RunFolder, TrainingSettings
 from outrider.train.methods import METHODS
+from outrider.train.survival import Survival
 from outrider.train.trainer import Budget, train
 
 VOCAB, WIDTH = 64, 64
@@ -128,10 +129,23 @@ def test_heads_of_several_positions_learn_a_known_structure(
     method: str, tokens: int, ring: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "POINTS", 3)
-    measured = train(vary(method=method), Budget(tokens=tokens), tmp_path / "head", ring, lambda _: None)
-    every = measured[0]
+    temperatures = (0.0, 2.0)  # there are few greedy texts, and none that was seen measures
+
+    def greedy(measured: list[Survival]) -> Survival:
+        [found] = [s for s in measured if s.group == "temperature 0"]
+        return found
+
+    every = greedy(
+        train(
+            vary(method=method, temperatures=temperatures),
+            Budget(tokens=tokens),
+            tmp_path / "head",
+            ring,
+            lambda _: None,
+        )
+    )
     assert every.shares[0] > 0.95
-    assert min(s.shares[-1] for s in measured if s.group == "temperature 0") > 0.95  # the last token of a draft too
+    assert every.shares[-1] > 0.95  # the last token of a draft too
     run = json.loads((tmp_path / "head" / "training" / "run.json").read_text())
     assert run["curve"][0]["held_out"][0]["S"][-1] < 0.3
     depth = len(every.shares)
@@ -148,10 +162,9 @@ def test_heads_of_several_positions_learn_a_known_structure(
     # a text seldom begins with these two tokens; the steps behind are all right
     assert counted.per_step_accepted[2:] == counted.per_step_drafted[2:]
     assert sum(counted.per_step_drafted[2:]) > 40
-    again = train(
-        vary(method=method, start=str(tmp_path / "head")), Budget(tokens=3_000), tmp_path / "more", ring, lambda _: None
-    )
-    assert again[0].shares[-1] > 0.5  # a new head has nearly none of it after as many tokens
+    more = vary(method=method, temperatures=temperatures, start=str(tmp_path / "head"))
+    again = train(more, Budget(tokens=3_000), tmp_path / "more", ring, lambda _: None)
+    assert greedy(again).shares[-1] > 0.5  # a new head has nearly none of it after as many tokens
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa", "dflash", "dspark"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from engines import read, run
-from heads import GOLDEN, small_target
+from heads import GOLDEN, eagle1_folder, medusa_folder, small_target
 from helpers import Loop, plain_texts, request
-from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
@@ -35,7 +33,8 @@ from outrider.models.nodes import Nodes
 TARGET = small_target()
 LAST = TARGET.model.num_layers - 1
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
-NAMES = ("eagle", "peagle", "medusa", "dflash", "dspark")
+NAMES = ("eagle", "eagle1", "peagle", "medusa", "dflash", "dspark")
+LAYOUTS = ("medusa-old", "medusa-shared", "medusa-target")  # the other ways in which Medusa heads have outputs
 
 
 class EveryThird:
@@ -48,8 +47,10 @@ class EveryThird:
 
 @pytest.fixture(scope="module")
 def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Any]]:
-    folder, model = medusa_folder(tmp_path_factory.mktemp("medusa")), TARGET.model
+    made, model = tmp_path_factory.mktemp("made"), TARGET.model
+    folder, old = medusa_folder(made), eagle1_folder(made)
     return {
+        "eagle1": lambda: EagleDrafter(EagleModel(read_eagle(old, TARGET), model, 160, "none"), 3, 160),
         "eagle": lambda: EagleDrafter(EagleModel(read_eagle(GOLDEN / "eagle31", TARGET), model, 160, "none"), 3, 160),
         "peagle": lambda: PEagleDrafter(read_eagle(GOLDEN / "peagle", TARGET), model, 3, 160, "none"),
         "medusa": lambda: MedusaDrafter(read_medusa(folder, TARGET), model, "none"),
@@ -58,24 +59,16 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], A
     }
 
 
-def medusa_folder(into: Path) -> Path:
-    torch.manual_seed(5)
-    tensors = {f"blocks.{i}.layers.0.weight": torch.randn(32, 32) * 0.3 for i in range(3)}
-    tensors |= {f"lm_heads.{i}.weight": torch.randn(128, 32) for i in range(3)}
-    save_file(tensors, into / "model.safetensors")
-    settings = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "vocab_size": 128}
-    (into / "config.json").write_text(json.dumps(settings))
-    return into
-
-
 # -- texts ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [1, 3], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LAYOUTS])
 def test_an_engine_changes_no_text(name: str, width: int, tmp_path: Path) -> None:
     """A batch of greedy and sampled rows: preempted, with stored prefixes, chunked prompts, a grammar, a row without a head."""
-    folder = medusa_folder(tmp_path) if name == "medusa" else GOLDEN / {"eagle": "eagle31"}.get(name, name)
+    kind, _, layout = name.partition("-")
+    made = {"medusa": lambda: medusa_folder(tmp_path, layout or "vllm"), "eagle1": lambda: eagle1_folder(tmp_path)}
+    folder = made[kind]() if kind in made else GOLDEN / {"eagle": "eagle31"}.get(name, name)
     config = {"model": str(folder), "controller": "fixed", "num_speculative_tokens": 3}
     config |= {"tree_width": 3, "tree_nodes": 7} if width > 1 else {}
     llm = LLM(TARGET, speculative_config=config, max_num_seqs=3, max_model_len=160)

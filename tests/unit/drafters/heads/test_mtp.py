@@ -203,6 +203,15 @@ def test_it_is_found(folders: dict[str, Path]) -> None:
     auto = make_drafter(SpeculativeConfig.of({"method": "auto"}), loaded, rows=1, max_length=64, device="cpu")
     assert isinstance(auto, DrafterRouter)
     assert list(auto.drafters)[-1] == "mtp"
+    # the weights of a token, and two of four experts; the output head is the target's, and both read it
+    read = {
+        n: t.numel() * (0.5 if ".experts." in n else 1.0)
+        for n, t in load_file(folders["glm4_moe"] / "model.safetensors").items()
+        if "embed_tokens" not in n
+    }
+    own = sum(size for n, size in read.items() if "layers.2." in n or n.startswith("lm_head"))
+    whole = sum(size for n, size in read.items() if "layers.2." not in n)
+    assert auto.cost["mtp"] == pytest.approx(own / whole, rel=0.1)
     assert ("mtp", {"method": "mtp"}) in candidates(loaded, None, None, None, False)
     found = {e.engine: e.command for e in exports({"method": "mtp", "num_speculative_tokens": 2})}
     assert '"method": "mtp"' in found["vLLM"]

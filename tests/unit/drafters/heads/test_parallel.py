@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import GOLDEN, copied, golden, small_target
+from heads import GOLDEN, copied, golden, medusa_folder, small_target
 from helpers import Loop, plain_texts, request
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -45,37 +45,6 @@ def features(tokens: list[int], taps: tuple[int, ...]) -> Tensor:
     out = TARGET.model.forward(Nodes(torch.tensor([tokens]), cache, [0]), taps=taps, want="none").features
     assert out is not None
     return out[0]
-
-
-def medusa_folder(into: Path, layout: str = "vllm", heads: int = 3, layers: int = 2) -> Path:
-    """Random heads; the biases matter. Layouts: that of vLLM with own or with one shared output, and the old one."""
-    torch.manual_seed(5)
-    out = into / f"medusa-{layout}"
-    out.mkdir()
-    config: dict[str, Any] = {
-        "model_type": "medusa",
-        "num_heads": heads,
-        "num_hidden_layers": layers,
-        "vocab_size": 128,
-    }
-    tensors: dict[str, Tensor] = {}
-    for i, j in itertools.product(range(heads), range(layers)):
-        name = f"{i}.{j}.linear" if layout == "old" else f"blocks.{i}.layers.{j}"
-        tensors |= {f"{name}.weight": torch.randn(32, 32) * 0.3, f"{name}.bias": torch.randn(32)}
-    if layout == "shared":
-        ids = torch.randperm(128)[:40]
-        config |= {"original_lm_head": True, "truncated_vocab_size": 40, "medusa_fc_bias": True}
-        tensors |= {"lm_head.weight": torch.randn(40, 32), "token_map": ids}
-    elif layout != "target":
-        name = "{i}.{layers}.weight" if layout == "old" else "lm_heads.{i}.weight"
-        tensors |= {name.format(i=i, layers=layers): torch.randn(128, 32) for i in range(heads)}
-    if layout == "old":
-        config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "golden-target"}
-        torch.save({f"medusa_heads.{n}": t for n, t in tensors.items()}, out / "medusa_lm_head.pt")
-    else:
-        save_file(tensors, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(config))
-    return out
 
 
 MEDUSA = ("vllm", "old", "shared", "target")
