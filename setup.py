@@ -8,7 +8,7 @@ from setuptools import Extension, setup
 VARIANTS = ["avx2", "avx512", "avx512_vnni", "avx_vnni", "portable"]
 SOURCES = ["api", "decoder", *(f"isa_{name}" for name in VARIANTS), "pack", "plan", "pool"]
 HEADERS = ["abi.hpp", "isa.hpp", "plan.hpp", "pool.hpp", "quant.hpp"]
-PIECES = ["attention", "floats", "kernels", "linear", "maths", "noise", "quantised", "vec"]
+PIECES = ["attention", "floats", "kernels", "linear", "maths", "noise", "quantised", "recurrence", "vec"]
 
 setup(
     ext_modules=[

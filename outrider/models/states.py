@@ -11,8 +11,9 @@ computed again, by the same arithmetic, if somebody asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +25,49 @@ if TYPE_CHECKING:
 
 # What a layer remembers of a sequence: one or more tensors, [1, ...] each.
 State = tuple[Tensor, ...]
-# Moves a state on by one node: (state after the parent, what the node read, [1, ...] each) -> (state after the node, output
-# [1, ...]). It leaves the state that it is given as it was.
-Advance = Callable[[State, list[Tensor]], tuple[State, Tensor]]
 
 # States of each slot and layer that stay in memory during a step, besides the committed one.
 KEPT = 16
+
+
+class Chain(NamedTuple):
+    """Nodes of which each is the parent of the next.
+
+    start: the state before the first. rows: of the nodes, in what they read. wanted: whether the state after each is wanted.
+    """
+
+    start: State
+    rows: list[int]
+    wanted: list[bool]
+
+
+# Moves states on along chains: (chains, what the nodes read, [row, ...] each) -> (outputs [row, ...] with zeros for rows of no
+# chain, the wanted states, chain by chain). It leaves the starts as they were. A node's bits do not depend on others.
+Advance = Callable[[Sequence[Chain], Sequence[Tensor]], tuple[Tensor, list[list[State]]]]
+
+
+def one_by_one(step: Callable[[State, list[Tensor]], tuple[State, Tensor]]) -> Advance:
+    """Move states on node by node. step: (state before, what a node reads, [1, ...] each) -> (state after, output [1, ...])."""
+
+    def advance(chains: Sequence[Chain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
+        outputs, states = dict[int, Tensor](), list[list[State]]()
+        for state, rows, wanted in chains:
+            states.append([])
+            for row, keep in zip(rows, wanted, strict=True):
+                state, outputs[row] = step(state, [t[row : row + 1] for t in inputs])
+                if keep:
+                    states[-1].append(state)
+        empty = torch.zeros_like(next(iter(outputs.values())))
+        return torch.cat([outputs.get(row, empty) for row in range(len(inputs[0]))]), states
+
+    return advance
+
+
+class _Read(NamedTuple):
+    """What a node of the scratch read: a row of the inputs of a scan."""
+
+    scan: tuple[Advance, Sequence[Tensor]]
+    row: int
 
 
 class _Scratch:
@@ -37,8 +75,16 @@ class _Scratch:
 
     def __init__(self) -> None:
         self.parents: list[int] = []
-        self.read: list[tuple[Advance, list[Tensor]] | None] = []
-        self.states: dict[int, State] = {}  # of the last nodes, oldest first
+        self.read: list[_Read | None] = []
+        self.states: dict[int, State] = {}  # of the last nodes
+
+
+class _Growing:
+    """A chain while its nodes are found. first: the parent of its first node. wave: how many chains go before it."""
+
+    def __init__(self, slot: int, first: int, wave: int) -> None:
+        self.slot, self.first, self.wave = slot, first, wave
+        self.nodes: list[int] = []
 
 
 class LayerStates:
@@ -56,45 +102,87 @@ class LayerStates:
     def scan(self, nodes: Nodes, advance: Advance, inputs: Sequence[Tensor]) -> Tensor:
         """Move the states on by the new nodes, each from the state after its parent. The nodes are in the scratch then.
 
-        Nodes go one by one, so the arithmetic of one cannot depend on others. inputs: what each node reads, [batch * node, ...]
-        each. Returns the outputs, [batch * node, ...]; zeros for padding.
+        inputs: what each node reads, [batch * node, ...] each. Returns the outputs, [batch * node, ...]; zeros for padding.
         """
-        rows = list(zip(*(t.split(1) for t in inputs), strict=True))
-        outputs: list[Tensor | None] = [None] * len(rows)
+        chains, row_of = list[_Growing](), dict[tuple[int, int], int]()
+        starts = dict[
+            tuple[int, int], State | None
+        ]()  # by slot and node, what chains begin with; None until it is known
+        told = advance, inputs
         for b, (slot, parents) in enumerate(zip(nodes.slots, nodes.parent_lists, strict=True)):
             scratch = self._scratch.setdefault(slot, _Scratch())
             self._cut(slot, nodes.held)
-            for n, parent in enumerate(parents[nodes.held :]):
+            ends, waves = (
+                dict[int, _Growing](),
+                dict[int, int](),
+            )  # by node: the chain that ends there; the wave of its chain
+            for node, parent in enumerate(parents[nodes.held :], nodes.held):
                 scratch.parents.append(parent)
                 if parent == PADDING:
                     scratch.read.append(None)
                     continue
-                row = b * nodes.count + n
-                read = list(rows[row])
-                state, outputs[row] = advance(self.after(slot, parent), read)
-                scratch.read.append((advance, read))
-                self._remember(scratch, nodes.held + n, state)
-        some = next(t for t in outputs if t is not None)
-        return torch.cat([torch.zeros_like(some) if t is None else t for t in outputs])
+                row_of[slot, node] = b * nodes.count + node - nodes.held
+                scratch.read.append(_Read(told, row_of[slot, node]))
+                if (chain := ends.pop(parent, None)) is None:
+                    starts[slot, parent] = self.after(slot, parent) if parent < nodes.held else None
+                    chain = _Growing(slot, parent, 1 + waves.get(parent, -1))
+                    chains.append(chain)
+                chain.nodes.append(node)
+                ends[node], waves[node] = chain, chain.wave
+            self._expect(scratch, waves)
+        out = None
+        for wave in range(1 + max(chain.wave for chain in chains)):
+            group = [chain for chain in chains if chain.wave == wave]
+            outputs, states = advance([self._chain(chain, starts, row_of) for chain in group], inputs)
+            if out is None:
+                out = outputs
+            else:
+                rows = [row_of[chain.slot, node] for chain in group for node in chain.nodes]
+                out[rows] = outputs[rows]
+            for chain, found in zip(group, states, strict=True):
+                kept, after = self._scratch[chain.slot].states, iter(found)
+                for node in chain.nodes:
+                    if node in kept or (chain.slot, node) in starts:
+                        state = next(after)
+                        if node in kept:
+                            kept[node] = state
+                        if (chain.slot, node) in starts:
+                            starts[chain.slot, node] = state
+        assert out is not None
+        return out
+
+    def _chain(
+        self, chain: _Growing, starts: dict[tuple[int, int], State | None], row_of: dict[tuple[int, int], int]
+    ) -> Chain:
+        kept, at, start = (
+            self._scratch[chain.slot].states,
+            [(chain.slot, n) for n in chain.nodes],
+            starts[chain.slot, chain.first],
+        )
+        assert start is not None  # an earlier wave, or an earlier forward, has it
+        return Chain(start, [row_of[n] for n in at], [n in starts or n[1] in kept for n in at])
 
     def after(self, slot: int, node: int) -> State:
         """The state after a node of the scratch; -1: after the committed tokens. It must not be changed.
 
         Raises RuntimeError for a node that no forward of this step has read.
         """
-        scratch, path = self._scratch.get(slot), list[int]()
-        while node >= 0 and (scratch is None or node not in scratch.states):
-            if scratch is None or node >= len(scratch.read) or scratch.read[node] is None:
+        scratch, path = self._scratch.get(slot), list[_Read]()
+        while node >= 0 and (scratch is None or not scratch.states.get(node)):
+            read = scratch.read[node] if scratch is not None and node < len(scratch.read) else None
+            if scratch is None or read is None:
                 raise RuntimeError(f"no forward of this step has read node {node} of slot {slot} in a recurrent layer")
-            path.append(node)
+            path.append(read)
             node = scratch.parents[node]
         state = (
             tuple(t[slot : slot + 1] for t in self.committed) if scratch is None or node < 0 else scratch.states[node]
         )
-        for n in reversed(path):
-            assert scratch is not None
-            advance, read = scratch.read[n]  # pyright: ignore[reportGeneralTypeIssues]
-            state, _ = advance(state, read)
+        for _, reads in groupby(reversed(path), key=lambda read: id(read.scan)):
+            run = [*reads]
+            advance, inputs = run[0].scan
+            rows = [read.row for read in run]
+            _, states = advance([Chain(state, rows, [False] * (len(rows) - 1) + [True])], inputs)
+            state = states[0][0]
         return state
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
@@ -136,10 +224,10 @@ class LayerStates:
         """Of the states after nodes that are in memory now."""
         return self.bytes * sum(len(scratch.states) for scratch in self._scratch.values())
 
-    def _remember(self, scratch: _Scratch, node: int, state: State) -> None:
-        scratch.states[node] = state
-        if len(scratch.states) > KEPT:
-            del scratch.states[next(iter(scratch.states))]
+    def _expect(self, scratch: _Scratch, new: Iterable[int]) -> None:
+        """Make room for the states after new nodes, and forget those of the earliest."""
+        kept = sorted({*scratch.states, *new})[-KEPT:]
+        scratch.states = {node: scratch.states.get(node, ()) for node in kept}
 
     def _cut(self, slot: int, nodes: int) -> None:
         """Drop the scratch from this node on: a forward writes it again."""
@@ -156,7 +244,7 @@ class LayerStates:
         What followed the path goes on from the committed state. Nodes beside the path can have no children any more.
         """
         below = {last: -1, PADDING: PADDING}
-        parents, read, states = list[int](), list[tuple[Advance, list[Tensor]] | None](), dict[int, State]()
+        parents, read, states = list[int](), list[_Read | None](), dict[int, State]()
         for node in range(count, len(scratch.parents)):
             parent = below.get(scratch.parents[node], PADDING)
             parents.append(parent)

@@ -7,6 +7,7 @@ for any instruction set. Imports torch only.
 
 from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, pack_vectors, words
 from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, room
+from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
     available,
     isa,
@@ -27,6 +28,7 @@ __all__ = [
     "argmax_gumbel",
     "attention",
     "available",
+    "delta_rule",
     "gumbel",
     "isa",
     "library",
@@ -34,6 +36,7 @@ __all__ = [
     "one_torch_thread",
     "pack_vectors",
     "room",
+    "selective",
     "set_num_threads",
     "use_isa",
     "why",

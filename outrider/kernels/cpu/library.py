@@ -7,7 +7,7 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 9
+ABI = 10
 ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni")
 
 
@@ -109,6 +109,15 @@ class ChainsStruct(ctypes.Structure):
     ]
 
 
+class ScanStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "key", "value", "step", "decay", "out")),
+        *((name, c_void_p) for name in ("chains", "rows", "starts", "states", "work")),
+        *((name, c_int64) for name in ("count", "heads", "keys", "width", "groups")),
+        *((name, c_int32) for name in ("kind", "per_column")),
+    ]
+
+
 _NOISE = (c_uint64, c_uint32, c_uint32, c_uint32)  # seed, stream, step, position
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "abi": (c_int32, ()),
@@ -130,6 +139,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "decoder_free": (None, (c_void_p,)),
     "forward": (c_int64, (c_void_p, POINTER(ForwardStruct))),
     "draft_chains": (c_int64, (c_void_p, POINTER(ChainsStruct))),
+    "scan": (None, (POINTER(ScanStruct),)),
     "words": (None, (*_NOISE, c_int64, c_void_p)),
     "gumbel": (None, (*_NOISE, c_int64, c_void_p)),
     "gumbel_at": (None, (*_NOISE, c_void_p, c_int64, c_void_p)),

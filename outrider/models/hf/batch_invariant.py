@@ -54,7 +54,7 @@ class BatchInvariantOps(TorchFunctionMode):
 def _elementwise(mode: BatchInvariantOps, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if kwargs.get("inplace") or "out" in kwargs or not x.is_floating_point() or not x.dim():
         return func(x, *args, **kwargs)
-    if x.is_contiguous() and not x.shape[-1] % _WIDE:
+    if x.is_contiguous() and not x.numel() % _WIDE:
         return func(x, *args, **kwargs)
     mode.needed += 1
     n = x.numel()
@@ -110,11 +110,19 @@ def _conv1d(
         return func(x, weight, bias, *args, **kwargs)
     mode.needed += 1
     sides = padding if isinstance(padding, int) else padding[0]
-    x = F.pad(x, (sides, sides))
+    x = F.pad(x, (sides, sides)) if sides else x
     kernel, length = weight.shape[-1], x.shape[-1] - weight.shape[-1] + 1
-    out = sum(x[..., k : k + length] * weight[:, :, k] for k in range(kernel))
-    assert isinstance(out, Tensor)
-    return out if bias is None else out + bias[:, None]
+    if length == 1:  # one token of many sequences: channels side by side
+        last, weight = x.transpose(1, 2).contiguous(), weight[:, 0].T.contiguous()
+        parts = [(last[:, k], weight[k]) for k in range(kernel)]
+    else:
+        parts = [(x[..., k : k + length], weight[:, :, k]) for k in range(kernel)]
+    out = parts[0][0] * parts[0][1]
+    product = torch.empty_like(out)
+    for part, factor in parts[1:]:
+        out += torch.mul(part, factor, out=product)
+    out = out[..., None] if length == 1 else out
+    return out if bias is None else out.add_(bias[:, None])
 
 
 def _sdpa(mode: BatchInvariantOps, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:

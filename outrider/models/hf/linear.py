@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
@@ -65,13 +67,29 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """float32 [out, in]: the matrix that the kernels multiply with. Made on request, for inspection only."""
+        """float32 [out, in]: the matrix that the kernels multiply with. Each use of its values unpacks them."""
         if self.packed is None:
             raise AttributeError("the weights are in oneDNN's own layout")
-        return self.packed.dense()
+        return _OnRequest(self.packed)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.kind}"
+
+
+class _OnRequest(Tensor):
+    """A packed matrix as a tensor without memory. Some modelling code asks a matrix for its dtype in every forward."""
+
+    @staticmethod
+    def __new__(cls, packed: native.Packed) -> Tensor:
+        return Tensor._make_wrapper_subclass(cls, (packed.n, packed.k), dtype=torch.float32)  # pyright: ignore
+
+    def __init__(self, packed: native.Packed) -> None:
+        self.packed = packed
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda t: t.packed.dense(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class PackedEmbedding(nn.Module):

@@ -22,17 +22,11 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from outrider.models.hf.hooks import CacheView, ForwardState
-from outrider.models.states import Advance, State
+from outrider.models.hf.steps import STEPS, Call, step_of, windows
+from outrider.models.states import Advance, Chain, State, one_by_one
 
 # Methods of transformers' caches that store a state.
 _STORES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
-# Functions of modelling code that move a state on by one token, by the end of their names. Which of their inputs are not
-# one row for each node, by position and by name.
-_STEPS: dict[str, set[int | str]] = {
-    "selective_state_update": {3, 6, "A", "D", "dt_bias"},
-    "recurrent_gated_delta_rule": set(),
-    "recurrent_kimi_delta_attention": set(),
-}
 _running = threading.local()  # .layer: of which this thread runs the forward; None outside of one
 
 
@@ -87,11 +81,11 @@ class Recurrences:
     def scan(self, key: Hashable, advance: Advance, inputs: Sequence[Tensor]) -> Tensor:
         """Move the states of a layer on by the nodes of the forward that runs now."""
 
-        def same(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
+        def same(chains: Sequence[Chain], read: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
             if self.call.nodes is not None:
-                return advance(state, read)
+                return advance(chains, read)
             with torch.no_grad(), self._careful():  # a commit asks again, and must get the same bits
-                return advance(state, read)
+                return advance(chains, read)
 
         assert self.call.nodes is not None
         return self.call.nodes.cache.states[key].scan(self.call.nodes, same, inputs)
@@ -107,7 +101,7 @@ class Recurrences:
             rows = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == shape
             return value.reshape(-1, 1, *value.shape[2:]) if rows else value
 
-        call = _Call(map(flat, args), {name: flat(value) for name, value in options.items()})
+        call = Call(map(flat, args), {name: flat(value) for name, value in options.items()})
         self.scanned.add(number)
         if self.by_node:
             out = self._node_by_node(number, module, original, call)
@@ -118,7 +112,7 @@ class Recurrences:
         first = first.view(*shape, *first.shape[2:])
         return (first, *out[1:]) if isinstance(out, tuple) else first
 
-    def _node_by_node(self, number: int, module: nn.Module, original: Callable[..., Any], call: _Call) -> Any:
+    def _node_by_node(self, number: int, module: nn.Module, original: Callable[..., Any], call: Call) -> Any:
         """The definition: the whole layer over one node, and the state after its parent in the cache."""
         more = list[Any]()
         if "use_cache" in call.options:
@@ -127,62 +121,20 @@ class Recurrences:
         one = (len(self.call.nodes.slots) * self.call.nodes.count, 1)
         rows = call.rows(lambda at, value: value.shape[:2] == one)
 
-        def advance(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
+        def step(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
             parts = dict(zip(self._parts[number], (part.clone() for part in state), strict=True))
             view = _OneNode(number, module, parts)
             out = call.made(original, read, view)
             more[:] = out[1:] if isinstance(out, tuple) else ["no tuple"]
             return tuple(_parts(view, number, module).values()), out[0] if isinstance(out, tuple) else out
 
-        out = self.scan(number, advance, rows)
+        out = self.scan(number, one_by_one(step), rows)
         return out if more == ["no tuple"] else (out, *more)
 
-    def step(self, layer: int, function: Callable[..., Any], call: _Call, others: set[int | str]) -> Any:
-        """Answer a call that would move the states of all rows on by one token: through the tree, node by node."""
-        in_place = "state" in inspect.signature(function).parameters
-        rows = call.rows(lambda at, _: at not in others)
-
-        def advance(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
-            if in_place:
-                new = state[0].clone()
-                return (new,), call.made(function, read, state=new)
-            out, new = call.made(function, read, initial_state=state[0])
-            return (new,), out
-
-        out = self.scan((layer, "recurrent 0"), advance, rows)
-        return out if in_place else (out, out)  # `update_recurrent_state` of the view takes no notice of the second
-
-
-class _Call:
-    """The arguments of a call, of which some tensors have one row for each node."""
-
-    def __init__(self, args: Any, options: dict[str, Any]) -> None:
-        self.args, self.options = list(args), dict(options)
-        self._rows = list[int | str]()
-
-    def rows(self, chosen: Callable[[int | str, Tensor], bool]) -> list[Tensor]:
-        """The tensors that `chosen` accepts, by position or name and value."""
-        given = {**dict(enumerate(self.args)), **self.options}
-        self._rows = [at for at, value in given.items() if isinstance(value, Tensor) and chosen(at, value)]
-        return [given[at] for at in self._rows]
-
-    def made(self, function: Callable[..., Any], read: Sequence[Tensor], view: Any = None, **states: Tensor) -> Any:
-        """Make the call with these rows in place of all. view: in place of the cache. states: in place of arguments."""
-        args, options = list(self.args), dict(self.options)
-        for at, value in zip(self._rows, read, strict=True):
-            if isinstance(at, int):
-                args[at] = value
-            else:
-                options[at] = value
-        if view is not None:
-            args = [view if isinstance(a, Cache) else a for a in args]
-            options = {name: view if isinstance(value, Cache) else value for name, value in options.items()}
-        for name, value in states.items():
-            if name == "state" and name not in options:
-                args[0] = value
-            else:
-                options[name] = value
-        return function(*args, **options)
+    def step(self, layer: int, function: Callable[..., Any], call: Call, kind: str) -> Any:
+        """Answer a call that would move the states of all rows on by one token: through the tree, chain by chain."""
+        made = step_of(kind, function, call)
+        return made.finish(self.scan((layer, "recurrent 0"), made.advance, made.inputs))
 
 
 class StateView(CacheView):
@@ -206,7 +158,7 @@ class StateView(CacheView):
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """The last inputs of each node's path, [row, channel, kernel], from the new ones, [row, channel, 1]."""
-        return self.recurrences.scan((layer_idx, f"conv {state_idx}"), _shift, [conv_states])
+        return self.recurrences.scan((layer_idx, f"conv {state_idx}"), windows, [conv_states])
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
         """Nothing: `Recurrences.step` has kept it."""
@@ -279,12 +231,6 @@ def _parts(kept: Any, number: int, module: nn.Module) -> dict[str, Tensor]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _shift(state: State, read: list[Tensor]) -> tuple[State, Tensor]:
-    """The last inputs of a convolution, the newest at the end."""
-    window = torch.cat([state[0][..., 1:], read[0]], dim=-1)
-    return (window,), window
-
-
 @contextmanager
 def _running_layer(recurrences: Recurrences, layer: int) -> Iterator[None]:
     _running.layer = recurrences, layer
@@ -297,18 +243,18 @@ def _running_layer(recurrences: Recurrences, layer: int) -> Iterator[None]:
 def _answer_steps(code: Any) -> None:
     """Let a module of modelling code ask us, while one of our forwards runs a layer, to move states on."""
 
-    def answered(function: Callable[..., Any], others: set[int | str]) -> Callable[..., Any]:
+    def answered(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **options: Any) -> Any:
             running = getattr(_running, "layer", None)
             if running is None:
                 return function(*args, **options)
-            return running[0].step(running[1], function, _Call(args, options), others)
+            return running[0].step(running[1], function, Call(args, options), kind)
 
         run.outrider_answers = True  # pyright: ignore[reportAttributeAccessIssue]
         return run
 
     for name, function in [*vars(code).items()]:
-        others = next((others for end, others in _STEPS.items() if name.endswith(end)), None)
-        if others is not None and not hasattr(function, "outrider_answers"):
-            setattr(code, name, answered(function, others))
+        kind = next((end for end in STEPS if name.endswith(end)), None)
+        if kind is not None and not hasattr(function, "outrider_answers"):
+            setattr(code, name, answered(function, kind))

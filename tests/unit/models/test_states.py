@@ -26,10 +26,10 @@ from outrider.engine.scheduler import Scheduler
 from outrider.models import states
 from outrider.models.base import BaseModel, LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
-from outrider.models.hf import recurrent
+from outrider.models.hf import recurrent, steps
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
-from outrider.models.states import KEPT, LayerStates
+from outrider.models.states import KEPT, Advance, Chain, LayerStates
 from outrider.params import SamplingParams
 
 # One of each kind: linear attention, Mamba 2 beside attention in one layer, Mamba alone, convolutions.
@@ -183,7 +183,19 @@ def _no_states_in_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node changes the state of its parent, so siblings see each other."""
-    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+    scan = LayerStates.scan
+
+    def changed(self: LayerStates, nodes: Nodes, advance: Advance, inputs: list[torch.Tensor]) -> torch.Tensor:
+        def dirty(chains: list[Chain], read: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
+            out, found = advance(chains, read)
+            for chain, after in zip(chains, found, strict=True):
+                for start, new in zip(chain.start, after[-1] if after else (), strict=False):
+                    start.copy_(new)
+            return out, found
+
+        return scan(self, nodes, dirty, inputs)
+
+    monkeypatch.setattr(LayerStates, "scan", changed)
 
 
 @pytest.mark.parametrize("fault", [_last_node, _shared_rows, _no_states_in_prefixes, _changed_in_place])
@@ -195,12 +207,12 @@ def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], m
 
 
 def test_a_window_that_is_one_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(state: states.State, read: list[torch.Tensor]) -> tuple[states.State, torch.Tensor]:
-        window = torch.cat([state[0][..., 1:], read[0]], dim=-1)
-        return (window,), state[0]
+    def late(chains: list[Chain], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
+        found, after = steps.windows(chains, inputs)
+        return found.roll(1, -1), after
 
     assert not model_of("lfm2")[1].recurrences.by_node
-    monkeypatch.setattr(recurrent, "_shift", late)
+    monkeypatch.setattr(recurrent, "windows", late)
     model = HFModel(tiny("lfm2"))
     assert model.recurrences.by_node, "the first forward compares, and takes the slow way"
     assert_rows_do_not_depend_on_their_neighbours(model)
@@ -224,10 +236,10 @@ def test_drafters_that_are_always_right_or_always_wrong(name: str) -> None:
     requests = [request(p, SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True), 5) for p in prompts(2, 9)]
     expected = plain_texts(model, requests, end_ids=())
     drafters: list[BaseDrafter] = [ModelDrafter(model, 2, 128), Wrong(1)]
-    for drafter, budget, steps in zip(drafters, (Budget(4), Budget(4)), (4, 20), strict=True):
+    for drafter, budget, count in zip(drafters, (Budget(4), Budget(4)), (4, 20), strict=True):
         run = decoder(model, drafter, rows=2, budget=budget, end_ids=()).generate(requests)
         assert [r.output for r in run] == expected
-        assert max(r.steps for r in run) == steps or steps == 20
+        assert max(r.steps for r in run) == count or count == 20
     run = decoder(model, ModelDrafter(model, 2, 128), rows=2, budget=Budget(4, 3, 12), end_ids=()).generate(requests)
     assert [r.output for r in run] == expected
 

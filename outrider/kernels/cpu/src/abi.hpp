@@ -154,6 +154,33 @@ struct ChainsJob {  // one forward per level for all chains
     int32_t cache_format;
 };
 
+enum Recurrence : int32_t { DELTA_RULE = 0, SELECTIVE = 1 };
+constexpr int64_t SCAN_COLUMNS = 32;  // of a head's state that one unit of work moves on: they stay in the first cache
+constexpr int64_t SCAN_CHANNELS = 8;  // of a selective layer in one unit of work
+
+// Chains of nodes through a recurrent layer. What nodes read lies in rows. A state is [heads, keys, width] (DELTA_RULE), or
+// [heads, width] with channels as heads (SELECTIVE).
+struct ScanJob {
+    const float *query, *key;  // [row, heads, keys]; SELECTIVE: C and B, [row, groups, width]
+    const float* value;        // [row, heads, width]; SELECTIVE: x, [row, heads]
+    const float* step;         // beta or dt, [row, heads]
+    const float* decay;        // [row, heads] or [row, heads, keys]; SELECTIVE: A, [heads] or [heads, width]
+    float* out;                // [row, heads, width]; SELECTIVE: [row, heads]
+    const int64_t* chains;     // [count + 1]: where each begins in `rows`
+    const int64_t* rows;       // of the nodes, chain after chain
+    const float* const* starts;  // [count]: the state before the first node
+    float* const* states;        // for each of `rows`: where the state after it goes; null: nowhere
+    float* work;                 // [count, state], for states that go nowhere
+    int64_t count, heads, keys, width, groups;
+    int32_t kind, per_column;  // per_column: the longer form of `decay`
+};
+
+// Units of work of one chain.
+inline int64_t scan_units(const ScanJob& job) {
+    return job.kind == SELECTIVE ? (job.heads + SCAN_CHANNELS - 1) / SCAN_CHANNELS
+                                 : job.heads * ((job.width + SCAN_COLUMNS - 1) / SCAN_COLUMNS);
+}
+
 struct Kernels {
     const char* name;
     void (*linear)(void* job, int64_t begin, int64_t end);     // units of GROUP panels
@@ -172,6 +199,7 @@ struct Kernels {
     int64_t (*argmax)(const float* scores, int64_t n);  // -1: a NaN was seen
     int64_t (*argmax_gumbel)(const float* scores, const int64_t* ids, int64_t n, float temperature, uint64_t seed,
                              uint32_t stream, uint32_t step, uint32_t position);
+    void (*scan)(void* job, int64_t begin, int64_t end);  // units of columns or channels of a chain
     void (*elementwise)(int32_t function, const float* x, float* y, int64_t n);  // for tests: exp, log, tanh
 };
 

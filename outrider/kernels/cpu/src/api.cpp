@@ -101,7 +101,7 @@ void run_linear(LinearJob& job) {
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
 }
 
-OUTRIDER_API int32_t outrider_abi() { return 9; }
+OUTRIDER_API int32_t outrider_abi() { return 10; }
 
 OUTRIDER_API const char* outrider_isa() { return kernels()->name; }
 
@@ -140,6 +140,12 @@ OUTRIDER_API int64_t outrider_argmax_gumbel(const float* scores, const int64_t* 
                                             uint64_t seed, uint32_t stream, uint32_t step, uint32_t position) {
     return kernels()->argmax_gumbel(scores, ids, n, temperature, seed, stream, step, position);
 }
+OUTRIDER_API void outrider_scan(ScanJob* job) {
+    double size = static_cast<double>(job->heads * (job->kind == SELECTIVE ? 1 : job->keys) * job->width);
+    double work = 4 * size * static_cast<double>(job->chains[job->count]);
+    parallel(kernels()->scan, job, job->count * scan_units(*job), worth_threads(0, work));
+}
+
 OUTRIDER_API void outrider_elementwise(int32_t function, const float* x, float* y, int64_t n) {
     kernels()->elementwise(function, x, y, n);
 }

@@ -1,0 +1,133 @@
+"""The recurrences of linear attention and Mamba: the published formulas, and a node that has the same bits in any chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.kernels import cpu as native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
+
+Scan = Callable[..., tuple[Tensor, list[list[Tensor | None]]]]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def rule(rows: int, heads: int, keys: int, width: int, per_key: bool) -> tuple[list[Tensor], Tensor]:
+    """Inputs and a state before the first node."""
+    q, k, v = drawn(rows, heads, keys), drawn(rows, heads, keys, seed=1), drawn(rows, heads, width, seed=2)
+    k = k / k.norm(dim=-1, keepdim=True)
+    decay = drawn(rows, heads, *[keys] * per_key, seed=3).sigmoid()
+    return [q, k, v, decay, drawn(rows, heads, seed=4).sigmoid()], drawn(heads, keys, width, seed=5)
+
+
+def space(rows: int, groups: int, channels: int, width: int, per_column: bool) -> tuple[list[Tensor], Tensor]:
+    x, step = drawn(rows, channels), drawn(rows, channels, seed=1).exp()
+    a = -drawn(channels, *[width] * per_column, seed=2).exp()
+    return [x, step, a, drawn(rows, groups, width), drawn(rows, groups, width, seed=3)], drawn(channels, width, seed=5)
+
+
+def rule_by_definition(inputs: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, decay, beta = (t.double() for t in inputs)
+    state, out = state.double(), []
+    for t in range(len(v)):
+        state = state * (decay[t][..., None] if decay.dim() == 3 else decay[t][:, None, None])
+        error = beta[t][:, None] * (v[t] - torch.einsum("hkw,hk->hw", state, k[t]))
+        state = state + torch.einsum("hk,hw->hkw", k[t], error)
+        out.append(torch.einsum("hkw,hk->hw", state, q[t]))
+    return torch.stack(out), state
+
+
+def space_by_definition(inputs: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    x, step, a, b, c = (t.double() for t in inputs)
+    state, out, each = state.double(), [], x.shape[1] // b.shape[1]
+    for t in range(len(x)):
+        mine, read = (y[t].repeat_interleave(each, 0) for y in (b, c))
+        state = state * torch.exp(step[t][:, None] * (a if a.dim() == 2 else a[:, None]))
+        state = state + step[t][:, None] * mine * x[t][:, None]
+        out.append((state * read).sum(-1))
+    return torch.stack(out), state
+
+
+SHAPES: list[Any] = [
+    (native.delta_rule, rule_by_definition, rule(9, 2, 16, 32, False)),
+    (native.delta_rule, rule_by_definition, rule(9, 3, 24, 44, True)),
+    (native.delta_rule, rule_by_definition, rule(5, 1, 8, 3, False)),
+    (native.selective, space_by_definition, space(9, 2, 24, 32, False)),
+    (native.selective, space_by_definition, space(9, 1, 21, 16, True)),
+    (native.selective, space_by_definition, space(5, 3, 6, 5, True)),
+]
+
+
+@pytest.mark.parametrize(("scan", "definition", "given"), SHAPES)
+def test_it_is_the_formula(scan: Scan, definition: Any, given: tuple[list[Tensor], Tensor]) -> None:
+    inputs, start = given
+    rows = len(inputs[0])
+    out, states = scan(*inputs, [start], [[*range(rows)]], [[n == rows - 1 for n in range(rows)]])
+    expected, after = definition(*given)
+    assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert states[0][:-1] == [None] * (rows - 1)
+    found = states[0][-1]
+    assert found is not None
+    assert torch.allclose(found.double(), after, rtol=1e-4, atol=1e-4 * float(after.abs().max()))
+
+
+@pytest.mark.parametrize(("scan", "definition", "given"), SHAPES)
+def test_a_node_has_the_same_bits_in_any_chain(scan: Scan, definition: Any, given: tuple[list[Tensor], Tensor]) -> None:
+    """One by one, as one chain, in pieces that go on from a kept state, beside others, and in rows out of order."""
+    inputs, start = given
+    rows, before = len(inputs[0]), start.clone()
+    alone, state = [], start
+    for row in range(rows):
+        out, states = scan(*inputs, [state], [[row]], [[True]])
+        assert not out[[n for n in range(rows) if n != row]].any(), "rows of no chain are zeros"
+        alone.append(out[row])
+        state = states[0][0]
+        assert state is not None
+    whole, states = scan(*inputs, [start], [[*range(rows)]], [[n in (2, rows - 1) for n in range(rows)]])
+    assert torch.equal(whole, torch.stack(alone))
+    assert torch.equal(states[0][-1], state)  # pyright: ignore[reportArgumentType]
+    rest, ends = scan(
+        *inputs, [states[0][2], start], [[*range(3, rows)], [2, 0]], [[True] * (rows - 3), [False, False]]
+    )
+    assert torch.equal(rest[3:], whole[3:])
+    assert torch.equal(ends[0][-1], state)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(start, before), "a start is left as it was"
+
+
+@pytest.mark.parametrize(("scan", "definition", "given"), SHAPES[:5:2])
+def test_every_instruction_set_gives_the_same_bits(
+    scan: Scan, definition: Any, given: tuple[list[Tensor], Tensor]
+) -> None:
+    inputs, start = given
+    found, own, threads = [], native.isa(), native.num_threads()
+    try:
+        for name in ("portable", "avx2", "avx512"):
+            native.set_num_threads(1 if name == "portable" else 4)
+            if native.use_isa(name):
+                found.append(scan(*inputs, [start], [[*range(len(inputs[0]))]], [[False] * len(inputs[0])])[0])
+    finally:
+        native.use_isa(own)
+        native.set_num_threads(threads)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    inputs, start = rule(3, 2, 16, 32, False)
+    chain = [[0, 1, 2]], [[False] * 3]
+    with pytest.raises(ValueError, match=r"a state must be float32 \[2, 16, 32\]"):
+        native.delta_rule(*inputs, [start[:1]], *chain)
+    with pytest.raises(ValueError, match="query must be float32"):
+        native.delta_rule(inputs[0].double(), *inputs[1:], [start], *chain)
+    with pytest.raises(ValueError, match="row beyond the 3"):
+        native.delta_rule(*inputs, [start], [[0, 3]], [[False, False]])
+    inputs, start = space(3, 2, 6, 8, True)
+    with pytest.raises(ValueError, match="4 groups must divide 6"):
+        native.selective(*inputs[:3], *(t.repeat(1, 2, 1) for t in inputs[3:]), [start], *chain)
