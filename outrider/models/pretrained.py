@@ -108,6 +108,12 @@ def _from_quantised(
 def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
     """Raise ValueError if tensors of the model are in no file. info: transformers' report."""
     if missing := sorted(info["missing_keys"]):
+        packed = [n for n in sorted(info["unexpected_keys"]) if n.endswith((".qweight", ".weight_packed", "_blocks"))]
+        if packed and getattr(raw.config, "quantization_config", None) is None:
+            raise ValueError(
+                f"{name} has tensor {packed[0]}, so its weights are quantised, and config.json has no quantization_config, which "
+                "says how; take config.json from where the weights are from"
+            )
         raise ValueError(
             f"the weights of {name} are incomplete: {len(missing)} tensors of a {type(raw).__name__} are in no file, "
             f"{missing[0]} among them. Download it again, or save it again with save_pretrained"

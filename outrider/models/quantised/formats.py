@@ -37,6 +37,11 @@ class Format(NamedTuple):
     drop: tuple[str, ...]
     read: Callable[[Tensors, Mapping[str, Any], str], QuantisedWeight]
 
+    @property
+    def suffix(self) -> str:
+        """Of a tensor that plain checkpoints do not have."""
+        return next(suffix for suffix, needed in self.tensors.items() if needed and suffix != "weight")
+
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """uint8 [..., count]: unsigned numbers of some bits from little-endian 32-bit words [..., word], without gaps."""
@@ -52,8 +57,8 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
 def _shaped(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
     if tuple(tensor.shape) != wanted:
         raise ValueError(
-            f"tensor {name} has shape {list(tensor.shape)}, and the others of its matrix ask for {list(wanted)}; the "
-            "checkpoint is not consistent, so download it again"
+            f"tensor {name} has shape {list(tensor.shape)}, and the others of its matrix and the quantization_config of "
+            f"config.json ask for {list(wanted)}; one of them is of another checkpoint, so download all files again"
         )
     return tensor
 
@@ -64,16 +69,24 @@ def _groups(name: str, columns: int, size: int, scales: int) -> Tensor:
     if -(-columns // size) != scales:
         raise ValueError(
             f"tensor {name} has {scales} groups, and {columns} inputs in groups of {size} have {-(-columns // size)}; the "
-            "settings are not those of the weights"
+            "quantization_config of config.json is not that of the weights, so download all files again"
         )
     return torch.arange(columns) // size
+
+
+def _number(settings: Mapping[str, Any], *names: str, otherwise: int) -> int:
+    """The first of these settings that is there."""
+    found = next((settings[name] for name in names if settings.get(name) is not None), otherwise)
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise ValueError(f'"{names[0]}" of quantization_config in config.json must be a whole number, got {found!r}')
+    return found
 
 
 def _gptq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
     bits = int(settings["bits"])
     words, scales = tensors["qweight"], tensors["scales"]
     columns, rows = words.shape[0] * 32 // bits, words.shape[1]
-    size = int(settings.get("group_size", -1))
+    size = _number(settings, "group_size", otherwise=-1)
     _shaped(f"{name}scales", scales, (1 if size < 1 else -(-columns // size), rows))
     zeros = _shaped(f"{name}qzeros", tensors["qzeros"], (len(scales), rows * bits // 32))
     order = tensors.get("g_idx")
@@ -110,7 +123,7 @@ def _awq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedW
     _shaped(f"{name}scales", scales, (len(scales), rows))
     zeros = _shaped(f"{name}qzeros", tensors["qzeros"], (len(scales), words.shape[1]))
     group = _groups(
-        f"{name}scales", columns, int(settings.get("group_size", settings.get("q_group_size", 128))), len(scales)
+        f"{name}scales", columns, _number(settings, "group_size", "q_group_size", otherwise=128), len(scales)
     )
     values, zero = (
         unpacked(t, 4, rows).view(len(t), -1, 8)[..., list(_AWQ_ORDER)].reshape(len(t), rows).T.to(torch.int16)
@@ -136,6 +149,8 @@ def _packed(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
     zero = None
     if (stored := tensors.get("weight_zero_point")) is not None:
         zero = unpacked(stored.T, bits, rows).T.to(torch.int16) - (1 << bits - 1)
+    if weights.get("strategy") == "group" and scales.dim() == 2:
+        _groups(f"{name}weight_scale", columns, _number(weights, "group_size", otherwise=-1), scales.shape[1])
     return _integers(values, scales, zero, tensors.get("weight_g_idx"), name)
 
 
@@ -191,6 +206,12 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
     scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
     scales = scales[:, None] if scales.dim() == 1 else scales
     block = settings.get("weight_block_size") or _block_structure(settings)
+    if block and not (
+        isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    ):
+        raise ValueError(
+            f"a block of quantization_config in config.json must be two numbers as [128, 128], got {block!r}"
+        )
     if block and tuple(scales.shape) == tuple(-(-n // b) for n, b in zip((rows, columns), block, strict=True)):
         return ScaledFloats(weight, scales, (int(block[0]), int(block[1])))
     if tuple(scales.shape) not in ((1, 1), (rows, 1)):
@@ -319,7 +340,9 @@ def check(name: str, settings: Mapping[str, Any]) -> str:
     if method == "gptq":
         stored = settings.get("checkpoint_format", settings.get("format", "gptq"))
         odd = f"in the format {stored}" if stored not in ("gptq", "gptq_v2") or settings.get("is_marlin_format") else ""
-        odd = odd or (f"in {settings.get('bits')} bits" if settings.get("bits") not in (2, 3, 4, 8) else "")
+        if (bits := settings.get("bits")) is None:
+            odd = odd or 'in a number of bits that quantization_config in config.json does not say ("bits")'
+        odd = odd or (f"in {bits} bits" if bits not in (2, 3, 4, 8) else "")
     if method == "awq":
         version = str(settings.get("version", "gemm")).lower()
         odd = f"in the layout {version}" if version not in ("gemm", "exllama", "ipex") else ""

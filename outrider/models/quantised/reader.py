@@ -80,6 +80,12 @@ class Quantised:
             self._find_mxfp4()
         else:
             self._find(FORMATS[method])
+        if not self.matrices and not self.numbers:
+            first = " or ".join(f"*.{form.suffix}" for form in FORMATS.get(method, ())) or "*_blocks"
+            raise ValueError(
+                f"config.json of {name} says that weights are quantised by {method}, and no tensor is: it has no {first}. If "
+                "the weights are plain, delete quantization_config from config.json; else download the checkpoint again"
+            )
         for tensor, part in self.plain.items():
             if part.code not in _FLOATS and not _UNUSED.fullmatch(tensor):
                 raise UnsupportedModel(
@@ -136,6 +142,11 @@ class Quantised:
     def _find_mxfp4(self) -> None:
         """gpt-oss: the experts of a layer in one tensor of blocks and one of scales."""
         for tensor, part in self._parts.items():
+            if tensor.endswith("_scales") and f"{tensor.removesuffix('_scales')}_blocks" not in self._parts:
+                raise ValueError(
+                    f"{self.name} has tensor {tensor} and lacks {tensor.removesuffix('_scales')}_blocks, without which the "
+                    "weight cannot be read; the checkpoint is not whole, so download it again"
+                )
             if not tensor.endswith("_blocks"):
                 continue
             base = tensor.removesuffix("_blocks")

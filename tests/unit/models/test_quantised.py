@@ -147,6 +147,66 @@ def test_numbers_without_a_scale_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("write", "settings", "what"),
+    [
+        (made.gptq, {"bits": 8}, r"down_proj\.scales .* quantization_config"),
+        (made.gptq, {"group_size": 64}, r"down_proj\.scales .* quantization_config"),
+        (made.gptq, {"group_size": "many"}, "\"group_size\" .* whole number, got 'many'"),
+        (made.gptq, {"bits": None}, "does not say"),
+        (made.gptq, {"quant_method": "awq"}, r"g_idx of .* I32"),
+        (made.awq, {"group_size": 64}, r"down_proj\.scales has 4 groups, and 128 inputs in groups of 64 have 2"),
+        (made.awq, {"quant_method": "fp8"}, r"no \*\.weight_scale_inv or \*\.weight_scale"),
+        (lambda f: made.fp8(f, (32, 48)), {"weight_block_size": [64, 64]}, r"weight_scale_inv .* blocks of \[64, 64\]"),
+        (lambda f: made.fp8(f, (32, 48)), {"weight_block_size": [32]}, r"two numbers as \[128, 128\], got \[32\]"),
+    ],
+)
+def test_settings_that_are_not_those_of_the_weights(
+    write: Callable[[Path], Checkpoint], settings: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    stored = write(tmp_path)
+    stored.config["quantization_config"] |= settings
+    with pytest.raises((ValueError, UnsupportedModel), match=what):
+        load(stored.save())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [({"num_bits": 8}, "weight_packed has shape"), ({"group_size": 64}, "groups of 64 have 2")]
+)
+def test_a_scheme_that_is_not_that_of_the_weights(change: dict[str, int], what: str, tmp_path: Path) -> None:
+    stored = made.pack_quantized(tmp_path)
+    for group in stored.config["quantization_config"]["config_groups"].values():
+        group["weights"] |= change
+    with pytest.raises(ValueError, match=what):
+        load(stored.save())
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes", "mxfp4"])
+def test_a_quantisation_that_no_tensor_has(method: str, tmp_path: Path) -> None:
+    """The values may be right, but nobody knows. The user does."""
+    stored = Checkpoint(tmp_path, {"quant_method": method, "bits": 4})
+    with pytest.raises(ValueError, match=r"no tensor is: .* delete quantization_config"):
+        load(stored.save())
+
+
+def test_quantised_tensors_without_settings(tmp_path: Path) -> None:
+    stored = made.gptq(tmp_path)
+    del stored.config["quantization_config"]
+    with pytest.raises(
+        ValueError, match=r"down_proj\.\w+, so its weights are quantised, and config.json has no quantization_config"
+    ):
+        load(stored.save())
+
+
+@pytest.mark.parametrize(("there", "lacks"), [("_scales", "_blocks"), ("_blocks", "_scales")])
+def test_half_of_an_mxfp4_tensor(there: str, lacks: str, tmp_path: Path) -> None:
+    stored = made.mxfp4(tmp_path)
+    name = next(n for n in stored.tensors if n.endswith(lacks))
+    del stored.tensors[name]
+    with pytest.raises(ValueError, match=name.removesuffix(lacks)):
+        load(stored.save())
+
+
+@pytest.mark.parametrize(
     ("settings", "what"),
     [
         ({"quant_method": "aqlm"}, "aqlm, which outrider does not read. It reads gptq, awq"),
