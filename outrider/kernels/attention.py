@@ -11,9 +11,11 @@ from torch import Tensor
 class Scoring:
     """scaling: factor of query times key. window: tokens that a node attends to, itself counted; None: all.
     softcap: scores become cap * tanh(score / cap). sinks: float [head], one more score in each softmax, without a value.
+    chunk: positions form chunks of so many, and a node attends within its own; None: no chunks. The kernels do not read it.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None

@@ -36,6 +36,7 @@ _NUMBERS: list[tuple[str, int | None]] = [
     (r"backbone_hidden_size|input_embedding_size|output_embedding_size|.*hidden_size", 32),
     (r".*(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size|intermediate_size_mlp).*|dff|d_inner|dim_ff", 48),
     (r"sliding_window(_size)?|local_attention|attention_chunk_size|rel_extent", 8),
+    (r"floor_scale", 6),
     (r"keep_window_size", LENGTH),
     (r".*window_size", 8),
     (r"(.*_)?chunk_size|mamba_chunk_size|max_inference_chunksize", 8),

@@ -72,6 +72,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_BASE, **_EXPERTS, "head_dim": 8, "norm_topk_prob": True},
     "olmoe": {**_BASE, "num_experts": 5, "num_experts_per_tok": 3},
     "gpt_oss": {**_BASE, **_LOCAL, **_WINDOW, "head_dim": 8},
+    "llama4_text": {
+        **_BASE, "head_dim": 8, "attention_chunk_size": 7, "no_rope_layers": [1, 0], "floor_scale": 5, "num_local_experts": 4,
+        "num_experts_per_tok": 1, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 1,
+    },
     "deepseek_v3": {**_BASE, **_DEEPSEEK},
     "xglm": {
         "vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48,

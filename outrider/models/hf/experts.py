@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,14 +59,38 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
+def _all_experts(module: Any, hidden_states: Tensor) -> Tensor:
+    """Llama 4 gives every token to every expert, times 0 where the router did not choose it: [expert * token, hidden].
+
+    An expert makes zeros of zeros, so only the other rows are computed.
+    """
+    packed: _PackedExperts = module._outrider_experts
+    out = torch.zeros_like(hidden_states).view(len(packed.up), -1, hidden_states.shape[-1])
+    for rows, up, down, to in zip(hidden_states.view(out.shape), packed.up, packed.down, out, strict=True):
+        used = rows.any(-1).nonzero()[:, 0]
+        if len(used):
+            gate, value = up(rows[used]).chunk(2, dim=-1)
+            to[used] = down(value * module.act_fn(gate)).to(to.dtype)
+    return out.view(hidden_states.shape)
+
+
 def mixtures(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that transformers runs through the experts interface."""
+    """The modules that hold the experts of a layer in one parameter."""
     return (m for m in model.modules() if is_mixture(m))
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether transformers runs a module through the experts interface."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+    """Whether transformers runs a module through the experts interface, or it is Llama 4's, which does not use it."""
+    return _is_llama4(module) or (hasattr(module, "has_gate") and hasattr(module, "is_transposed"))
+
+
+def gated(module: Any) -> bool:
+    """Whether the experts of a mixture have a gate beside their up projection."""
+    return _is_llama4(module) or module.has_gate
+
+
+def _is_llama4(module: nn.Module) -> bool:
+    return type(module).__name__ == "Llama4TextExperts"
 
 
 def packed_experts(module: nn.Module) -> list[PackedLinear]:
@@ -86,13 +111,16 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> int:
     """
     packed = 0
     for module in mixtures(model):
-        up = _before(module, "up") or _pack(module, "gate_up_proj" if module.has_gate else "up_proj", weights)
+        up = _before(module, "up") or _pack(module, "gate_up_proj" if gated(module) else "up_proj", weights)
         down = _before(module, "down") or _pack(module, "down_proj", weights)
         if len(up) != len(down):
             raise ValueError(f"{type(module).__name__} has {len(up)} up and {len(down)} down projections")
         module._outrider_experts = _PackedExperts(up, down)  # pyright: ignore[reportArgumentType]
         _leave(module, up, down)
-        module.config._experts_implementation = NAME  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        if _is_llama4(module):
+            module.forward = partial(_all_experts, module)
+        else:
+            module.config._experts_implementation = NAME  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         packed += 2 * len(up)
     return packed
 
@@ -116,8 +144,9 @@ def _pack(module: nn.Module, name: str, weights: str) -> list[PackedLinear]:
         raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")
     out = []
     for i, values in enumerate(matrices.detach()):
-        bias = biases[i].detach() if module.has_bias and biases is not None else None
-        matrix = blocks[i] if blocks else values.T if module.is_transposed else values
+        bias = biases[i].detach() if biases is not None and module.has_bias else None
+        transposed = _is_llama4(module) or module.is_transposed
+        matrix = blocks[i] if blocks else values.T if transposed else values
         out.append(PackedLinear(matrix, bias, weights))
     for used in (name, f"{name}_bias"):
         if used in module._parameters:

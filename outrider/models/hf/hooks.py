@@ -46,6 +46,7 @@ class ForwardState:
         self.layer = -1  # the last layer whose keys were written
         self.attended: set[int] = set()  # layers that our attention computed
         self.windows: dict[int, int | None] = {}  # layer -> its window, as the survey found it
+        self.factors: Tensor | None = None  # of the queries of the layer that runs now, [batch, 1, node, 1]
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         assert self.nodes is not None
@@ -85,9 +86,16 @@ def _attention(
         raise RuntimeError(f"{type(module).__name__} has its own mask")
     if attention_mask is not None:  # the mask carries the window that the model's own attention uses
         call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportAttributeAccessIssue]
-    window = call.windows.get(layer, sliding_window)
+    window, chunk = call.windows.get(layer, sliding_window), None
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if (
+        "chunked_attention" in (kinds or ()) and kinds[layer] == "chunked_attention"
+    ):  # the mask names its length as a window
+        window, chunk = None, window
+    if call.factors is not None:
+        query = query * call.factors
     write(call.nodes, layer, key, value)
-    return call.attend(layer, query, Scoring(scaling_of(query, scaling), window, softcap, s_aux)), None
+    return call.attend(layer, query, Scoring(scaling_of(query, scaling), window, softcap, s_aux, chunk)), None
 
 
 def _survey_mask(*, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
@@ -117,9 +125,12 @@ def give_positions_(model: nn.Module, call: ForwardState) -> None:
     """Let modules that count positions from the length of a cache use those of the nodes.
 
     Tables of positions (Bart, Pegasus, Marian) are read at the positions of the nodes. The RoBERTa family takes them as an
-    argument and counts from its padding token.
+    argument and counts from its padding token. Llama 4 scales queries by position in layers without rotary embeddings.
     """
     for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale"):
+            module.forward = partial(_tuned_by_position, module, call, module.forward)
+            continue
         names = inspect.signature(module.forward).parameters
         if "past_key_values_length" not in names:
             continue
@@ -136,6 +147,21 @@ def _position_rows(
     if call.nodes is None:
         return own(*args, **kwargs)
     return functional.embedding(call.nodes.positions + int(getattr(module, "offset", 0)), module.weight)
+
+
+def _tuned_by_position(module: Any, call: ForwardState, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Scalable softmax (2501.19399) at the positions of the nodes. The model's own code counts from the length of its cache."""
+    if call.nodes is None or module.use_rope:
+        return own(*args, **kwargs)
+    steps = torch.floor(
+        (call.nodes.positions.double() + 1) / module.floor_scale
+    )  # double: alike in every order of nodes
+    call.factors = (torch.log1p(steps) * module.attn_scale + 1).float()[:, None, :, None]
+    module.attn_temperature_tuning = False
+    try:
+        return own(*args, **kwargs)
+    finally:
+        module.attn_temperature_tuning, call.factors = True, None
 
 
 def _positions_after_padding(

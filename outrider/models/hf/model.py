@@ -55,6 +55,8 @@ _IMPLEMENTATION = {
     AttentionRoute.MASK: "eager",
     AttentionRoute.RECOMPUTED: "eager",
 }
+# Kinds of attention layers that the forms of `outrider.models.attention` have.
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class HFModel(BaseModel):
@@ -382,7 +384,8 @@ class HFModel(BaseModel):
             yield AttentionRoute.METHOD
         if self.device.type == "cpu":  # elsewhere `_stable` is not in use
             yield AttentionRoute.SDPA
-        if not (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
+        windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+        if not windows and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
             yield AttentionRoute.MASK  # its mask covers all committed tokens, so it cannot have a window
 
     def _install(self, route: AttentionRoute) -> None:
@@ -458,7 +461,7 @@ def refuse(model: PreTrainedModel) -> None:
 def why_not_by_node(model: PreTrainedModel) -> str | None:
     """Why the memory of earlier tokens cannot be kept node by node, if the configuration or the modules tell."""
     text = model.config.get_text_config()
-    odd = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
+    odd = sorted(set(getattr(text, "layer_types", None) or []) - _ATTENTION)
     recurrent = [module for module in model.modules() if stores_state(module)]
     if any(attends(module) for module in recurrent):
         return "it keeps a state within its attention"
@@ -486,7 +489,7 @@ def _keep_scale_(model: PreTrainedModel) -> None:
     """RWKV's first forward would halve weights in place, for float16. Packed ones, or those of the caller, must stay."""
     for module in model.modules():
         if getattr(module, "layers_are_rescaled", None) is False:
-            module.config.rescale_every = 0  # pyright: ignore[reportAttributeAccessIssue]
+            model.config.rescale_every = 0
 
 
 def _rows(module: Any, rows: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from transformers.core_model_loading import dot_natural_key
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.checkpoint import Sizes
-from outrider.models.hf.experts import give_expert_blocks_, is_mixture
+from outrider.models.hf.experts import gated, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.matrix import give_matrix_
 from outrider.models.quantised.formats import FORMATS, Format, Tensors, mxfp4
@@ -178,7 +178,7 @@ class Quantised:
             return out  # transformers joins them
         for layer, (path, module) in zip(layers, mixtures.items(), strict=True):
             count = 1 + max(int(m[2]) for m in each if m[1] == layer)
-            for tensor, names in _JOINED if module.has_gate else _JOINED[2:]:
+            for tensor, names in _JOINED if gated(module) else _JOINED[2:]:
                 found = [[f"{layer}{i}.{n}.weight" for n in names] for i in range(count)]
                 if hasattr(module, tensor) and all(n in self.matrices for ns in found for n in ns):
                     out[f"{path}.{tensor}"] = [

@@ -128,6 +128,24 @@ def test_a_window_counts_positions_not_slots() -> None:
     assert torch.equal(attend(nodes, 0, query, Scoring(0.3, window=3))[0, 4], before[0, 4])
 
 
+@pytest.mark.parametrize("form", [attend, attend_masked, attend_reference])
+@pytest.mark.parametrize("chunk", [1, 8, 13])
+def test_a_node_attends_within_its_chunk(form, chunk: int) -> None:
+    """Trees that start before, at and after the border between two chunks, and one that crosses it."""
+    cache, (query, key, value) = filled([6, 8, 11, 40]), states(4, 6)
+    nodes = batch(cache, [0, 1, 2, 3], 6, random_parents([6, 6, 6, 6], 4))
+    write(nodes, 0, key, value)
+    out = form(nodes, 0, query, Scoring(0.3, chunk=chunk))
+    keys, values = cache.layers[0]
+    for b, cells in enumerate(nodes.visible_cells):
+        for n, path in enumerate(cells):
+            position = int(nodes.positions[b, n])
+            near = [int(cell) for i, cell in enumerate(path) if i // chunk == position // chunk]
+            k, v = (t[b, :, near].repeat_interleave(HEADS // KV_HEADS, 0) for t in (keys, values))
+            probs = (torch.einsum("hd,htd->ht", query[b, :, n], k) * 0.3).softmax(-1)
+            torch.testing.assert_close(out[b, n], torch.einsum("ht,htd->hd", probs, v), atol=1e-5, rtol=1e-4)
+
+
 def test_positions_and_last_nodes() -> None:
     parents = torch.tensor([[-1, 0, 1, 0], [-1, 0, -2, -2]])
     nodes = batch(filled([5, 2]), [0, 1], 4, parents)
