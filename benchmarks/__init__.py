@@ -5,6 +5,7 @@ python -m benchmarks.real            real models: every method and text, against
 python -m benchmarks.machine         this machine: cores, instruction sets, read bandwidth
 python -m benchmarks.inflate         a Llama of any size that computes the function of a small one
 python -m benchmarks.forward         the time of a forward over M tokens, over one over a single token
+python -m benchmarks.hybrids         a hybrid model: kept states, V(M) beside llama.cpp, prefill
 python -m benchmarks.quality         perplexity by precision of weights, keys and values
 python -m benchmarks.attention       attention over long contexts, by precision of keys and values
 python -m benchmarks.heads           what a draft with a trained head costs, with made weights

@@ -97,6 +97,15 @@ _MAMBA2: dict[str, Any] = {
 }  # fmt: skip
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 20}
 
+# Mixtures of experts, for the tests of routing.
+MIXTURES: dict[str, dict[str, Any]] = {
+    **{name: ARCHITECTURES[name] for name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe")},
+    "glm4_moe": {
+        **_BASE, "head_dim": 8, "partial_rotary_factor": 0.5, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+}  # fmt: skip
+
 # Layers that share keys and values with earlier ones, and read inputs of their own: none of them can be left out.
 SHARED_KEYS: dict[str, dict[str, Any]] = {
     "gemma4_text": {
@@ -159,7 +168,7 @@ _SEEDS = {"mistral": 1, "stablelm": 1, "mixtral": 1}  # 0 gives a near-tie somew
 def tiny(name: str, **changes: Any) -> PreTrainedModel:
     """A model of this architecture, float32, with weights large enough that its likeliest token stands out."""
     torch.manual_seed(_SEEDS.get(name, 0))
-    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | RECURRENT | SHARED_KEYS)[name], **changes})
+    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | RECURRENT | SHARED_KEYS | MIXTURES)[name], **changes})
     # transformers' sdpa leaves out Gemma 2's soft-cap; its eager attention is the definition
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

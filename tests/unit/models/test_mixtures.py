@@ -1,0 +1,103 @@
+"""Mixtures of experts: a token has the same bits whatever its neighbours are routed to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised_files as made
+import torch
+from architectures import MIXTURES, tiny
+from row_checks import assert_rows_do_not_depend_on_their_neighbours
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from outrider.kernels import cpu as native
+from outrider.models.hf.batch_invariant import BatchInvariantOps
+from outrider.models.hf.experts import NAME, mixtures
+from outrider.models.hf.model import HFModel
+from outrider.models.load import load
+
+CHOSEN = 2  # experts of a token
+
+
+def companies(draw: random.Random, experts: int, count: int) -> Iterator[list[list[int]]]:
+    """The experts of `count` tokens: all the same ones, one expert for all, all experts, and chance."""
+    yield [[0, experts - 1]] * count
+    yield [[experts - 1, 0]] * count
+    yield [[n % experts, (n + 1) % experts] for n in range(count)]
+    for _ in range(3):
+        yield [draw.sample(range(experts), CHOSEN) for _ in range(count)]
+
+
+def check_company(module: Any, experts: int, hidden: int, seed: int = 0) -> None:
+    """The outputs of some tokens are theirs alone, among any others, at any place."""
+    draw, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+    experts_of: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[NAME]
+
+    def run(*given: Any) -> Tensor:
+        with BatchInvariantOps(), native.one_torch_thread(torch.device("cpu")):  # as every forward runs
+            return experts_of(*given)
+
+    for count in (2, 7, 33):
+        x, weights = torch.randn(count, hidden, generator=noise), torch.rand(count, CHOSEN, generator=noise)
+        for routed in companies(draw, experts, count):
+            index = torch.tensor(routed)
+            together = run(module, x, index, weights)
+            for n in draw.sample(range(count), min(count, 4)):
+                alone = run(module, x[n : n + 1], index[n : n + 1], weights[n : n + 1])[0]
+                assert torch.equal(together[n], alone), f"token {n} of {count} routed as {routed}"
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_any_routing_company(name: str, weights: str) -> None:
+    if weights == "int8" and not native.available():
+        pytest.skip(str(native.why()))
+    model = HFModel(tiny(name), weights=weights)
+    found = [*mixtures(model.model)]
+    assert found
+    up = found[0]._outrider_experts.up  # pyright: ignore
+    check_company(found[0], len(up), up[0].in_features)
+
+
+@pytest.mark.skipif(not native.available(), reason=str(native.why()))
+@pytest.mark.parametrize("kind", ["gptq", "mxfp4"])
+def test_any_routing_company_of_quantised_experts(kind: str, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": made.SIZE, "head_dim": 16}
+    stored = made.mxfp4(tmp_path) if kind == "mxfp4" else made.gptq(tmp_path, name="qwen3_moe", **sizes)
+    model: Any = load(stored.save()).model
+    module: Any = next(mixtures(model.model))
+    up = module._outrider_experts.up
+    assert up[0].kind == "gguf"
+    check_company(module, len(up), up[0].in_features)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"])
+def test_rows_in_other_precisions(name: str, weights: str) -> None:
+    """The whole model, router included; float32 is tested with all architectures."""
+    if weights == "int8" and not native.available():
+        pytest.skip(str(native.why()))
+    model = HFModel(tiny(name), weights=weights)
+    assert model.batch_invariant
+    assert_rows_do_not_depend_on_their_neighbours(model)
+
+
+def test_a_company_that_matters_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that round by the largest number among all their tokens."""
+    model = HFModel(tiny("mixtral"), weights="float32")
+    module: Any = next(mixtures(model.model))
+    kind = type(module._outrider_experts.up[0])
+    forward = kind.forward
+
+    def rounded(self: Any, x: Tensor) -> Tensor:
+        scale = x.abs().max() / 127
+        return forward(self, (x / scale).round() * scale)
+
+    monkeypatch.setattr(kind, "forward", rounded)
+    with pytest.raises(AssertionError, match="routed as"):
+        check_company(module, len(module._outrider_experts.up), module._outrider_experts.up[0].in_features)
