@@ -2,7 +2,7 @@
 
 Three measures of the same turns. The share of the server's processor time that it spends for a viewer, as the server counts it:
 watching steps and making events, but not sending them. The processor time of the server for a token, and the time of a token:
-with them comes all that the machine does besides, so their intervals are wide. The prompts are the same, and greedy.
+with them comes all that the machine does besides, so turns are short and many. The prompts are the same, and greedy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
 
 
-def turn(url: str, pid: int, clients: int, requests: int, tokens: int) -> tuple[float, float]:
+def turn(http: httpx.Client, pid: int, clients: int, requests: int, tokens: int) -> tuple[float, float]:
     """Seconds of a token, and processor seconds of the server for it."""
 
     def ask(n: int) -> int:
@@ -46,7 +46,7 @@ def turn(url: str, pid: int, clients: int, requests: int, tokens: int) -> tuple[
             "temperature": 0,
             "ignore_eos": True,
         }
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()
+        answer = http.post("/v1/completions", json=body).json()
         return answer["usage"]["completion_tokens"]
 
     started, used = perf_counter(), cpu_seconds(pid)
@@ -87,15 +87,15 @@ def server(clients: int) -> Iterator[tuple[str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=12, help="of each kind")
+    parser.add_argument("--turns", type=int, default=60, help="of each kind")
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=16, help="of a turn")
+    parser.add_argument("--requests", type=int, default=4, help="of a turn")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     turns, seen = dict[bool, list[tuple[float, float]]]({False: [], True: []}), list[dict[str, Any]]()
-    with server(given.clients) as (url, pid):
-        turn(url, pid, given.clients, given.requests, given.tokens)
+    with server(given.clients) as (url, pid), httpx.Client(base_url=url, timeout=300) as http:
+        turn(http, pid, given.clients, given.requests, given.tokens)
         for n in range(given.turns):
             for watched in (n % 2 == 0, n % 2 != 0):
                 stop = threading.Event()
@@ -105,7 +105,7 @@ def main() -> None:
                     viewer.start()
                     while len(seen) == before:
                         sleep(0.01)
-                turns[watched].append(turn(url, pid, given.clients, given.requests, given.tokens))
+                turns[watched].append(turn(http, pid, given.clients, given.requests, given.tokens))
                 stop.set()
                 if watched:
                     viewer.join()

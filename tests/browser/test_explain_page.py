@@ -103,8 +103,16 @@ def test_the_text_and_both_clocks_are_those_of_the_run(page_url: str, visit: Any
         assert shown == "".join(run.texts[t] for t in [*run.requests[0].prompt, *tokens])  # type: ignore[misc]
         said = page.locator("#run-saved").inner_text()
         assert f"whole text of {len(tokens)} tokens takes {len(run.requests[0].steps)} passes" in said
+        assert "Passes are not time" in said
         page.get_by_role("radio", name="Seconds, measured").click()
         assert " s with the draft" in page.locator("#run-saved").inner_text()
+        assert "Passes are not time" not in page.locator("#run-saved").inner_text()
+        page.get_by_role("radio", name="Passes of the target").click()
+        page.locator("#run-stage").focus()
+        page.keyboard.press("Home")
+        for _ in range(len(run.requests[0].steps[0].tokens or []) - 1):
+            page.keyboard.press("ArrowRight")
+        assert "After 1 pass, before the verdict: 0 against 1 tokens" in page.locator("#run-saved").inner_text()
 
 
 def test_a_token_tells_its_probabilities(page_url: str, visit: Any) -> None:

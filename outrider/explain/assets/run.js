@@ -245,8 +245,9 @@ export function runView(data) {
     const whole = which === "passes" ? run.request.steps.length : run.times.at(-1);
     const say = which === "passes" ? (t) => count(Math.round(t), "pass").replace("passs", "passes") : seconds;
     view.saved.replaceChildren(
-      el("b", {}, `After ${say(now.time)}: ${mine} against ${now.plain} tokens. `),
+      el("b", {}, `After ${say(now.time)}${place.kind === "pass" ? ", before the verdict" : ""}: ${mine} against ${now.plain} tokens. `),
       `The whole text of ${count(total, "token")} takes ${say(whole)} with the draft and ${say(now.all)} without: ${short(now.all / whole)} times ${which === "passes" ? "as many passes" : "as long"}. Both texts are the same.`,
+      which === "passes" && run.plainSeconds ? " Passes are not time, because drafting takes some: the seconds show it." : "",
     );
     if (!run.request.steps.length) view.saved.replaceChildren();
   };

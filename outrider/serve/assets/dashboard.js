@@ -93,7 +93,7 @@ function drawTrial(trial) {
   if (!trial) return;
   const done = trial.ended.on + trial.ended.off;
   const state = trial.running ? `${trial.assigned} of ${trial.wanted} requests assigned, ${done} measured. ` : `${trial.complete ? "Complete" : "Stopped"}: ${done} requests measured. `;
-  const lost = trial.left ? `${count(trial.left, "request")} failed or wrote too little and are left out. ` : "";
+  const lost = trial.left ? `${count(trial.left, "request")} failed or wrote too little, and ${trial.left === 1 ? "is" : "are"} left out. ` : "";
   const beside = trial.rows > 1.2 ? `On average ${short(trial.rows)} requests shared a step, those of both arms. So this is what a request gains here, not what the whole server would.` : "";
   if (trial.ratio === null) {
     byId("trial-says").textContent = `${state}${lost}The difference needs at least two requests on each side.`;

@@ -294,6 +294,29 @@ def test_a_verifier_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     sys.modules.pop("wrong_for_certify", None)
 
 
+def test_a_run_that_the_user_stops_goes_on_by_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stopped_for_certify.py").write_text(
+        "calls, last = 0, 60\n"
+        "def generate(prompt, params, speculate):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == last:\n"
+        "        raise KeyboardInterrupt\n"
+        "    return [3] * params.max_tokens\n"
+    )
+    words = ("stopped_for_certify:generate", "--kind", "seeded", "--budget", "1s", "-o", "a.html")
+    assert "the same command goes on from here" in outrider(*words, code=130)
+    assert not Certificate.load(tmp_path / "a.json").complete
+    before = (tmp_path / "a.journal").read_text().splitlines()[1:]
+    assert before
+    said = outrider(*words, code=0)
+    assert f"{len(before)} trials of an earlier run are kept" in said
+    assert Certificate.load(tmp_path / "a.json").complete
+    assert not (tmp_path / "a.journal").exists()
+    sys.modules.pop("stopped_for_certify", None)
+
+
 def test_wrong_options_are_explained() -> None:
     assert "name what to certify" in outrider(code=2)
     assert "such as 90s" in outrider("x:y", "--budget", "soon", code=2)
