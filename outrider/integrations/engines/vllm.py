@@ -31,7 +31,10 @@ _CPU = (
     "temperature on a CPU: vLLM 0.32 and 0.33 do not keep the distribution above temperature 0 (vLLM issue 55005). Send "
     "temperature 0 there"
 )
-_REFUSED = "requests: min_p and logit_bias are refused (HTTP 400) while it speculates"
+_REFUSED = (
+    "requests: logit_bias is refused (HTTP 400) while it speculates, and so is min_p above temperature 0; at temperature 0 min_p "
+    "changes nothing"
+)
 _SNIPPET = """\
 from vllm import LLM, SamplingParams
 

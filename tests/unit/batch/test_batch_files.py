@@ -83,6 +83,9 @@ def test_whatever_byte_a_kill_cuts_at_whole_answers_stay_and_none_is_twice(tmp_p
         for each in lines[:3]:
             if each.key not in journal:
                 journal.add(each.key, rows[each.key])
+        journal.close()
+        journal = Journal(out, MADE)  # killed once more: nothing after the first cut is lost
+        assert [key for key in rows if key in journal] == [each.key for each in lines[:3]]
         assert not out.exists()  # until it is complete
         journal.finish(lines)
         written = [json.loads(x) for x in out.read_bytes().splitlines()]

@@ -95,6 +95,7 @@ def test_no_engine_is_told_that_it_keeps_a_distribution_which_it_does_not() -> N
         for config in ({**DRAFT, "verifier": verifier}, {"method": "suffix", "verifier": verifier}):
             found = by_engine(config)
             assert said(found["vLLM"], "on a CPU", "do not keep the distribution", "55005")
+            assert said(found["vLLM"], "logit_bias is refused (HTTP 400)", "min_p above temperature 0")
             assert said(found["SGLang"], "on a CPU", "XPU", "ROCm", "greedy")
             assert not any("same distribution" in n and "CUDA" not in n for n in found["SGLang"].notes)
             assert said(found["SGLang"], "penalties", "within a step")
