@@ -129,12 +129,16 @@ void check_matrix(const Packed& w, const std::string& name, Random& random) {
     }
 }
 
-// A decoder of two layers with matrices in many formats.
+enum Reads { TOKENS, EAGLE3, EAGLE1 };
+
+// A decoder of two layers with matrices in many formats; or the one layer of a trained head, which reads pairs.
 struct Toy {
     static constexpr int64_t HIDDEN = 256, HEADS = 4, KV = 2, DIM = 40, INNER = 256, VOCAB = 75, SLOTS = 3, CELLS = 70;
     std::vector<Owned> matrices;
     std::vector<std::vector<float>> vectors;
     std::vector<Layer> layers;
+    std::vector<int64_t> ids;
+    Pairs pairs{};
     Model model{};
     void* decoder;
 
@@ -150,23 +154,33 @@ struct Toy {
         vectors.emplace_back(static_cast<size_t>(n), 1.0f);
         return vectors.back().data();
     }
-    explicit Toy(Random& random) {
+    explicit Toy(Random& random, Reads reads = TOKENS) {
         vectors.reserve(32);
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < (reads == TOKENS ? 2 : 1); i++) {
             Layer l{};
-            l.qkv = mixed({matrix(Q4_K, HEADS * DIM, HIDDEN, random), matrix(Q6_K, 2 * KV * DIM, HIDDEN, random)}, false);
+            int64_t width = reads == EAGLE3 ? 2 * HIDDEN : HIDDEN;
+            l.qkv = mixed({matrix(Q4_K, HEADS * DIM, width, random), matrix(Q6_K, 2 * KV * DIM, width, random)}, false);
             l.out = matrix(i ? Q5_0 : BFLOAT16, HIDDEN, HEADS * DIM, random);
             l.gate_up = mixed({matrix(Q4_K, INNER, HIDDEN, random), matrix(Q8_0, INNER, HIDDEN, random)}, true);
             l.down = matrix(Q3_K, HIDDEN, INNER, random);
-            l.norm1 = ones(HIDDEN), l.norm2 = ones(HIDDEN), l.q_norm = ones(DIM), l.k_norm = ones(DIM);
+            l.norm1 = reads == TOKENS ? ones(HIDDEN) : nullptr, l.norm2 = ones(HIDDEN), l.q_norm = ones(DIM), l.k_norm = ones(DIM);
             l.window = i ? 9 : 0;
             layers.push_back(l);
         }
         vectors.push_back(reals(DIM / 2, random));
         model.layers = layers.data(), model.inv_freq = vectors.back().data(), model.rotary = DIM;
         model.head = model.table = matrix(Q8_0, VOCAB, HIDDEN, random);
-        model.final_norm = ones(HIDDEN);
-        model.count = 2, model.hidden = HIDDEN, model.intermediate = INNER, model.heads = HEADS, model.kv_heads = KV;
+        model.final_norm = reads == EAGLE1 ? nullptr : ones(HIDDEN);
+        if (reads == EAGLE3) {
+            pairs = {matrix(Q8_0, HIDDEN, 3 * HIDDEN, random), ones(HIDDEN), ones(HIDDEN), ones(3 * HIDDEN), 3 * HIDDEN, 3, 1, 1};
+            model.head = matrix(BFLOAT16, 21, HIDDEN, random);
+            for (int64_t i = 0; i < 21; i++) ids.push_back(3 * i + 1);
+            model.head_ids = ids.data();
+        } else if (reads == EAGLE1) {
+            pairs = {matrix(FLOAT32, HIDDEN, 2 * HIDDEN, random), nullptr, nullptr, nullptr, HIDDEN, 1, 0, 0};
+        }
+        if (reads != TOKENS) model.pairs = &pairs;
+        model.count = static_cast<int64_t>(layers.size()), model.hidden = HIDDEN, model.intermediate = INNER, model.heads = HEADS, model.kv_heads = KV;
         model.dim = DIM, model.vocab = VOCAB, model.activation = SWIGLU;
         model.eps = 1e-5f, model.scale = 0.2f, model.rope_factor = model.embedding_factor = 1;
         model.residual_factor = model.logits_factor = 1;
@@ -181,28 +195,41 @@ struct Toy {
         void* cache[4] = {memory[0].data(), memory[1].data(), memory[2].data(), memory[3].data()};
         std::vector<int64_t> prompt = {5, 9, 2, 74, 0, 33, 8, 8, 1, 60, 61, 3};
         std::vector<int32_t> rows = {2, 0}, lengths = {0, 0}, taps = {0, -1};
-        std::vector<float> logits(2 * VOCAB), features(2 * 6 * 2 * HIDDEN);
+        int64_t shown = model.head->n, wide = pairs.feature_size;
+        Random draw;
+        std::vector<float> logits(2 * shown), features(2 * 6 * 2 * HIDDEN), given = reals(12 * wide, draw), g = reals(10 * HIDDEN, draw);
+        std::vector<float> back(2 * HIDDEN), more_back(10 * HIDDEN);
         ForwardJob job{};
         job.tokens = prompt.data(), job.rows = rows.data(), job.lengths = lengths.data(), job.cache = cache;
         job.logits = logits.data(), job.features = features.data(), job.taps = taps.data(), job.taps_count = 2;
         job.batch = 2, job.nodes = 6, job.capacity = CELLS, job.want = 1, job.cache_format = format;
+        job.given = given.data(), job.fed_back = back.data();
         expect(outrider_forward(decoder, &job) == 0, "a prompt");
         std::vector<int64_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 0, 0}, parents = {-1, 0, 0, 1, 3, -1, 0, -1, -2, -2};
-        std::vector<float> tree(10 * VOCAB);
+        std::vector<float> tree(10 * shown);
         lengths = {6, 6};
         job.tokens = tokens.data(), job.parents = parents.data(), job.nodes = 5, job.want = 2, job.taps_count = 0;
-        job.logits = tree.data();
+        job.logits = tree.data(), job.given = g.data(), job.fed_back = more_back.data(), job.fused = 1;
         expect(outrider_forward(decoder, &job) == 0, "two trees");
         parents[3] = 7;
         expect(outrider_forward(decoder, &job) < 0, "a parent that comes later is refused");
         tokens[0] = VOCAB, parents[3] = 1;
         expect(outrider_forward(decoder, &job) < 0, "a token outside of the vocabulary is refused");
         std::vector<int64_t> drafted(9);
-        ChainJob chains[2] = {{prompt.data(), nullptr, drafted.data(), 2, 4, 0, 7, 2, 6, 0, 1, 6, 0.0f},
-                              {prompt.data(), nullptr, drafted.data() + 4, 1, 5, 0, 7, 0, 6, 0, 1, 6, 0.8f}};
+        std::vector<float> chances(9);
+        ChainJob chains[2] = {};
+        for (int32_t i = 0; i < 2; i++) {
+            ChainJob& c = chains[i];
+            c.tokens = prompt.data(), c.features = given.data(), c.drafted = drafted.data() + 4 * i, c.chances = chances.data() + 4 * i;
+            c.count = 2 - i, c.depth = 4 + i, c.row = 2 - 2 * i, c.length = 6, c.seed = 7, c.step = 1, c.position = 6;
+            c.temperature = 0.8f * static_cast<float>(i), c.error = 1.5f * static_cast<float>(i);
+        }
         ChainsJob both{chains, cache, 2, CELLS, format};
         expect(outrider_draft_chains(decoder, &both) == 0, "chains");
+        expect(chains[0].made == 4 && chains[1].made == 5, "chains are whole");
         tree.insert(tree.end(), logits.begin(), logits.end());
+        tree.insert(tree.end(), chances.begin() + 4, chances.end());
+        if (model.pairs) tree.insert(tree.end(), back.begin(), back.end()), tree.insert(tree.end(), more_back.begin(), more_back.end());
         for (int64_t t : drafted) tree.push_back(static_cast<float>(t));
         return tree;
     }
@@ -225,8 +252,10 @@ int main() {
     check_matrix(Matrix({&a->packed, &b->packed, &c->packed}, false).packed, "mixed", random);
     check_matrix(Matrix({&a->packed, &b->packed}, true).packed, "alternating", random);
 
-    Toy toy(random);
+    const char* kinds[] = {"a text", "pairs of EAGLE-3", "pairs of EAGLE-1"};
+    for (Reads reads : {TOKENS, EAGLE3, EAGLE1})
     for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8}) {
+        Toy toy(random, reads);
         std::vector<float> first;
         for (const char* isa : ISAS) {
             if (!outrider_select_isa(isa)) continue;
@@ -234,7 +263,7 @@ int main() {
                 outrider_set_threads(threads);
                 std::vector<float> text = toy.text(format);
                 if (first.empty()) first = text;
-                expect(same(first, text), std::string("a text on ") + isa + " with " + std::to_string(threads) + " threads");
+                expect(same(first, text), std::string(kinds[reads]) + " on " + isa + " with " + std::to_string(threads) + " threads");
             }
         }
     }

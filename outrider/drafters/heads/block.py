@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
 from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights, read_block
+from outrider.drafters.heads.checks import say_length
 from outrider.drafters.heads.features import ContextDrafter
 from outrider.drafters.heads.lattice import chains_only
 from outrider.drafters.heads.layers import Linear, Linears, Norm, Rotary, precision_of
@@ -187,6 +188,7 @@ def from_setup(setup: DrafterSetup) -> BlockDrafter:
     chains_only(setup)
     target, head = setup.target, head_of(setup)
     read = read_block(head, target)
+    say_length(head, read.config.max_position_embeddings, setup.max_length)
 
     def made(config: BlockConfig) -> BlockDrafter:
         given = BlockWeights(config, read.tensors, read.token_ids)

@@ -9,7 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.drafters.heads.checks import add_embedding, check_target, needed, output_rows, parted, rope_of, token_ids
+from outrider.drafters.heads.checks import (
+    add_embedding,
+    check_layers,
+    check_target,
+    check_whole,
+    needed,
+    output_rows,
+    parted,
+    rope_of,
+    token_ids,
+)
 from outrider.drafters.heads.config import plain_rope, rotary_of, tap_of
 from outrider.drafters.heads.files import DFLASH, DSPARK, HeadFolder, open_head
 from outrider.models.load import Loaded
@@ -133,20 +143,13 @@ def _settings(opened: HeadFolder, tensors: Mapping[str, Tensor], target: Loaded)
 
 def _taps(opened: HeadFolder, given: Mapping[str, Any], columns: int, wide: int, target: Loaded) -> tuple[int, ...]:
     """speculators counts states before a layer, all others outputs of layers, where -1 is the embedding."""
-    path, layers = opened.path, target.model.num_layers
+    path = opened.path
     outputs, before = given.get("target_layer_ids"), given.get("aux_hidden_state_layer_ids")
     if before is None and outputs is None:
         raise ValueError(f"{path} names no layers of its target: target_layer_ids or aux_hidden_state_layer_ids")
     ids = [int(i) for i in before] if before is not None else [int(i) + 1 for i in outputs or ()]
-    if wrong := [i for i in ids if not 0 <= i <= layers]:
-        raise ValueError(
-            f"{path} reads the state before layer {wrong[0]} of its target; {target.name} has {layers} layers"
-        )
-    if columns != len(ids) * wide:
-        raise ValueError(
-            f"{path}: fc.weight reads {columns} numbers; its settings name {len(ids)} layers of a target {wide} wide, so "
-            f"{len(ids) * wide}"
-        )
+    key = "target_layer_ids (it counts outputs of layers, one less)" if before is None else "aux_hidden_state_layer_ids"
+    check_layers(path, key, ids, columns, wide, target)
     return tuple(tap_of(i) for i in ids)
 
 
@@ -178,11 +181,4 @@ def _check_shapes(path: Path, c: BlockConfig, tensors: Mapping[str, Tensor]) -> 
     if "confidence_head.proj.weight" in tensors:
         wanted["confidence_head.proj.weight"] = 1, c.hidden_size + (c.markov_rank if c.confidence_markov else 0)
         wanted["confidence_head.proj.bias"] = (1,)
-    needed(path, tensors, *wanted)
-    for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{path}: {name} is {tuple(tensors[name].shape)}, and the settings say {shape}")
-    if more := sorted(set(tensors) - set(wanted)):
-        raise ValueError(
-            f"{path} holds {more[0]}, which no block drafter of these settings has; without it it would draft badly"
-        )
+    check_whole(path, tensors, wanted, "block drafter")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,53 @@ def check_target(path: Path, vocab_size: int, hidden_size: int, verifier: str | 
             hint = f" (it names {verifier})" if verifier else ""
             raise ValueError(
                 f"{path} was trained for a target with {head} {what}{hint}, and {target.name} has {own}; a head drafts only for "
-                "the model that it was trained for"
+                f"the model that it was trained for. Train one: outrider train eagle3 -m {target.name} -o NEW"
             )
+
+
+def check_layers(path: Path, key: str, ids: Sequence[Any], columns: int, wide: int, target: Loaded) -> None:
+    """Raise ValueError if the target lacks one of the layers that a head reads, or if they are not as many as it was trained on.
+
+    key: where config.json names them. ids: as states before a layer. columns: of fc. wide: numbers in a hidden state.
+    """
+    layers = target.model.num_layers
+    wrong = [i for i in ids if not (isinstance(i, int) and 0 <= i <= layers)]
+    if wrong:
+        raise ValueError(
+            f"{path} reads the state before layer {wrong[0]} of its target; {target.name} has {layers} layers. Correct {key} in "
+            "its config.json, or give the model that it was trained for"
+        )
+    if columns != len(ids) * wide:
+        trained = f"{columns // wide} layers" if columns % wide == 0 else "features of another width"
+        raise ValueError(
+            f"{path}: fc.weight reads {columns} numbers, which is {trained} of a target {wide} wide; its settings name "
+            f"{len(ids)} layers, so {len(ids) * wide}. Write the layers that it was trained on as {key} in its config.json"
+        )
+
+
+def check_whole(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], kind: str) -> None:
+    """Raise ValueError unless a head's tensors are those of its settings. wanted: their shapes. kind: of head, in words."""
+    needed(path, tensors, *wanted)
+    for name, shape in wanted.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"{path}: {name} is {tuple(tensors[name].shape)}, and the settings say {shape}")
+    if more := sorted(set(tensors) - set(wanted)):
+        raise ValueError(
+            f"{path} holds {more[0]}{f' and {len(more) - 1} more tensors' if more[1:] else ''} that no {kind} of these settings "
+            "has; without them it would draft badly. Give it the config.json that it was trained with"
+        )
+
+
+def say_length(path: object, positions: int, wanted: int) -> None:
+    """Warn if a head knows shorter texts than the engine may write. positions: of the head. wanted: tokens of a text."""
+    if positions < wanted:
+        log.warning(
+            "%s drafts in texts of up to %d tokens, and a text may have %d here; beyond that nothing is drafted. Give a head "
+            "with larger max_position_embeddings, or another method beside it: --method suffix,eagle",
+            path,
+            positions,
+            wanted,
+        )
 
 
 def token_ids(spare: Mapping[str, Tensor], config: Any, path: Path) -> Tensor:
@@ -142,7 +187,10 @@ def add_embedding(tensors: dict[str, Tensor], own: Tensor | None, config: Any, t
 def needed(path: Path, tensors: Mapping[str, Tensor], *names: str) -> Tensor:
     """The first of some tensors. Raises ValueError if one is missing."""
     if missing := [n for n in names if n not in tensors]:
-        raise ValueError(f"{path} lacks {', '.join(missing[:3])}; the file is not whole, or of a head of another kind")
+        raise ValueError(
+            f"{path} lacks {', '.join(missing[:3])}; the file is not whole, or of a head of another kind. "
+            "Download it again, with all its files"
+        )
     return tensors[names[0]]
 
 

@@ -13,6 +13,7 @@ from outrider.core.sampling import TokenSubset
 from outrider.core.tree import chain
 from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.heads.checks import say_length
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.features import FeatureQueue
 from outrider.drafters.heads.layers import HeadOutput
@@ -129,7 +130,9 @@ class EagleDrafter(TreeDrafter):
 def from_setup(setup: DrafterSetup) -> EagleDrafter:
     """Read the head of a configuration, and try it on a known text."""
     target, head = setup.target, head_of(setup)
-    model = EagleModel(read_eagle(head, target), target.model, setup.max_length, setup.config.quantization)
+    read = read_eagle(head, target)
+    say_length(head, read.config.max_position_embeddings, setup.max_length)
+    model = EagleModel(read, target.model, setup.max_length, setup.config.quantization)
     if target.tokenizer is not None:
         examine(model, target, target.tokenizer(SAMPLE)["input_ids"], head)
     return EagleDrafter(model, setup.rows, setup.max_length)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core.tree import chain
+from outrider.drafters.heads.checks import say_length
 from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.features import ContextDrafter
@@ -82,6 +83,7 @@ def from_setup(setup: DrafterSetup) -> PEagleDrafter:
     chains_only(setup)
     target, head = setup.target, head_of(setup)
     read = read_eagle(head, target)
+    say_length(head, read.config.max_position_embeddings, setup.max_length)
 
     def made(config: HeadConfig) -> PEagleDrafter:
         given = EagleWeights(config, read.tensors, read.token_ids)

@@ -11,7 +11,9 @@ from torch import Tensor
 from outrider.drafters.heads.checks import (
     add_embedding,
     check_embedding,
+    check_layers,
     check_target,
+    check_whole,
     log,
     needed,
     output_rows,
@@ -156,30 +158,19 @@ def _taps(opened: HeadFolder, columns: int, wide: int, target: Loaded) -> tuple[
     given, path = opened.settings, opened.path
     inner = (given.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ids = given.get("eagle_aux_hidden_state_layer_ids")
-    layers = target.model.num_layers
+    key = "eagle_aux_hidden_state_layer_ids"
     if ids is None and inner is not None:
-        ids = [i + 1 for i in inner]  # SGLang's list counts outputs of layers
+        key = f"eagle_config.{key} (it counts outputs of layers, one less)"
+        ids = [i + 1 for i in inner]  # SGLang's list
     if ids is None:
-        taps = default_taps(layers)
+        ids = [t + 1 for t in default_taps(target.model.num_layers)]
         log.warning(
             "%s names no layers of its target; the usual ones, before layers %s, may be others than it was trained on",
             path,
-            [t + 1 for t in taps],
+            ids,
         )
-    else:
-        wrong = [i for i in ids if not (isinstance(i, int) and 0 <= i <= layers)]
-        if wrong:
-            raise ValueError(
-                f"{path} reads the state before layer {wrong[0]} of its target; {target.name} has {layers} layers"
-            )
-        taps = tuple(tap_of(i) for i in ids)
-    if columns != len(taps) * wide:
-        trained = f"{columns // wide} layers" if columns % wide == 0 else "features of another width"
-        raise ValueError(
-            f"{path}: fc.weight reads {columns} numbers, which is {trained} of a target {wide} wide; its settings name "
-            f"{len(taps)} layers, so {len(taps) * wide}"
-        )
-    return taps
+    check_layers(path, key, ids, columns, wide, target)
+    return tuple(tap_of(i) for i in ids)
 
 
 def _parallel_drafts(opened: HeadFolder) -> int:
@@ -194,17 +185,8 @@ def _parallel_drafts(opened: HeadFolder) -> int:
 
 
 def _check_shapes(path: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
-    wanted = _shapes(config)
-    needed(path, tensors, *wanted)
-    for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{path}: {name} is {tuple(tensors[name].shape)}, and the settings say {shape}")
-    if more := sorted(set(tensors) - set(wanted)):
-        kind = "EAGLE-1" if config.eagle1 else "EAGLE-3" if config.mask_token_id is None else "P-EAGLE"
-        raise ValueError(
-            f"{path} holds {more[0]}{f' and {len(more) - 1} more tensors' if more[1:] else ''} that no {kind} head of these "
-            "settings has; without them it would draft badly"
-        )
+    kind = "EAGLE-1" if config.eagle1 else "EAGLE-3" if config.mask_token_id is None else "P-EAGLE"
+    check_whole(path, tensors, _shapes(config), f"{kind} head")
 
 
 def _shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:

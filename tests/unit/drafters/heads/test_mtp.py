@@ -67,43 +67,47 @@ def saved(model: Any, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def checkpoint(kind: str, config: Any, out: Path, extra: Path) -> Path:
+    """A random checkpoint with an MTP layer. Its tensors are those of a model of one layer, under the names of real checkpoints.
+
+    extra: an empty folder.
+    """
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    random_(model)
+    weights = saved(model, out)
+    one = copy.deepcopy(model.config)
+    one.num_hidden_layers, apart = 1, kind == "qwen3_next"
+    one.first_k_dense_replace, one.layer_types = 0, ["full_attention"] if apart else None
+    layer = AutoModelForCausalLM.from_config(one)
+    random_(layer)
+    own = {n.removeprefix("model.layers.0."): t for n, t in saved(layer, extra).items() if "layers.0." in n}
+    prefix, inner = ("mtp.", "mtp.layers.0.") if apart else ("model.layers.2.", "model.layers.2.")
+    weights |= {f"{inner}{n}": t for n, t in own.items()}
+    names = (
+        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        if apart
+        else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    )
+    for name in names:
+        shape = (32, 64) if name in ("fc", "eh_proj") else (32,)
+        weights[f"{prefix}{name}.weight"] = torch.randn(shape) * 0.2 if len(shape) > 1 else torch.rand(shape) + 0.5
+    if (
+        kind == "deepseek_v3"
+    ):  # its own output head and embedding, as the released checkpoints have; copies of the target's
+        weights |= {
+            f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
+            f"{prefix}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        }
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each shape. The layer's tensors are those of a model of one layer, under the names of real checkpoints."""
-    made: dict[str, Path] = {}
-    for kind, config in CONFIGS.items():
-        torch.manual_seed(5)
-        out = tmp_path_factory.mktemp(kind)
-        model = AutoModelForCausalLM.from_config(config()).eval()
-        random_(model)
-        weights = saved(model, out)
-        one = copy.deepcopy(model.config)
-        one.num_hidden_layers, apart = 1, kind == "qwen3_next"
-        one.first_k_dense_replace, one.layer_types = 0, ["full_attention"] if apart else None
-        layer = AutoModelForCausalLM.from_config(one)
-        random_(layer)
-        extra = tmp_path_factory.mktemp("layer")
-        own = {n.removeprefix("model.layers.0."): t for n, t in saved(layer, extra).items() if "layers.0." in n}
-        prefix, inner = ("mtp.", "mtp.layers.0.") if apart else ("model.layers.2.", "model.layers.2.")
-        weights |= {f"{inner}{n}": t for n, t in own.items()}
-        names = (
-            ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-            if apart
-            else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        )
-        for name in names:
-            shape = (32, 64) if name in ("fc", "eh_proj") else (32,)
-            weights[f"{prefix}{name}.weight"] = torch.randn(shape) * 0.2 if len(shape) > 1 else torch.rand(shape) + 0.5
-        if (
-            kind == "deepseek_v3"
-        ):  # its own output head and embedding, as the released checkpoints have; copies of the target's
-            weights |= {
-                f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
-                f"{prefix}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
-            }
-        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-        made[kind] = out
-    return made
+    """A checkpoint of each shape."""
+    new = tmp_path_factory.mktemp
+    return {kind: checkpoint(kind, config(), new(kind), new("layer")) for kind, config in CONFIGS.items()}
 
 
 def target(folder: Path, kind: str) -> Loaded:
@@ -195,6 +199,32 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
     if kind == "glm4_moe":
         loop = Loop(loaded.model, drafter(), "rejection", controller=Fixed(2), rows=2, max_length=96)
         assert all(len(r.output) == 5 for r in loop.generate(asked))
+
+
+def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
+    """Qwen3-Next as it is: linear attention beside full attention. The states of a step are those of the accepted path."""
+    layers = ["linear_attention", "full_attention"]
+    config = Qwen3NextConfig(
+        **SHAPE, num_key_value_heads=2, head_dim=8, shared_expert_intermediate_size=16, num_experts=4, num_mtp_layers=1,
+        layer_types=layers, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    (tmp_path / "layer").mkdir()
+    loaded = load(str(checkpoint("qwen3_next", config, tmp_path, tmp_path / "layer")), device="cpu")
+    model: Any = loaded.model
+    assert model.recurrences.layers
+    assert has_mtp(loaded)
+    asked = [
+        request(PROMPT[:n], SamplingParams(max_tokens=8, temperature=t, seed=n), seed=n)
+        for n, t in ((40, 1.0), (9, 0.0), (1, 0.7))
+    ]
+    want = plain_texts(loaded.model, asked, end_ids=())
+    for width, nodes in ((1, None), (2, 5)):
+        drafter = make_drafter(SpeculativeConfig.of({"method": "mtp"}), loaded, rows=2, max_length=96, device="cpu")
+        loop = Loop(loaded.model, drafter, controller=Fixed(3, width, nodes), rows=2, max_length=96)
+        loop.chunk = 7
+        rows = loop.generate(asked)
+        assert [r.output for r in rows] == want
+        assert sum(map(sum, (r.drafted for r in rows))) > 12
 
 
 def test_it_is_found(folders: dict[str, Path]) -> None:

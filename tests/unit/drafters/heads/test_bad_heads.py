@@ -1,0 +1,121 @@
+"""What users give by mistake, through the front of the library: each error names both sides and what would work."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import copied, eagle1_folder, medusa_folder, small_target
+
+from outrider import LLM, SamplingParams
+from outrider.models.load import Loaded
+
+TARGET = small_target()
+WIDER, LARGER = small_target(hidden_size=64), small_target(vocab_size=130)
+PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
+KEY = "eagle_aux_hidden_state_layer_ids"
+CHAINS = {"verifier": "rejection", "tree_width": 3, "tree_nodes": 7}
+
+
+def given(name: str, **settings: Any) -> Callable[[Path], Path]:
+    return lambda into: copied(name, into, settings)
+
+
+def with_tensors(name: str, **tensors: torch.Tensor | None) -> Callable[[Path], Path]:
+    return lambda into: copied(name, into, None, **tensors)
+
+
+def flat(into: Path) -> Path:
+    """A folder with SGLang's list alone, whose numbers are those of vLLM: one too high."""
+    out = copied("eagle31", into)
+    config = json.loads((out / "config.json").read_text())
+    config = config["transformer_layer_config"] | {"fc_norm": True, "norm_output": True, "draft_vocab_size": 48}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {KEY: [2, 4, 8]}}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+# name -> (the target, the folder, other settings, what the error says)
+BAD: dict[str, tuple[Loaded, Callable[[Path], Path], dict[str, Any], str]] = {
+    "eagle3 of another target": (
+        WIDER, given("eagle3"), {}, r"with 32 numbers .* golden-target has 64; .* outrider train eagle3 -m golden-target",
+    ),
+    "dspark of another target": (WIDER, given("dspark"), {}, r"with 32 numbers .* has 64; .* outrider train"),
+    "medusa of another target": (WIDER, medusa_folder, {}, r"with 32 numbers .* has 64; .* outrider train"),
+    "eagle1 of another target": (WIDER, eagle1_folder, {}, r"with 32 numbers .* has 64; .* outrider train"),
+    "eagle3 of another vocabulary": (LARGER, given("eagle3"), {}, r"with 128 tokens .* has 130; .* outrider train"),
+    "peagle of another vocabulary": (LARGER, given("peagle"), {}, r"with 128 tokens .* has 130; .* outrider train"),
+    "a layer that is not there": (
+        TARGET, given("eagle31", **{KEY: [2, 4, 9]}), {}, rf"before layer 9 .* has 8 layers\. Correct {KEY} in",
+    ),
+    "fewer layers than trained on": (
+        TARGET, given("eagle31", **{KEY: [2, 4]}), {}, rf"which is 3 layers .* name 2 layers, so 64\. Write .* as {KEY} in",
+    ),
+    "fewer layers of a block": (
+        TARGET, given("dspark", aux_hidden_state_layer_ids=[2, 4]), {}, r"name 2 layers, so 64\. Write .* aux_hidden_state",
+    ),
+    "the tap convention of another engine": (
+        TARGET, flat, {}, rf"before layer 9 .* has 8 layers\. Correct eagle_config\.{KEY} \(it counts outputs",
+    ),
+    "a rotary embedding of another kind": (
+        TARGET,
+        given("eagle31", rope_parameters={"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0}),
+        {},
+        r"'dynamic'.*(default|llama3)",
+    ),
+    "a missing tensor": (
+        TARGET, with_tensors("eagle31", norm__weight=None), {}, r"lacks norm\.weight; .* Download it again",
+    ),
+    "a missing tensor of a block": (
+        TARGET, with_tensors("dflash", hidden_norm__weight=None), {}, r"lacks hidden_norm\.weight; .* Download it again",
+    ),
+    "a tensor left over": (
+        TARGET,
+        with_tensors("eagle31", layers__1__mlp__up_proj__weight=torch.ones(2)),
+        {},
+        r"holds layers\.1\.mlp\.up_proj\.weight that no EAGLE-3 head .* Give it the config\.json",
+    ),
+    "a tensor left over in a block": (
+        TARGET, with_tensors("dspark", what__weight=torch.ones(2)), {}, r"holds what\.weight that no block drafter .* Give it",
+    ),
+    **{
+        f"a tree for {name}": (
+            TARGET, made, CHAINS, rf"{name} drafts chains for the verifier rejection, .* leave out tree_width, or use",
+        )
+        for name, made in (("peagle", given("peagle")), ("dspark", given("dspark")), ("medusa", medusa_folder))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_says_what_would_work(what: str, tmp_path: Path) -> None:
+    target, folder, options, message = BAD[what]
+    made = folder(tmp_path)
+    with pytest.raises(ValueError, match=f"(?s){message}") as raised:
+        LLM(target, speculative_config={"model": str(made), **options}, max_model_len=128)
+    assert "tree" in what or str(made) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["eagle31", "peagle", "dspark"])
+def test_a_prompt_longer_than_the_positions_of_a_head(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is drafted there, and the text is that of plain decoding."""
+    folder = copied(name, tmp_path, {"max_position_embeddings": 40})
+    with caplog.at_level(logging.WARNING, "outrider.heads"):
+        fast = LLM(TARGET, speculative_config={"model": str(folder), "controller": "fixed"}, max_model_len=128)
+    assert f"{folder} drafts in texts of up to 40 tokens, and a text may have 128 here" in caplog.text
+    params = SamplingParams(max_tokens=30, temperature=1, seed=4, ignore_eos=True)
+    asked: list[Any] = [{"prompt_token_ids": PROMPT[:n]} for n in (60, 20)]
+    plain = LLM(TARGET, max_model_len=128).generate(asked, params)
+    long, short = fast.generate(asked, params)
+    assert [o.outputs[0].token_ids for o in (long, short)] == [o.outputs[0].token_ids for o in plain]
+    for out, drafts in ((long, False), (short, True)):
+        counted = out.metrics.speculative_decoding
+        assert counted is not None
+        assert (sum(counted.per_step_drafted) > 0) is drafts
