@@ -99,7 +99,7 @@ def start(options: DeployOptions, name: str, host: str, port: int, own: bool, ti
     front = running.get(name)
     if front is None or options.front_name not in front.deployments:
         serve.run_many(
-            [serve.RunTarget(build_front(options), name=name, route_prefix="/")],
+            [serve.RunTarget(build_front(options), name=name, route_prefix=None if own else "/")],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
