@@ -16,7 +16,10 @@ THEIRS = {b"connection", b"transfer-encoding", b"x-request-id"}
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request. prompt: what its prompt begins with, for the router; empty if it has none."""
+    """An HTTP request. prompt: what its prompt begins with, for the router; empty if it has none.
+
+    home: the replica that keeps what the request is about; empty if any will do.
+    """
 
     method: str
     path: str
@@ -24,6 +27,7 @@ class Call:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
     prompt: str = ""
+    home: str = ""
 
 
 @dataclass(frozen=True)

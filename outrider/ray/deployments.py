@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -41,13 +42,14 @@ class OutriderEngine:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._service = (made := assemble(ServerOptions.model_validate(options))).service
-        self._asgi = create_app(made.service, made.metrics)
         self._name = serve.get_replica_context().replica_id.unique_id
+        made.service.settings = replace(made.service.settings, replica=self._name)
+        self._asgi = create_app(made.service, made.metrics)
         self._tickets = Tickets(self._asgi)
         self._listener = Listener(self._tickets, get_node_ip_address(), timeout_keep_alive=IDLE)
 
-    async def take(self, prompt: str) -> AsyncIterator[Place]:
-        """Hold a place for a request with this prompt, which is for the router. Ends when the request was answered."""
+    async def take(self, prompt: str, home: str) -> AsyncIterator[Place]:
+        """Hold a place for a request. Ends when it was answered. prompt, home: as in `Call`, for the router."""
         ticket = self._tickets.issue()
         try:
             yield Place(self._name, self._listener.url, ticket)
@@ -78,7 +80,7 @@ class RayReplicas:
 
     async def ask(self, call: Call) -> AsyncGenerator[Start | bytes, None]:
         """See `Replicas.ask`."""
-        held, lost, ended = self._stream.take.remote(call.prompt), asyncio.Future[None](), False
+        held, lost, ended = self._stream.take.remote(call.prompt, call.home), asyncio.Future[None](), False
         try:
             place = await asyncio.wait_for(anext(held), self._patience)
             self._watch(held, lost)

@@ -140,7 +140,8 @@ class Connections:
                 async for part in response.content.iter_any():
                     yield part
         except asyncio.CancelledError:
-            if lost.done() and asking.cancelled():
+            task = asyncio.current_task()
+            if lost.done() and (task is None or not task.cancelling()):  # nobody has cancelled this task
                 raise ReplicaLost(place.replica) from None
             asking.cancel()
             raise

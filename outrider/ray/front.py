@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -26,9 +27,11 @@ from outrider.serve.errors import Refused, dumps
 from outrider.serve.guard import Guard
 from outrider.serve.logs import log
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.responses_route import replica_of
 from outrider.serve.settings import Settings
 
 STREAMED = ("/v1/completions", "/v1/chat/completions")
+RESPONSES = "/v1/responses"
 HEAD = 16 << 10  # characters of a prompt that the router sees
 PATIENCE = 60.0  # seconds that a request looks for a replica that lives
 PAUSE = 0.1  # seconds before the second try; each further one waits twice as long, a second at most
@@ -68,6 +71,8 @@ class Front:
         parsed = _parsed(body) if call.method == "POST" else None
         if parsed is not None:
             call = _replaced(call, body, _beginning(parsed))
+        if call.path.startswith(RESPONSES):
+            call = replace(call, home=_home(call.path, parsed or {}))
         streams = parsed is not None and call.path in STREAMED and parsed.get("stream") is True
         answer = self._stream(call, parsed) if streams and parsed is not None else self._whole(call)
         await _sent(answer, receive, send)
@@ -236,5 +241,11 @@ def _beginning(body: dict[str, Any]) -> str:
     return ""
 
 
+def _home(path: str, body: dict[str, Any]) -> str:
+    """The replica that keeps the response that a request is about."""
+    about = path.removeprefix(RESPONSES).strip("/") or body.get("previous_response_id")
+    return replica_of(about) if isinstance(about, str) else ""
+
+
 def _replaced(call: Call, body: bytes, prompt: str) -> Call:
-    return Call(call.method, call.path, call.query, call.headers, body, prompt)
+    return replace(call, body=body, prompt=prompt)

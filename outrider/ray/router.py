@@ -23,7 +23,9 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """The candidates one by one, the best first."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        prompt = _prompt(pending_request)
+        if (home := _asked(pending_request, 1)) in by_name:
+            return [[by_name[home]]]
+        prompt = _asked(pending_request, 0)
         loads = {name: self._load(replica) for name, replica in by_name.items()}
         shares = self._prefixes.shares(prompt) if self._weight else {}
         return [[by_name[name]] for name in ranked(prompt, loads, shares, self._weight)]
@@ -31,7 +33,7 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember what the replica reads now."""
         self._sent[replica_id.unique_id] += 1
-        if self._weight and (prompt := _prompt(pending_request)):
+        if self._weight and (prompt := _asked(pending_request, 0)):
             self._prefixes.add(prompt, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -50,7 +52,7 @@ class PrefixRouter(RequestRouter):
         return max(told, self._sent[replica.replica_id.unique_id])
 
 
-def _prompt(pending: PendingRequest | None) -> str:
-    """What `OutriderEngine.take` is asked with."""
-    prompt = pending.args[0] if pending is not None and pending.args else ""
-    return prompt if isinstance(prompt, str) else ""
+def _asked(pending: PendingRequest | None, number: int) -> str:
+    """An argument of `OutriderEngine.take`; empty for other calls."""
+    given = pending.args[number] if pending is not None and len(pending.args) > number else ""
+    return given if isinstance(given, str) else ""

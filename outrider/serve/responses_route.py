@@ -48,7 +48,7 @@ def install(
                 refused.param = "input"
             raise
         watch(pending, chat, request)
-        writer = ResponsesWriter(f"resp_{secrets.token_hex(16)}", settings.model_name, body, chat)
+        writer = ResponsesWriter(response_id(settings.replica), settings.model_name, body, chat)
 
         def keep() -> None:
             response = writer.response
@@ -91,3 +91,14 @@ async def _events(
     except Refused as refused:
         for event in writer.failed(refused):
             yield encoded(event)
+
+
+def response_id(replica: str = "") -> str:
+    """A new id. replica: that keeps the response, so that a request about it can be sent there."""
+    return f"resp_{secrets.token_hex(16)}" + (f"_{replica}" if replica else "")
+
+
+def replica_of(name: str) -> str:
+    """The replica in the id of a response; empty if it has none."""
+    parts = name.split("_", 2)
+    return parts[2] if parts[0] == "resp" and len(parts) == 3 else ""

@@ -22,6 +22,7 @@ class Settings:
     max_stop_length: characters. max_logprobs: of one token, for prompt and output. max_bias: entries of logit_bias,
     bad_words, allowed_token_ids and stop_token_ids. max_speculative_tokens: that a request may ask for. max_responses,
     max_response_bytes: that are kept to go on from, see `ResponseStore`.
+    replica: the name of this server among others; the ids of its responses end with it.
     """
 
     model_name: str = "model"
@@ -47,6 +48,7 @@ class Settings:
     max_speculative_tokens: int = 16
     max_responses: int = 256
     max_response_bytes: int = 32 << 20
+    replica: str = ""
 
 
 def served_name(name: str) -> str:

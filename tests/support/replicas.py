@@ -20,7 +20,7 @@ class LocalReplicas:
 
     async def ask(self, call: Call) -> AsyncGenerator[Start | bytes, Any]:
         names, number, events = list(self.apps), len(self.calls), 0
-        name = names[number % len(names)]
+        name = call.home if call.home in self.apps else names[number % len(names)]
         self.calls.append(call)
         self.asked.append(name)
         parts, page = answered(self.apps[name], call, name), False

@@ -108,15 +108,15 @@ def read(url: str, body: dict[str, Any]) -> str:
     return text
 
 
-def replicas() -> list[str]:
-    """The names of the engine's actors that live."""
+def replicas(application: str = "test-engines") -> list[str]:
+    """The names of an application's actors that live."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    return [a["name"] for a in named if a["name"].startswith("SERVE_REPLICA::test-engines#")]
+    return [a["name"] for a in named if a["name"].startswith(f"SERVE_REPLICA::{application}#")]
 
 
-def kill_one() -> None:
+def kill_one(application: str = "test-engines") -> None:
     """End the process of one replica at once."""
-    ray.kill(ray.get_actor(replicas()[0], namespace="serve"), no_restart=True)
+    ray.kill(ray.get_actor(replicas(application)[0], namespace="serve"), no_restart=True)
 
 
 def wait_for(count: int) -> None:
@@ -155,6 +155,27 @@ def test_500_requests_a_kill_and_a_rolling_update(url: str) -> None:
     thread.join(300)
     model = httpx.get(url + "/v1/models", timeout=60).json()["data"][0]
     assert model["speculative"]["method"] == "suffix"
+
+
+def test_a_front_that_dies_cuts_its_clients_and_comes_back(url: str) -> None:
+    """Who asks again gets the same text. Replicas are free again although nobody told them."""
+    body = {"prompt": "def f(x):\n", "temperature": 0.9, "seed": 1, "max_tokens": 400, "ignore_eos": True}
+    whole = httpx.post(url + "/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    with (
+        httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}, timeout=60) as stream,
+        pytest.raises(httpx.RemoteProtocolError),
+    ):
+        for number, _ in enumerate(stream.iter_lines()):
+            if number == 10:
+                kill_one("test")
+    for _ in range(600):
+        try:
+            again = httpx.post(url + "/v1/completions", json=body, timeout=60)
+            break
+        except httpx.TransportError:
+            time.sleep(0.1)
+    assert again.json()["choices"][0]["text"] == whole
+    assert [httpx.get(url + "/health", timeout=30).json()["running"] for _ in range(6)] == [0] * 6
 
 
 def test_the_number_of_replicas_follows_the_load(url: str) -> None:

@@ -22,26 +22,29 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 
 from outrider import LLM
 from outrider.ray import cluster
-from outrider.ray.deployments import build
+from outrider.ray.calls import Call, ReplicaLost
+from outrider.ray.deployments import RayReplicas, build
+from outrider.ray.direct import Place
 from outrider.ray.options import DeployOptions
 from outrider.ray.prefixes import BLOCK
 from outrider.ray.router import PrefixRouter
+from outrider.serve.errors import Refused
 
 BODY: dict[str, Any] = {"prompt": "def quicksort(xs):\n", "max_tokens": 12, "temperature": 0.9, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url() -> str:
     port = cluster.free_port("127.0.0.1", 0)
     given = {"model": "builtin:code", "speculative_config": PAIR, "max_num_seqs": 2, "max_queue": 1, "api_key": "key"}
     options = DeployOptions.model_validate({**given, "replicas": 1, "listen": ("127.0.0.1", port)})
     context = SimpleNamespace(replica_id=ReplicaID("alone", DeploymentID("d", "a")))  # which the local mode lacks
     with (
-        mock.patch("outrider.ray.deployments.serve.get_replica_context", lambda: context),
-        mock.patch("outrider.ray.deployments.get_node_ip_address", lambda: "127.0.0.1"),
+        mock.patch("outrider.ray.deployments.serve.get_replica_context", return_value=context),
+        mock.patch("outrider.ray.deployments.get_node_ip_address", return_value="127.0.0.1"),
     ):
         serve.run(build(options), name="local", _local_testing_mode=True)
-    yield f"http://127.0.0.1:{port}"
+    return f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -93,10 +96,9 @@ def test_the_router_knows_what_it_sent_where() -> None:
         router.initialize_state(prefix_weight=4.0)
         some = [replica("one"), replica("two")]
 
-        async def first(prompt: str) -> str:
-            pending: Any = SimpleNamespace(args=[prompt])
+        async def first(prompt: str, home: str = "") -> str:
+            pending: Any = SimpleNamespace(args=[prompt, home])
             ranked = await router.choose_replicas(some, pending)
-            assert [len(rank) for rank in ranked] == [1, 1]
             router.on_request_routed(pending, ranked[0][0].replica_id, None)
             return ranked[0][0].replica_id.unique_id
 
@@ -105,6 +107,8 @@ def test_the_router_knows_what_it_sent_where() -> None:
         assert [await first(chat + "b" * BLOCK) for _ in range(3)] == [home] * 3  # its prefix outweighs its load
         other = await first("c" * BLOCK)
         assert other != home  # nothing is known of this one, and the other has nothing to do
+        assert await first(chat, other) == other  # which keeps what the request is about
+        router.on_request_completed(replica(other).replica_id, "")
         for _ in range(4):
             router.on_request_completed(replica(home).replica_id, "")
         assert await first("d" * BLOCK) == home  # which has nothing to do now
@@ -113,3 +117,42 @@ def test_the_router_knows_what_it_sent_where() -> None:
         assert await first(chat) == other
 
     asyncio.run(go())
+
+
+class Held:
+    """A place that a replica holds, as Ray hands it out; none comes if place is None. cancelled: it was given back."""
+
+    def __init__(self, place: Place | None) -> None:
+        self.place, self.cancelled = place, False
+
+    def __aiter__(self) -> Held:
+        return self
+
+    async def __anext__(self) -> Place:
+        if self.place is None:
+            await asyncio.sleep(60)
+        place, self.place = self.place, None
+        assert place is not None
+        return place
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_a_place_that_is_not_used_is_given_back() -> None:
+    """It would count as a request of its replica for ever."""
+
+    async def go(held: Held) -> None:
+        taking = SimpleNamespace(remote=lambda prompt, home: held)
+        handle: Any = SimpleNamespace(options=lambda stream: SimpleNamespace(take=taking))
+        async for _ in RayReplicas(handle, 0.2).ask(Call("GET", "/health")):
+            raise AssertionError
+
+    nobody = Held(Place("r0", f"http://127.0.0.1:{cluster.free_port('127.0.0.1', 0)}", "ticket"))
+    with pytest.raises(ReplicaLost, match="r0"):
+        asyncio.run(go(nobody))
+    late = Held(None)
+    with pytest.raises(Refused, match="no replica took"):
+        asyncio.run(go(late))
+    assert nobody.cancelled
+    assert late.cancelled

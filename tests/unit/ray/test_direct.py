@@ -110,7 +110,8 @@ def test_what_ray_knows_ends_the_wait_for_a_host_that_is_silent(begun: bool) -> 
                 place = replace(place, url=f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}")
             asyncio.get_running_loop().call_later(0.2, lost.set_result, None)
             with pytest.raises(ReplicaLost, match="r0"):
-                [p async for p in connections.ask(place, Call("GET", "/"), lost)]
+                async with asyncio.timeout(5):
+                    [p async for p in connections.ask(place, Call("GET", "/"), lost)]
         silent.close()
 
     run(test)

@@ -283,6 +283,32 @@ def test_metrics_of_all_replicas_stand_on_one_page(lives: list[Live]) -> None:
     assert asyncio.run(get("/v1/models")).json()["data"][0]["id"] == "code"
 
 
+def test_a_stored_response_is_asked_for_at_the_replica_that_keeps_it() -> None:
+    asked = {"input": "sort", "max_output_tokens": 4, "temperature": 0}
+    with (
+        serving(builtin(2, None), Settings(model_name="code", replica="r0")) as one,
+        serving(builtin(2, None), Settings(model_name="code", replica="r1")) as two,
+    ):
+        app = front([one, two])
+
+        async def get(method: str, name: str) -> int:
+            transport = httpx.ASGITransport(guarded(app))
+            async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+                return (await client.request(method, f"/v1/responses/{name}")).status_code
+
+        names = [post(app, "/v1/responses", asked).json()["id"] for _ in range(3)]
+        assert [name[-3:] for name in names] == ["_r0", "_r1", "_r0"]
+        for name in names:
+            again = post(app, "/v1/responses", {**asked, "previous_response_id": name})
+            assert again.status_code == 200, again.text
+            assert again.headers["x-outrider-replica"] == name[-2:]
+            assert asyncio.run(get("GET", name)) == 200
+            assert asyncio.run(get("DELETE", name)) == 200
+            assert asyncio.run(get("GET", name)) == 404
+        for bad in ("resp_1_nobody", "resp_", "x", 5):
+            assert post(app, "/v1/responses", {**asked, "previous_response_id": bad}).status_code == 400
+
+
 def test_the_deadline_shrinks_with_the_time_that_was_used() -> None:
     stream = ResumableStream({"prompt": "x", "timeout": 5.0, "stream": True})
     sent = json.loads(stream.request())

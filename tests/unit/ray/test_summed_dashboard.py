@@ -194,10 +194,11 @@ def test_nothing_ticks_when_the_last_viewer_was_dropped() -> None:
 def test_replicas_that_are_gone_leave_the_sum() -> None:
     class Pages:
         def __init__(self) -> None:
-            self.pages = dict[str, bytes]()
+            self.pages, self.names = dict[str, bytes](), set[bytes]()
 
         async def each(self, call: Any) -> dict[str, bytes]:
             assert call.path == "/dashboard/poll"
+            self.names.add(call.query)
             return self.pages
 
         def ask(self, call: Any) -> Any:
@@ -228,7 +229,11 @@ def test_replicas_that_are_gone_leave_the_sum() -> None:
         events = [json.loads(part.partition("data: ")[2]) for part in viewer.taken().decode().split("\n\n")[:-1]]
         assert [event.get("slots") or event["engine"]["running"] for event in events] == [4, 2, 2, 1]
         board.leave(viewer)
-        board.leave(board.join())
+        assert len(pages.names) == 1
+        viewer = board.join()
         assert board.hello() is None  # what was known is old
+        await board.tick()
+        board.leave(viewer)
+        assert len(pages.names) == 2  # so that replicas that know the first one say hello again
 
     asyncio.run(go())
