@@ -11,7 +11,6 @@ from outrider.ray.calls import Call, Replicas
 from outrider.serve.dashboard import INTERVAL, Audience, encoded
 from outrider.serve.watch import RECENT
 
-MEANS = ("elapsed",)  # of replicas that run side by side
 NOT_SUMMED = (
     "time",
     "viewers",
@@ -94,7 +93,8 @@ def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Ev
     count, found = max(len(last), 1), dict[str, Any]()
     for name in every[0]:
         if name not in NOT_SUMMED:
-            found[name] = sum(tick[name] for tick in every) / (count if name in MEANS else 1)
+            found[name] = sum(tick[name] for tick in every)
+    found["elapsed"] /= count
     depths = max(len(tick["by_depth"]) for tick in every)
     by_depth = [
         [sum(t["by_depth"][j][i] for t in every if j < len(t["by_depth"])) for i in (0, 1)] for j in range(depths)
