@@ -86,8 +86,10 @@ def main() -> None:
     servers = {kind: subprocess.Popen(command(kind, given.model), env=env, stdout=subprocess.DEVNULL) for kind in PORTS}
     try:
         urls = {kind: f"http://127.0.0.1:{port}" for kind, port in PORTS.items()}
-        for url in urls.values():
+        for kind, url in urls.items():
             while True:
+                if servers[kind].poll() is not None:
+                    raise SystemExit(f"{kind} ended before it answered; run: {' '.join(command(kind, given.model))}")
                 try:
                     if httpx.get(url + "/health", timeout=5).status_code == 200:
                         break

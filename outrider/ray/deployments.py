@@ -158,18 +158,23 @@ class OutriderFront:
             await self._listener.close()
 
 
-def build(args: DeployOptions) -> Application:
+Given = DeployOptions | dict[str, Any]  # Ray hands over what a file or a command line says, as it is
+
+
+def build(args: Given) -> Application:
     """Front and engines as one Serve application: `serve run outrider.ray:build model=builtin:code replicas=2`."""
-    return _front(args, build_engines(args))
+    return _front(DeployOptions.model_validate(args), build_engines(args))
 
 
-def build_front(args: DeployOptions) -> Application:
+def build_front(args: Given) -> Application:
     """The front alone. The engines are the application `engines`, so it goes on while they are replaced."""
+    args = DeployOptions.model_validate(args)
     return _front(args, args.engines)
 
 
-def build_engines(args: DeployOptions) -> Application:
+def build_engines(args: Given) -> Application:
     """The replicas of the engine alone: an application without a route."""
+    args = DeployOptions.model_validate(args)
     scaling: dict[str, Any] = {"num_replicas": args.fewest}
     if args.max_replicas is not None:
         look_back = max(2.0, min(30.0, args.upscale_delay))

@@ -41,7 +41,7 @@ def configs() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", [*COMMANDS, "rayservice.yaml"])
 def test_ray_and_outrider_take_the_configurations(name: str) -> None:
     schema = pytest.importorskip("ray.serve.schema").ServeDeploySchema
-    from outrider.ray.deployments import build_engines, build_front
+    from outrider.ray.deployments import build, build_engines, build_front
 
     config = configs()[name]
     taken = schema.model_validate(config)
@@ -51,8 +51,11 @@ def test_ray_and_outrider_take_the_configurations(name: str) -> None:
     assert options.engines == engines.name
     assert (front.route_prefix, engines.route_prefix) == ("/", None)
     assert (front.import_path, engines.import_path) == ("outrider.ray:build_front", "outrider.ray:build_engines")
-    for build in (build_engines, build_front):
-        assert build(options) is not None
+    as_ray_does = pytest.importorskip("ray.serve._private.api").call_user_app_builder_with_args_if_necessary
+    text = {"model": "builtin:code", "replicas": "2", "cpus": "0.5", "speculative_config": DRAFT}  # of a command line
+    for builder, args in ((build_engines, engines.args), (build_front, front.args), (build, text)):
+        made = as_ray_does(builder, args)
+        assert isinstance(made, pytest.importorskip("ray.serve").Application)
 
 
 def test_the_manifest_gives_workers_room_for_the_replicas() -> None:
