@@ -65,8 +65,9 @@ def test_whatever_byte_a_kill_cuts_at_whole_answers_stay_and_none_is_twice(tmp_p
     lines = scan(path)
     rows = {each.key: {"custom_id": each.custom_id, "text": "äöü\n" * number} for number, each in enumerate(lines)}
     first = Journal(out, MADE)
-    for each in (lines[2], lines[0]):  # answers end in any order
+    for count, each in enumerate((lines[2], lines[0]), 1):  # answers end in any order
         first.add(each.key, rows[each.key])
+        assert first.path.read_bytes().count(b"\n") == 1 + count  # a process that is killed now keeps it
     with pytest.raises(ValueError, match="an answer already"):
         first.add(lines[0].key, {})
     with pytest.raises(BlockingIOError, match="another process writes"):
