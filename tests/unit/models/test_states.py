@@ -23,6 +23,7 @@ from outrider.drafters.stubs import Noisy, Wrong
 from outrider.engine.policy import HEADROOM
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
+from outrider.kernels import cpu as native
 from outrider.models import states
 from outrider.models.base import BaseModel, LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
@@ -216,6 +217,28 @@ def test_a_window_that_is_one_off_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     model = HFModel(tiny("lfm2"))
     assert model.recurrences.by_node, "the first forward compares, and takes the slow way"
     assert_rows_do_not_depend_on_their_neighbours(model)
+
+
+@pytest.mark.skipif(not native.available(), reason=str(native.why()))
+@pytest.mark.parametrize("name", families("qwen3_5_text", "falcon_h1", "mamba"))
+def test_the_kernels_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = model_of(name)[1].recurrences.by_node
+
+    def none(kind: str, *_: object) -> None:
+        raise AssertionError(f"{kind} has a kernel")
+
+    monkeypatch.setattr(steps, "_by_itself", none)
+    assert HFModel(tiny(name)).recurrences.by_node == slow, "whole layers go node by node only where there is no step"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+def test_without_kernels_the_functions_themselves_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "STEPS", dict.fromkeys(steps.STEPS, lambda _: None))
+    raw, model = tiny(name), HFModel(tiny(name))
+    assert not model.recurrences.by_node
+    texts = [raw.generate(torch.tensor([p]), do_sample=False, max_new_tokens=8)[0].tolist() for p in prompts(3, 13)]
+    assert outputs(model, texts, Guided(texts), 8) == texts
+    check_histories(model, 6)
 
 
 def test_a_path_that_is_none_cannot_be_committed() -> None:
