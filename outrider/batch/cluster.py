@@ -35,8 +35,13 @@ def connect(address: str) -> None:
             ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
         else:
             ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise _no_cluster(address, str(error).strip().partition("\n")[0]) from None
+    except Exception as error:  # Ray raises a bare one where a node does not start in time
+        why = str(error).strip().partition("\n")[0]
+        if address == LOCAL:
+            raise ConnectionError(
+                f"Ray could not start a cluster here ({why}); try again when the machine is less busy, or leave out --ray"
+            ) from None
+        raise _no_cluster(address, why) from None
 
 
 def _no_cluster(address: str, why: str) -> ConnectionError:

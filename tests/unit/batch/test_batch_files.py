@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from outrider.batch.answer import BatchOptions, line_seed
+from outrider.batch.cluster import connect
 from outrider.batch.journal import Journal
 from outrider.batch.lines import read, scan
 from outrider.cli.batch import BatchProgress
@@ -141,3 +144,16 @@ def test_progress_tells_the_time_that_is_left(capsys: pytest.CaptureFixture[str]
     assert "line 5: bad" not in said
     assert "and 2 more errors" in said
     assert "8 answers and 7 errors in out.jsonl: 120 tokens" in said
+
+
+@pytest.mark.parametrize(("address", "said"), [("local", "or leave out --ray"), ("auto", "or take --ray local")])
+def test_a_cluster_that_does_not_start_is_one_line(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nmore")  # a bare one, as Ray raises it
+
+    ray = ModuleType("ray")
+    ray.init, ray.data = init, ModuleType("ray.data")  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+    with pytest.raises(ConnectionError, match=f"timed out during startup.*{said}"):
+        connect(address)
