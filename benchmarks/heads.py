@@ -1,9 +1,10 @@
-"""What a draft with an EAGLE-3 head costs, for targets of real shapes, with made weights: its own forwards, and all around them.
+"""What a draft with a head costs, for targets of real shapes, with made weights: its own forwards, and all around them.
 
     python -m benchmarks.heads --depth 4 --precisions bfloat16 int8
+    python -m benchmarks.heads --kinds          # every kind of head, beside a forward of its target
 
 Cost does not depend on the values of weights. A draft reads two new pairs, as after a step with one accepted token, and draws a
-chain. The precisions take turns within a round. Medians over the rounds, the first discarded.
+chain. What is compared takes turns within a round. Medians over the rounds, the first discarded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import headline
+from benchmarks.head_kinds import kinds_table
 from benchmarks.report import console, rich_table
 from outrider.core.types import Budget, Commit
 from outrider.drafters.heads.config import HeadConfig
@@ -69,6 +71,9 @@ class Embedding(BaseModel):
     @property
     def embedding_table(self) -> Tensor:
         return self.table
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        return self.table[tokens].float()
 
 
 def made(shape: Shape, draft_vocab: int) -> EagleWeights:
@@ -155,7 +160,11 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--precisions", nargs="+", choices=("bfloat16", "int8", "int4"), default=["bfloat16", "int8"])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--kinds", action="store_true", help="every kind of head, beside a forward of its target")
     args = parser.parse_args()
+    if args.kinds:
+        console.print(kinds_table(args.depth, args.draft_vocab, args.rounds))
+        return
     rows = [row for s in SHAPES for row in measure(s, args.draft_vocab, args.depth, args.precisions, args.rounds)]
     console.print(rich_table(f"an EAGLE-3 head with {args.draft_vocab} tokens, chains of {args.depth}", HEAD, rows))
 
