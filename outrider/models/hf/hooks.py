@@ -87,10 +87,8 @@ def _attention(
     if attention_mask is not None:  # the mask carries the window that the model's own attention uses
         call.windows[layer] = attention_mask.outrider_window  # pyright: ignore[reportAttributeAccessIssue]
     window, chunk = call.windows.get(layer, sliding_window), None
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    if (
-        "chunked_attention" in (kinds or ()) and kinds[layer] == "chunked_attention"
-    ):  # the mask names its length as a window
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    if "chunked_attention" in kinds and kinds[layer] == "chunked_attention":  # the mask names its length as a window
         window, chunk = None, window
     if call.factors is not None:
         query = query * call.factors

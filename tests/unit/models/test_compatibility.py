@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
+from outrider.models.load import load
 from outrider.testing.compatibility import check
+from outrider.testing.tiny_models import tiny_config, tiny_model, whole_config
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
@@ -119,3 +121,31 @@ def test_the_built_in_model() -> None:
     found = check("builtin:code")
     assert found.runs
     assert found.report.path in ("native", "general")
+
+
+def test_code_of_a_model_is_never_run_by_a_load(tmp_path: Path) -> None:
+    """A known model_type with code of its own is loaded by transformers' class; an unknown one is not loaded."""
+    mark = tmp_path / "ran"
+    raw = tiny_model(tiny_config(whole_config("llama")))
+    raw.save_pretrained(tmp_path)
+    (tmp_path / "modeling.py").write_text(f"open({str(mark)!r}, 'w')\nraise SystemExit('it ran')")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.C"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load(str(tmp_path)).model.vocab_size == raw.config.vocab_size
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "their_own"}))
+    with pytest.raises(ValueError, match=r"trust_remote_code\) is not run here"):
+        load(str(tmp_path))
+    assert not mark.exists()
+
+
+def test_layer_types_that_the_weights_do_not_have_are_no_model(tmp_path: Path) -> None:
+    """Weights of attention under a configuration of convolutions."""
+    raw = tiny_model(tiny_config(whole_config("lfm2")))
+    raw.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    kinds = {"conv": "full_attention", "full_attention": "conv"}
+    told["layer_types"] = [kinds[kind] for kind in told["layer_types"]]
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"are in no file|cannot be loaded"):
+        load(str(tmp_path))

@@ -77,6 +77,22 @@ def test_a_node_that_sees_its_siblings_is_found(monkeypatch: pytest.MonkeyPatch)
     assert not report.checks["tree"]
 
 
+def test_texts_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None for a model whose rows are equal; all for one whose logits know how many nodes there are."""
+    monkeypatch.setattr(coverage, "_LONG", range(2, 5))
+    monkeypatch.setattr(coverage, "_LONG_NEW", 12)
+    model = HFModel(tiny_model(tiny_config(whole_config("llama"))))
+    assert coverage._differing(model) == 0
+    forward = model.forward
+
+    def uneven(nodes: Nodes, **options: Any) -> Any:
+        out = forward(nodes, **options)
+        return out._replace(logits=out.logits.roll(int(nodes.count > 1), dims=-1))
+
+    monkeypatch.setattr(model, "forward", uneven)
+    assert coverage._differing(model) == 3
+
+
 def test_a_tiny_model_keeps_what_matters() -> None:
     """One layer of each kind, the ratio of heads, tied embeddings, windows."""
     config = whole_config("gemma3_text")
