@@ -181,7 +181,7 @@ class Client:
 
     async def _refused(self, status: int, reader: asyncio.StreamReader) -> str:
         found = (await reader.read()).decode()
-        if status not in (400, 429, 503) or '"error"' not in found:
+        if status not in (400, 408, 429, 503) or '"error"' not in found:
             self.wrong.append(f"{status}: {found[:300]}")
         if status == 429:
             await asyncio.sleep(0.05)  # a client that comes back too early, but not at once

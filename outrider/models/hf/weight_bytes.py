@@ -37,7 +37,7 @@ def _mixture(module: nn.Module) -> int:
     linears = packed_experts(module)
     whole = sum(p.nbytes for p in module.parameters()) + sum(linear.bytes for linear in linears)
     experts = len(linears) // 2 or next((len(p) for p in module.parameters() if p.dim() == 3), 1)
-    config: Any = module.config
+    config: Any = getattr(module, "config", None)  # Llama 4's has none: it reads all experts
     chosen = next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), experts)
     return whole * min(chosen, experts) // experts
 
