@@ -105,17 +105,14 @@ class LayerStates:
         inputs: what each node reads, [batch * node, ...] each. Returns the outputs, [batch * node, ...]; zeros for padding.
         """
         chains, row_of = list[_Growing](), dict[tuple[int, int], int]()
-        starts = dict[
-            tuple[int, int], State | None
-        ]()  # by slot and node, what chains begin with; None until it is known
+        # By slot and node: what chains begin with; None until it is known.
+        starts = dict[tuple[int, int], State | None]()
         told = advance, inputs
         for b, (slot, parents) in enumerate(zip(nodes.slots, nodes.parent_lists, strict=True)):
             scratch = self._scratch.setdefault(slot, _Scratch())
             self._cut(slot, nodes.held)
-            ends, waves = (
-                dict[int, _Growing](),
-                dict[int, int](),
-            )  # by node: the chain that ends there; the wave of its chain
+            # By node: the chain that ends there, and the wave of its chain.
+            ends, waves = dict[int, _Growing](), dict[int, int]()
             for node, parent in enumerate(parents[nodes.held :], nodes.held):
                 scratch.parents.append(parent)
                 if parent == PADDING:
@@ -142,23 +139,22 @@ class LayerStates:
             for chain, found in zip(group, states, strict=True):
                 kept, after = self._scratch[chain.slot].states, iter(found)
                 for node in chain.nodes:
-                    if node in kept or (chain.slot, node) in starts:
-                        state = next(after)
-                        if node in kept:
-                            kept[node] = state
-                        if (chain.slot, node) in starts:
-                            starts[chain.slot, node] = state
+                    at = chain.slot, node
+                    if not (node in kept or at in starts):
+                        continue
+                    state = next(after)
+                    if node in kept:
+                        kept[node] = state
+                    if at in starts:
+                        starts[at] = state
         assert out is not None
         return out
 
     def _chain(
         self, chain: _Growing, starts: dict[tuple[int, int], State | None], row_of: dict[tuple[int, int], int]
     ) -> Chain:
-        kept, at, start = (
-            self._scratch[chain.slot].states,
-            [(chain.slot, n) for n in chain.nodes],
-            starts[chain.slot, chain.first],
-        )
+        kept, start = self._scratch[chain.slot].states, starts[chain.slot, chain.first]
+        at = [(chain.slot, node) for node in chain.nodes]
         assert start is not None  # an earlier wave, or an earlier forward, has it
         return Chain(start, [row_of[n] for n in at], [n in starts or n[1] in kept for n in at])
 

@@ -41,7 +41,7 @@ def delta_rule(
     ):
         _check(name, tensor, shapes)
     job = ScanStruct(heads=heads, keys=keys, width=width, groups=1, kind=0, per_column=decay.dim() == 3)
-    return _run(job, value, beta, decay, query, key, torch.zeros(value.shape), starts, chains, wanted)
+    return _run(job, value, beta, decay, query, key, starts, chains, wanted)
 
 
 def selective(
@@ -72,7 +72,7 @@ def selective(
     ):
         _check(name, tensor, shapes)
     job = ScanStruct(heads=channels, keys=1, width=width, groups=groups, kind=1, per_column=a.dim() == 2)
-    return _run(job, x, step, a, c, b, torch.zeros(x.shape), starts, chains, wanted)
+    return _run(job, x, step, a, c, b, starts, chains, wanted)
 
 
 def _check(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -89,7 +89,6 @@ def _run(
     decay: Tensor,
     query: Tensor,
     key: Tensor,
-    out: Tensor,
     starts: Sequence[Tensor],
     chains: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[bool]],
@@ -106,7 +105,7 @@ def _run(
         torch.tensor([0 if t is None else t.data_ptr() for t in ts])
         for ts in (begins, [s for each in states for s in each])
     )
-    work = torch.empty(len(begins), *begins[0].shape)
+    out, work = torch.zeros(value.shape), torch.empty(len(begins), *begins[0].shape)
     job.query, job.key, job.value, job.step, job.decay = (t.data_ptr() for t in held)
     job.out, job.work, job.count = out.data_ptr(), work.data_ptr(), len(begins)
     job.chains, job.rows, job.starts, job.states = (t.data_ptr() for t in (ends, rows, from_, to))
