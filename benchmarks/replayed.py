@@ -26,6 +26,8 @@ from statistics import mean
 from typing import Any
 
 import torch
+from outrider.control.cost_model import interpolate
+from outrider.drafters.combine.router import DrafterRouter
 
 from benchmarks import RESULTS, WORK, headline
 from benchmarks.pairs import fingerprint
@@ -34,13 +36,11 @@ from benchmarks.workloads import texts
 from outrider.calibrate import QUICK
 from outrider.config import SpeculativeConfig
 from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
-from outrider.control.cost_model import interpolate
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 from outrider.decode import Decoder, Sequence
 from outrider.drafters import Drafter, make_drafter
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass, chains
 from outrider.drafters.combine.merge import NodeList, own_commit
-from outrider.drafters.combine.router import DrafterRouter
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import load
 from outrider.params import SamplingParams

@@ -26,7 +26,7 @@ from benchmarks import RESULTS, headline
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.control import Fixed
-from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape
+from outrider.control.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
 from outrider.core.tree import depth
 from outrider.core.types import Budget, Siblings, Step
 from outrider.decode import Decoder, Sequence

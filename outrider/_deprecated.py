@@ -23,7 +23,6 @@ MODULES = {
     "outrider.drafters.ngram": "outrider.drafters.lookup.ngram",
     "outrider.drafters.prediction": "outrider.drafters.lookup.prediction",
     "outrider.drafters.recycling": "outrider.drafters.lookup.token_recycling",
-    "outrider.drafters.router": "outrider.drafters.combine.router",
     "outrider.drafters.skip": "outrider.drafters.model.self_speculation",
     "outrider.drafters.suffix": "outrider.drafters.lookup.suffix",
     "outrider.drafters.translated": "outrider.drafters.model.cross_tokenizer",
@@ -40,8 +39,6 @@ MODULES = {
     "outrider.text": "outrider.core.stopping",
     "outrider.tree": "outrider.core.tree",
     "outrider.tune": "outrider.control",
-    "outrider.tune.controllers": "outrider.control.controllers",
-    "outrider.tune.cost": "outrider.control.cost_model",
     "outrider.types": "outrider.core.types",
 }
 """Old module -> new module."""
@@ -59,7 +56,6 @@ NAMES = {
     "outrider.drafters": {
         "Batch": "DraftContext",
         "RecyclingDrafter": "TokenRecyclingDrafter",
-        "Router": "DrafterRouter",
         "SelfDrafter": "QuantizedSelfDrafter",
         "TranslatedDrafter": "CrossTokenizerDrafter",
     },
@@ -69,7 +65,6 @@ NAMES = {
         "Noisy": "outrider.drafters.stubs:Noisy",
         "Wrong": "outrider.drafters.stubs:Wrong",
     },
-    "outrider.drafters.combine.router": {"Router": "DrafterRouter"},
     "outrider.drafters.lookup.token_recycling": {"RecyclingDrafter": "TokenRecyclingDrafter"},
     "outrider.drafters.model.cross_tokenizer": {"TranslatedDrafter": "CrossTokenizerDrafter"},
     "outrider.drafters.model.self_speculation": {"SelfDrafter": "QuantizedSelfDrafter"},

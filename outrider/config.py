@@ -36,10 +36,9 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=256, description="draft tokens in a row, at most; without it, as many as help"
     )
-    controller: Literal["adaptive", "calibrated", "fixed"] | None = Field(
+    controller: Literal["adaptive", "fixed"] | None = Field(
         None,
-        description="adaptive: as many draft tokens as measured step times allow, none if drafting does not help. "
-        "calibrated: the same from costs measured once and kept, and it also compares chains with trees. "
+        description="adaptive: as many draft tokens as are worth their time on this machine, none if drafting does not help. "
         "fixed: always the given number. Default: adaptive with the verifier match. With every other verifier it is fixed, "
         "because step times would change the text",
     )
@@ -106,13 +105,13 @@ class SpeculativeConfig(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     raise ValueError(f"speculative_config has no {key!r}{did_you_mean(key, cls.model_fields)}")
-            if data.get("controller") == "optimal":
+            if data.get("controller") in ("optimal", "calibrated"):
                 warnings.warn(
-                    '"controller": "optimal" has a new name: write "controller": "calibrated"',
+                    f'"controller": "{data["controller"]}" is now "adaptive", which measures costs itself',
                     DeprecationWarning,
                     stacklevel=2,
                 )
-                data = {**data, "controller": "calibrated"}
+                data = {**data, "controller": "adaptive"}
             if "method" not in data and data.get("model") is not None:
                 data = {**data, "method": model_method(data["model"])}
             if isinstance(named := data.get("method"), str) and named in _VLLM_METHODS:

@@ -475,6 +475,7 @@ class Decoder:
             prompt_lengths=[len(sequence.prompt) for sequence in live],
             predictions=[sequence.prediction for sequence in live],
             cache=self.cache,
+            left=[sequence.limit - len(sequence.output) for sequence in live],
         )
 
     def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:

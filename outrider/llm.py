@@ -11,13 +11,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from outrider.calibrate import build_controller
+from outrider.calibrate import make_planner, planned
 from outrider.config import SpeculativeConfig
-from outrider.control import Controller
+from outrider.control import Controller, Fixed, Planner
 from outrider.decode import Decoder, Sequence, draw_seed, nth_seed
-from outrider.drafters import make_drafter
+from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter, NoDraft
-from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.drafters.registry import DrafterSetup, plugins, request_drafters
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
@@ -50,8 +49,7 @@ class LLM:
     drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method. If it
     fails, there is a warning and the text goes on without it.
     controller: an object of your own that satisfies `outrider.control.Controller`, instead of the configured one.
-    calibrate: measure first what a step costs, if that was never measured here; it takes as long as about a hundred tokens.
-    False: stored costs count if there are any; else the controller learns them from the steps.
+    calibrate: measure what a step costs anew, and more precisely than the second at the first load does.
     trace: a file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts; a `Recorder` says
     how much.
 
@@ -90,17 +88,25 @@ class LLM:
             raise ValueError(
                 f"max_model_len must be in 2..{target.max_length} for {self.loaded.name}, got {max_model_len}"
             )
-        self._length, self._device = length, device = max_model_len or target.max_length, device
+        length = max_model_len or target.max_length
         foreign = drafter is not None or bool(set(self.config.methods) & set(plugins()))
-        if drafter is None:
-            drafter = make_drafter(self.config, self.loaded, rows=max_num_seqs, max_length=length, device=device)
-        self.drafter = drafter
-        if foreign:  # what others wrote may fail; then the text goes on without it
-            name = type(drafter).__name__ if self.config.method == "none" else "+".join(self.config.methods)
-            drafter = PerRequestDrafter({name: drafter}, name, target.vocab_size, _warn)
-        if controller is None:
-            make = None if foreign else self.drafter_for
-            controller = build_controller(self.config, self.loaded, make, max_num_seqs, calibrate, _warn)
+        if drafter is not None:
+            self.drafters = {type(drafter).__name__: drafter}
+        else:
+            self.drafters = make_drafters(self.config, self.loaded, rows=max_num_seqs, max_length=length, device=device)
+        self.method = "+".join(self.config.methods) if drafter is None else type(drafter).__name__
+        self.planner: Planner | None = None
+        bare = not foreign and len(self.drafters) == 1 and (controller is not None or not self.config.adaptive)
+        if self.drafters and not bare:
+            self.planner = make_planner(self.config, self.loaded, self.drafters, controller, calibrate)
+            controller = self.planner
+            tell = _warn if foreign else None  # what others wrote may fail; then the text goes on without it
+            drafter = planned(self.config, self.loaded, self.drafters, self.planner, tell, self.method)
+        else:
+            drafter = next(iter(self.drafters.values()), NoDraft())
+            controller = controller or Fixed(
+                self.config.budget.depth, self.config.budget.width, self.config.budget.nodes
+            )
         self.decoder = Decoder(
             target,
             drafter,
@@ -125,7 +131,7 @@ class LLM:
     @property
     def notes(self) -> list[str]:
         """What was chosen for this run: how its draft model was made cheaper. Empty if nothing was."""
-        made = (getattr(drafter, "reduction", None) for drafter in (self.drafter, *self.drafter.inner().values()))
+        made = dict.fromkeys(getattr(drafter, "reduction", None) for drafter in self.drafters.values())
         return [str(reduction) for reduction in made if reduction is not None]
 
     @property
@@ -217,10 +223,6 @@ class LLM:
             str(decoder.target.device),
         )
         return request_drafters(setup)
-
-    def drafter_for(self, rows: int) -> Drafter:
-        """Another drafter as this one is, for so many rows."""
-        return make_drafter(self.config, self.loaded, rows=rows, max_length=self._length, device=self._device)
 
     def _prediction(self, given: str | abc.Sequence[int] | None) -> tuple[int, ...]:
         """The tokens of a prediction; none without one."""

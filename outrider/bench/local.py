@@ -58,7 +58,7 @@ class Local:
 
     def reset(self) -> None:
         for llm in self.llms.values():
-            llm.drafter.reset()
+            llm.decoder.drafter.reset()
 
     def answer(self, setting: Setting, prompts: abc.Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
         llm = self.llms[setting.name]

@@ -10,12 +10,11 @@ import torch
 
 from outrider.bench import stats
 from outrider.bench.run import Limits, Run, Sample
-from outrider.calibrate import WHOLE, calibrated, costs_of
+from outrider.calibrate import costs
 from outrider.control import CostModel
-from outrider.drafters.registry import model_method
+from outrider.drafters.registry import lookup_names, model_method
 from outrider.kernels import cpu as native
 from outrider.llm import LLM
-from outrider.params import SamplingParams
 
 # Seconds of a plain step from which on a calibration would take minutes; it is then skipped.
 SLOW_STEP = 0.2
@@ -37,20 +36,19 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
         run.limits.read_bytes_per_second = read_speed()
     if run.concurrency > 1 or not steps or median(steps) > SLOW_STEP:
         return
-    context = round(median(s.prompt_tokens + s.output_tokens / 2 for s in plain))
-    known = None
     for setting in others:
-        config = llms[setting.name].config
+        llm = llms[setting.name]
+        config = llm.config
         if config.tree_width > 1 or config.tree_nodes is not None or not config.budget.depth:
             continue
-        cost = known = _cost(llms[setting.name], known, SamplingParams(**run.sampling))
-        if not run.limits.target:
-            run.limits.target = {str(n): cost.target_seconds(1, n, context) for n in WHOLE.nodes}
-        depth = config.budget.depth
-        if run.limits.draft_token is None and model_method() in config.methods:
-            whole, none = (cost.draft_seconds(1, d, context) for d in (depth, 0))
-            run.limits.draft_token = (whole - none) / depth
-        if (speed := predict(stats.answered(run, setting.name), plain, cost)) is not None:
+        lookups = lookup_names(llm.drafters)
+        models = {name: drafter for name, drafter in llm.drafters.items() if name not in lookups}
+        cost = costs(config, llm.loaded, models)
+        run.limits.target = run.limits.target or {str(n): seconds for n, seconds in cost.target.items()}
+        if run.limits.draft_token is None and model_method() in models:
+            run.limits.draft_token = cost.drafters[model_method()].level
+        name = next(iter(models), "")
+        if (speed := predict(stats.answered(run, setting.name), plain, cost, name)) is not None:
             run.predicted[setting.name] = speed
 
 
@@ -70,35 +68,26 @@ def read_speed() -> float:
     return matrix.bytes / min(seconds)
 
 
-def predict(samples: Sequence[Sample], plain: Sequence[Sample], cost: CostModel) -> float | None:
+def predict(samples: Sequence[Sample], plain: Sequence[Sample], cost: CostModel, drafter: str) -> float | None:
     """Tokens per second that the cost model predicts for the steps of these samples. None if their steps are unknown.
 
-    The first step counts as it was measured. The price of the others is scaled by the speed of the machine during the plain
-    answers.
+    drafter: the one that costs something, "" for none. The first step counts as it was measured. The price of the others is
+    scaled by the speed of the machine during the plain answers.
     """
-    tokens, first, priced = _price(samples, cost)
-    _, plain_first, plain_priced = _price(plain, cost)
+    tokens, first, priced = _price(samples, cost, drafter)
+    _, plain_first, plain_priced = _price(plain, cost, drafter)
     if not priced or not plain_priced:
         return None
     slowdown = (sum(s.seconds for s in plain) - plain_first) / plain_priced
     return tokens / (first + slowdown * priced)
 
 
-def _price(samples: Sequence[Sample], cost: CostModel) -> tuple[int, float, float]:
+def _price(samples: Sequence[Sample], cost: CostModel, drafter: str) -> tuple[int, float, float]:
     """Tokens, measured seconds to the first tokens, and the cost model's seconds for all other steps."""
     tokens, first, priced = 0, 0.0, 0.0
     for s in samples:
         if not s.drafted or s.ttft is None:
             continue
-        context, each = float(s.prompt_tokens), s.output_tokens / len(s.drafted)
         tokens, first = tokens + s.output_tokens, first + s.ttft
-        for drafted in s.drafted[1:]:
-            context += each
-            priced += cost.step_seconds(1, drafted, drafted, round(context))
+        priced += sum(cost.draft(drafter, drafted) + cost.forward(drafted + 1) for drafted in s.drafted[1:])
     return tokens, first, priced
-
-
-def _cost(llm: LLM, known: CostModel | None, sampling: SamplingParams) -> CostModel:
-    """The cost model of a setting, from disk or measured now. known: of another setting with the same target."""
-    names = costs_of(llm.config, llm.loaded)
-    return calibrated(llm.loaded.model, llm.drafter_for, names, llm.config.budget, known=known, sampling=sampling)

@@ -30,17 +30,20 @@ def calibrate(
     with readable(debug):
         config = parse_speculative_config(speculative_config)
         with loading(model):
-            from outrider.control import Adaptive, Calibrated
             from outrider.core.files import cache_folder
             from outrider.llm import LLM
 
             llm = LLM(model, speculative_config=config, max_num_seqs=max_num_seqs, calibrate=True, **asdict(load))
-        controller = llm.decoder.controller
-        costs = controller.costs if isinstance(controller, Adaptive) else None
-        if not isinstance(costs, Calibrated):
+        if llm.planner is None or llm.planner.lengths is not None:
             raise ValueError(
-                f"{config} uses no measured costs: nothing drafts, or its controller is fixed or adaptive. "
+                f"{config} uses no measured costs: nothing drafts, or its controller is fixed. "
                 'Measure for example {"method": "auto"}'
             )
-        plain = costs.model.step_seconds(1, 0, 0, 64)
-        print(f"a plain step takes {1000 * plain:.1f} ms; the costs are kept in {cache_folder()}")
+        model = llm.planner.costs.model
+        print(f"a plain step takes {1000 * model.forward(1):.1f} ms")
+        for nodes, seconds in sorted(model.target.items()):
+            print(f"  a step over {nodes} nodes: {seconds / model.forward(1):.2f} plain steps")
+        for name, cost in model.drafters.items():
+            level, read = cost.level / model.forward(1), 1000 * cost.read
+            print(f"  {name}: {level:.2f} plain steps a token, and {read:.2f} ms for a token of the prompt")
+        print(f"kept in {cache_folder()}")

@@ -177,7 +177,7 @@ def _plan(
 
 def _roofline(model: PlanModelOptions, engine: EngineLimitOptions, longest: int):
     """Costs, tokens of keys and values, price of a replica, and the inputs that say so."""
-    from outrider.control.hardware import find_hardware
+    from outrider.core.hardware import find_hardware
     from outrider.plan.answer import PlanFigure, kv_tokens
     from outrider.plan.planned_model import planned
     from outrider.plan.serving_costs import RooflineCosts

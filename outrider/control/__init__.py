@@ -1,18 +1,17 @@
-"""How many tokens to draft: what a step costs here, how many draft tokens are accepted, and which budget pays.
+"""Who drafts in a step, and how much: what pays on this machine for this text.
 
-cost_model   the cost model: seconds for every size of a step
-expectation  expected tokens and speedups, from acceptance and costs; optimal trees
-acceptance   running acceptance of draft tokens, by depth, rank and order
-costs        the seconds that a controller counts with: learned from the steps, or calibrated
-controllers  Fixed, and Adaptive, which drafts what pays and bounds its losses
-per_drafter  PerDrafter: an Adaptive for each drafter, where sequences have different ones
+price    what a draft is worth at a price of a second; pure functions
+beliefs  what lookups and models bring, and how long answers are
+costs    what steps take: measured once, corrected by every step
+planner  Planner: a plan for each sequence of a step
+fixed    Fixed: the same length in every step
+shapes   trees that are fixed before anything is drawn, and expected speedups
 """
 
 from __future__ import annotations
 
-from outrider.control.controllers import Adaptive, Controller, Fixed
-from outrider.control.cost_model import CostModel
-from outrider.control.costs import Calibrated, Costs
-from outrider.control.per_drafter import PerDrafter
+from outrider.control.costs import CostModel, Costs, DraftCost
+from outrider.control.fixed import Fixed
+from outrider.control.planner import Controller, Planner
 
-__all__ = ["Adaptive", "Calibrated", "Controller", "CostModel", "Costs", "Fixed", "PerDrafter"]
+__all__ = ["Controller", "CostModel", "Costs", "DraftCost", "Fixed", "Planner"]

@@ -13,7 +13,7 @@ from outrider._deprecated import renamed
 
 if TYPE_CHECKING:
     from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft, TargetPass, chains
-    from outrider.drafters.combine.router import DrafterRouter
+    from outrider.drafters.combine.planned import PlannedDrafter
     from outrider.drafters.lookup.ngram import NgramDrafter
     from outrider.drafters.lookup.prediction import PredictionDrafter
     from outrider.drafters.lookup.suffix import SuffixDrafter
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter
     from outrider.drafters.model.draft_model import ModelDrafter
     from outrider.drafters.model.self_speculation import LayerSkipDrafter, QuantizedSelfDrafter
-    from outrider.drafters.registry import make_drafter
+    from outrider.drafters.registry import make_drafter, make_drafters
     from outrider.drafters.stubs import Echo, Noisy, Tapped, Wrong
 
 _HOME = {
@@ -29,13 +29,13 @@ _HOME = {
     "CrossTokenizerDrafter": "model.cross_tokenizer",
     "DraftContext": "base",
     "Drafter": "base",
-    "DrafterRouter": "combine.router",
     "Echo": "stubs",
     "LayerSkipDrafter": "model.self_speculation",
     "ModelDrafter": "model.draft_model",
     "NgramDrafter": "lookup.ngram",
     "NoDraft": "base",
     "Noisy": "stubs",
+    "PlannedDrafter": "combine.planned",
     "PredictionDrafter": "lookup.prediction",
     "QuantizedSelfDrafter": "model.self_speculation",
     "SuffixDrafter": "lookup.suffix",
@@ -45,6 +45,7 @@ _HOME = {
     "Wrong": "stubs",
     "chains": "base",
     "make_drafter": "registry",
+    "make_drafters": "registry",
 }
 
 __all__ = [
@@ -52,13 +53,13 @@ __all__ = [
     "CrossTokenizerDrafter",
     "DraftContext",
     "Drafter",
-    "DrafterRouter",
     "Echo",
     "LayerSkipDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "NoDraft",
     "Noisy",
+    "PlannedDrafter",
     "PredictionDrafter",
     "QuantizedSelfDrafter",
     "SuffixDrafter",
@@ -68,6 +69,7 @@ __all__ = [
     "Wrong",
     "chains",
     "make_drafter",
+    "make_drafters",
 ]
 
 

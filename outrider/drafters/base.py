@@ -35,6 +35,7 @@ class DraftContext:
     needs_probs: the drafter must return the distributions that it drew from, as `Draft.probs`.
     prompt_lengths: tokens of each prompt.
     predictions: for each sequence, the tokens that its user expects in the answer; may be empty.
+    left: for each sequence, the tokens that it may still get; empty if that is not known.
     cache: the target's. A drafter made of the target's layers may use the space behind the committed tokens.
     """
 
@@ -48,6 +49,7 @@ class DraftContext:
     prompt_lengths: list[int]
     predictions: Sequence[Sequence[int]] = ()
     cache: SlotCache | None = None
+    left: Sequence[int] = ()
 
     @property
     def positions(self) -> Tensor:
@@ -115,6 +117,15 @@ class Drafter(Protocol):
         """Forget the texts of earlier sequences, so that their tokens cannot be found again."""
         ...
 
+    def missing(self, slot: int, tokens: list[int]) -> int:
+        """How many committed tokens it must read before it can draft for a sequence, the root not counted. 0 for a drafter
+        that reads with the target, or that reads nothing."""
+        ...
+
+    def read(self, slot: int, tokens: list[int], count: int) -> None:
+        """Read the next `count` missing tokens, without a draft."""
+        ...
+
     def inner(self) -> Mapping[str, Drafter]:
         """The drafters that this one asks, by name; empty for most."""
         ...
@@ -132,6 +143,11 @@ class BaseDrafter:
     def release(self, slot: int) -> None: ...
 
     def reset(self) -> None: ...
+
+    def missing(self, slot: int, tokens: list[int]) -> int:
+        return 0
+
+    def read(self, slot: int, tokens: list[int], count: int) -> None: ...
 
     def inner(self) -> Mapping[str, Drafter]:
         return {}

@@ -9,7 +9,7 @@ This module imports no torch: the command line lists the methods before anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +31,33 @@ PLUGINS = "outrider.drafters"
 # -- from a configuration to a drafter ------------------------------------------------------------------------------------
 
 
+def make_drafters(
+    config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str
+) -> dict[str, Drafter]:
+    """Make the drafters that a configuration names, by name; none for plain decoding.
+
+    A drafter with several ways to draft is several here. Raises ValueError if one cannot draft for this target.
+    """
+    setup = DrafterSetup(config, target, rows, max_length, device)
+    if not config.budget.max_nodes or config.method == NONE:
+        return {}
+    names = _fitting(setup) if config.method == AUTO else config.methods
+    found: dict[str, Drafter] = {}
+    for name in names:
+        drafter = _made(find(name), setup)
+        ways = getattr(drafter, "ways", None)
+        found |= {f"{name} {way}": one for way, one in ways().items()} if ways else {name: drafter}
+    return found
+
+
 def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str) -> Drafter:
-    """Make the drafter that a configuration names. Raises ValueError if it cannot draft for this target."""
+    """Make the drafter of a configuration with one method. Raises ValueError for several, and if it cannot draft here."""
     setup = DrafterSetup(config, target, rows, max_length, device)
     if not config.budget.max_nodes:
         return _nothing(setup)
-    return _made(find(config.methods[0]), setup) if len(config.methods) == 1 else _several(setup, config.methods)
+    if len(config.methods) > 1 or config.method == AUTO:
+        raise ValueError(f"{config.method!r} means several drafters: use make_drafters")
+    return _made(find(config.methods[0]), setup)
 
 
 def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
@@ -98,13 +119,35 @@ def model_method(model: Any = None) -> str:
     return next(name for name, method in METHODS.items() if method.needs_model and not method.heads)
 
 
-def level_cost(method: DraftMethod, drafter: Drafter, target: LanguageModel) -> float:
-    """Cost of one draft level, in forward passes of the target. It follows from the number of weights and is never timed:
-    the same request must use the same drafters every time."""
-    model = getattr(drafter, "model", None)
-    if method.cost == "lookup" or (method.cost is None and model is None):
+def method_of(drafter: str) -> DraftMethod | None:
+    """The method of a drafter that `make_drafters` named; None for a drafter of the caller."""
+    name = drafter.partition(" ")[0]
+    return find(name) if name in METHODS or name in plugins() else None
+
+
+def lookup_names(drafters: Iterable[str]) -> list[str]:
+    """The drafters that propose at next to no cost."""
+    return [name for name in drafters if (method := method_of(name)) is not None and method.cost == "lookup"]
+
+
+def chain_kind(drafter: str, share: float) -> str:
+    """The name of a drafter's chains among the shipped ones. share: as of `level_cost`."""
+    method = method_of(drafter)
+    if method is None:
+        return "small"
+    if method.heads or method.name == "mtp":
+        return "head"
+    if method.name in ("quantized_self", "layer_skip"):
+        return "self"
+    return "small" if share < 0.15 else "sibling"
+
+
+def level_cost(name: str, drafter: Drafter, target: LanguageModel) -> float:
+    """Cost of one draft level, in forward passes of the target, from the number of weights: until it is measured."""
+    method, model = method_of(name), getattr(drafter, "model", None)
+    if method is not None and (method.cost == "lookup" or (method.cost is None and model is None)):
         return 0.0
-    if method.cost == "self":
+    if method is not None and method.cost == "self":
         return len(drafter.layers) / target.num_layers  # pyright: ignore[reportAttributeAccessIssue]
     own, whole = getattr(model, "weight_bytes", 0), target.weight_bytes
     return own / whole if own and whole else 0.25
@@ -142,13 +185,12 @@ def _checked(entry: EntryPoint, factory: Callable[..., Any], setup: DrafterSetup
     return made
 
 
-def _several(setup: DrafterSetup, names: Sequence[str]) -> Drafter:
-    from outrider.drafters.combine.router import DrafterRouter
-
-    methods = [find(name) for name in names]
-    drafters = {method.name: _made(method, setup) for method in methods}
-    costs = {method.name: level_cost(method, drafters[method.name], setup.target.model) for method in methods}
-    return DrafterRouter(drafters, costs)
+def _fitting(setup: DrafterSetup) -> list[str]:
+    """What "auto" means here: all lookups that say yes, and the first of the others; two models would read twice the weights."""
+    possible = [method for method in METHODS.values() if method.auto is not None and method.auto(setup)]
+    lookups = [method.name for method in possible if method.cost == "lookup"]
+    models = [method.name for method in possible if method.cost != "lookup"]
+    return lookups + models[:1]
 
 
 # -- what the rows ask ----------------------------------------------------------------------------------------------------
@@ -161,11 +203,7 @@ def _nothing(setup: DrafterSetup) -> Drafter:
 
 
 def _auto(setup: DrafterSetup) -> Drafter:
-    """All lookups that say yes, and the first of the others: two models would read twice the weights."""
-    possible = [method for method in METHODS.values() if method.auto is not None and method.auto(setup)]
-    lookups = [method.name for method in possible if method.cost == "lookup"]
-    models = [method.name for method in possible if method.cost != "lookup"]
-    return _several(setup, lookups + models[:1])
+    raise ValueError('"auto" means several drafters: use make_drafters')
 
 
 def _brings_draft(setup: DrafterSetup) -> bool:
@@ -415,9 +453,13 @@ __all__ = [
     "DrafterSetup",
     "EngineExport",
     "TuneInputs",
+    "chain_kind",
     "find",
     "level_cost",
+    "lookup_names",
     "make_drafter",
+    "make_drafters",
+    "method_of",
     "model_method",
     "owner",
     "plugins",

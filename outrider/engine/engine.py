@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from outrider.calibrate import make_planner, planned
 from outrider.decode import Decoder, Sequence
-from outrider.drafters.combine.guard import PerRequestDrafter
+from outrider.drafters.combine.planned import NONE
 from outrider.engine.memory import Memory
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import EngineStopped
@@ -68,11 +69,13 @@ class Engine:
         trace: Recorder | None = None,
     ) -> None:
         base = llm.decoder
-        method = "+".join(llm.config.methods) if llm.config.budget.max_nodes else "none"
-        drafters = llm.request_drafters()
-        if method != "none":  # of several at once, each can be chosen alone
-            drafters |= {**llm.drafter.inner(), method: llm.drafter}
-        self.llm, self.roster = llm, PerRequestDrafter(drafters, method, base.target.vocab_size)
+        method = llm.method if llm.drafters else NONE
+        drafters = llm.request_drafters() | llm.drafters  # of several at once, each can be chosen alone
+        planner = llm.planner or make_planner(
+            llm.config, llm.loaded, drafters, llm.controller if llm.drafters else None
+        )
+        self.llm = llm
+        self.roster = planned(llm.config, llm.loaded, llm.drafters, planner, log.warning, method, drafters)
         slots, length = base.cache.num_slots, base.max_length
         self.kv_limit = slots * length if kv_tokens is None else kv_tokens
         self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes else None
@@ -80,7 +83,7 @@ class Engine:
             base.target,
             self.roster,
             base.verifier.name,
-            llm.controller,
+            planner,
             rows=slots,
             max_length=min(length, self.kv_limit),  # one sequence alone always fits
             end_ids=base.end_ids,

@@ -16,14 +16,12 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
-from outrider.control import Adaptive, Controller, PerDrafter
 from outrider.core.types import Step
 from outrider.decode import Decoder, Sequence
 from outrider.drafters import NoDraft
-from outrider.drafters.combine.guard import PerRequestDrafter
+from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.registry import prediction_method
 from outrider.engine import policy
-from outrider.engine.draft_prefill import DraftPrefill, RequestBudgets
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import FairQueue, QueueFull
 from outrider.outputs import SpeculativeMetrics
@@ -48,7 +46,7 @@ class Observer(Protocol):
 class Scheduler:
     """Runs sequences on a decoder. `add` and `cancel` may be called by any thread, `step` by one.
 
-    Where the decoder's drafter is a `PerRequestDrafter`, each sequence may choose a method and a draft length.
+    Where the decoder's drafter is a `PlannedDrafter`, each sequence may choose a method and a draft length.
     max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
     When it runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
     others decode, None for the decoder's own. max_draft_tokens: per step and sequence, for the counts. observer: counts.
@@ -71,11 +69,7 @@ class Scheduler:
     ) -> None:
         self.decoder, self.prefixes = decoder, prefixes
         self.kv_limit = math.inf if kv_limit is None else kv_limit
-        self.drafter = decoder.drafter if isinstance(decoder.drafter, PerRequestDrafter) else None
-        self.reading = self.lengths = None
-        if self.drafter is not None:
-            self.reading = DraftPrefill(self.drafter, decoder.sequences)
-            self.lengths = decoder.controller = RequestBudgets(self._controller(self.drafter), self.reading)
+        self.drafter = decoder.drafter if isinstance(decoder.drafter, PlannedDrafter) else None
         self.observers: tuple[Observer, ...] = () if observer is None else (observer,)
         self.trace, self.raises = trace, raises
         self.max_draft_tokens = max_draft_tokens
@@ -86,13 +80,6 @@ class Scheduler:
         self.lock = threading.RLock()  # of the queue
         self.stop_at = math.inf  # when sequences that are left end with what they have
         self._seconds = 1.0  # of a sequence, lately
-
-    def _controller(self, drafter: PerRequestDrafter) -> Controller:
-        """What the controller learns of one drafter must not be held against another."""
-        controller = self.decoder.controller
-        if not isinstance(controller, Adaptive):
-            return controller
-        return PerDrafter(controller, drafter.default, drafter.method, lambda: drafter.draft_seconds)
 
     @property
     def idle(self) -> bool:
@@ -105,8 +92,10 @@ class Scheduler:
             return "none"
         if self.drafter is None:
             return "none" if isinstance(self.decoder.drafter, NoDraft) else type(self.decoder.drafter).__name__
-        own = prediction_method() if sequence.prediction else None
-        return sequence.method or (own if own in self.drafter.drafters else self.drafter.default)
+        own, default = prediction_method() if sequence.prediction else None, self.drafter.default
+        if own not in self.drafter.drafters or own in self.drafter.methods.get(default, ()):
+            own = default
+        return sequence.method or own
 
     def check(self, sequence: Sequence) -> None:
         """Raise ValueError if the sequence could never run."""
@@ -148,8 +137,6 @@ class Scheduler:
         self._preempt()
         if self.decoder.waiting:
             self._prefill(self.decoder.waiting[0])
-        if self.reading is not None:
-            self.reading.read()
         live = self.decoder.live
         return (self._round(live) if live else None), live
 
@@ -222,8 +209,8 @@ class Scheduler:
             if sequence.slot != slot or held > last or (held < last) != (sequence in d.waiting):
                 wrong.append(f"slot {slot} holds {held} of {last} tokens")
         left = set[int]()
-        if self.drafter and self.lengths and self.reading:
-            left |= {*self.drafter.assigned, *self.lengths.depth, *self.drafter.lost, *self.reading.spent}
+        if self.drafter:
+            left |= {*self.drafter.assigned, *self.drafter.planner.depths, *self.drafter.lost}
         if not left <= set(d.sequences):
             wrong.append(f"the drafters remember slots {sorted(left - set(d.sequences))}, which are free")
         return wrong + (self.prefixes.check() if self.prefixes else [])
@@ -248,10 +235,10 @@ class Scheduler:
                 continue
             slot = sequence.slot
             self.running[slot] = sequence
-            if self.drafter and self.lengths:
+            if self.drafter:
                 self.drafter.assign(slot, "none" if sequence.undrafted else self.method(sequence))
                 if sequence.num_speculative_tokens is not None:
-                    self.lengths.depth[slot] = sequence.num_speculative_tokens
+                    self.drafter.planner.depths[slot] = sequence.num_speculative_tokens
             if sequence.finish is not None:  # the tokens that it continues end the text
                 self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider._version import __version__
-from outrider.control.cost_model import CostModel
+from outrider.control import CostModel
 
 FORMAT = 1  # increased when a field changes its meaning
 TopTokens = list[tuple[int, float]]  # the most likely tokens and their probabilities, most likely first
@@ -167,14 +167,10 @@ def read_run(path: Path) -> ExplainedRun:
 
 
 def curve(model: CostModel, name: str, source: str) -> CostCurve:
-    """A measured cost model as a curve over rows, for one sequence and the shortest context that was measured."""
-    context = min(int(row[2]) for row in model.target)
-    plain = model.fixed + model.target_seconds(1, 1, context)
-    sizes = sorted({int(row[1]) for row in model.target if row[0] == 1})
-    nodes = [(n, (model.fixed + model.target_seconds(1, n, context)) / plain) for n in sizes]
-    depths = [int(row[2]) for row in model.draft if row[0] == 1 and row[1] == 1 and row[2] > 0]
-    deepest = max(depths, default=0)
-    draft = model.draft_seconds(1, deepest, context) / deepest / plain if deepest else None
+    """A measured cost model as a curve over rows. The draft is the most expensive one."""
+    plain = model.forward(1)
+    nodes = [(n, seconds / plain) for n, seconds in sorted(model.target.items())]
+    draft = max((cost.level / plain for cost in model.drafters.values()), default=None)
     return CostCurve(name, source, nodes, draft, plain)
 
 

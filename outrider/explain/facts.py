@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from outrider.calibrate import all_stored
-from outrider.control.expectation import BY_RANK, Shape, optimal_shape
-from outrider.control.hardware import ACCELERATORS
+from outrider.control.shapes import BY_RANK, Shape, optimal_shape
+from outrider.core.hardware import ACCELERATORS
 from outrider.core.noise import Noise
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.types import Budget, Draft
@@ -209,7 +209,7 @@ def _noise(text: TracedText, decoder: Decoder) -> Noise:
 
 def _draft_model(llm: LLM) -> LanguageModel | None:
     """The draft model, if there is one that reads and writes the target's tokens."""
-    for drafter in (llm.drafter, *llm.drafter.inner().values()):
+    for drafter in llm.drafters.values():
         if type(drafter) is ModelDrafter and drafter.subset is None:
             model = drafter.model
             return model if model.vocab_size == llm.decoder.target.vocab_size else None

@@ -13,8 +13,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.calibrate import calibrate, costs_of
-from outrider.core.types import Budget
+from outrider.calibrate import WHOLE, costs_of, measure
 from outrider.explain.data import ExplainedRun, curve
 from outrider.explain.facts import explained, rooflines, with_model
 from outrider.explain.page import BUILTIN
@@ -55,7 +54,7 @@ def main(
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     run, llm = record(model, draft, prompt, sampling)
-    costs = calibrate(llm.decoder.target, llm.drafter_for, costs_of(llm.config, llm.loaded), Budget(8), quick=True)
+    costs = measure(llm.decoder.target, llm.drafters, costs_of(llm.config, llm.loaded), WHOLE)
     machine = f"{run.machine['cores']} CPU cores, measured with the built-in run"
     run = replace(
         run,

@@ -60,7 +60,7 @@ class AcceptanceCurve:
 
     @property
     def survival(self) -> list[float]:
-        """survival[j - 1]: the first j draft tokens exist and are accepted; as in `outrider.control.expectation`."""
+        """survival[j - 1]: the first j draft tokens exist and are accepted; as in `outrider.control.shapes`."""
         kept = AnswerAcceptance(self.chances, self.available).kept
         return [a * s for a, s in zip(self.available, kept, strict=True)]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from outrider.control.hardware import Hardware
+from outrider.core.hardware import Hardware
 from outrider.plan.planned_model import PlannedModel
 from outrider.plan.serving_costs import CostTerm, RooflineCosts
 from outrider.plan.serving_plan import BatchFigures, Forecast, ServingPlan

@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from outrider.control.cost_model import through
-from outrider.control.hardware import Hardware
+from outrider.core.hardware import Hardware
+from outrider.core.interpolate import through
 from outrider.plan.acceptance_curve import AcceptanceCurve
 from outrider.plan.planned_model import PlannedModel
 

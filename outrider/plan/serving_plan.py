@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from outrider.bench.stats import percentile
-from outrider.control.expectation import expected_tokens
+from outrider.control.shapes import expected_tokens
 from outrider.plan.acceptance_curve import AcceptanceCurve
 from outrider.plan.serving_costs import ServingCosts, by_length
 from outrider.plan.simulation import ReplicaLimits, SimulatedFleet, SimulatedRequest, simulate

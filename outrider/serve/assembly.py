@@ -109,17 +109,15 @@ def load_llm(options: ModelOptions, recorder: Recorder | None = None) -> tuple[L
 
     Raises what `LLM` raises.
     """
-    config = options.speculative_config
     llm = LLM(
         options.model,
-        speculative_config=config,
+        speculative_config=options.speculative_config,
         dtype=options.dtype,
         device=options.device,
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
-        calibrate=(config or {}).get("method") == "auto",
         trace=recorder,
     )
     return llm, set_chat_template(llm, options.chat_template)

@@ -22,7 +22,6 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.control import Adaptive, Calibrated
 from outrider.explain.data import CostCurve, curve
 from outrider.explain.page import assemble, builtin, render
 from outrider.serve.connection import abort
@@ -338,14 +337,10 @@ def encoded(name: str, event: abc.Mapping[str, Any]) -> bytes:
 
 def own_curves(service: Service) -> list[CostCurve]:
     """What a step costs on this server, if it was calibrated."""
-    controller = service.llm.controller
-    if not isinstance(controller, Adaptive) or not isinstance(controller.costs, Calibrated):
+    planner = service.engine.roster.planner
+    if planner.lengths is not None:
         return []
-    return [
-        curve(
-            controller.costs.model, f"This server: {service.settings.model_name}", "calibrated when the server started"
-        )
-    ]
+    return [curve(planner.costs.model, f"This server: {service.settings.model_name}", "measured at load")]
 
 
 @lru_cache(1)

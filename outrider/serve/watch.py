@@ -13,33 +13,18 @@ from statistics import median
 from time import perf_counter, process_time, thread_time, time
 from typing import Any
 
-from outrider.control import Adaptive, Calibrated, Controller, PerDrafter
-from outrider.control.controllers import Phase
-from outrider.control.costs import CalibratedTarget
+from outrider.control import Planner
 from outrider.core.origins import PLAIN, letters
 from outrider.core.types import Step
 from outrider.decode import Sequence
 from outrider.engine import Engine
-from outrider.engine.draft_prefill import RequestBudgets
 from outrider.trace.records import PHASES
 
 RECENT = 12  # requests that a new viewer is shown
 PLAIN_STEPS = 64  # plain steps of a batch size whose median counts
 
-CALIBRATED = "calibrated costs"
-MEASURED = "plain steps that the controller measured"
+MEASURED = "costs measured at load, corrected by every step"
 SEEN = "plain steps seen while somebody looked"
-
-REASONS = {
-    Phase.MEASURE_PLAIN: "plain decoding is measured first",
-    Phase.FIRST_LOOK: "a first look at the drafter",
-    Phase.PROBING: "a short probe: does drafting pay now?",
-    Phase.DRAFTING: "drafting pays",
-    Phase.NEARLY_FREE: "drafts cost next to nothing here",
-    Phase.REMEASURE_PLAIN: "plain decoding is measured again",
-    Phase.RECHECK_PLAIN: "drafting stopped to pay; plain decoding is measured again",
-    Phase.SKIPPING: "drafting does not pay now",
-}
 
 
 @dataclass
@@ -193,20 +178,12 @@ class Watch:
 
     def _plain_seconds(self, batch: int) -> float | None:
         """Seconds of a plain step: what the controller counts with, else what was seen. Sets the words for both."""
-        controller = self.engine.decoder.controller
-        while isinstance(controller, RequestBudgets):
-            controller = controller.inner
+        planner = self.engine.roster.planner
         if self._words:
-            self._reason, self._words = reason(controller), False
-        found = None
-        if isinstance(controller, PerDrafter):
-            found, calibrated = controller.target.plain(batch), isinstance(controller.target, CalibratedTarget)
-            self._source = CALIBRATED if calibrated else MEASURED
-        elif isinstance(controller, Adaptive):
-            found, calibrated = controller.costs.plain(batch), isinstance(controller.costs, Calibrated)
-            self._source = CALIBRATED if calibrated else MEASURED
-        if found is not None:
-            return found
+            self._reason, self._words = reason(planner), False
+        if planner.lengths is None:
+            self._source = MEASURED
+            return planner.costs.forward(batch)
         self._source = SEEN
         seen = self._plain.get(batch, ())
         return median(seen) if len(seen) >= 3 else None
@@ -221,18 +198,8 @@ def depth(parents: tuple[int, ...]) -> int:
     return max(levels)
 
 
-def reason(controller: Controller) -> str:
-    """Why the controller drafts as it does now, in words."""
-    if isinstance(controller, PerDrafter):
-        parts = {name: reason(own) for name, own in controller.controllers.items()}
-        return next(iter(parts.values())) if len(parts) == 1 else "; ".join(f"{k}: {v}" for k, v in parts.items())
-    if not isinstance(controller, Adaptive):
+def reason(planner: Planner) -> str:
+    """Why it drafts as it does now, in words."""
+    if planner.lengths is not None:
         return "the draft length is fixed"
-    if not controller.limit.max_nodes:
-        return "no drafter is configured"
-    word = REASONS[controller.phase]
-    if controller.phase is Phase.DRAFTING:
-        return f"{word}: {controller.gain:.2f} times plain decoding expected"
-    if controller.phase is Phase.SKIPPING:
-        return f"{word}; the next probe is in {max(controller.probe_at - controller.now, 0)} steps"
-    return word
+    return planner.state()

@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from outrider.control.acceptance import Ranks
 from outrider.control.cost_model import interpolate
-from outrider.control.expectation import (
+from outrider.control.shapes import (
     BY_RANK,
     best_depth,
     expected_accepted,

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from outrider.control import Fixed
-from outrider.control.expectation import optimal_shape
+from outrider.control import CostModel, Costs, DraftCost, Fixed, Planner
+from outrider.control.shapes import optimal_shape
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Step
 from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
+from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
@@ -111,10 +112,34 @@ class Loop(Decoder):
         return Scheduler(self, raises=True).generate(requests)
 
 
+def costs(names: abc.Iterable[str] = (), level: float = 0.1, read: float = 0.02) -> CostModel:
+    """A machine on which a plain step takes a second and a node more takes a twentieth of it."""
+    drafters = {name: DraftCost(0.01, level, read) for name in names}
+    return CostModel({}, {1: 1.0, 17: 1.8}, drafters)
+
+
+def planned(
+    drafters: dict[str, Drafter],
+    lookups: abc.Sequence[str] = (),
+    budget: Budget | None = None,
+    fixed: bool = False,
+    vocab: int = VOCAB,
+    **options: Any,
+) -> PlannedDrafter:
+    """Drafters under a planner with made-up costs. fixed: every draft has this budget."""
+    budget, lengths = budget or Budget(8), Fixed(0)
+    lengths.budget = budget
+    models = [name for name in drafters if name not in lookups]
+    planner = Planner(budget, Costs(costs(models)), None, lengths if fixed else None)
+    return PlannedDrafter(drafters, planner, vocab, lookups, **options)
+
+
 def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 4, rows: int = 4, **options) -> Loop:
     budget = options.pop("budget", Budget(depth))
-    controller = Fixed(0)
+    controller: Any = Fixed(0)
     controller.budget = budget
+    if isinstance(drafter, PlannedDrafter):
+        controller = drafter.planner
     return Loop(target, drafter, controller=controller, rows=rows, end_ids=options.pop("end_ids", (0,)), **options)
 
 

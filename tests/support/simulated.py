@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.control import Adaptive, Controller
-from outrider.control.expectation import expected_accepted, geometric, optimal_shape, speedup
+from outrider.control.shapes import expected_accepted, geometric, optimal_shape, speedup
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 
 

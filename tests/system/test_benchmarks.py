@@ -22,7 +22,7 @@ from benchmarks.report import markdown
 from benchmarks.side import Missing, Run
 from benchmarks.trees import sized_shape
 from outrider.control import CostModel
-from outrider.control.expectation import BY_RANK, Shape
+from outrider.control.shapes import BY_RANK, Shape
 from outrider.core.types import Budget
 from outrider.models.cache import SlotCache
 from outrider.models.load import load

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.calibrate import make_planner, planned
 from outrider.certify.causes import warped
 from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Way, Writing, failed
 from outrider.config import SpeculativeConfig
-from outrider.control import Fixed
+from outrider.control import Controller, Fixed
 from outrider.core.types import Draft, Guarantee
 from outrider.decode import Decoder, nth_seed
 from outrider.decode import Sequence as Text
-from outrider.drafters import ModelDrafter, NoDraft, Wrong, make_drafter
+from outrider.drafters import ModelDrafter, NoDraft, Wrong, make_drafters
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
-from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.engine.scheduler import Scheduler
 from outrider.llm import LLM
 from outrider.models.base import LanguageModel
@@ -34,6 +34,10 @@ from outrider.verify import VERIFIERS
 
 CHUNK = 64  # tokens per forward, where a text is read
 FILLERS = ("def", "class A:", "import os\n", "# a comment about nothing\n")
+
+
+def _unheard(message: str) -> None:
+    """A failure that a way plans is told to nobody."""
 
 
 class OutOfVocabulary(BaseDrafter):
@@ -117,16 +121,12 @@ class EngineSubject(Subject):
 
     def write(self, jobs: Sequence[Job], way: Way) -> list[Writing]:
         options = way.options
-        drafter = options.get("drafter") or self._own()
-        if isinstance(drafter, OutOfVocabulary):
-            drafter = PerRequestDrafter(
-                {"foreign": drafter}, "foreign", self.loaded.model.vocab_size, lambda message: None
-            )
         width = options.get("width", self.config.tree_width)
         nodes = self.config.tree_nodes if width == self.config.tree_width else 2 * options["depth"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self._run(jobs, drafter, Fixed(options["depth"], width, nodes), self.config.verifier)
+            lengths = Fixed(options["depth"], width, nodes)
+            return self._run(jobs, *self._drafting(options.get("drafter"), lengths), self.config.verifier)
 
     def plain(self, jobs: Sequence[Job]) -> list[Writing]:
         """One text after the other, without a batch."""
@@ -136,15 +136,22 @@ class EngineSubject(Subject):
             for text in self._run([replace(job, companions=0)], NoDraft(), Fixed(0), "match", rows=1)
         ]
 
-    def _own(self) -> Drafter:
-        if "own" not in self._drafters:
-            self._drafters["own"] = make_drafter(
+    def _drafting(self, drafter: Drafter | None, lengths: Fixed) -> tuple[Drafter, Controller]:
+        """A way's drafter and controller. drafter: in place of the configured ones."""
+        if drafter is not None and not isinstance(drafter, OutOfVocabulary):
+            return drafter, lengths
+        if not self._drafters:
+            self._drafters = make_drafters(
                 self.config, self.loaded, rows=self.num_rows, max_length=self.max_length, device="auto"
             )
-        return self._drafters["own"]
+        drafters = self._drafters if drafter is None else {"foreign": drafter}
+        if not drafters:
+            return NoDraft(), lengths
+        planner = make_planner(self.config, self.loaded, drafters, lengths)
+        return planned(self.config, self.loaded, drafters, planner, None if drafter is None else _unheard), planner
 
     def _run(
-        self, jobs: Sequence[Job], drafter: Drafter, controller: Fixed, verifier: str, rows: int | None = None
+        self, jobs: Sequence[Job], drafter: Drafter, controller: Controller, verifier: str, rows: int | None = None
     ) -> list[Writing]:
         decoder = Decoder(
             self.loaded.model,

@@ -28,6 +28,7 @@ def select(context: DraftContext, some: Sequence[int]) -> DraftContext:
         noise=context.noise.select(some),
         prompt_lengths=[context.prompt_lengths[b] for b in some],
         predictions=[context.predictions[b] for b in some] if context.predictions else (),
+        left=[context.left[b] for b in some] if context.left else (),
     )
 
 

@@ -15,10 +15,14 @@ The mass of a node estimates the probability that it is accepted. So the tree gr
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
 from typing import Any, NamedTuple, Protocol
 
-from outrider.core.types import Budget
+import torch
+
+from outrider.core.tree import tree
+from outrider.core.types import Budget, Draft
 
 WIDEST = 8  # continuations of one context that are looked at
 
@@ -40,15 +44,41 @@ class Context(NamedTuple):
     length: int
 
 
-def grow(
-    root: int, contexts: Iterable[Context], budget: Budget, *, least: float = 0.0, doubt: float = 0.0
-) -> list[tuple[int, int]]:
-    """(token, parent) of a tree within the budget, the root first. Nodes with a mass below `least` are left out."""
-    nodes = [(root, -1)]
+class Found(NamedTuple):
+    """A tree that a lookup proposes. nodes: (token, parent), the root first. masses: of each node, 1 for the root. match: tokens
+    of the longest end of the text that was found, 0 for none."""
+
+    nodes: list[tuple[int, int]]
+    masses: list[float]
+    match: int
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a lookup's draft comes from. A note of `Draft.notes`. length: tokens of the longest match."""
+
+    length: int
+
+    def __str__(self) -> str:
+        return f"a match of {self.length} tokens"
+
+
+def drafted(found: Sequence[Found]) -> Draft:
+    """One draft for a batch. Its confidences are the masses, its notes the lengths of the matches."""
+    tokens, parents = tree([one.nodes for one in found])
+    confidence = torch.zeros(tokens.shape)
+    for b, one in enumerate(found):
+        confidence[b, : len(one.masses)] = torch.tensor(one.masses)
+    return Draft(tokens, parents, confidence=confidence, notes=tuple(Match(one.match) for one in found))
+
+
+def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float = 0.0, doubt: float = 0.0) -> Found:
+    """A tree within the budget. Nodes with a mass below `least` are left out."""
+    nodes, weights = [(root, -1)], [1.0]
     members = list(contexts)
-    total = sum(c.weight for c in members)
+    total, match = sum(c.weight for c in members), max((c.length for c in members), default=0)
     if not total or not budget.depth or not budget.width or not budget.max_nodes:
-        return nodes
+        return Found(nodes, weights, match)
     heap: list[tuple[float, int, int, int, int, list[Context]]] = []  # (-mass, order, token, parent, level, members)
     order = 0
 
@@ -74,13 +104,14 @@ def grow(
 
     expand(0, 0, members, 1 / total)
     while heap:
-        _, _, token, parent, level, members = heappop(heap)
+        mass, _, token, parent, level, members = heappop(heap)
         nodes.append((token, parent))
+        weights.append(-mass)
         if len(nodes) > budget.max_nodes:
             break
         if level < budget.depth:
             expand(len(nodes) - 1, level, members, 1.0)
-    return nodes
+    return Found(nodes, weights, match)
 
 
 class TextSource:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.core.tree import tree
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
-from outrider.drafters.lookup.mixture import Context, TextSource, grow
+from outrider.drafters.lookup.mixture import Context, TextSource, drafted, grow
 from outrider.drafters.method import DrafterSetup
 
 _PLACES = 16  # latest occurrences of an n-gram that are kept
@@ -35,7 +34,7 @@ class NgramDrafter(BaseDrafter):
         trees = []
         for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
             trees.append(grow(tokens[-1], self._contexts(slot, tokens), budget))
-        return Draft(*tree(trees))
+        return drafted(trees)
 
     def _contexts(self, slot: int, tokens: list[int]) -> list[Context]:
         """The ends of the text that were found. Each has a hundred times the weight of the next shorter one."""

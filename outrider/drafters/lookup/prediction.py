@@ -5,10 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from outrider.core.tree import tree
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
-from outrider.drafters.lookup.mixture import Context, grow
+from outrider.drafters.lookup.mixture import Context, drafted, grow
 from outrider.drafters.method import DrafterSetup
 
 _TRUST = 8  # length of match, in tokens, that the prediction counts as before the answer starts
@@ -154,7 +153,7 @@ class PredictionDrafter(BaseDrafter):
             alignment.extend(tokens[n:])
             doubt = 0.5 * (1 + alignment.misses)
             trees.append(grow(tokens[-1], alignment.contexts(), budget, least=self.least, doubt=doubt))
-        return Draft(*tree(trees))
+        return drafted(trees)
 
 
 def from_setup(setup: DrafterSetup) -> PredictionDrafter:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from outrider.core.tree import tree
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.automaton import SuffixAutomaton
 from outrider.drafters.lookup.corpus import REACH, Corpus
 from outrider.drafters.lookup.documents import read_corpus
-from outrider.drafters.lookup.mixture import Context, grow
+from outrider.drafters.lookup.mixture import Context, drafted, grow
 from outrider.drafters.method import DrafterSetup
 
 _FEED = 256  # tokens of a running answer that are added to the shared store at a time
@@ -63,7 +62,7 @@ class SuffixDrafter(BaseDrafter):
             for corpus in self.corpora if budget.max_nodes else ():
                 found += corpus.contexts(tokens[-REACH:])
             trees.append(grow(tokens[-1], found, budget, least=self.least, doubt=self.doubt))
-        return Draft(*tree(trees))
+        return drafted(trees)
 
     def _feed(self, slot: int, least: int) -> None:
         """Adds the new tokens of an answer to the store, if there are `least` or more."""

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
-from outrider.control.acceptance import Ranks
-from outrider.core.tree import tree
+from outrider.control.shapes import BY_RANK, Shape, optimal_shape
 from outrider.core.types import PADDING, Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
+from outrider.drafters.lookup.mixture import Found, drafted
 from outrider.drafters.method import DrafterSetup
+
+_RANK_WEIGHT = 8  # pseudo-observations of BY_RANK
+
+
+class Ranks:
+    """Acceptance by rank: how often the child of rank 0, 1, 2... was the accepted one, where its parent was reached."""
+
+    def __init__(self, width: int = len(BY_RANK), memory: int = 64) -> None:
+        """width: ranks that are counted apart. memory: visits after which one counts 1/e."""
+        self.keep = 1 - 1 / memory
+        self.hits, self.visits = [0.0] * min(width, len(BY_RANK)), [0.0] * min(width, len(BY_RANK))
+
+    def observe(self, parents: Sequence[int], path: Sequence[int]) -> None:
+        """parents: of a draft's nodes, siblings in the order of their rank. path: the accepted nodes, the root first."""
+        for node, following in zip(path, [*path[1:], 0], strict=True):
+            children = [n for n, parent in enumerate(parents) if parent == node]
+            for rank, child in enumerate(children[: len(self.hits)]):
+                self.visits[rank] = self.keep * self.visits[rank] + 1
+                self.hits[rank] = self.keep * self.hits[rank] + (child == following)
+
+    def chances(self) -> list[float]:
+        """The acceptance of each rank, never increasing; BY_RANK where little was observed."""
+        first = (self.hits[0] + BY_RANK[0] * _RANK_WEIGHT) / (self.visits[0] + _RANK_WEIGHT)
+        out, left = [first], (1 - first) / (1 - BY_RANK[0])
+        for usual, hits, visits in zip(BY_RANK[1:], self.hits[1:], self.visits[1:], strict=False):
+            out.append(min((hits + usual * left * _RANK_WEIGHT) / (visits + _RANK_WEIGHT), out[-1]))
+        return out
+
+    def shape(self, budget: Budget) -> Shape:
+        """The best tree within the budget for these chances. They are rounded to hundredths, so that trees can be reused."""
+        return _shape(budget, tuple(max(round(chance, 2), 0.001) for chance in self.chances()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(budget: Budget, chances: tuple[float, ...]) -> Shape:
+    return optimal_shape(budget, chances)
 
 
 class TokenRecyclingDrafter(BaseDrafter):
@@ -36,10 +73,11 @@ class TokenRecyclingDrafter(BaseDrafter):
 
     def propose(self, context: DraftContext) -> Draft:
         known: dict[int, list[int]] = {}
-        proposals: list[list[tuple[int, int]]] = []
+        proposals: list[Found] = []
+        chances = self.ranks.chances()
         for slot, tokens, budget in zip(context.slots, context.tokens, context.budgets, strict=True):
             shape = self.ranks.shape(Budget(budget.depth, min(budget.width, self.k), budget.max_nodes))
-            nodes, index = [(tokens[-1], -1)], {0: 0}
+            nodes, masses, index = [(tokens[-1], -1)], [1.0], {0: 0}
             for role, (parent, rank) in enumerate(zip(shape.parents[1:], shape.ranks[1:], strict=True), start=1):
                 if parent not in index:
                     continue
@@ -49,9 +87,10 @@ class TokenRecyclingDrafter(BaseDrafter):
                 if known[above][rank] >= 0:
                     index[role] = len(nodes)
                     nodes.append((known[above][rank], index[parent]))
-            proposals.append(nodes)
+                    masses.append(masses[index[parent]] * chances[rank])
+            proposals.append(Found(nodes, masses, 0))
             self._parents[slot] = [parent for _, parent in nodes]
-        return Draft(*tree(proposals))
+        return drafted(proposals)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         real = target.draft.parents != PADDING

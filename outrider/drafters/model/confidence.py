@@ -15,8 +15,8 @@ from outrider.drafters.model.children import child_scores, children
 
 RIVALS = 8  # candidates that share a token's chance
 _SCALES = (0.3, 0.4, 0.55, 0.75, 1.0, 1.4)
-_START = 0.75
-_PRIOR = 4.0  # what each step away from _START costs at first, in nats; it fades with the observations
+START = 0.75
+_PRIOR = 4.0  # what each step away from START costs at first, in nats; it fades with the observations
 _KEEP = 1 - 1 / 256  # observations after which one counts 1/e
 _CERTAIN = 1e-4  # chances are kept so far from 0 and 1
 
@@ -31,10 +31,10 @@ class LogitError:
     """
 
     def __init__(self) -> None:
-        self.scale = _START
+        self.scale = START
         # slot -> node, its first child and the chance of that, of the last proposal
         self._stated: dict[int, list[tuple[int, int, float]]] = {}
-        start = _SCALES.index(_START)
+        start = _SCALES.index(START)
         self._losses = [_PRIOR * abs(n - start) for n in range(len(_SCALES))]  # negative log likelihoods, fading
 
     def state(self, slot: int, parents: Sequence[int], weights: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer than the target's (Timor et al. 2025, arXiv 2502.05202): two ways, and a choice.
+"""A draft model with another tokenizer than the target's (Timor et al. 2025, arXiv 2502.05202): two ways.
 
 *TLI*, token-level intersection: the draft's distribution is restricted to the tokens that both have, in the target's ids. It is
 an ordinary distribution, so growing trees and verification work unchanged. *SLEM*, string-level exact match: the draft writes
@@ -12,7 +12,7 @@ there. The noise chooses one of these target tokens. The draft then writes its o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.core.noise import Stream
 from outrider.core.tree import chain
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext, TargetPass, chains
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass, chains
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.precision import QUANTIZED
@@ -34,9 +34,6 @@ from outrider.models.nodes import Nodes
 
 Way = Literal["tli", "slem"]
 _NO = float("-inf")
-_TRIALS = 16  # proposals of each way before one is preferred
-_AGAIN = 32  # one proposal in this many uses the other way, in case the text has changed
-_MEMORY = 0.98  # weight of the past in the running means
 
 
 class SharedModel(BaseModel):
@@ -72,46 +69,11 @@ class _SpelledText:
     sure: int = 0
 
 
-@dataclass(eq=False)
-class _Score:
-    """The running mean of accepted tokens per proposal of one way."""
-
-    tried: int = 0
-    mean: float = 0.0
-
-    def add(self, accepted: int) -> None:
-        self.tried += 1
-        self.mean += (accepted - self.mean) * max(1 / self.tried, 1 - _MEMORY)
-
-
-@dataclass(frozen=True)
-class TokenizerNote:
-    """Which way is used, and why. A note of `Draft.notes`.
-
-    way: None while both are tried. fixed: acceptance did not choose it. coverage: share of the draft's tokens that the target
-    has too. total: the two have the same tokens. tli, slem: accepted tokens per proposal.
-    """
-
-    way: Way | None
-    fixed: bool
-    coverage: float
-    total: bool
-    tli: float
-    slem: float
-
-    def __str__(self) -> str:
-        shared = f"{self.coverage:.0%} of the draft's tokens are shared"
-        if self.fixed:
-            return f"{self.way}: {shared}" + (", all of the target's" if self.total else "")
-        measured = f"{self.tli:.2f} tokens accepted per proposal by tli, {self.slem:.2f} by slem; {shared}"
-        return f"{self.way or 'undecided'}: {measured}"
-
-
 class CrossTokenizerDrafter(ModelDrafter):
     """Drafts from a model with its own tokenizer (Timor et al. 2025, arXiv 2502.05202).
 
-    way: "tli" or "slem". None tries both, then uses the one with more accepted tokens and tests the other now and then.
-    Verifiers that need probs get TLI. `note` says what was chosen and why.
+    way: "tli" or "slem". None leaves the choice to a planner, which asks `ways`; without one it is TLI. Verifiers that need probs
+    get TLI.
     """
 
     def __init__(self, model: LanguageModel, pairing: Pairing, num_slots: int, way: Way | None = None) -> None:
@@ -119,50 +81,30 @@ class CrossTokenizerDrafter(ModelDrafter):
         super().__init__(SharedModel(model, pairing), num_slots, model.max_length)
         self.draft, self.pairing = model, pairing
         self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way
-        self.scores: dict[Way, _Score] = {"tli": _Score(), "slem": _Score()}
         none = pairing.target.size  # for draft tokens that begin with no token of the target
         self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
         self._texts: dict[int, _SpelledText] = {}
-        self._proposals = 0
-        self._last: Way = "tli"
 
-    @property
-    def note(self) -> TokenizerNote:
-        """What is known of the two ways now."""
-        tli, slem = self.scores.values()
-        decided = self.way or (self._better if min(tli.tried, slem.tried) >= _TRIALS else None)
-        return TokenizerNote(
-            decided, self.way is not None, self.pairing.coverage, self.pairing.total, tli.mean, slem.mean
-        )
-
-    @property
-    def _better(self) -> Way:
-        return "slem" if self.scores["slem"].mean > self.scores["tli"].mean else "tli"
-
-    def _choose(self, context: DraftContext) -> Way:
-        if self.way or context.needs_probs:
-            return self.way or "tli"
-        self._proposals += 1
-        if min(s.tried for s in self.scores.values()) < _TRIALS:
-            return "slem" if self.scores["slem"].tried < self.scores["tli"].tried else "tli"
-        other: Way = "tli" if self._better == "slem" else "slem"
-        return other if self._proposals % _AGAIN == 0 else self._better
+    def ways(self) -> dict[str, Drafter]:
+        """A drafter for each way that this pair of tokenizers leaves open, by name. They share all they have read."""
+        return {} if self.way else {"tli": OneWay(self, "tli"), "slem": OneWay(self, "slem")}
 
     def propose(self, context: DraftContext) -> Draft:
-        self._last = self._choose(context)
-        draft = super().propose(context) if self._last == "tli" else chains(context, self._written(context))
-        return replace(draft, notes=(self.note,) * len(context.slots))
+        return self.proposed(context, self.way or "tli")
+
+    def proposed(self, context: DraftContext, way: Way) -> Draft:
+        """A draft of one way."""
+        own = context.needs_probs and bool(self.pairing.shared)
+        return super().propose(context) if way == "tli" or own else chains(context, self._written(context))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         forwarded = [slot for slot in context.slots if slot in self._places]
         super().update(context, commits, target)
-        for slot, budget, commit in zip(context.slots, context.budgets, commits, strict=True):
+        for slot, commit in zip(context.slots, commits, strict=True):
             if slot in forwarded:  # the accepted part of the scratch is committed, the rest is dropped
                 reading = self._texts[slot]
                 reading.held += [self.pairing.shared.get(t, -1) for t in commit.tokens]
                 del reading.held[self.cache.length[slot] :]
-            if commit.nodes and min(budget.depth, budget.max_nodes):
-                self.scores[self._last].add(commit.num_accepted)
 
     def release(self, slot: int) -> None:
         super().release(slot)
@@ -262,6 +204,29 @@ class CrossTokenizerDrafter(ModelDrafter):
             best = warp.processed(log_probs, [proposed])[0].max(0)
             chosen = int(best.indices) if best.values > _NO else -1
         return -1 if chosen < 0 else int(logits.masked_fill(self._first != chosen, _NO).argmax())
+
+
+class OneWay(BaseDrafter):
+    """One of the ways in which a `CrossTokenizerDrafter` drafts."""
+
+    def __init__(self, whole: CrossTokenizerDrafter, way: Way) -> None:
+        self.whole, self.way, self.model = whole, way, whole.model
+        self.error, self.reduction = whole.error, whole.reduction
+
+    def propose(self, context: DraftContext) -> Draft:
+        return self.whole.proposed(context, self.way)
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        self.whole.update(context, commits, target)
+
+    def release(self, slot: int) -> None:
+        self.whole.release(slot)
+
+    def missing(self, slot: int, tokens: list[int]) -> int:
+        return self.whole.missing(slot, tokens)
+
+    def read(self, slot: int, tokens: list[int], count: int) -> None:
+        self.whole.read(slot, tokens, count)
 
 
 def whole(text: bytes) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
 
-from outrider.control.expectation import Shape
+from outrider.control.shapes import Shape
 from outrider.core.types import Budget
 
 

@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from outrider.control.expectation import geometric, speedup
+from outrider.control.shapes import geometric, speedup
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.method import DrafterSetup

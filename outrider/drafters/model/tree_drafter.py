@@ -10,7 +10,7 @@ from typing import Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from outrider.control.expectation import Shape, optimal_shape
+from outrider.control.shapes import Shape, optimal_shape
 from outrider.core.noise import Stream
 from outrider.core.sampling import TokenSubset
 from outrider.core.tree import chain, tree

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.control import CostModel
 from outrider.control.cost_model import interpolate
-from outrider.control.expectation import best_depth, expected_tokens, geometric, speedup
+from outrider.control.shapes import best_depth, expected_tokens, geometric, speedup
 
 ALPHAS = st.floats(0.01, 0.99)
 

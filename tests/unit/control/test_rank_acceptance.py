@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.control.acceptance import Ranks
-from outrider.control.expectation import BY_RANK, expected_accepted, optimal_shape
+from outrider.control.shapes import BY_RANK, expected_accepted, optimal_shape
 from outrider.core.types import Budget
 from outrider.drafters import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter

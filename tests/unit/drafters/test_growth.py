@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.control.expectation import BY_RANK, Shape, expected_accepted, optimal_shape
+from outrider.control.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
 from outrider.core.types import Budget
 from outrider.drafters.model.growth import Growth
 

@@ -88,7 +88,7 @@ def test_grown_trees_keep_the_budget_and_come_best_first(
     least *= 1.0000123  # masses are simple fractions: on the border itself rounding decides
     automaton.extend(tokens)
     found = [Context(automaton, state, n**2, n) for state, n in automaton.suffixes()]
-    grown = grow(tokens[-1], found, budget, least=least, doubt=doubt)
+    grown = grow(tokens[-1], found, budget, least=least, doubt=doubt).nodes
     parents = [p for _, p in grown]
     assert len(grown) - 1 <= budget.max_nodes
     assert max(Counter(parents[1:]).values(), default=0) <= width

@@ -15,8 +15,16 @@ from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
-from outrider.drafters import DrafterRouter, LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, Wrong, make_drafter
-from outrider.drafters.registry import METHODS, DrafterSetup, DraftMethod, EngineExport, request_drafters
+from outrider.drafters import LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, Wrong, make_drafter, make_drafters
+from outrider.drafters.registry import (
+    METHODS,
+    DrafterSetup,
+    DraftMethod,
+    EngineExport,
+    level_cost,
+    lookup_names,
+    request_drafters,
+)
 from outrider.integrations.engines import exports
 from outrider.models.load import Loaded, load
 
@@ -63,11 +71,13 @@ def make(target: Loaded, **config: Any) -> Any:
 
 
 def test_auto_takes_what_there_is(code: Loaded) -> None:
-    drafter = make(code, method="auto")
-    assert isinstance(drafter, DrafterRouter)
-    assert list(drafter.drafters) == ["prediction", "suffix", "draft_model"]
-    assert 0.05 < drafter.cost["draft_model"] < 0.4
-    assert drafter.cost["suffix"] == 0
+    drafters = make_drafters(SpeculativeConfig.of({"method": "auto"}), code, rows=1, max_length=256, device="cpu")
+    assert list(drafters) == ["prediction", "suffix", "draft_model"]
+    assert lookup_names(drafters) == ["prediction", "suffix"]
+    assert 0.05 < level_cost("draft_model", drafters["draft_model"], code.model) < 0.4
+    assert level_cost("suffix", drafters["suffix"], code.model) == 0
+    with pytest.raises(ValueError, match="use make_drafters"):
+        make(code, method="auto")
     unknown = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, code.weights, code.source)
     assert list(make(unknown, method="auto").drafters) == ["prediction", "suffix", "quantized_self"]
     coarse = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, "int4", code.source)
@@ -135,8 +145,7 @@ def test_a_drafter_of_ones_own(code: Loaded, plain: list[str]) -> None:
     assert isinstance(drafter, Stubborn)
     assert drafter.token == 7
     assert texts({"method": "stubborn"}) == plain
-    both = make(code, method=["stubborn", "suffix"])
-    assert isinstance(both, DrafterRouter)
+    assert texts({"method": ["stubborn", "suffix"], "options": {"token": 7}}) == plain
     with pytest.raises(ValueError, match=r"'stubborn'.*unexpected keyword argument 'colour'"):
         make(code, method="stubborn", options={"colour": "red"})
     with pytest.raises(ValueError, match="returned a object, which is not a drafter"):

@@ -9,13 +9,13 @@ from contextlib import closing
 import pytest
 import torch
 from engines import read, run
-from helpers import Loop, RandomTree, TargetTree, plain_texts, request
+from helpers import Loop, RandomTree, TargetTree, plain_texts, planned, request
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.drafters import BaseDrafter, DrafterRouter, NgramDrafter, NoDraft, Tapped, Wrong
-from outrider.drafters.combine.guard import PerRequestDrafter
+from outrider.core.types import Budget
+from outrider.drafters import BaseDrafter, NgramDrafter, NoDraft, Tapped, Wrong
 from outrider.engine import Engine
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
@@ -84,16 +84,13 @@ def test_steps_without_a_budget_are_seen_too() -> None:
     assert drafter.positions == sum(len(row.tokens) - 1 for row in rows)
 
 
-@pytest.mark.parametrize("kind", ["router", "per request"])
+@pytest.mark.parametrize("kind", ["together", "per request"])
 def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
     first, second = tapped(TargetTree(BUILTIN.model), (1, -1)), tapped(Wrong(), (3, 1, 0))
     drafters = {"first": first, "text": NgramDrafter(), "second": second}
-    combined = (
-        DrafterRouter(drafters)
-        if kind == "router"
-        else PerRequestDrafter(drafters, "first", BUILTIN.model.vocab_size, print)
-    )
-    run_ = Loop(BUILTIN.model, combined, controller=Fixed(3, 3, 9), rows=2, max_length=128)
+    default = None if kind == "together" else "first"
+    combined = planned(drafters, ["text"], Budget(3, 3, 9), True, BUILTIN.model.vocab_size, default=default)
+    run_ = Loop(BUILTIN.model, combined, controller=combined.planner, rows=2, max_length=128)
     asked = requests(2)
     seats = [run_.admit(r) for r in asked]
     if kind == "per request":
@@ -103,7 +100,7 @@ def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
         run_.step()
     assert [row.output for row in seats] == plain_texts(BUILTIN.model, asked)
     positions = [len(row.tokens) - 1 for row in seats]
-    expected = [sum(positions)] * 2 if kind == "router" else positions
+    expected = [sum(positions)] * 2 if kind == "together" else positions
     assert [first.positions, second.positions] == expected
 
 

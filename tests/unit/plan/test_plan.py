@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from outrider.bench.run import PromptRecord, Run, Sample, Setting
 from outrider.cli.main import app
-from outrider.control.expectation import geometric, speedup
-from outrider.control.hardware import ACCELERATORS, Accelerator, Hardware, find_hardware
+from outrider.control.shapes import geometric, speedup
+from outrider.core.hardware import ACCELERATORS, Accelerator, Hardware, find_hardware
 from outrider.explain.facts import rooflines
 from outrider.plan import acceptance_curve, serving_costs
 from outrider.plan.acceptance_curve import constant, find_curve

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from helpers import Loop, RandomTree
+from helpers import Loop, RandomTree, planned
 from serving import PAIR
 
 from outrider import LLM, SamplingParams
@@ -19,7 +19,7 @@ from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Budget
 from outrider.decode import Sequence
 from outrider.drafters.base import DraftContext, NoDraft
-from outrider.drafters.combine.guard import PerRequestDrafter, legal
+from outrider.drafters.combine.guard import legal
 
 PATTERN = r"[a-d]{2}(-[0-9]+){1,3}"
 
@@ -75,7 +75,11 @@ def test_text_under_a_grammar_is_plain_decodings_for_random_trees(llm: LLM, gram
         return [row.output for row in rows]
 
     expected = write(NoDraft(), Budget(0))
-    for drafter in (RandomTree(8192), PerRequestDrafter({"tree": RandomTree(8192)}, "tree", 8192), llm.decoder.drafter):
+    for drafter in (
+        RandomTree(8192),
+        planned({"tree": RandomTree(8192)}, (), Budget(3, 2, 6), True, 8192),
+        llm.decoder.drafter,
+    ):
         assert write(drafter, Budget(3, 2, 6)) == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import VOCAB, decoder, request, toy_drafters
+from helpers import VOCAB, decoder, planned, request, toy_drafters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import GREEDY, LOADED, RICH, SAMPLED, TARGET, loop, record, replays, three
@@ -13,7 +13,6 @@ from traces import GREEDY, LOADED, RICH, SAMPLED, TARGET, loop, record, replays,
 from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
 from outrider.decode import Sequence
-from outrider.drafters.combine.router import DrafterRouter
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.outputs import SpeculativeMetrics
 from outrider.params import SamplingParams
@@ -147,14 +146,14 @@ def test_a_header_names_what_was_given_and_contains_no_text(tmp_path: Path) -> N
 
 
 def test_a_trace_holds_the_words_of_a_note(tmp_path: Path) -> None:
-    """A router's note is an object. The file holds its words."""
-    router = DrafterRouter({"ngram": NgramDrafter(1), "draft": toy_drafters(TARGET)["draft_model"]()}, {"draft": 0.1})
+    """A plan's note is an object. The file holds its words."""
+    router = planned({"ngram": NgramDrafter(1), "draft": toy_drafters(TARGET)["draft_model"]()}, ["ngram"], Budget(4))
     record(tmp_path / "t", decoder(TARGET, router, rows=1, budget=Budget(4)), [request([1, 2, 3], GREEDY)])
     trace = read(tmp_path / "t")
     assert trace.problem is None
     assert trace.text().end is not None
     notes = {step.note for step in trace.text().steps}
-    assert any(str(note).startswith("draft drafts: ") for note in notes), notes
+    assert any(str(note).startswith("draft drafts at ") for note in notes), notes
 
 
 def test_one_recorder_holds_one_run(tmp_path: Path) -> None:

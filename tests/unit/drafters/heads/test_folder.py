@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
 from outrider.config import SpeculativeConfig
-from outrider.drafters import DrafterRouter, make_drafter
+from outrider.drafters import make_drafter, make_drafters
+from outrider.drafters.registry import level_cost
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.files import open_head
@@ -58,11 +59,11 @@ def test_a_folder_is_enough(config: dict[str, Any]) -> None:
 def test_the_method_is_recognised() -> None:
     assert SpeculativeConfig.of({"model": HEAD}).method == "eagle"
     assert isinstance(make(model=HEAD), EagleDrafter)
-    auto = make(method="auto", model=HEAD)
-    assert isinstance(auto, DrafterRouter)
-    assert list(auto.drafters) == ["prediction", "suffix", "eagle"]
-    assert 0 < auto.cost["eagle"] < 0.5
-    assert auto.taps == (1, 3, 7)
+    ask = SpeculativeConfig.of({"method": "auto", "model": HEAD})
+    auto = make_drafters(ask, TARGET, rows=1, max_length=64, device="cpu")
+    assert list(auto) == ["prediction", "suffix", "eagle"]
+    assert 0 < level_cost("eagle", auto["eagle"], TARGET.model) < 0.5
+    assert auto["eagle"].taps == (1, 3, 7)
     assert ("eagle", {"method": "eagle", "model": HEAD}) in candidates(TARGET, HEAD, None, None, False)
     assert "draft_model" not in dict(candidates(TARGET, HEAD, None, None, False))
 
@@ -96,9 +97,7 @@ def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch:
     ask = SpeculativeConfig.of({"method": "auto"})
 
     def drafters() -> list[str]:
-        made = make_drafter(ask, target, rows=1, max_length=64, device="cpu")
-        assert isinstance(made, DrafterRouter)
-        return list(made.drafters)
+        return list(make_drafters(ask, target, rows=1, max_length=64, device="cpu"))
 
     assert "eagle" not in drafters()
     monkeypatch.setattr("outrider.drafters.heads.shipped.HEADS", tmp_path)

@@ -25,7 +25,8 @@ from outrider import SamplingParams
 from outrider.cli.tune import candidates
 from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
-from outrider.drafters import DrafterRouter, make_drafter
+from outrider.drafters import make_drafter, make_drafters
+from outrider.drafters.registry import level_cost
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.mtp import MtpModel as OurMtp
 from outrider.drafters.heads.mtp import MtpWeights, has_mtp
@@ -230,9 +231,8 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
 def test_it_is_found(folders: dict[str, Path]) -> None:
     loaded = target(folders["glm4_moe"], "glm4_moe")
     assert has_mtp(loaded)
-    auto = make_drafter(SpeculativeConfig.of({"method": "auto"}), loaded, rows=1, max_length=64, device="cpu")
-    assert isinstance(auto, DrafterRouter)
-    assert list(auto.drafters)[-1] == "mtp"
+    auto = make_drafters(SpeculativeConfig.of({"method": "auto"}), loaded, rows=1, max_length=64, device="cpu")
+    assert list(auto)[-1] == "mtp"
     # the weights of a token, and two of four experts; the output head is the target's, and both read it
     read = {
         n: t.numel() * (0.5 if ".experts." in n else 1.0)
@@ -241,7 +241,7 @@ def test_it_is_found(folders: dict[str, Path]) -> None:
     }
     own = sum(size for n, size in read.items() if "layers.2." in n or n.startswith("lm_head"))
     whole = sum(size for n, size in read.items() if "layers.2." not in n)
-    assert auto.cost["mtp"] == pytest.approx(own / whole, rel=0.1)
+    assert level_cost("mtp", auto["mtp"], loaded.model) == pytest.approx(own / whole, rel=0.1)
     assert ("mtp", {"method": "mtp"}) in candidates(loaded, None, None, None, False)
     found = {e.engine: e.command for e in exports({"method": "mtp", "num_speculative_tokens": 2})}
     assert '"method": "mtp"' in found["vLLM"]

@@ -1,0 +1,258 @@
+"""What is believed of drafters and of texts, from what was committed. Counts only: no clock, no text, no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from outrider.control.price import Forecast, forecast
+
+PRIORS = Path(__file__).resolve().parent.parent / "data" / "priors.json"
+"""Chains of stated chances by kind of drafter, and the table of lookups: python -m benchmarks.traces priors."""
+
+_DEEP = 4  # places of a lookup's chain that the table learns from
+_TABLE = 200.0  # tries after which those of a cell fade
+_FADE = 0.97  # weight of the past in what a text tells about its lookups
+_TEXT = 4.0  # tries of a text that the table counts for
+_MEMORY = 1 - 1 / 24  # weight of the past in what a text tells about a model
+_POOL, _POOLED, _PRIOR, _OWN = (
+    200.0,
+    1 - 1 / 1000,
+    8.0,
+    4.0,
+)  # weights: most of the pool, its fading, of prior and of pool
+_USUAL, _WEIGHT = 128.0, 2  # tokens of an answer before any was seen, and the number of answers that this counts for
+_ANSWERS = 32  # answers that are remembered
+_LEAST = 16.0  # tokens that are left of an answer that outgrows them
+
+
+@lru_cache(1)
+def priors() -> dict[str, Any]:
+    """The priors that ship."""
+    return json.loads(PRIORS.read_text(encoding="utf-8"))
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a lookup proposes. nodes: (token, parent), the root first. masses: of each node, the share of what it found that
+    goes this way. match: tokens of the longest end of the text that it found."""
+
+    nodes: Sequence[tuple[int, int]]
+    masses: Sequence[float]
+    match: int
+
+
+class LookupBelief:
+    """How likely a lookup's tokens are accepted: a table by match length and mass, shifted by how much this text copies.
+
+    The shift is in logits. The text shows with every token what a lookup would have been worth, whether it was used or not. So
+    lookups need no exploration, and a text that copies is recognised after a few tokens.
+    """
+
+    def __init__(self, table: Sequence[Sequence[float]] | None = None) -> None:
+        """table: [match, mass, hits, tries] of each cell; the shipped one if not given."""
+        known = priors()["lookups"] if table is None else table
+        self.cells: dict[tuple[int, int], list[float]] = {(int(a), int(b)): [h, n] for a, b, h, n in known}
+        self._texts: dict[int, list[float]] = {}  # slot -> hits, what the table expected of them, tries
+
+    def survival(self, slot: int, offer: Offer) -> list[float]:
+        """The probability that each node is accepted, 1 for the root."""
+        shift, out, levels = self.shift(slot), [1.0], [0]
+        for n in range(1, len(offer.nodes)):
+            parent = offer.nodes[n][1]
+            levels.append(levels[parent] + 1)
+            chance = self._chance(offer.match + levels[parent], offer.masses[n] / max(offer.masses[parent], 1e-9))
+            odds = chance / (1 - chance) * shift
+            out.append(out[parent] * odds / (1 + odds))
+        return out
+
+    def learn(self, slot: int, offer: Offer, tokens: Sequence[int], ended: bool) -> None:
+        """What the text went on with. ended: it was cut there, so that nothing is known of what was not accepted."""
+        text = self._texts.setdefault(slot, [0.0, 0.0, 0.0])
+        text[:] = [_FADE * x for x in text]
+        at, level = 0, 0
+        for token in tokens:
+            hit = -1
+            best = 0.0
+            for n in range(at + 1, len(offer.nodes)):
+                if offer.nodes[n][1] == at:
+                    best = max(best, offer.masses[n])
+                    if offer.nodes[n][0] == token:
+                        hit = n
+            if not best or (hit < 0 and ended):
+                return
+            mass = (offer.masses[hit] if hit >= 0 else best) / max(offer.masses[at], 1e-9)
+            cell = self._cell(offer.match + level, mass)
+            expected = cell[0] / cell[1]
+            if level < _DEEP:
+                if cell[1] >= _TABLE:
+                    cell[:] = [x * (1 - 1 / _TABLE) for x in cell]
+                cell[0] += hit >= 0
+                cell[1] += 1
+            text[0] += hit >= 0
+            text[1] += expected
+            text[2] += 1
+            if hit < 0:
+                return
+            at, level = hit, level + 1
+
+    def release(self, slot: int) -> None:
+        """The text in this slot has ended."""
+        self._texts.pop(slot, None)
+
+    def shift(self, slot: int) -> float:
+        """The factor on the odds of this text."""
+        hits, expected, tries = self._texts.get(slot, (0.0, 0.0, 0.0))
+        if not tries:
+            return 1.0
+        usual = min(max(expected / tries, 0.02), 0.98)
+        here = min(max((hits + _TEXT * usual) / (tries + _TEXT), 0.02), 0.995)
+        return here / (1 - here) * (1 - usual) / usual
+
+    def _chance(self, match: int, mass: float) -> float:
+        hits, tries = self._cell(match, mass)
+        return min(max(hits / tries, 0.001), 0.999)
+
+    def _cell(self, match: int, mass: float) -> list[float]:
+        key = (match_cell(match), min(int(mass * 5), 4))
+        cell = self.cells.get(key)
+        if cell is None:
+            cell = self.cells[key] = [1.0, 4.0]
+        return cell
+
+
+def match_cell(match: int) -> int:
+    """The row of the table for a match of so many tokens."""
+    return 0 if match <= 1 else 1 if match <= 2 else 2 if match <= 3 else 3 if match <= 5 else 4 if match <= 9 else 5
+
+
+@dataclass
+class Means:
+    """Running means over the steps that asked a drafter. tokens: accepted. levels: drafted. nodes: verified."""
+
+    tokens: float = 0.0
+    levels: float = 0.0
+    nodes: float = 0.0
+    weight: float = 0.0
+
+    def add(self, tokens: float, levels: float, nodes: float) -> None:
+        self.weight += 1
+        rate = 1 / self.weight
+        self.tokens += rate * (tokens - self.tokens)
+        self.levels += rate * (levels - self.levels)
+        self.nodes += rate * (nodes - self.nodes)
+
+
+@dataclass
+class TextRecord:
+    """A text's own means, and the share of its steps that no lookup wins."""
+
+    means: Means = field(default_factory=Means)
+    free: float = 0.95
+    steps: float = 4.0
+
+
+class ModelBelief:
+    """What asking a model brings: from the shipped chains at first, then from all texts, then from this text.
+
+    Means of tokens, levels and nodes are kept, and the price is put on them when it is asked for. So another price or batch size
+    needs no new observation. (A small change of the price changes the best policy, but its value only by the price itself.)
+    """
+
+    def __init__(self, kind: str) -> None:
+        """kind: of the drafter, a name in the shipped chains."""
+        every = priors()["chains"]
+        self.chains = [[c / 100 for c in chain] for chain in every.get(kind, every["sibling"])]
+        self.hits, self.tries = 16.0, 20.0  # of a token after an accepted one
+        self.pool, self.free, self._free_weight = Means(), 0.95, 6.0
+        self.texts: dict[int, TextRecord] = {}
+
+    @property
+    def chance(self) -> float:
+        """The usual chance of a token whose parent was accepted."""
+        return self.hits / self.tries
+
+    def forecast(self, forward: Callable[[int], float], draft: Callable[[int], float]) -> Forecast:
+        """What the shipped chains promise at these costs, for one sequence."""
+        return forecast(self.chains, forward, draft, 0.8)
+
+    def text(self, slot: int) -> TextRecord:
+        record = self.texts.get(slot)
+        if record is None:
+            record = self.texts[slot] = TextRecord(free=self.free)
+        return record
+
+    def means(self, slot: int, prior: Forecast) -> tuple[float, float, float, float]:
+        """Expected tokens, levels and nodes of a step that asks it, and the weight of this text's own steps."""
+        own, pool = self.text(slot).means, self.pool
+        known = _PRIOR + pool.weight
+        a, b, c = _OWN * _PRIOR / known, _OWN * pool.weight / known, own.weight
+        total = _OWN + own.weight
+        return (
+            (a * prior.tokens + b * pool.tokens + c * own.tokens) / total,
+            (a * prior.levels + b * pool.levels + c * own.levels) / total,
+            (a * prior.nodes + b * pool.nodes + c * own.nodes) / total,
+            own.weight,
+        )
+
+    def passed(self, slot: int, lookup_wins: bool) -> None:
+        """A step has passed, with this drafter or without it."""
+        record = self.text(slot)
+        record.means.weight *= _MEMORY
+        self.pool.weight *= _POOLED
+        record.free += ((not lookup_wins) - record.free) / (record.steps + 1)
+        record.steps = min(record.steps + 1, 16)
+
+    def learn(self, slot: int, chances: Sequence[float], levels: int, nodes: int, accepted: int) -> None:
+        """A step that asked it. chances: stated survival of the verified nodes' levels, in a chain. levels: drafted. nodes:
+        verified. accepted: tokens."""
+        tokens = (sum(chances) + accepted) / 2 if chances else float(accepted)
+        for means in (self.text(slot).means, self.pool):
+            means.add(tokens, levels, nodes)
+        self.pool.weight = min(self.pool.weight, _POOL)
+
+    def continued(self, chance: float) -> None:
+        """A token after an accepted one, with the chance that its drafter stated."""
+        if self.tries >= 60:
+            self.hits, self.tries = self.hits * (1 - 1 / 60), self.tries * (1 - 1 / 60)
+        self.hits, self.tries = self.hits + chance, self.tries + 1
+
+    def release(self, slot: int) -> None:
+        record = self.texts.pop(slot, None)
+        if record is not None:
+            self._free_weight = min(self._free_weight + 1, 24)
+            self.free += (record.free - self.free) / self._free_weight
+
+
+class AnswerLengths:
+    """Expected tokens until the end of an answer, from the lengths of those that ended lately."""
+
+    def __init__(self) -> None:
+        self._ended: deque[int] = deque(maxlen=_ANSWERS)
+
+    def observe(self, length: int) -> None:
+        """An answer has ended after so many tokens."""
+        self._ended.append(length)
+
+    def remaining(self, written: int) -> float:
+        """The mean of what was left of earlier answers when they had this length. An answer that outgrows all of them is
+        expected to grow by half.
+
+        written: tokens of this answer so far.
+        """
+        usual = max(_USUAL - written, written / 2, _LEAST)
+        left = [length - written for length in self._ended if length > written]
+        return (sum(left) + _WEIGHT * usual) / (len(left) + _WEIGHT)
+
+
+__all__ = ["AnswerLengths", "LookupBelief", "Means", "ModelBelief", "Offer", "match_cell", "priors"]

@@ -1,0 +1,415 @@
+"""The planner: which drafter drafts for each sequence of a step, how deep, and which of its nodes are verified.
+
+One price of a second decides everything (`outrider.control.price`). It is sigma * B / T(B): sigma is the speed over plain
+decoding that the texts of the step have reached lately, B their number, T(B) the seconds of a plain step. What a lookup is worth
+follows from what it found and from how much the text copies. What a model is worth follows from what asking it has brought. One
+that was not asked for a while is believed a little better than it was, and this is the only exploration. There are no phases and
+no steps that only measure. Where nothing is worth its seconds, the step is plain.
+
+Evidence comes in as `View`s and `Step`s, plans go out. Nothing here reads a clock, a token that is not committed, or a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.control.beliefs import AnswerLengths, LookupBelief, ModelBelief, Offer
+from outrider.control.costs import Costs
+from outrider.control.price import Forecast, least_survival, worth_verifying
+from outrider.core.types import Budget
+
+if TYPE_CHECKING:
+    from outrider.core.types import Step
+
+OPTIMISM = 0.3  # tokens that a drafter is believed better than it was, while nothing is known of a text
+_LATELY = 1 - 1 / 24  # weight of the past in a text's speed
+_SPEED_PRIOR = 24.0  # steps that the expected speed counts for
+_COVER = 2.0  # reading must promise so many times what it costs: gain and length are both estimates
+_WAIT, _WAITED = 0.25, 6.0
+_CHEAP = 0.5  # tokens; reading that costs less is part of the step
+_LOOKUPS = 0.8  # tokens a step that lookups add, where the end of an answer is estimated in steps
+_PIECE, _SHORT = (
+    4.0,
+    16,
+)  # plain steps that a piece of reading takes when one sequence decodes, and the least tokens of a piece
+_NODES = 3  # nodes of a draft at which the cost of one more is taken
+_AGAIN = 512  # steps after which forecasts are made anew from corrected costs
+PLAIN = Budget(0)
+
+
+class Controller(Protocol):
+    """Decides how long drafts may be."""
+
+    def budgets(self, slots: list[int]) -> list[Budget]:
+        """The largest drafts of the sequences in these cache slots, for the next step."""
+        ...
+
+    def observe(self, step: Step) -> None:
+        """Learn from the last step."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """The sequence in this slot has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class View:
+    """What a plan may know of a sequence.
+
+    written: tokens of its answer so far. left: those that may still follow. budget: the largest draft. fixed: the draft has this
+    size, whatever it is worth. drawn: draft tokens are drawn from a distribution, so none may be taken back. offers: what
+    lookups propose. missing: tokens that each other drafter must read before it can draft, by name.
+    """
+
+    slot: int
+    written: int
+    left: int
+    budget: Budget
+    offers: Mapping[str, Offer]
+    missing: Mapping[str, int]
+    fixed: bool = False
+    drawn: bool = False
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A drafter in a plan. tokens: expected accepted ones. seconds: what they cost. value: tokens less the price of the seconds.
+    verdict: "chosen", or why not."""
+
+    name: str
+    tokens: float
+    seconds: float
+    value: float
+    verdict: str
+
+    def __str__(self) -> str:
+        cost = f"{1000 * self.seconds:.1f} ms"
+        return f"{self.name} {self.tokens:.2f} tokens for {cost} = {self.value:+.2f}, {self.verdict}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done for a sequence. drafter: None decodes plainly. budget: of its draft. survival: what a chosen lookup's nodes
+    are believed. read: (drafter, tokens) that it reads in this step without a draft. price: tokens of a second. why: what was
+    weighed."""
+
+    drafter: str | None
+    budget: Budget = PLAIN
+    survival: Sequence[float] = ()
+    read: tuple[str, int] | None = None
+    price: float = 0.0
+    why: tuple[Weighed, ...] = ()
+
+
+@dataclass(eq=False)
+class Charge:
+    """What a drafter took in a step. rows: sequences that it drafted for. levels: of its deepest draft. read: tokens that it had
+    missed."""
+
+    name: str
+    rows: int
+    levels: int
+    read: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class PlanNote:
+    """A plan, and what became of it before the target judged: a note of `Draft.notes`.
+
+    survival: stated, of each drafted level of the chosen drafter's likeliest path. nodes: that are verified. offers: of the
+    lookups. charges: of the drafters that worked for this sequence.
+    """
+
+    plan: Plan
+    offers: Mapping[str, Offer]
+    survival: Sequence[float] = ()
+    nodes: int = 0
+    levels: int = 0
+    charges: tuple[Charge, ...] = ()
+
+    def __str__(self) -> str:
+        plan = self.plan
+        head = f"{plan.drafter or 'none'} drafts at {plan.price:.0f} tokens/s"
+        if plan.read is not None:
+            head += f", {plan.read[0]} reads {plan.read[1]} tokens"
+        return f"{head}: {'; '.join(map(str, plan.why)) or 'nothing to weigh'}"
+
+
+@dataclass
+class _Speed:
+    """Tokens of a text, and the plain steps that they took. written: all of its tokens."""
+
+    tokens: float = 0.0
+    steps: float = 0.0
+    written: int = 0
+
+
+class Planner:
+    """Plans steps, and learns from them. A `Controller` whose budgets are limits: the drafter asks `plan` for the rest.
+
+    One planner serves all texts of a model. It remembers of them what helps the next ones: what each drafter brings, how long
+    answers are, what matches are worth. A text's own speed and its habit of copying are its own.
+    """
+
+    def __init__(
+        self,
+        limit: Budget,
+        costs: Costs,
+        kinds: Mapping[str, str] | None = None,
+        lengths: Controller | None = None,
+    ) -> None:
+        """limit: the largest draft. costs: of the target and its drafters. kinds: of each drafter that costs something, its name
+        among the shipped chains. lengths: a controller that fixes the size of every draft; the planner then only chooses who
+        drafts."""
+        self.limit, self.costs, self.kinds, self.lengths = limit, costs, dict(kinds or {}), lengths
+        self.models: dict[str, ModelBelief] = {}
+        self.lookups: dict[str, LookupBelief] = {}
+        self.answers = AnswerLengths()
+        self.depths: dict[int, int] = {}  # by slot: the draft length that a request asked for
+        self._speeds: dict[int, _Speed] = {}
+        self._nodes = float(_NODES)  # that a sequence lately had
+        self._forecasts: dict[tuple[str, int], Forecast] = {}
+        self._steps = 0
+
+    # -- the controller -------------------------------------------------------------------------------------------------
+
+    def budgets(self, slots: list[int]) -> list[Budget]:
+        given = [self.limit] * len(slots) if self.lengths is None else self.lengths.budgets(slots)
+        return [self._own(slot, budget) for slot, budget in zip(slots, given, strict=True)]
+
+    def observe(self, step: Step) -> None:
+        if self.lengths is not None:
+            self.lengths.observe(step)
+        rows = len(step.slots)
+        notes = [note if isinstance(note, PlanNote) else None for note in step.draft.notes or (None,) * rows]
+        charges = {id(charge): charge for note in notes if note for charge in note.charges}
+        taken = sum(step.seconds.values())
+        plain, read = self.costs.forward(rows), 0.0
+        for charge in charges.values():
+            read += self.costs.reading(charge.name, charge.read)
+            self.costs.observe_draft(charge.name, charge.rows, charge.levels, charge.read, charge.seconds)
+        nodes = sum(len(tree) for tree in step.draft.host)
+        self.costs.observe_forward(nodes, taken - step.seconds["draft"])
+        self._nodes += 0.1 * ((nodes - rows) / rows - self._nodes)
+        self._steps += 1
+        if self._steps % _AGAIN == 0:
+            self._forecasts.clear()
+        steps = max(taken - read, 0.0) / plain
+        for slot, commit, note in zip(step.slots, step.commits, notes, strict=True):
+            speed = self._speeds.setdefault(slot, _Speed())
+            speed.tokens = _LATELY * speed.tokens + len(commit.tokens)
+            speed.steps = _LATELY * speed.steps + steps
+            speed.written += len(commit.tokens)
+            if note is not None:
+                self._learn(slot, note, commit.tokens, commit.num_accepted, commit.finish is not None)
+
+    def release(self, slot: int) -> None:
+        if self.lengths is not None:
+            self.lengths.release(slot)
+        self.depths.pop(slot, None)
+        speed = self._speeds.pop(slot, None)
+        if speed is not None:
+            self.answers.observe(speed.written)
+        for belief in (*self.models.values(), *self.lookups.values()):
+            belief.release(slot)
+
+    # -- plans ----------------------------------------------------------------------------------------------------------
+
+    def plan(self, views: Sequence[View]) -> list[Plan]:
+        """A plan for each sequence of a step. Sequences in another order get the same plans."""
+        rows, forward = len(views), self.costs.forward
+        price, plain = self.price(views), forward(rows)
+        around = rows + (rows - 1) * self._nodes  # nodes of the step without those of one sequence
+        asked = {name: sum(name in view.missing for view in views) for view in views for name in view.missing}
+        plans: list[Plan] = []
+        for _ in range(2):  # the second time with the number of sequences that each drafter then has
+            plans = [self._planned(view, price, around, rows, asked) for view in views]
+            now = {name: sum(plan.drafter == name for plan in plans) for name in asked}
+            if all(count in (0, asked[name]) for name, count in now.items()):
+                break
+            asked = {name: count or asked[name] for name, count in now.items()}
+        return self._one_reading(views, plans, plain)
+
+    def verified(
+        self, views: Sequence[View], plans: Sequence[Plan], survival: Sequence[Sequence[float]]
+    ) -> list[list[int]]:
+        """The drafted nodes of each sequence that are verified, by index, the root left out. survival: of the drafted nodes."""
+        free = [b for b, view in enumerate(views) if not view.fixed and not view.drawn]
+        kept = [list(range(1, len(nodes) + 1)) for nodes in survival]
+        held = sum(1 + len(nodes) for b, nodes in enumerate(survival) if b not in free)
+        if free and any(survival[b] for b in free):
+            price, forward = plans[0].price, self.costs.forward
+            some = worth_verifying([survival[b] for b in free], price, lambda nodes: forward(held + nodes))
+            for b, nodes in zip(free, some, strict=True):
+                kept[b] = [n + 1 for n in nodes]
+        return kept
+
+    def price(self, views: Sequence[View]) -> float:
+        """Tokens of a second, at the speed that these texts have."""
+        rows = len(views)
+        tokens = steps = 0.0
+        for view in views:
+            speed = self._speeds.get(view.slot)
+            usual = max((self._forecast(name, rows).speed for name in view.missing), default=1.0)
+            tokens += _SPEED_PRIOR + (speed.tokens if speed else 0.0)
+            steps += _SPEED_PRIOR / usual + (speed.steps if speed else 0.0)
+        return max(tokens / steps, 1.0) * rows / self.costs.forward(rows)
+
+    def state(self) -> str:
+        """In a sentence: the speed of the texts that run, and the forecast of each drafter."""
+        some = [speed for speed in self._speeds.values() if speed.steps]
+        now = sum(s.tokens for s in some) / sum(s.steps for s in some) if some else 1.0
+        parts = [f"now {now:.2f} times plain decoding"]
+        for name in self.models:
+            known = self._forecast(name, 1)
+            level = self.costs.draft(name, 1, 2) - self.costs.draft(name, 1, 1)
+            cost = level / self.costs.forward(1)
+            parts.append(f"{name}: a token costs {cost:.2f} plain steps, {known.speed:.2f} times plain expected")
+        return "; ".join(parts)
+
+    def _planned(self, view: View, price: float, around: float, rows: int, asked: Mapping[str, int]) -> Plan:
+        budget = view.budget.clipped(view.left - 1)
+        if not budget.depth or not budget.max_nodes:
+            return Plan(None, price=price)
+        why = list[Weighed]()
+        chosen, value, survival = None, 0.0, list[float]()
+        for name, offer in view.offers.items():
+            if len(offer.nodes) < 2:
+                continue
+            alive = self._lookup(name).survival(view.slot, offer)
+            tokens, seconds, worth = self._offer(alive, price, around, view)
+            why.append(Weighed(name, tokens, seconds, worth, "less"))
+            if worth > value:
+                chosen, value, survival = name, worth, alive
+        wanted, best, read = None, 0.0, None
+        for name, missing in view.missing.items():
+            tokens, seconds, worth = self._model(name, view.slot, price, around, rows, asked[name])
+            verdict = self._refused(name, view, price, missing, worth)
+            if (not verdict and worth >= value and worth > best) or (
+                not verdict and view.fixed and chosen is None and wanted is None
+            ):
+                wanted, best = name, worth
+            why.append(Weighed(name, tokens, seconds, worth, verdict or ("less" if worth > 0 else "not worth it")))
+        if wanted is not None and (piece := self._piece(wanted, view.missing[wanted], rows)):
+            read, wanted = (wanted, piece), None
+        final = wanted or chosen
+        why = [replace(w, verdict="chosen") if w.name == final else w for w in why]
+        if wanted is not None:
+            if not view.fixed:
+                budget = replace(budget, min_probability=self._least(wanted, price, around, asked[wanted]))
+            return Plan(wanted, budget, price=price, why=tuple(why))
+        return Plan(chosen, budget if chosen else PLAIN, survival, read, price, tuple(why))
+
+    def _offer(self, alive: Sequence[float], price: float, around: float, view: View) -> tuple[float, float, float]:
+        """(tokens, seconds, value) of the best part of a lookup's offer."""
+        forward = self.costs.forward
+        plain, total, best = forward(around), 0.0, (0.0, 0.0, 0.0)
+        falling = alive[1:] if view.budget.width == 1 else sorted(alive[1:], reverse=True)
+        for n, chance in enumerate(falling, 1):
+            total += chance
+            seconds = forward(around + n) - plain
+            value = total if view.fixed else total - price * seconds
+            if value > best[2]:
+                best = total, seconds, value
+        return best
+
+    def _model(
+        self, name: str, slot: int, price: float, around: float, rows: int, asked: int
+    ) -> tuple[float, float, float]:
+        """(tokens, seconds, value) of asking a drafter that costs something, for a sequence among `asked`."""
+        tokens, levels, nodes, weight = self._belief(name).means(slot, self._forecast(name, rows))
+        forward = self.costs.forward
+        seconds = self.costs.draft(name, asked, levels) / asked + forward(around + nodes) - forward(around)
+        return tokens, seconds, tokens - price * seconds + OPTIMISM / sqrt(1 + weight)
+
+    def _refused(self, name: str, view: View, price: float, missing: int, worth: float) -> str:
+        """Why a drafter is not asked, whatever it is worth; "" if it may be."""
+        if view.fixed:
+            return ""
+        if not view.written:
+            return "the first token comes first"
+        if worth <= 0:
+            return "not worth it"
+        reading = price * self.costs.reading(name, missing - 1)
+        if reading <= _CHEAP:
+            return "" if worth > reading else "reading costs more than a draft brings"
+        if view.written < min(_WAIT * reading, _WAITED):
+            return "the text may copy"
+        steps = min(self.answers.remaining(view.written), view.left) / (1 + worth + _LOOKUPS)
+        covered = worth * self._belief(name).text(view.slot).free * steps > _COVER * reading
+        return "" if covered else "the rest of the answer may not cover the reading"
+
+    def _piece(self, name: str, missing: int, rows: int) -> int:
+        """Tokens to read in this step without a draft; 0 if the rest is short enough to be read within a draft."""
+        each = self.costs.reading(name, 1)
+        plain = self.costs.forward(rows)
+        piece = max(int((_PIECE if rows == 1 else 1.0) * plain / max(each, 1e-9)), _SHORT)
+        return piece if missing - 1 > piece else 0
+
+    def _one_reading(self, views: Sequence[View], plans: list[Plan], plain: float) -> list[Plan]:
+        """One sequence reads in a step: the one with the fewest tokens to read. The others wait."""
+        reading = [b for b, plan in enumerate(plans) if plan.read is not None]
+        if len(reading) > 1:
+            first = min(reading, key=lambda b: (views[b].missing[plans[b].read[0]], views[b].slot))  # pyright: ignore[reportOptionalSubscript]
+            plans = [replace(p, read=None) if p.read is not None and b != first else p for b, p in enumerate(plans)]
+        return plans
+
+    def _least(self, name: str, price: float, around: float, asked: int) -> float:
+        """The survival at which a chain of this drafter ends."""
+        costs = self.costs
+        level = (costs.draft(name, asked, 2) - costs.draft(name, asked, 1)) / asked
+        node = costs.forward(around + _NODES) - costs.forward(around + _NODES - 1)
+        return least_survival(price, level + node, self._belief(name).chance)
+
+    def _forecast(self, name: str, rows: int) -> Forecast:
+        """What the shipped chains promise of a drafter, for one of so many sequences that all have it."""
+        known = self._forecasts.get((name, rows))
+        if known is None:
+            costs = self.costs
+            known = self._belief(name).forecast(
+                lambda nodes: costs.forward(nodes * rows) / rows, lambda levels: costs.draft(name, rows, levels) / rows
+            )
+            self._forecasts[name, rows] = known
+        return known
+
+    def _belief(self, name: str) -> ModelBelief:
+        belief = self.models.get(name)
+        if belief is None:
+            belief = self.models[name] = ModelBelief(self.kinds.get(name, ""))
+        return belief
+
+    def _lookup(self, name: str) -> LookupBelief:
+        belief = self.lookups.get(name)
+        if belief is None:
+            belief = self.lookups[name] = LookupBelief()
+        return belief
+
+    def _own(self, slot: int, budget: Budget) -> Budget:
+        """The same budget, as deep as the request wants it."""
+        depth = self.depths.get(slot)
+        return budget if depth is None else replace(budget, depth=depth) if depth else PLAIN
+
+    # -- observations ---------------------------------------------------------------------------------------------------
+
+    def _learn(self, slot: int, note: PlanNote, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        lookup = max((w.value for w in note.plan.why if w.name in note.offers), default=0.0)
+        for name, offer in note.offers.items():
+            if len(offer.nodes) > 1:
+                self._lookup(name).learn(slot, offer, tokens, ended)
+        for w in note.plan.why:
+            if w.name in note.offers:
+                continue
+            belief = self._belief(w.name)
+            belief.passed(slot, lookup > max(w.value, 0.05))
+            if w.name == note.plan.drafter and note.levels and not ended:
+                belief.learn(slot, note.survival[: note.nodes], note.levels, note.nodes, accepted)
+                for level in range(1, min(accepted + 1, note.nodes)):
+                    belief.continued(note.survival[level] / max(note.survival[level - 1], 1e-9))
+
+
+__all__ = ["OPTIMISM", "Charge", "Controller", "Plan", "PlanNote", "Planner", "View", "Weighed"]

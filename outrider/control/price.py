@@ -1,0 +1,109 @@
+"""What a step's draft is worth: one price of a second, and the drafts that pay at it. Pure functions: no clock, no state.
+
+The price of a second is the number of tokens that the present way of decoding writes in it (Dinkelbach 1967: the policy with the
+largest ratio of tokens to seconds also has the largest difference tokens - price * seconds, at the price that is this ratio). So
+every decision of a step is one comparison:
+
+    value = expected accepted tokens - price * (draft + reading + forward over the nodes - plain forward)
+
+Survival of a node: the probability that it is accepted, the product of the chances along its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MARGIN = 1.2
+"""A chain goes on while its next token is worth so many times its seconds: chances are uncertain, and plain steps are not."""
+_ROUNDS = 8
+
+
+def best_prefix(
+    survival: Sequence[float], price: float, forward: Callable[[int], float], base: int
+) -> tuple[int, float]:
+    """How many nodes to verify, and what they are worth. survival: falling. forward: seconds of a step over so many nodes, of all
+    sequences. base: nodes of the step without these."""
+    count, best, total = 0, 0.0, 0.0
+    plain = forward(base)
+    for n, alive in enumerate(survival, 1):
+        total += alive
+        value = total - price * (forward(base + n) - plain)
+        if value > best:
+            count, best = n, value
+    return count, best
+
+
+def worth_verifying(rows: Sequence[Sequence[float]], price: float, forward: Callable[[int], float]) -> list[list[int]]:
+    """Of each sequence's drafted nodes, those that are worth their time in one forward of all, by index.
+
+    rows: survival of the nodes, a parent before its children and never less likely. Of any number of nodes the likeliest are
+    the best, whatever a forward costs, so the best number is found by trying all. This is what vLLM calls adaptive verification.
+    """
+    order = sorted(((-alive, n, b) for b, row in enumerate(rows) for n, alive in enumerate(row)))
+    count, _ = best_prefix([-alive for alive, _, _ in order], price, forward, len(rows))
+    kept: list[list[int]] = [[] for _ in rows]
+    for _, n, b in order[:count]:
+        kept[b].append(n)
+    return [sorted(nodes) for nodes in kept]
+
+
+def least_survival(price: float, seconds: float, chance: float) -> float:
+    """The survival below which a chain ends. seconds: of one more token, drafted and verified. chance: of that token, as it is
+    usual. A bound of 0.98 lets every drafter that is asked draft one token."""
+    return min(max(price * MARGIN * seconds / chance, 0.01), 0.98)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a drafter does in a step, on average. tokens: accepted. levels: drafted. nodes: verified. speed: over plain decoding
+    if every step has such a draft; 1 or more, because plain decoding can be had."""
+
+    tokens: float
+    levels: float
+    nodes: float
+    speed: float
+
+
+def forecast(
+    chains: Sequence[Sequence[float]],
+    forward: Callable[[int], float],
+    draft: Callable[[int], float],
+    chance: float,
+) -> Forecast:
+    """What the rules above make of these chains at these costs, found by iteration of the price.
+
+    chains: chances of the tokens of typical drafts, each given those before it. forward: seconds of a step over so many nodes,
+    the root counted. draft: seconds of so many levels. chance: as for `least_survival`.
+    """
+    plain = forward(1)
+    price, deepest = 1 / plain, max(map(len, chains), default=0)
+    target = [forward(n) for n in range(1, deepest + 2)]
+    drafts = [draft(n) for n in range(deepest + 1)]
+    more = (drafts[-1] - drafts[1]) / (deepest - 1) + (target[3] - target[2]) if deepest > 2 else plain
+    out = Forecast(0.0, 1.0, 0.0, 1.0)
+    for _ in range(_ROUNDS):
+        least = least_survival(price, more, chance)
+        tokens = seconds = levels = nodes = 0.0
+        for chain in chains:
+            alive, made, total, best, count = 1.0, 0, 0.0, 0.0, 0
+            kept = 0.0
+            for given in chain:
+                alive *= given
+                made += 1
+                total += alive
+                value = total - price * (target[made] - plain)
+                if value > best:
+                    best, count, kept = value, made, total
+                if alive < least:
+                    break
+            tokens, levels, nodes = tokens + kept, levels + made, nodes + count
+            seconds += drafts[made] + target[count]
+        many = len(chains)
+        rate = (tokens + many) / seconds
+        out = Forecast(tokens / many, levels / many, nodes / many, max(rate * plain, 1.0))
+        new = max(rate, 1 / plain)
+        if abs(new - price) < 1e-4 * price:
+            break
+        price = new
+    return out
