@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,14 @@ from benchmarks import DATA, headline
 from benchmarks.edits import edits
 from benchmarks.prompts import humaneval
 from benchmarks.real.texts import CODE, EDIT
-from outrider.bench.tune.recorded import RecordedText, Recorder, read, record, save
+from outrider.bench.tune.recorded import STATED, RecordedText, Recorder, read, record, save
 from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.control.beliefs import PRIORS, match_cell
 from outrider.decode import Decoder
 from outrider.decode import Sequence as Text
 from outrider.drafters import make_drafter
+from outrider.drafters.model.confidence import SCALES
 from outrider.models.load import load
 from outrider.params import SamplingParams
 
@@ -115,8 +117,12 @@ def make_priors(options: argparse.Namespace) -> None:
     for given in options.recordings:
         kind, _, path = given.partition("=")
         texts = read(Path(path))
+        scale = fitted(texts)
+        print(f"{kind}: the error of the logits is about {scale}", file=sys.stderr)
         chains[kind] = [
-            [round(100 * chance) for chance in chain] for text in texts for chain in taken(text, kind_name(text))
+            [round(100 * at_scale(chance, scale)) for chance in chain]
+            for text in texts
+            for chain in taken(text, kind_name(text), scale)
         ]
         for text in texts:
             if text.kind not in COPIES and kind == "sibling":
@@ -136,13 +142,34 @@ def kind_name(text: RecordedText) -> str:
     return next(name for name in text.drafts if name not in LOOKUPS)
 
 
-def taken(text: RecordedText, name: str) -> list[list[float]]:
+def at_scale(chance: float, scale: float) -> float:
+    """A recorded chance, as it is stated with another scale of the error."""
+    chance = min(max(chance, 1e-4), 1 - 1e-4)
+    return 1 / (1 + math.exp(-math.log(chance / (1 - chance)) * STATED / scale))
+
+
+def fitted(texts: Sequence[RecordedText]) -> float:
+    """The scale of the error that makes the accepted tokens likeliest."""
+
+    def loss(scale: float) -> float:
+        total = 0.0
+        for text in texts:
+            for draft in text.drafts[kind_name(text)]:
+                for level, chance in enumerate(draft.chances[: draft.accepted + 1]):
+                    p = at_scale(chance, scale)
+                    total -= math.log(p if level < draft.accepted else 1 - p)
+        return total
+
+    return min(SCALES, key=loss)
+
+
+def taken(text: RecordedText, name: str, scale: float) -> list[list[float]]:
     """The chains that a policy meets on its way through a text: at every position they would be too easy."""
     found, at = list[list[float]](), 1
     while at < len(text.output):
         draft, alive, length = text.drafts[name][at], 1.0, 0
         for chance in draft.chances:
-            alive *= chance
+            alive *= at_scale(chance, scale)
             length += 1
             if alive < STOP:
                 break

@@ -25,7 +25,7 @@ from playwright.sync_api import Page, sync_playwright
 IMAGES = Path(__file__).parent / "images"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 WIDTH = 1100
-SPECULATION = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
+SPECULATION = {"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}
 
 
 def explain(browser: Any) -> None:

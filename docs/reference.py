@@ -18,7 +18,19 @@ OUT = ROOT / "docs" / "reference"
 # page -> (what it is about, its modules in reading order)
 PAGES: dict[str, tuple[str, list[str]]] = {
     "api": ("load a model, sample, read outputs", ["llm", "params", "config", "outputs", "integrations.transformers"]),
-    "loop": ("the loop, controllers and calibration", ["decode", "control.controllers", "calibrate"]),
+    "loop": (
+        "the loop, the planner and its costs",
+        [
+            "decode",
+            "control.planner",
+            "control.price",
+            "control.beliefs",
+            "control.costs",
+            "control.fixed",
+            "drafters.combine.planned",
+            "calibrate",
+        ],
+    ),
     "core": ("records, trees, noise, sampling", ["core.types", "core.tree", "core.noise", "core.sampling"]),
     "verify": ("verifiers", ["verify", "verify.batched", "verify.reference"]),
     "drafters": (
@@ -46,7 +58,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "plan": (
         "plan other machines: hardware, costs, acceptance, the simulator",
         [
-            "control.hardware",
+            "core.hardware",
             "plan.planned_model",
             "plan.acceptance_curve",
             "plan.serving_costs",

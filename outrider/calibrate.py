@@ -155,6 +155,8 @@ def measure(
         if first > _SLOW and sizes == AT_LOAD:
             rounds = 1
         seconds = {n: min(bench.seconds(n)[1] for _ in range(rounds + (n == 1))) for n in sizes}
+        for few, many in zip(sizes[-2::-1], sizes[:0:-1], strict=True):  # more nodes never take less
+            seconds[few] = min(seconds[few], seconds[many])
     drafters = {name: _drafter(target, drafter, rounds - (rounds == 2)) for name, drafter in models.items()}
     return CostModel(dict(key), seconds, {name: cost for name, cost in drafters.items() if cost is not None})
 

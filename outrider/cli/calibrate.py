@@ -21,29 +21,35 @@ def calibrate(
             "Speculation", 'How to speculate, as JSON or a file with it; "auto" tries all methods.', metavar="JSON|FILE"
         ),
     ] = '{"method": "auto"}',
-    max_num_seqs: Annotated[int, option("Engine", "Texts that are written side by side, at most.", min=1)] = 8,
     *,
     load: LoadOptions,
     debug: Debug = False,
 ) -> None:
-    """Measure what a step costs on this machine, once. Later runs with the same settings start from these costs."""
+    """Measure what steps and drafts of a model cost on this machine. Drafts are planned with these costs.
+
+    Every command measures them for a second when it first loads a model. This measures more sizes, more often. Later runs with
+    the same model and settings start from the result.
+    """
     with readable(debug):
         config = parse_speculative_config(speculative_config)
         with loading(model):
             from outrider.core.files import cache_folder
             from outrider.llm import LLM
 
-            llm = LLM(model, speculative_config=config, max_num_seqs=max_num_seqs, calibrate=True, **asdict(load))
+            llm = LLM(model, speculative_config=config, calibrate=True, **asdict(load))
         if llm.planner is None or llm.planner.lengths is not None:
             raise ValueError(
                 f"{config} uses no measured costs: nothing drafts, or its controller is fixed. "
                 'Measure for example {"method": "auto"}'
             )
-        model = llm.planner.costs.model
-        print(f"a plain step takes {1000 * model.forward(1):.1f} ms")
-        for nodes, seconds in sorted(model.target.items()):
-            print(f"  a step over {nodes} nodes: {seconds / model.forward(1):.2f} plain steps")
-        for name, cost in model.drafters.items():
-            level, read = cost.level / model.forward(1), 1000 * cost.read
-            print(f"  {name}: {level:.2f} plain steps a token, and {read:.2f} ms for a token of the prompt")
-        print(f"kept in {cache_folder()}")
+        costs = llm.planner.costs.model
+        plain = costs.forward(1)
+        print(f"A plain step, which writes one token, takes {1000 * plain:.1f} ms.")
+        for nodes, seconds in sorted(costs.target.items()):
+            if nodes > 1:
+                tokens = f"{nodes - 1} draft token{'s' if nodes > 2 else ''}"
+                print(f"  to check {tokens:<15} {seconds / plain:.2f} plain steps")
+        for name, cost in costs.drafters.items():
+            reads = f", {1000 * cost.read:.2g} ms to read a token of the prompt" if cost.read else ""
+            print(f"  {name} drafts a token in {cost.level / plain:.2f} plain steps{reads}")
+        print(f"The costs are kept in {cache_folder()}.")

@@ -146,7 +146,7 @@ add(
 add(
     calibrate,
     "outrider calibrate builtin:code",
-    """outrider calibrate builtin:code --speculative-config '{"method": "suffix", "controller": "calibrated"}'""",
+    """outrider calibrate ./my-model --speculative-config '{"model": "./my-small-model"}'""",
 )
 add(
     plan,

@@ -82,6 +82,13 @@ def _events(url: str, key: str | None) -> Generator[dict[str, Any], None, None]:
         connection.close()
 
 
+def _weighed(one: dict[str, Any]) -> str:
+    """A drafter as a plan weighed it; the words are those of `outrider.control.planner.Weighed`."""
+    return printable(
+        f"{one['name']} {one['tokens']:.2f} tokens for {1000 * one['seconds']:.1f} ms = {one['value']:+.2f}, {one['verdict']}"
+    )
+
+
 def _screen(hello: dict[str, Any], tick: dict[str, Any], now: dict[str, Any]) -> RenderableType:
     """The figures as a table."""
     from rich.box import SIMPLE
@@ -100,11 +107,15 @@ def _screen(hello: dict[str, Any], tick: dict[str, Any], now: dict[str, Any]) ->
     table.add_column()
     rows = {
         "tokens/s": known(now["rate"], ".1f"),
-        "against plain": f"{known(now['speedup'], '.2f')}, an estimate from {tick['speed_from']}",
+        "against plain": f"{known(now['speedup'], '.2f')}, an estimate from {tick['speed_from']}; "
+        f"plans count with {known(now['sigma'], '.2f')}",
         "tokens per request and step": known(now["length"], ".2f"),
         "draft tokens accepted": known(now["acceptance"], ".0%"),
         "survival by depth": "  ".join(f"{j}: {s:.0%}" for j, s in enumerate(now["survival"], 1)) or "-",
         "draft length": f"{known(now['depth'], '.1f')}: {tick['why'] or 'no step yet'}",
+        "steps by drafter": "  ".join(f"{printable(name)} {share:.0%}" for name, share in now["plans"].items()) or "-",
+        "weighed last": "\n".join(map(_weighed, now["weighed"].values())) or "-",
+        "taken over measured": "  ".join(f"{printable(name)} {x:.2f}" for name, x in tick["drift"].items()) or "-",
         "time": shares,
         "requests": f"{engine['running']} running of {hello['slots']}, {engine['waiting']} waiting",
         "keys and values": f"{(engine['kv_bytes'] + engine['prefix_bytes']) / 2**20:.1f} MiB, {engine['kv_tokens']} tokens",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from outrider.control.price import Forecast, forecast
 PRIORS = Path(__file__).resolve().parent.parent / "data" / "priors.json"
 """Chains of stated chances by kind of drafter, and the table of lookups: python -m benchmarks.traces priors."""
 
+_ROW = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4)  # of the table of lookups, by match length
+_MATCHES, _MASSES = 6, 5  # rows and columns of the table
 _DEEP = 4  # places of a lookup's chain that the table learns from
 _TABLE = 200.0  # tries after which those of a cell fade
 _FADE = 0.97  # weight of the past in what a text tells about its lookups
@@ -27,6 +28,7 @@ _POOL, _POOLED, _PRIOR, _OWN = (
     8.0,
     4.0,
 )  # weights: most of the pool, its fading, of prior and of pool
+_STATED, _TRUTHS = 4.0, 1 - 1 / 256  # promised tokens that other texts count for, and weight of the past over all texts
 _USUAL, _WEIGHT = 128.0, 2  # tokens of an answer before any was seen, and the number of answers that this counts for
 _ANSWERS = 32  # answers that are remembered
 _LEAST = 16.0  # tokens that are left of an answer that outgrows them
@@ -36,10 +38,6 @@ _LEAST = 16.0  # tokens that are left of an answer that outgrows them
 def priors() -> dict[str, Any]:
     """The priors that ship."""
     return json.loads(PRIORS.read_text(encoding="utf-8"))
-
-
-def _logit(p: float) -> float:
-    return math.log(p / (1 - p))
 
 
 @dataclass(frozen=True)
@@ -61,18 +59,21 @@ class LookupBelief:
 
     def __init__(self, table: Sequence[Sequence[float]] | None = None) -> None:
         """table: [match, mass, hits, tries] of each cell; the shipped one if not given."""
-        known = priors()["lookups"] if table is None else table
-        self.cells: dict[tuple[int, int], list[float]] = {(int(a), int(b)): [h, n] for a, b, h, n in known}
+        self.cells = [[1.0, 4.0] for _ in range(_MATCHES * _MASSES)]  # hits and tries
+        for match, mass, hits, tries in priors()["lookups"] if table is None else table:
+            self.cells[int(match) * _MASSES + int(mass)] = [hits, tries]
+        self._odds = [_odds(*cell) for cell in self.cells]
         self._texts: dict[int, list[float]] = {}  # slot -> hits, what the table expected of them, tries
 
     def survival(self, slot: int, offer: Offer) -> list[float]:
         """The probability that each node is accepted, 1 for the root."""
-        shift, out, levels = self.shift(slot), [1.0], [0]
-        for n in range(1, len(offer.nodes)):
-            parent = offer.nodes[n][1]
-            levels.append(levels[parent] + 1)
-            chance = self._chance(offer.match + levels[parent], offer.masses[n] / max(offer.masses[parent], 1e-9))
-            odds = chance / (1 - chance) * shift
+        shift, out, levels = self.shift(slot), [1.0], [offer.match]
+        nodes, masses, known = offer.nodes, offer.masses, self._odds
+        for n in range(1, len(nodes)):
+            parent = nodes[n][1]
+            match = levels[parent]
+            levels.append(match + 1)
+            odds = known[_place(match, masses[n] / masses[parent])] * shift
             out.append(out[parent] * odds / (1 + odds))
         return out
 
@@ -91,14 +92,15 @@ class LookupBelief:
                         hit = n
             if not best or (hit < 0 and ended):
                 return
-            mass = (offer.masses[hit] if hit >= 0 else best) / max(offer.masses[at], 1e-9)
-            cell = self._cell(offer.match + level, mass)
+            place = _place(offer.match + level, (offer.masses[hit] if hit >= 0 else best) / offer.masses[at])
+            cell = self.cells[place]
             expected = cell[0] / cell[1]
             if level < _DEEP:
                 if cell[1] >= _TABLE:
                     cell[:] = [x * (1 - 1 / _TABLE) for x in cell]
                 cell[0] += hit >= 0
                 cell[1] += 1
+                self._odds[place] = _odds(*cell)
             text[0] += hit >= 0
             text[1] += expected
             text[2] += 1
@@ -119,21 +121,20 @@ class LookupBelief:
         here = min(max((hits + _TEXT * usual) / (tries + _TEXT), 0.02), 0.995)
         return here / (1 - here) * (1 - usual) / usual
 
-    def _chance(self, match: int, mass: float) -> float:
-        hits, tries = self._cell(match, mass)
-        return min(max(hits / tries, 0.001), 0.999)
 
-    def _cell(self, match: int, mass: float) -> list[float]:
-        key = (match_cell(match), min(int(mass * 5), 4))
-        cell = self.cells.get(key)
-        if cell is None:
-            cell = self.cells[key] = [1.0, 4.0]
-        return cell
+def _odds(hits: float, tries: float) -> float:
+    chance = min(max(hits / tries, 0.001), 0.999)
+    return chance / (1 - chance)
+
+
+def _place(match: int, mass: float) -> int:
+    """The cell of a token that goes on a match of so many tokens with this share of what was found."""
+    return match_cell(match) * _MASSES + min(int(mass * _MASSES), _MASSES - 1)
 
 
 def match_cell(match: int) -> int:
-    """The row of the table for a match of so many tokens."""
-    return 0 if match <= 1 else 1 if match <= 2 else 2 if match <= 3 else 3 if match <= 5 else 4 if match <= 9 else 5
+    """The row of the table for a match of so many tokens: 0-1, 2, 3, 4-5, 6-9, more."""
+    return _ROW[match] if match < len(_ROW) else _MATCHES - 1
 
 
 @dataclass
@@ -154,10 +155,27 @@ class Means:
 
 
 @dataclass
+class Truth:
+    """Accepted tokens over those that the stated chances promised. Sums, fading."""
+
+    accepted: float = 0.0
+    promised: float = 0.0
+
+    def add(self, accepted: float, promised: float, memory: float) -> None:
+        self.accepted = memory * self.accepted + accepted
+        self.promised = memory * self.promised + promised
+
+    def ratio(self, usual: float, weight: float) -> float:
+        """The ratio. usual: that of other texts, which counts for `weight` promised tokens."""
+        return (self.accepted + weight * usual) / (self.promised + weight)
+
+
+@dataclass
 class TextRecord:
-    """A text's own means, and the share of its steps that no lookup wins."""
+    """A text's own means, how true the drafter's chances are in it, and the share of its steps that no lookup wins."""
 
     means: Means = field(default_factory=Means)
+    truth: Truth = field(default_factory=Truth)
     free: float = 0.95
     steps: float = 4.0
 
@@ -174,7 +192,7 @@ class ModelBelief:
         every = priors()["chains"]
         self.chains = [[c / 100 for c in chain] for chain in every.get(kind, every["sibling"])]
         self.hits, self.tries = 16.0, 20.0  # of a token after an accepted one
-        self.pool, self.free, self._free_weight = Means(), 0.95, 6.0
+        self.pool, self.truths, self.free, self._free_weight = Means(), Truth(), 0.95, 6.0
         self.texts: dict[int, TextRecord] = {}
 
     @property
@@ -205,6 +223,10 @@ class ModelBelief:
             own.weight,
         )
 
+    def truth(self, slot: int) -> float:
+        """The factor by which this text's tokens are accepted more often than their stated chances say."""
+        return self.text(slot).truth.ratio(self.truths.ratio(1.0, _STATED), _STATED)
+
     def passed(self, slot: int, lookup_wins: bool) -> None:
         """A step has passed, with this drafter or without it."""
         record = self.text(slot)
@@ -216,8 +238,11 @@ class ModelBelief:
     def learn(self, slot: int, chances: Sequence[float], levels: int, nodes: int, accepted: int) -> None:
         """A step that asked it. chances: stated survival of the verified nodes' levels, in a chain. levels: drafted. nodes:
         verified. accepted: tokens."""
-        tokens = (sum(chances) + accepted) / 2 if chances else float(accepted)
-        for means in (self.text(slot).means, self.pool):
+        promised, record = sum(chances), self.text(slot)
+        tokens = (self.truth(slot) * promised + accepted) / 2  # the stated chances have less noise than the outcome
+        record.truth.add(accepted, promised, _MEMORY)
+        self.truths.add(accepted, promised, _TRUTHS)
+        for means in (record.means, self.pool):
             means.add(tokens, levels, nodes)
         self.pool.weight = min(self.pool.weight, _POOL)
 

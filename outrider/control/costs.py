@@ -7,31 +7,18 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 
 from outrider.core.interpolate import interpolate
 
-SIZES = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-)  # nodes at which the curve of a forward is corrected
-_WEIGHT = 20.0  # steps that a correction of the pace is the mean of
-_SHAPE = 40.0  # and a correction of the curve
+# Nodes between which a forward's seconds are straight lines.
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_BASE = 4  # the curve is corrected at its powers: few places have little noise
+_WEIGHT = 12.0  # steps that a correction of the pace is the mean of
+_SHAPE = 24.0  # and a correction of the curve
+_PART = 0.25  # weight of a step over several nodes in the pace: the curve may explain it
 _DOUBT = 2.0  # steps that the measurement counts for
-_GROSS = 1.5  # bound on the logarithm of seconds taken over seconds believed: a machine pauses now and then
+_GROSS = 0.8  # bound on the logarithm of seconds taken over seconds believed: a machine pauses now and then
 _UNKNOWN = (0.02, 0.1, 0.05)  # first, level and read of a drafter that was not measured, in plain steps
 
 
@@ -87,10 +74,12 @@ class Correction:
     def __init__(self) -> None:
         self.log, self.factor, self.weight = 0.0, 1.0, _DOUBT
 
-    def learn(self, ratio: float) -> None:
-        """ratio: seconds taken over seconds believed, this correction included."""
-        self.weight = min(self.weight + 1, _WEIGHT)
-        self.log += min(max(math.log(max(ratio, 1e-9)), -_GROSS), _GROSS) / self.weight
+    def learn(self, ratio: float, sure: bool = True) -> None:
+        """ratio: seconds taken over seconds believed, this correction included. sure: nothing else can explain it."""
+        if sure:
+            self.weight = min(self.weight + 1, _WEIGHT)
+        rate = 1 / self.weight if sure else _PART / _WEIGHT
+        self.log += rate * min(max(math.log(max(ratio, 1e-9)), -_GROSS), _GROSS)
         self.factor = math.exp(self.log)
 
 
@@ -104,15 +93,29 @@ class Costs:
         self.model = model
         self._base = [model.forward(n) for n in SIZES]
         self._curve = list(self._base)
-        self._logs, self._seen = [0.0] * len(SIZES), [0.0] * len(SIZES)
+        self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes
         self.pace = Correction()
         self.paces: dict[str, Correction] = {}
 
-    def forward(self, nodes: int) -> float:
+    def forward(self, nodes: float) -> float:
         """Seconds of a step without its draft, over so many nodes of all its sequences."""
         at, share = _between(nodes)
         low = self._curve[at]
         return self.pace.factor * (low + share * (self._curve[at + 1] - low))
+
+    def more(self, nodes: float, count: int) -> list[float]:
+        """Seconds that 1, 2, ... `count` further nodes add to a step over `nodes`."""
+        at, share = _between(nodes)
+        last = len(SIZES) - 2
+        slopes = list[float]()
+        while len(slopes) < count:
+            width = SIZES[at + 1] - SIZES[at]
+            slope = (self._curve[at + 1] - self._curve[at]) / width
+            room = count if at == last else max(round((1 - share) * width), 1)
+            slopes += [slope] * min(room, count - len(slopes))
+            at, share = min(at + 1, last), 0.0
+        factor = self.pace.factor
+        return [factor * seconds for seconds in accumulate(slopes)]
 
     def draft(self, name: str, rows: int, levels: float) -> float:
         """Seconds of a draft of so many levels for so many sequences together."""
@@ -130,13 +133,15 @@ class Costs:
         if seconds <= 0:
             return
         ratio = seconds / self.forward(nodes)
-        self.pace.learn(ratio)
-        log, (at, share) = min(max(math.log(ratio), -_GROSS), _GROSS), _between(nodes)
+        self.pace.learn(ratio, nodes == 1)
+        log, (at, share) = min(max(math.log(ratio), -_GROSS), _GROSS), _power(nodes)
         for place, part in ((at, 1 - share), (at + 1, share)):
             if place and part > 0:  # the curve at one node is the pace
                 self._seen[place] = min(self._seen[place] + part, _SHAPE)
                 self._logs[place] += part * log / (self._seen[place] + _DOUBT)
-                self._curve[place] = self._base[place] * math.exp(self._logs[place])
+        for n, (size, seconds) in enumerate(zip(SIZES, self._base, strict=True)):
+            at, share = _power(size)
+            self._curve[n] = seconds * math.exp(self._logs[at] + share * (self._logs[at + 1] - self._logs[at]))
 
     def observe_draft(self, name: str, rows: int, levels: int, read: int, seconds: float) -> None:
         """A draft of so many levels took so long, with the reading of so many missed tokens before it."""
@@ -164,10 +169,16 @@ class Costs:
         return self.forward(rows) / self.forward(1) if rows > 1 else 1.0
 
 
-def _between(nodes: int) -> tuple[int, float]:
+def _between(nodes: float) -> tuple[int, float]:
     """The size at or below `nodes`, as an index, and how far they are on the way to the next; over 1 beyond the last."""
     at = min(max(bisect_right(SIZES, nodes) - 1, 0), len(SIZES) - 2)
     return at, (nodes - SIZES[at]) / (SIZES[at + 1] - SIZES[at])
+
+
+def _power(nodes: int) -> tuple[int, float]:
+    """The power of `_BASE` at or below `nodes`, and how far they are on the way to the next."""
+    at = min(int(math.log(nodes, _BASE) + 1e-9), 3)
+    return at, min(math.log(nodes, _BASE) - at, 1.0)
 
 
 def guessed(plain: float, weights: Mapping[str, float]) -> CostModel:

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.control.beliefs import AnswerLengths, LookupBelief, ModelBelief, Offer
 from outrider.control.costs import Costs
-from outrider.control.price import Forecast, least_survival, worth_verifying
+from outrider.control.price import Forecast, best_prefix, least_survival, worth_verifying
 from outrider.core.types import Budget
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ _PIECE, _SHORT = (
     4.0,
     16,
 )  # plain steps that a piece of reading takes when one sequence decodes, and the least tokens of a piece
+_HOPE, _LOOKED, _PAUSE = 0.5, 0.1, 3  # tokens that lookups are worth at first; rate of their mean; steps without them
 _NODES = 3  # nodes of a draft at which the cost of one more is taken
 _AGAIN = 512  # steps after which forecasts are made anew from corrected costs
+_MOST_SURE = 0.98  # a drafter that is asked drafts one token at least
 PLAIN = Budget(0)
 
 
@@ -75,8 +77,7 @@ class View:
     drawn: bool = False
 
 
-@dataclass(frozen=True)
-class Weighed:
+class Weighed(NamedTuple):
     """A drafter in a plan. tokens: expected accepted ones. seconds: what they cost. value: tokens less the price of the seconds.
     verdict: "chosen", or why not."""
 
@@ -140,13 +141,25 @@ class PlanNote:
         return f"{head}: {'; '.join(map(str, plan.why)) or 'nothing to weigh'}"
 
 
+class _Found(NamedTuple):
+    """The best of a sequence's lookups: its name, what it is worth, what its nodes are believed, and what was weighed."""
+
+    name: str | None = None
+    value: float = 0.0
+    survival: Sequence[float] = ()
+    why: tuple[Weighed, ...] = ()
+
+
 @dataclass
 class _Speed:
-    """Tokens of a text, and the plain steps that they took. written: all of its tokens."""
+    """Tokens of a text, and the plain steps that they took. written: all of its tokens. looked: what lookups lately were worth.
+    pause: steps until they are asked again."""
 
     tokens: float = 0.0
     steps: float = 0.0
     written: int = 0
+    looked: float = _HOPE
+    pause: int = 0
 
 
 class Planner:
@@ -172,6 +185,7 @@ class Planner:
         self.answers = AnswerLengths()
         self.depths: dict[int, int] = {}  # by slot: the draft length that a request asked for
         self._speeds: dict[int, _Speed] = {}
+        self._looking = 0.0  # plain steps that asking the lookups takes
         self._nodes = float(_NODES)  # that a sequence lately had
         self._forecasts: dict[tuple[str, int], Forecast] = {}
         self._steps = 0
@@ -200,12 +214,16 @@ class Planner:
         if self._steps % _AGAIN == 0:
             self._forecasts.clear()
         steps = max(taken - read, 0.0) / plain
+        if any(note and note.offers for note in notes):
+            beside = step.seconds["draft"] - sum(charge.seconds for charge in charges.values())
+            self._looking += 0.1 * (beside / plain - self._looking)
         for slot, commit, note in zip(step.slots, step.commits, notes, strict=True):
             speed = self._speeds.setdefault(slot, _Speed())
             speed.tokens = _LATELY * speed.tokens + len(commit.tokens)
             speed.steps = _LATELY * speed.steps + steps
             speed.written += len(commit.tokens)
             if note is not None:
+                self._look(speed, note)
                 self._learn(slot, note, commit.tokens, commit.num_accepted, commit.finish is not None)
 
     def release(self, slot: int) -> None:
@@ -218,6 +236,11 @@ class Planner:
         for belief in (*self.models.values(), *self.lookups.values()):
             belief.release(slot)
 
+    def asks_lookups(self, slot: int) -> bool:
+        """Whether lookups are asked for this sequence: not in every step, while they are worth less than the time they take."""
+        speed = self._speeds.setdefault(slot, _Speed())
+        return self.lengths is not None or speed.pause == 0
+
     # -- plans ----------------------------------------------------------------------------------------------------------
 
     def plan(self, views: Sequence[View]) -> list[Plan]:
@@ -225,10 +248,15 @@ class Planner:
         rows, forward = len(views), self.costs.forward
         price, plain = self.price(views), forward(rows)
         around = rows + (rows - 1) * self._nodes  # nodes of the step without those of one sequence
+        longest = max((len(offer.nodes) for view in views for offer in view.offers.values()), default=1)
+        more = self.costs.more(around, longest)
+        found = [self._found(view, price, more) for view in views]
         asked = {name: sum(name in view.missing for view in views) for view in views for name in view.missing}
         plans: list[Plan] = []
         for _ in range(2):  # the second time with the number of sequences that each drafter then has
-            plans = [self._planned(view, price, around, rows, asked) for view in views]
+            plans = [
+                self._planned(view, one, price, around, rows, asked) for view, one in zip(views, found, strict=True)
+            ]
             now = {name: sum(plan.drafter == name for plan in plans) for name in asked}
             if all(count in (0, asked[name]) for name, count in now.items()):
                 break
@@ -240,11 +268,12 @@ class Planner:
     ) -> list[list[int]]:
         """The drafted nodes of each sequence that are verified, by index, the root left out. survival: of the drafted nodes."""
         free = [b for b, view in enumerate(views) if not view.fixed and not view.drawn]
+        survival = [self._believed(view, plan, s) for view, plan, s in zip(views, plans, survival, strict=True)]
         kept = [list(range(1, len(nodes) + 1)) for nodes in survival]
         held = sum(1 + len(nodes) for b, nodes in enumerate(survival) if b not in free)
         if free and any(survival[b] for b in free):
-            price, forward = plans[0].price, self.costs.forward
-            some = worth_verifying([survival[b] for b in free], price, lambda nodes: forward(held + nodes))
+            costs, nodes = self.costs, held + len(free)
+            some = worth_verifying([survival[b] for b in free], plans[0].price, lambda count: costs.more(nodes, count))
             for b, nodes in zip(free, some, strict=True):
                 kept[b] = [n + 1 for n in nodes]
         return kept
@@ -272,20 +301,30 @@ class Planner:
             parts.append(f"{name}: a token costs {cost:.2f} plain steps, {known.speed:.2f} times plain expected")
         return "; ".join(parts)
 
-    def _planned(self, view: View, price: float, around: float, rows: int, asked: Mapping[str, int]) -> Plan:
-        budget = view.budget.clipped(view.left - 1)
-        if not budget.depth or not budget.max_nodes:
-            return Plan(None, price=price)
-        why = list[Weighed]()
-        chosen, value, survival = None, 0.0, list[float]()
+    def _found(self, view: View, price: float, more: Sequence[float]) -> _Found:
+        """The best of the lookups' offers. more: seconds that further nodes add to the step."""
+        best, why = _Found(), list[Weighed]()
         for name, offer in view.offers.items():
             if len(offer.nodes) < 2:
                 continue
             alive = self._lookup(name).survival(view.slot, offer)
-            tokens, seconds, worth = self._offer(alive, price, around, view)
-            why.append(Weighed(name, tokens, seconds, worth, "less"))
-            if worth > value:
-                chosen, value, survival = name, worth, alive
+            falling = alive[1:] if view.budget.width == 1 else sorted(alive[1:], reverse=True)
+            if view.fixed:
+                count, worth = len(falling), sum(falling)
+            else:
+                count, worth = best_prefix(falling, price, more)
+            why.append(Weighed(name, sum(falling[:count]), more[count - 1] if count else 0.0, worth, "less"))
+            if worth > best.value:
+                best = _Found(name, worth, alive)
+        return best._replace(why=tuple(why))
+
+    def _planned(
+        self, view: View, found: _Found, price: float, around: float, rows: int, asked: Mapping[str, int]
+    ) -> Plan:
+        budget = view.budget.clipped(view.left - 1)
+        if not budget.depth or not budget.max_nodes:
+            return Plan(None, price=price)
+        chosen, value, why = found.name, found.value, list(found.why)
         wanted, best, read = None, 0.0, None
         for name, missing in view.missing.items():
             tokens, seconds, worth = self._model(name, view.slot, price, around, rows, asked[name])
@@ -298,25 +337,13 @@ class Planner:
         if wanted is not None and (piece := self._piece(wanted, view.missing[wanted], rows)):
             read, wanted = (wanted, piece), None
         final = wanted or chosen
-        why = [replace(w, verdict="chosen") if w.name == final else w for w in why]
+        why = [w._replace(verdict="chosen") if w.name == final else w for w in why]
         if wanted is not None:
             if not view.fixed:
-                budget = replace(budget, min_probability=self._least(wanted, price, around, asked[wanted]))
+                least = self._least(wanted, price, around, asked[wanted]) / self._belief(wanted).truth(view.slot)
+                budget = replace(budget, min_probability=min(least, _MOST_SURE))
             return Plan(wanted, budget, price=price, why=tuple(why))
-        return Plan(chosen, budget if chosen else PLAIN, survival, read, price, tuple(why))
-
-    def _offer(self, alive: Sequence[float], price: float, around: float, view: View) -> tuple[float, float, float]:
-        """(tokens, seconds, value) of the best part of a lookup's offer."""
-        forward = self.costs.forward
-        plain, total, best = forward(around), 0.0, (0.0, 0.0, 0.0)
-        falling = alive[1:] if view.budget.width == 1 else sorted(alive[1:], reverse=True)
-        for n, chance in enumerate(falling, 1):
-            total += chance
-            seconds = forward(around + n) - plain
-            value = total if view.fixed else total - price * seconds
-            if value > best[2]:
-                best = total, seconds, value
-        return best
+        return Plan(chosen, budget if chosen else PLAIN, found.survival, read, price, tuple(why))
 
     def _model(
         self, name: str, slot: int, price: float, around: float, rows: int, asked: int
@@ -359,11 +386,18 @@ class Planner:
             plans = [replace(p, read=None) if p.read is not None and b != first else p for b, p in enumerate(plans)]
         return plans
 
+    def _believed(self, view: View, plan: Plan, survival: Sequence[float]) -> Sequence[float]:
+        """The survival of drafted nodes, after what this text has shown of its drafter."""
+        if plan.drafter is None or plan.drafter in view.offers:
+            return survival
+        truth = self._belief(plan.drafter).truth(view.slot)
+        return [min(truth * alive, 1.0) for alive in survival]
+
     def _least(self, name: str, price: float, around: float, asked: int) -> float:
         """The survival at which a chain of this drafter ends."""
         costs = self.costs
         level = (costs.draft(name, asked, 2) - costs.draft(name, asked, 1)) / asked
-        node = costs.forward(around + _NODES) - costs.forward(around + _NODES - 1)
+        node = (costs.forward(around + 2 * _NODES) - costs.forward(around + 1)) / (2 * _NODES - 1)
         return least_survival(price, level + node, self._belief(name).chance)
 
     def _forecast(self, name: str, rows: int) -> Forecast:
@@ -395,6 +429,15 @@ class Planner:
         return budget if depth is None else replace(budget, depth=depth) if depth else PLAIN
 
     # -- observations ---------------------------------------------------------------------------------------------------
+
+    def _look(self, speed: _Speed, note: PlanNote) -> None:
+        """What lookups were worth in a step, and whether they rest for some."""
+        if not note.offers:
+            speed.pause = max(speed.pause - 1, 0)
+            return
+        worth = max((w.value for w in note.plan.why if w.name in note.offers), default=0.0)
+        speed.looked += _LOOKED * (worth - speed.looked)
+        speed.pause = _PAUSE if speed.looked < self._looking * max(speed.tokens / max(speed.steps, 1e-9), 1.0) else 0
 
     def _learn(self, slot: int, note: PlanNote, tokens: Sequence[int], accepted: int, ended: bool) -> None:
         lookup = max((w.value for w in note.plan.why if w.name in note.offers), default=0.0)

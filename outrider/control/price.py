@@ -13,35 +13,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 MARGIN = 1.2
 """A chain goes on while its next token is worth so many times its seconds: chances are uncertain, and plain steps are not."""
 _ROUNDS = 8
 
 
-def best_prefix(
-    survival: Sequence[float], price: float, forward: Callable[[int], float], base: int
-) -> tuple[int, float]:
-    """How many nodes to verify, and what they are worth. survival: falling. forward: seconds of a step over so many nodes, of all
-    sequences. base: nodes of the step without these."""
-    count, best, total = 0, 0.0, 0.0
-    plain = forward(base)
-    for n, alive in enumerate(survival, 1):
-        total += alive
-        value = total - price * (forward(base + n) - plain)
-        if value > best:
-            count, best = n, value
-    return count, best
+def best_prefix(survival: Sequence[float], price: float, more: Sequence[float]) -> tuple[int, float]:
+    """How many nodes to verify, and what they are worth. survival: falling. more: seconds that the first 1, 2, ... of them add
+    to the step; at least as many as there are nodes."""
+    values = [total - price * seconds for total, seconds in zip(accumulate(survival), more, strict=False)]
+    best = max(values, default=0.0)
+    return (values.index(best) + 1, best) if best > 0 else (0, 0.0)
 
 
-def worth_verifying(rows: Sequence[Sequence[float]], price: float, forward: Callable[[int], float]) -> list[list[int]]:
+def worth_verifying(
+    rows: Sequence[Sequence[float]], price: float, more: Callable[[int], Sequence[float]]
+) -> list[list[int]]:
     """Of each sequence's drafted nodes, those that are worth their time in one forward of all, by index.
 
-    rows: survival of the nodes, a parent before its children and never less likely. Of any number of nodes the likeliest are
-    the best, whatever a forward costs, so the best number is found by trying all. This is what vLLM calls adaptive verification.
+    rows: survival of the nodes, a parent before its children and never less likely. more: seconds that 1, 2, ... so many nodes
+    add to the step. Of any number of nodes the likeliest are the best, whatever a forward costs. So the best number is found by
+    trying all. This is what vLLM calls adaptive verification.
     """
-    order = sorted(((-alive, n, b) for b, row in enumerate(rows) for n, alive in enumerate(row)))
-    count, _ = best_prefix([-alive for alive, _, _ in order], price, forward, len(rows))
+    order = sorted([(-alive, n, b) for b, row in enumerate(rows) for n, alive in enumerate(row)])
+    count, _ = best_prefix([-alive for alive, _, _ in order], price, more(len(order)))
     kept: list[list[int]] = [[] for _ in rows]
     for _, n, b in order[:count]:
         kept[b].append(n)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from outrider.calibrate import all_stored
+from outrider.control import CostModel
 from outrider.control.shapes import BY_RANK, Shape, optimal_shape
 from outrider.core.hardware import ACCELERATORS
 from outrider.core.noise import Noise
@@ -106,12 +107,11 @@ def with_model(run: ExplainedRun, trace: Trace, llm: LLM) -> ExplainedRun:
 
 
 def machine_curves() -> list[CostCurve]:
-    """The curves that `outrider calibrate` has measured on this machine."""
-    found = list[CostCurve]()
-    for model in all_stored():
-        target = model.key["target"].split(" ")[0]
-        found.append(curve(model, f"This machine: {target}", "measured here by outrider calibrate"))
-    return found
+    """The curves that were measured on this machine: of each target the one with the most sizes."""
+    best = dict[str, CostModel]()
+    for model in sorted(all_stored(), key=lambda model: len(model.target)):
+        best[model.key["target"].split(" ")[0]] = model
+    return [curve(model, f"This machine: {target}", "measured here") for target, model in best.items()]
 
 
 def rooflines() -> list[CostCurve]:

@@ -119,7 +119,7 @@ class ServingPlan:
     def adaptive(self) -> list[int]:
         """The draft length with the most tokens per second by batch size, at index 0 to `max_num_seqs`.
 
-        What the drafter must read of a prompt counts, as a controller counts it. 0 is plain decoding, and wins a tie.
+        What the drafter must read of a prompt counts. 0 is plain decoding, and wins a tie.
         """
         found = list[int]()
         for size in range(1, self.limits.max_num_seqs + 1):

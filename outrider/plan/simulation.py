@@ -1,9 +1,10 @@
 """A simulator of replicas that batch continuously and speculate. Events in place of a clock; the same seed gives the same run.
 
-A replica takes the decisions of `outrider.engine.Scheduler`, by the same functions (`outrider.engine.policy`, `may_miss`) and
-with the same queue. A step seats what waits, reads a piece of the oldest unread prompt and one for the draft model, and runs a
-round of all sequences that decode. Nothing changes in a batch between an arrival, a finished prompt and a finished answer. So
-the rounds between them are one event, and cost what a round costs at their mean context.
+A replica takes the decisions of `outrider.engine.Scheduler`, by the same functions (`outrider.engine.policy`) and with the same
+queue. A step seats what waits, reads a piece of the oldest unread prompt, and runs a round of all sequences that decode. A draft
+model reads as the planner lets it: after the first token, one sequence a round, in pieces. Nothing changes in a batch between an
+arrival, a finished prompt and a finished answer. So the rounds between them are one event, and cost what a round costs at their
+mean context.
 
 How many draft tokens each round of a sequence accepts is drawn when it arrives. So a longer draft accepts what a shorter one
 would have accepted, and other settings meet the same luck.
@@ -21,13 +22,16 @@ from itertools import accumulate
 import numpy as np
 
 from outrider.engine import policy
-from outrider.engine.draft_prefill import PIECE, may_miss
 from outrider.engine.queue import FairQueue
 from outrider.plan.acceptance_curve import AcceptanceCurve, AnswerAcceptance
 from outrider.plan.serving_costs import ServingCosts
 from outrider.plan.workload import Arrival
 
 ALONE = 256  # prompt tokens per step where nobody waits for it; as `outrider.decode.PREFILL_CHUNK`
+_PIECE, _SHORT = (
+    4.0,
+    16,
+)  # plain rounds that a piece of reading takes when one sequence decodes, and the least tokens of it
 
 RoundSeconds = Callable[[int, int, float], float]  # batch size, depth, context
 
@@ -130,7 +134,6 @@ class SimulatedReplica:
         self.running = dict[int, SimulatedRequest]()  # in order of admission
         self.unread = deque[SimulatedRequest]()  # of these, those whose prompt is not all read
         self.live = dict[int, SimulatedRequest]()  # and those that decode
-        self.behind = list[SimulatedRequest]()  # those that wait for the draft model
         self.clock = self.busy = 0.0
         self.preemptions = self.refused = self.rounds = self.row_rounds = self.drafted_rounds = 0
         self._ended = 0  # in the last step
@@ -192,7 +195,7 @@ class SimulatedReplica:
 
     def _step(self) -> None:
         """One step of the scheduler."""
-        spent = self._seated * self.costs.request + self._prefill() + self._read()
+        spent = self._seated * self.costs.request + self._prefill()
         self._seated = 0
         if self.live:
             spent += self._round()
@@ -210,41 +213,36 @@ class SimulatedReplica:
             self.live[request.id] = self.unread.popleft()
         return spent
 
-    def _read(self) -> float:
-        """The draft model reads a piece for those that have waited longest."""
-        spent, room = 0.0, PIECE
-        for request in self.behind:
-            count = min(request.tokens - 1 - request.read, room) if request.id in self.live else 0
-            if count > 0:
-                spent += self.costs.reading(count)
-                request.read += count
-                room -= count
-        return spent
+    def _piece(self, size: int, context: float) -> int:
+        """Tokens that the draft model reads of one sequence between two rounds; fewer are read within a round."""
+        plain, each = self.seconds(size, 0, context), self.costs.reading(ALONE) / ALONE
+        return max(int((_PIECE if size == 1 else 1.0) * plain / each), _SHORT)
 
     def _round(self) -> float:
-        size, spent, context = len(self.live), 0.0, 0
-        depth, reads, self.behind = self.depths[size], self.costs.drafter_reads, []
-        most = may_miss(size) if len(self.running) > 1 else math.inf  # a sequence alone never waits
-        drafted = 0
+        size, spent, drafted = len(self.live), 0.0, 0
+        depth, reads = self.depths[size], self.depths[size] > 0 and self.costs.drafter_reads
+        context = sum([request.tokens for request in self.live.values()]) / size
+        piece = self._piece(size, context) if reads else 0
+        behind, fewest = None, math.inf  # what has the fewest tokens to read, of those that are read between rounds
+        self._level = depth > 0
         for request in self.live.values():
-            tokens = request.prompt + request.written
-            context += tokens
-            own = depth
-            if depth and reads:
-                missing = tokens - 1 - request.read
-                if missing > most:
-                    self.behind.append(request)
-                    own = 0
-                elif missing > 0:
-                    spent += self.costs.reading(missing)
+            own, missing = depth, request.tokens - 1 - request.read
+            if reads and (not request.written or missing > piece):  # the first token comes first
+                own, self._level = 0, False
+                if request.written and missing < fewest:
+                    behind, fewest = request, missing
+            elif reads and missing > 0:
+                spent += self.costs.reading(missing)
             self._held += request.advance(own, 1)
             if own:
                 drafted += 1
-                request.read = request.prompt + request.written
-        self._level = depth > 0 and not self.behind
+                request.read = request.tokens
+        if behind is not None:
+            spent += self.costs.reading(piece)
+            behind.read += piece
         depth = depth if drafted else 0
         self._count(size, depth, 1)
-        return spent + self.seconds(size, depth, context / size)
+        return spent + self.seconds(size, depth, context)
 
     def _stretch(self, until: float) -> None:
         """All rounds until an answer ends, until a sequence may have to give way, or those that begin before `until`."""

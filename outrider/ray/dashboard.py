@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import abc
+from collections import Counter, abc
+from statistics import fmean
 from typing import Any
 
 from outrider.ray.calls import Call, Replicas
@@ -21,6 +22,9 @@ NOT_SUMMED = (
     "engine",
     "seconds",
     "by_depth",
+    "plans",
+    "weighed",
+    "drift",
     "ended",
     "trial",
 )
@@ -87,7 +91,8 @@ def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:
 def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Event]) -> Event:
     """One tick for those of all replicas. last: the last tick of each, which tells how it is now.
 
-    Counts are sums. The time that went by, and the seconds of phases, are means over replicas.
+    Counts are sums. The time that went by, the seconds of phases and drifts are means over replicas. What was weighed last of a
+    drafter is that of one of them.
     """
     every = [tick for some in ticks.values() for tick in some]
     count, found = max(len(last), 1), dict[str, Any]()
@@ -106,6 +111,9 @@ def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Ev
         "time": max(tick["time"] for tick in every),
         "seconds": {phase: sum(tick["seconds"][phase] for tick in every) / count for phase in every[0]["seconds"]},
         "by_depth": by_depth,
+        "plans": dict(sum((Counter(tick["plans"]) for tick in every), Counter[str]())),
+        "weighed": {name: one for tick in every for name, one in tick["weighed"].items()},
+        "drift": {name: fmean(t["drift"][name] for t in now if name in t["drift"]) for t in now for name in t["drift"]},
         "engine": {field: _total(tick["engine"][field] for tick in now) for field in every[0]["engine"]},
         "speed_from": _alike(tick["speed_from"] for tick in now),
         "why": _alike(tick["why"] for tick in now),

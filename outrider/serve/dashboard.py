@@ -336,7 +336,7 @@ def encoded(name: str, event: abc.Mapping[str, Any]) -> bytes:
 
 
 def own_curves(service: Service) -> list[CostCurve]:
-    """What a step costs on this server, if it was calibrated."""
+    """What a step costs on this server; nothing is known where the draft length is fixed."""
     planner = service.engine.roster.planner
     if planner.lengths is not None:
         return []

@@ -21,14 +21,19 @@ def figures(ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of some ticks; None where nothing happened that could say.
 
     rate: tokens per second. speedup: against plain decoding, from what a plain step takes. length: tokens per sequence and step,
-    the target's own included. acceptance: of draft tokens. depth: draft tokens asked for. rows: sequences per step. survival: the
-    share of drafts whose first j tokens were all accepted. phases: seconds; `outside` is not in steps.
+    the target's own included. acceptance: of draft tokens. depth: levels of a draft, 0 without one. sigma: the speed over plain
+    decoding that plans counted with. rows: sequences per step. survival: the share of drafts whose first j tokens were all
+    accepted. plans: the share of sequences in steps, by what was done for them. weighed: what was said last of each drafter.
+    phases: seconds; `outside` is not in steps.
     """
-    phases = dict[str, float]()
+    phases, plans, weighed = dict[str, float](), dict[str, int](), dict[str, dict[str, Any]]()
     by_depth = list[list[int]]()
     for tick in ticks:
         for name, value in tick["seconds"].items():
             phases[name] = phases.get(name, 0.0) + value
+        for name, count in tick["plans"].items():
+            plans[name] = plans.get(name, 0) + count
+        weighed |= tick["weighed"]
         for level, (drafted, accepted) in enumerate(tick["by_depth"]):
             if level == len(by_depth):
                 by_depth.append([0, 0])
@@ -48,7 +53,10 @@ def figures(ticks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "length": ratio("tokens", "rows"),
         "acceptance": ratio("accepted", "drafted"),
         "depth": ratio("depth", "rows"),
+        "sigma": ratio("sigma", "planned"),
         "rows": ratio("rows", "steps"),
         "survival": [accepted / by_depth[0][0] for _, accepted in by_depth],
+        "plans": {name: count / sum(plans.values()) for name, count in plans.items()},
+        "weighed": weighed,
         "phases": {**phases, "outside": max(total("elapsed") - sum(phases.values()), 0.0)},
     }

@@ -14,15 +14,18 @@ from time import perf_counter, process_time, thread_time, time
 from typing import Any
 
 from outrider.control import Planner
+from outrider.control.planner import PlanNote
 from outrider.core.origins import PLAIN, letters
 from outrider.core.types import Step
 from outrider.decode import Sequence
+from outrider.drafters.combine.planned import NONE
 from outrider.engine import Engine
 from outrider.trace.records import PHASES
 
 RECENT = 12  # requests that a new viewer is shown
 PLAIN_STEPS = 64  # plain steps of a batch size whose median counts
 
+READING = "reading"  # a drafter reads, and the step has no draft of it
 MEASURED = "costs measured at load, corrected by every step"
 SEEN = "plain steps seen while somebody looked"
 
@@ -31,9 +34,11 @@ SEEN = "plain steps seen while somebody looked"
 class TickSums:
     """Sums over the steps since the last tick.
 
-    rows: sequences, summed over steps. tokens: written. depth: draft tokens asked for, summed over sequences. worth: plain
-    seconds of the tokens of steps whose plain seconds are known; taken: the seconds of these steps. outcomes: drafts, by
-    (depth, accepted tokens). seconds: by phase. own: processor seconds that the watch itself took.
+    rows: sequences, summed over steps. tokens: written. depth: levels of the drafts, summed over sequences. worth: plain
+    seconds of the tokens of steps whose plain seconds are known; taken: the seconds of these steps. planned: plans. sigma: the
+    speed over plain decoding that they counted with, summed over them. outcomes: drafts, by (depth, accepted tokens). plans:
+    sequences, by what was done for them: a drafter's name, "none" or "reading". weighed: what the last plan said of each
+    drafter. seconds: by phase. own: processor seconds that the watch itself took.
     """
 
     steps: int = 0
@@ -45,7 +50,11 @@ class TickSums:
     drafts: int = 0
     worth: float = 0.0
     taken: float = 0.0
+    planned: int = 0
+    sigma: float = 0.0
     own: float = 0.0
+    plans: Counter[str] = field(default_factory=lambda: Counter[str]())
+    weighed: dict[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
     outcomes: Counter[tuple[int, int]] = field(default_factory=lambda: Counter[tuple[int, int]]())
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -93,6 +102,7 @@ class Watch:
         ] = {}  # by slot: the position that comes next, letters of each step
         self._used = process_time()
         self._source, self._reason, self._words = SEEN, "", True  # words are made once for each tick
+        self._drift = dict[str, float]()
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
@@ -112,7 +122,6 @@ class Watch:
             for b, commit in enumerate(step.commits):
                 count, drafted = len(commit.tokens), len(host[b]) - 1
                 written += count
-                sums.depth += step.budgets[b].depth
                 new = PLAIN * count
                 if drafted:
                     _, parents = zip(*host[b], strict=True)
@@ -120,6 +129,7 @@ class Watch:
                     sums.drafts += 1
                     sums.drafted += drafted
                     sums.accepted += commit.num_accepted
+                    sums.depth += depth(parents)
                     sums.outcomes[depth(parents), commit.num_accepted] += 1
                 slot, position = step.slots[b], step.positions[b]
                 due, known = self._origins.get(slot, (-1, []))
@@ -127,11 +137,27 @@ class Watch:
                     known = []
                 known.append(new)
                 self._origins[slot] = (position + count, known)
+            for note in step.draft.notes or [None] * batch:  # a step without room for a draft has no notes
+                if isinstance(note, PlanNote):
+                    self._planned(sums, note, batch)
+                else:
+                    sums.plans[NONE] += 1
             sums.tokens += written
             if plain is not None:
                 sums.worth += written * plain / batch
                 sums.taken += taken
             sums.own += thread_time() - begun
+
+    def _planned(self, sums: TickSums, note: PlanNote, batch: int) -> None:
+        """Count a plan. Where lengths are fixed, its costs are not those of this machine, so nothing of them is told."""
+        plan, planner = note.plan, self.engine.roster.planner
+        sums.plans[plan.drafter or (READING if plan.read else NONE)] += 1
+        if planner.lengths is None:
+            sums.planned += 1
+            sums.sigma += plan.price * planner.costs.forward(batch) / batch
+            for one in plan.why:
+                least = plan.budget.min_probability if one.name == plan.drafter else 0.0
+                sums.weighed[one.name] = {**one._asdict(), "least": least or None}
 
     def finished(self, sequence: Sequence) -> None:
         """See `Observer.finished`."""
@@ -173,14 +199,16 @@ class Watch:
             sums, ended, elapsed = self._sums, self._ended, now - self._then
             self._sums, self._ended, self._then, self._words = TickSums(), [], now, True
         event = {"time": time(), "elapsed": elapsed, **sums.event(), "speed_from": self._source, "why": self._reason}
+        event["drift"] = self._drift
         used, self._used = process_time() - self._used, process_time()
         return {**event, "processor": used, "engine": asdict(self.engine.stats), "problem": self.engine.problem}, ended
 
     def _plain_seconds(self, batch: int) -> float | None:
-        """Seconds of a plain step: what the controller counts with, else what was seen. Sets the words for both."""
+        """Seconds of a plain step: what the planner counts with, else what was seen. Sets the words for both."""
         planner = self.engine.roster.planner
         if self._words:
             self._reason, self._words = reason(planner), False
+            self._drift = planner.costs.drift if planner.lengths is None else {}
         if planner.lengths is None:
             self._source = MEASURED
             return planner.costs.forward(batch)

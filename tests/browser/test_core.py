@@ -14,8 +14,6 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from outrider.control.acceptance import Ranks
-from outrider.control.cost_model import interpolate
 from outrider.control.shapes import (
     BY_RANK,
     best_depth,
@@ -25,6 +23,7 @@ from outrider.control.shapes import (
     optimal_shape,
     speedup,
 )
+from outrider.core.interpolate import interpolate
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import draw
 from outrider.core.tree import ancestor_mask, levels
@@ -215,15 +214,23 @@ def test_interpolation(javascript: Call) -> None:
     check(javascript, "speed", "interpolate", table)
 
 
+def ranks(first: float) -> list[float]:
+    """Acceptance by rank, as the usual one, if the first child is accepted with this probability."""
+    out, left = [first], (1 - first) / (1 - BY_RANK[0])
+    for usual in BY_RANK[1:]:
+        out.append(min(usual * left, out[-1]))
+    return out
+
+
 def test_shapes(javascript: Call) -> None:
     firsts = [0.05, 0.3, 0.62, 0.7, 0.9, 0.99]
-    check(javascript, "speed", "ranks", [([x], Ranks().chances(x)) for x in firsts])
+    check(javascript, "speed", "ranks", [([x], ranks(x)) for x in firsts])
     [usual] = javascript([("speed", "ranks", [BY_RANK[0]])])
     assert close(usual, BY_RANK)
     shapes, values = [], []
     for x in firsts:
         for depth, width, nodes in ((4, 3, 7), (8, 4, 16), (3, 1, 3), (2, 8, 30), (16, 4, 64)):
-            by_rank = Ranks().chances(x)
+            by_rank = ranks(x)
             shape = optimal_shape(Budget(depth, width, nodes), by_rank)
             fields = {"parents": [*shape.parents], "ranks": [*shape.ranks]}
             shapes.append(([depth, width, nodes, by_rank], fields))
@@ -247,7 +254,7 @@ def test_a_setting_is_its_parts(javascript: Call, modules: Path) -> None:
     for alpha in (0.3, 0.8):
         for depth in (0, 1, 5):
             for width in (1, 3):
-                by_rank = Ranks().chances(alpha)
+                by_rank = ranks(alpha)
                 shape = optimal_shape(Budget(depth, width), by_rank)
                 gain = expected_accepted(shape, by_rank) if width > 1 else sum(geometric(alpha, depth))
                 cost = depth * 0.2 + 1 + 0.1 * depth * width if depth else 1.0

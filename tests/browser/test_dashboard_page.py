@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider.llm import LLM
 from outrider.serve.settings import Settings
 from outrider.trace import Detail, Recorder
 from tests.browser.conftest import violations
@@ -50,6 +51,21 @@ def test_it_shows_what_the_server_does(live: Live, visit: Any) -> None:
         assert "not shown" in page.locator("#requests-note").inner_text()
         assert "quicksort" not in page.content()
         assert {url.split("/")[2] for url in seen.asked} == {live.url.split("/")[2]}
+
+
+def test_it_shows_what_was_weighed(visit: Any) -> None:
+    config = {"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}
+    llm = LLM("builtin:code", speculative_config=config, max_num_seqs=2)
+    with serving(llm) as live, visit(f"{live.url}/dashboard") as seen:
+        page = seen.page
+        settled(page)
+        ask(live, 2)
+        page.locator("#requests tbody tr").nth(1).wait_for()
+        assert "draft_model" in page.locator("#plans").inner_text()
+        [row] = [text for text in page.locator("#weighed tbody tr").all_inner_texts() if "draft_model" in text]
+        assert "ms" in row or "µs" in row
+        assert "the speed of plain decoding" in page.locator("#believed").inner_text()
+        assert "times plain decoding" in page.locator("#why").inner_text()
 
 
 def test_a_trial_is_started_watched_and_stopped(live: Live, visit: Any) -> None:

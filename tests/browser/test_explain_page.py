@@ -302,6 +302,7 @@ def test_a_long_and_hostile_trace_is_shown_as_text(tmp_path: Path, visit: Any) -
         assert page.locator("main img, main iframe, main script").count() == 0
         assert "\\u202e" in page.locator("#run-text").inner_text()
         assert "<img src=x" in page.locator("#run-text").inner_text()
+        assert "What was weighed: <img src=x" in page.locator("#run-note").inner_text()
 
 
 def test_a_trace_with_counts_only_is_shown(tmp_path: Path, visit: Any) -> None:

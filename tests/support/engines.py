@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from helpers import VOCAB, request, toy_drafters
+from helpers import VOCAB, planned, request, toy_drafters
 
 from outrider.control import Fixed
 from outrider.core.types import Budget
@@ -54,12 +54,15 @@ def engine(
     drafter = drafter or toy_drafters(target, rows)["draft_model"]()
     decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth, width), rows=rows, end_ids=(0,))
     config = SimpleNamespace(methods=["mine"], budget=Budget(depth, width))
+    planner = planned({"mine": drafter}, (), Budget(depth, width), True, target.vocab_size).planner
     lookups = {"ngram": NgramDrafter(), "suffix": SuffixDrafter(), "prediction": PredictionDrafter()}
     llm = SimpleNamespace(
         decoder=decoder,
         config=config,
-        drafter=drafter,
-        controller=decoder.controller,
+        loaded=SimpleNamespace(model=target),
+        drafters={"mine": drafter},
+        method="mine",
+        planner=planner,
         request_drafters=lambda: dict(lookups),
     )
     return Engine(llm, **options)  # type: ignore[arg-type]

@@ -64,6 +64,7 @@ def long_trace(file: Path, steps: int) -> None:
             "accepted": 2 * right, "refused": 0 if right else 2, "committed": 1 + 2 * right, "rows": 1,
             "seconds": [0.001, 0.01, 0.001, 0.001], "tokens": [c, a, b, c], "parents": [-1, 0, 0, 1], "siblings": "POINT",
             "path": [0, 1, 3] if right else [0], "token": b, "budget": [2, 2, 3],
+            "note": HOSTILE[2],
         }))  # fmt: skip
         position += 1 + 2 * right
     file.write_text("\n".join(lines) + "\n")

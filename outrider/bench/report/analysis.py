@@ -13,7 +13,7 @@ from statistics import mean
 from outrider.bench import stats
 from outrider.bench.run import Limits, Run, Sample, Setting
 from outrider.bench.stats import AcceptanceStats, Interval
-from outrider.control.cost_model import interpolate
+from outrider.core.interpolate import interpolate
 from outrider.drafters.registry import METHODS, model_method
 
 PHASES = ("target", "draft", "verify", "commit", "rest")

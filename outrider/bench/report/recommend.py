@@ -6,14 +6,14 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 from outrider.bench import stats
 from outrider.bench.report.analysis import SettingResult, acceptance_rates, analyse, drift, step_seconds
 from outrider.bench.report.format import count, factor, interval, percent
 from outrider.bench.run import Run
 from outrider.bench.stats import Interval
-from outrider.control.acceptance import survival
 
 # A smaller difference is not worth a setting.
 WORTH = 0.03
@@ -202,7 +202,7 @@ def _no_length_pays(run: Run, best: SettingResult) -> list[str]:
 def _by_length(run: Run, best: SettingResult) -> tuple[list[float], int, int]:
     """Predicted tokens per second for 0, 1, 2... draft tokens, from the forwards alone; the length that was tried, and the
     best one. Empty and zeros if too little is known."""
-    kept = survival(acceptance_rates(best.by_depth))
+    kept = list(accumulate(acceptance_rates(best.by_depth), mul))  # survival
     if not kept or len(run.limits.target) < 2 or best.by_depth[0][0] < 100 or best.draft_seconds is None:
         return [], 0, 0
     rates = [(1 + sum(kept[:k])) / step_seconds(run.limits, k, best.draft_seconds) for k in range(len(kept) + 1)]

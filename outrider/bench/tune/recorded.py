@@ -23,10 +23,11 @@ from outrider.decode import Sequence as Text
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
 from outrider.drafters.combine.merge import NodeList, SharedTaps, accepted_path, draft_confidence, own_commit
 from outrider.drafters.lookup.mixture import Match
-from outrider.drafters.model.confidence import START
 
 DEPTH = 16
 """Levels that lookups are asked for."""
+STATED = 0.75
+"""The scale of `LogitError` at which chances are recorded."""
 LEAST = 0.004
 """A model's draft ends below this chance: no machine verifies such a token."""
 
@@ -76,7 +77,7 @@ class Recorder(BaseDrafter):
         for name, drafter in self.drafters.items():
             error = getattr(drafter, "error", None)
             if error is not None:
-                error.scale = START  # all chances are stated with the same error
+                error.scale = STATED  # all chances are stated with the same error
             budget = Budget(DEPTH) if name in self.lookups else Budget(self.depth, min_probability=LEAST)
             budgets = [budget.clipped(own.depth) for own in context.budgets]
             draft = drafter.propose(replace(context, budgets=budgets))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench.tune.recorded import RecordedText
+from outrider.bench.tune.recorded import STATED, RecordedText
 from outrider.control import Controller, CostModel, Costs, Fixed, Planner
 from outrider.core.tree import chain
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
@@ -22,7 +22,8 @@ from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.combine.merge import accepted_path
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.lookup.mixture import Match
-from outrider.drafters.model.confidence import START, LogitError
+from outrider.drafters.model.confidence import FOR_HEADS, START, LogitError
+from outrider.drafters.registry import method_of
 
 _WRONG = -1  # a draft token that no text has
 DEEPEST = 16
@@ -37,15 +38,16 @@ class PlayedBack(BaseDrafter):
     def __init__(self, name: str, lookup: bool, texts: Mapping[int, RecordedText]) -> None:
         """texts: those that are written now, by slot."""
         self.name, self.lookup, self.texts = name, lookup, texts
-        self.error = LogitError()
+        method = method_of(name)
+        self.head = method is not None and bool(method.heads or method.name == "mtp")
+        self.error = LogitError(FOR_HEADS if self.head else START)
         self.held: dict[int, int] = {}  # by slot: committed tokens that it has read
         self.last: dict[int, int] = {}
         self.read_now = 0
         self.calls = 0
 
     def missing(self, slot: int, tokens: list[int]) -> int:
-        heads = any(self.name.startswith(kind) for kind in ("eagle", "mtp", "medusa", "peagle", "dflash", "dspark"))
-        return 0 if self.lookup or heads else len(tokens) - 1 - self.held.get(slot, 0)
+        return 0 if self.lookup or self.head else len(tokens) - 1 - self.held.get(slot, 0)
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
         self.held[slot] = self.held.get(slot, 0) + count
@@ -60,14 +62,16 @@ class PlayedBack(BaseDrafter):
             made, at = text.drafts[self.name][len(tokens) - n], len(tokens) - n
             draft, chances, alive = list[int](), list[float](), 1.0
             length = min(made.length, budget.depth, budget.max_nodes)
-            if not self.lookup:
+            if self.lookup:
+                self.last[slot] = length
+            else:
                 length = min(budget.depth, budget.max_nodes)  # unlikely tokens were not recorded: they are wrong
             for k in range(length):
                 draft.append(text.output[at + k] if k < made.accepted else _WRONG)
                 chance = made.chances[k] if k < len(made.chances) else 1e-4
                 if not self.lookup:
                     chance = min(max(chance, 1e-4), 1 - 1e-4)
-                    chance = 1 / (1 + math.exp(-math.log(chance / (1 - chance)) * START / self.error.scale))
+                    chance = 1 / (1 + math.exp(-math.log(chance / (1 - chance)) * STATED / self.error.scale))
                 alive *= chance
                 chances.append(alive)
                 if budget.min_probability and alive < budget.min_probability:
@@ -248,7 +252,7 @@ class Machine:
 
     def _charged(self, draft: Draft) -> float:
         """Seconds of drafting in this step. The charges that the planner sees are made of the costs, too."""
-        total = self.lookup if any(drafter.lookup for drafter in self.played.values()) else 0.0
+        total = self.lookup if any(d.lookup and d.last for d in self.played.values()) else 0.0
         charges = {id(c): c for note in draft.notes if note is not None for c in note.charges}  # type: ignore[attr-defined]
         for charge in charges.values():
             cost = self.costs.drafters[charge.name]

@@ -174,12 +174,12 @@ class PlannedDrafter(BaseDrafter):
     def _offered(self, context: DraftContext) -> dict[tuple[str, int], tuple[Draft, int]]:
         """What lookups propose: (drafter, entry of the batch) -> a draft, and the entry's index in it."""
         found: dict[tuple[str, int], tuple[Draft, int]] = {}
+        ask = [
+            bool(budget.max_nodes and budget.depth) and self.planner.asks_lookups(slot)
+            for slot, budget in zip(context.slots, context.budgets, strict=True)
+        ]
         for name in self.lookups:
-            some = [
-                b
-                for b, slot in enumerate(context.slots)
-                if context.budgets[b].max_nodes and context.budgets[b].depth and name in self.of_slot(slot)
-            ]
+            some = [b for b, slot in enumerate(context.slots) if ask[b] and name in self.of_slot(slot)]
             if some:
                 for b, draft, at in self._asked(name, context, some, [context.budgets[b] for b in some]):
                     found[name, b] = draft, at
@@ -196,7 +196,7 @@ class PlannedDrafter(BaseDrafter):
                 elif (name, b) in offered:
                     draft, at = offered[name, b]
                     nodes, note = draft.host[at], draft.notes[at] if draft.notes else None
-                    masses = draft_confidence(draft, at, len(nodes)) or [1.0] * len(nodes)
+                    masses = [max(m, 1e-9) for m in draft_confidence(draft, at, len(nodes)) or [1.0] * len(nodes)]
                     offers[name] = Offer(nodes, masses, note.length if isinstance(note, Match) else 0)
         return View(
             slot,

@@ -21,6 +21,7 @@ from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.heads.selftest import examine
 from outrider.drafters.heads.shipped import head_of
 from outrider.drafters.method import DrafterSetup
+from outrider.drafters.model.confidence import FOR_HEADS, LogitError
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.drafters.model.tree_drafter import ChainModel, GrowthSettings, TreeDrafter
 from outrider.models.base import Want
@@ -49,6 +50,7 @@ class EagleDrafter(TreeDrafter):
     def __init__(self, model: PairModel, num_slots: int, max_length: int, **settings: Unpack[GrowthSettings]) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
         super().__init__(model, num_slots, max_length, subset=model.subset, **settings)
+        self.error = LogitError(FOR_HEADS)
         self.model, self.taps = model, model.taps
         self._queue = FeatureQueue(self.cache)  # the last feature that waits is that of the root's pair
         # slot -> g of the children of each node in the scratch, [place, hidden]

@@ -22,7 +22,7 @@ from outrider.core.types import Budget, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.children import children
-from outrider.drafters.model.confidence import LogitError
+from outrider.drafters.model.confidence import FOR_HEADS, LogitError
 from outrider.verify import VERIFIERS
 
 _SHORTLIST = 64  # tokens of a depth whose bias is computed
@@ -41,7 +41,7 @@ class ParallelDrafter(BaseDrafter):
 
     def __init__(self, vocab_size: int, device: torch.device, subset: TokenSubset | None = None) -> None:
         self.vocab_size, self.device, self.subset = vocab_size, device, subset
-        self.error = LogitError()
+        self.error = LogitError(FOR_HEADS)
 
     def _depth(self, slot: int, tokens: Sequence[int]) -> int:
         """Draft tokens in a row that can be drafted for a sequence now; 0 for none."""

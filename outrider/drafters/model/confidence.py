@@ -14,8 +14,10 @@ from outrider.core.types import Commit, Siblings
 from outrider.drafters.model.children import child_scores, children
 
 RIVALS = 8  # candidates that share a token's chance
-_SCALES = (0.3, 0.4, 0.55, 0.75, 1.0, 1.4)
+SCALES = (0.3, 0.4, 0.55, 0.75, 1.0, 1.4)
 START = 0.75
+FOR_HEADS = 1.0
+"""Scales before anything was observed: of a draft model, and of a head (measured: benchmarks.traces priors)."""
 _PRIOR = 4.0  # what each step away from START costs at first, in nats; it fades with the observations
 _KEEP = 1 - 1 / 256  # observations after which one counts 1/e
 _CERTAIN = 1e-4  # chances are kept so far from 0 and 1
@@ -30,12 +32,13 @@ class LogitError:
     0.5B under 1.5B. It ranks and ends drafts; no text depends on it.
     """
 
-    def __init__(self) -> None:
-        self.scale = START
+    def __init__(self, start: float = START) -> None:
+        """start: the scale before anything was observed, one of `SCALES`."""
+        self.scale = start
         # slot -> node, its first child and the chance of that, of the last proposal
         self._stated: dict[int, list[tuple[int, int, float]]] = {}
-        start = _SCALES.index(START)
-        self._losses = [_PRIOR * abs(n - start) for n in range(len(_SCALES))]  # negative log likelihoods, fading
+        usual = SCALES.index(start)
+        self._losses = [_PRIOR * abs(n - usual) for n in range(len(SCALES))]  # negative log likelihoods, fading
 
     def state(self, slot: int, parents: Sequence[int], weights: Sequence[float]) -> None:
         """Remember what was said of a proposal. parents: of its nodes. weights: log chance that each node is accepted."""
@@ -59,9 +62,9 @@ class LogitError:
         for chance, right in zip(chances, accepted, strict=True):
             chance = min(max(chance, _CERTAIN), 1 - _CERTAIN)
             margin = self.scale * log(chance / (1 - chance)) * (1 if right else -1)
-            for n, scale in enumerate(_SCALES):
+            for n, scale in enumerate(SCALES):
                 self._losses[n] = _KEEP * self._losses[n] + _softplus(-margin / scale)
-        self.scale = _SCALES[min(range(len(_SCALES)), key=self._losses.__getitem__)]
+        self.scale = SCALES[min(range(len(SCALES)), key=self._losses.__getitem__)]
 
     def likeliest(
         self,

@@ -94,8 +94,9 @@ class CrossTokenizerDrafter(ModelDrafter):
 
     def proposed(self, context: DraftContext, way: Way) -> Draft:
         """A draft of one way."""
-        own = context.needs_probs and bool(self.pairing.shared)
-        return super().propose(context) if way == "tli" or own else chains(context, self._written(context))
+        if way == "tli" or (self.way is None and context.needs_probs):
+            return super().propose(context)
+        return chains(context, self._written(context))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         forwarded = [slot for slot in context.slots if slot in self._places]

@@ -49,6 +49,7 @@ export function runView(data) {
     view.back.disabled = view.first.disabled = moment === 0;
     view.next.disabled = moment === run.moments - 1;
     view.skip.disabled = place.index === run.request.steps.length - 1;
+    view.note.textContent = place.step.note ? `What was weighed: ${visible(place.step.note)}.` : "";
     tree(place);
     text(place);
     lanes(place);

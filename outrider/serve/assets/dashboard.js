@@ -8,6 +8,7 @@ const KEPT = 600; // ticks
 const WINDOWS = [["10", "10 s"], ["60", "1 min"], ["300", "5 min"]];
 const ORIGINS = { a: "accepted", c: "corrected", b: "bonus", p: "plain", "?": "unknown" };
 const PHASES = { target: "target", draft: "draft", verify: "verify", commit: "commit", outside: "outside steps" };
+const DONE = { none: "no draft", reading: "reading the text" };
 const SHOWN = 12;
 
 let [source, hello, ticks, ended, span, failed] = [null, null, [], [], 60, []];
@@ -38,8 +39,9 @@ function drawNow() {
   byId("estimate").textContent = now.speedup === null
     ? "The speed against plain decoding is not known yet: no plain step was measured for this batch size."
     : `The speed is an estimate: tokens written, priced at what a plain step takes, over the time that was taken. Plain steps are priced by: ${last.speed_from}. The A/B below measures it.`;
-  byId("why").textContent = last.why ? `Now: ${last.why}.` : "No step yet.";
+  byId("why").textContent = last.why ? `${last.why[0].toUpperCase()}${last.why.slice(1)}.` : "No step yet.";
   bars(byId("survival"), now.survival.length ? now.survival.map((s, j) => [`first ${j + 1}`, s, percent(s)]) : [["no drafts", 0, "–"]]);
+  drawPlans(now, last.drift);
   const inside = Object.values(now.phases).reduce((sum, x) => sum + x, 0);
   bars(byId("phases"), Object.entries(PHASES).map(([name, text]) => [text, now.phases[name] ?? 0, `${seconds(now.phases[name] ?? 0)}, ${percent((now.phases[name] ?? 0) / (inside || 1))}`]));
   const kinds = { error: "failed", abort: "were aborted" };
@@ -47,6 +49,20 @@ function drawNow() {
   byId("errors").textContent = last.problem
     ? `The engine reports: ${visible(last.problem)}`
     : `${lost.map(([n, word]) => `${count(n, "request")} ${word}`).join(", ")} since you opened this page. The drafter failed ${count(engine.drafter_failures, "time")} since the server started.${failed.length ? ` Last reason: ${visible(failed.at(-1).reason ?? "unknown")}.` : ""}`;
+}
+
+function drawPlans(now, drift) {
+  const shares = Object.entries(now.plans).sort((a, b) => b[1] - a[1]);
+  bars(byId("plans"), shares.length ? shares.map(([name, share]) => [DONE[name] ?? visible(name), share, percent(share)]) : [["no step yet", 0, "–"]]);
+  const heads = ["drafter", "tokens", "costs", "value", "survival at its end", "verdict"];
+  const rows = Object.values(now.weighed);
+  byId("weighed").replaceChildren(...(rows.length ? [
+    el("caption", { class: "hidden-text" }, "What was weighed last"),
+    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+    el("tbody", {}, rows.map((one) => el("tr", {}, [visible(one.name), one.tokens.toFixed(2), seconds(one.seconds), one.value.toFixed(2), known(one.least, percent), one.verdict].map((cell) => el("td", {}, cell))))),
+  ] : []));
+  const paces = Object.entries(drift).map(([name, ratio]) => `${visible(name)} ${times(ratio)}`);
+  byId("believed").textContent = now.sigma === null ? "" : `Plans count with ${times(now.sigma)} the speed of plain decoding. Seconds taken over seconds measured at load: ${paces.join(", ")}.`;
 }
 
 function series(value) {
@@ -165,7 +181,7 @@ byId("trial-start").addEventListener("click", () => trial("POST", JSON.stringify
 byId("trial-stop").addEventListener("click", () => trial("DELETE"));
 const charts = [
   sized(byId("rate-chart"), drawSeries(byId("rate-chart"), "tokens/s", (f) => f.rate)),
-  sized(byId("depth-chart"), drawSeries(byId("depth-chart"), "draft tokens asked for", (f) => f.depth)),
+  sized(byId("depth-chart"), drawSeries(byId("depth-chart"), "levels of a draft", (f) => f.depth)),
 ];
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {

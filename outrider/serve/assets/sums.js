@@ -15,8 +15,13 @@ export function recent(ticks, seconds) {
 export function figures(ticks) {
   const sum = (name) => ticks.reduce((total, tick) => total + tick[name], 0);
   const ratio = (part, whole) => (whole > 0 ? part / whole : null);
-  const phases = {};
-  for (const tick of ticks) for (const [name, value] of Object.entries(tick.seconds)) phases[name] = (phases[name] ?? 0) + value;
+  const [phases, plans, weighed] = [{}, {}, {}];
+  for (const tick of ticks) {
+    for (const [name, value] of Object.entries(tick.seconds)) phases[name] = (phases[name] ?? 0) + value;
+    for (const [name, count] of Object.entries(tick.plans)) plans[name] = (plans[name] ?? 0) + count;
+    Object.assign(weighed, tick.weighed);
+  }
+  const planned = Object.values(plans).reduce((total, x) => total + x, 0);
   const inside = Object.values(phases).reduce((total, x) => total + x, 0);
   const byDepth = [];
   for (const tick of ticks) {
@@ -32,8 +37,11 @@ export function figures(ticks) {
     length: ratio(sum("tokens"), sum("rows")),
     acceptance: ratio(sum("accepted"), sum("drafted")),
     depth: ratio(sum("depth"), sum("rows")),
+    sigma: ratio(sum("sigma"), sum("planned")),
     rows: ratio(sum("rows"), sum("steps")),
     survival: byDepth.map(([, accepted]) => accepted / byDepth[0][0]),
+    plans: Object.fromEntries(Object.entries(plans).map(([name, count]) => [name, count / planned])),
+    weighed,
     phases: { ...phases, outside: Math.max(elapsed - inside, 0) },
   };
 }

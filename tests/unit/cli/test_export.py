@@ -22,7 +22,7 @@ def run(*words: str) -> Result:
 
 def test_all_engines_from_a_file_of_tune(tmp_path: Path) -> None:
     file = tmp_path / "speculative_config.json"
-    file.write_text('{"method": "suffix", "num_speculative_tokens": 8, "controller": "calibrated"}')
+    file.write_text('{"method": "suffix", "num_speculative_tokens": 8, "controller": "adaptive"}')
     done = run(str(file), "-m", "my-model", "--lengths", "1:8,4:2")
     assert done.exit_code == 0
     for words in (

@@ -104,7 +104,6 @@ OPTIONS = {
     },
     "calibrate": {
         "Speculation": "--speculative-config",
-        "Engine": "--max-num-seqs",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--debug",
     },

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.control.lengths import AnswerLengths
+from outrider.control.beliefs import AnswerLengths
 
 
 def ended(*lengths: int) -> AnswerLengths:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from helpers import VOCAB, decoder, plain_texts, request
+from helpers import VOCAB, decoder, plain_texts, planned, request
 
 from outrider import LLM, SamplingParams
 from outrider.core.types import Budget, Commit, Draft
 from outrider.drafters import BaseDrafter, Drafter, Echo, Wrong
 from outrider.drafters.base import DraftContext, TargetPass
-from outrider.drafters.combine.guard import PerRequestDrafter
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -75,7 +74,7 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
     plain = plain_texts(TARGET, requests)
     texts = {(r.prompt[0], 1, 2): [*r.prompt, *out] for r, out in zip(requests, plain, strict=True)}
     told: list[str] = []
-    roster = PerRequestDrafter({"bad": Bad(wrong, Echo(texts))}, "bad", VOCAB, told.append)
+    roster = planned({"bad": Bad(wrong, Echo(texts))}, (), Budget(4), True, tell=told.append)
     steps = []
     run = decoder(TARGET, roster, budget=Budget(4), rows=3)
     rows = {id(row): row for step, moved in run.steps(requests) if steps.append(step) is None for row in moved}
@@ -107,7 +106,7 @@ def test_a_drafter_that_changes_the_text_later_is_found_out_too(method: str) -> 
 
     requests = [request([first, 1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for first in (3, 5)]
     told: list[str] = []
-    roster = PerRequestDrafter({"mine": Vandal()}, "mine", VOCAB, told.append)
+    roster = planned({"mine": Vandal()}, (), Budget(2), True, tell=told.append)
     rows = decoder(TARGET, roster, budget=Budget(2), rows=2).generate(requests)
     assert [row.output for row in rows] == plain_texts(TARGET, requests)
     assert [row.tokens[:3] for row in rows] == [r.prompt for r in requests]
@@ -120,7 +119,7 @@ def test_a_drafter_that_changes_the_text_later_is_found_out_too(method: str) -> 
 
 def test_what_is_no_drafter_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="'mine' is of type object, which is no drafter: it lacks taps"):
-        PerRequestDrafter({"mine": object()}, "mine", VOCAB)  # pyright: ignore[reportArgumentType]
+        planned({"mine": object()})  # type: ignore[dict-item]
 
 
 def test_a_users_drafter_in_the_library() -> None:

@@ -178,7 +178,9 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
     monkeypatch.setitem(METHODS, "wrong", row)
     assert texts({"method": "wrong"}) == plain
     assert SpeculativeConfig.of({"method": "wrong"}).budget == Budget(3)
-    assert list(make(code, method="auto").drafters) == ["prediction", "suffix", "wrong", "draft_model"]
+    ask = SpeculativeConfig.of({"method": "auto"})
+    made = make_drafters(ask, code, rows=1, max_length=256, device="cpu")
+    assert list(made) == ["prediction", "suffix", "wrong", "draft_model"]
     setup = DrafterSetup(SpeculativeConfig(), code, 1, 64, "cpu")
     assert list(request_drafters(setup)) == ["prediction", "suffix", "ngram", "wrong"]
     assert ("wrong", {"method": "wrong"}) in candidates(code, None, None, None, False)
@@ -212,4 +214,5 @@ def test_a_package_can_offer_a_row(code: Loaded, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("outrider.drafters.registry.entry_points", lambda group: [found])
     assert SpeculativeConfig.of({"method": "rowed"}).budget.depth == 7
     assert isinstance(make(code, method="rowed"), Wrong)
-    assert list(make(code, method=["rowed", "suffix"]).cost.values()) == [0.0, 0.0]
+    both = SpeculativeConfig.of({"method": ["rowed", "suffix"]})
+    assert lookup_names(make_drafters(both, code, rows=1, max_length=256, device="cpu")) == ["rowed", "suffix"]

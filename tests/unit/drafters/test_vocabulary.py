@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import VOCAB, counts, decoder, plain_texts, request
+from helpers import VOCAB, counts, decoder, plain_texts, planned, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -19,6 +19,7 @@ from outrider.control import Fixed
 from outrider.core.tree import validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters import ModelDrafter, TargetPass
+from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, from_draft_model, whole
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import Output
@@ -233,10 +234,8 @@ def test_the_same_tokens_under_other_ids_are_translated_one_by_one() -> None:
     assert both.total
     assert not both.equal
     assert Spelling(both).read([1, 2, 0, 3]) == [2, 3, 0, 1]
-    assert (
-        str(CrossTokenizerDrafter(ToyModel(4), both, 1).note)
-        == "tli: 100% of the draft's tokens are shared, all of the target's"
-    )
+    assert CrossTokenizerDrafter(ToyModel(4), both, 1).way == "tli"
+    assert not CrossTokenizerDrafter(ToyModel(4), both, 1).ways()
 
 
 def test_nothing_is_drafted_where_every_shared_token_is_forbidden() -> None:
@@ -259,32 +258,23 @@ def test_the_end_of_a_text_can_be_drafted() -> None:
         assert made.host[0][1:] == [(0, 0)]
 
 
-def test_the_better_way_is_found_and_the_other_tried_again() -> None:
-    made = drafter(None, rows=1)
-    ways = []
-    text, params = [1, 2], SamplingParams(temperature=0)
-    for step in range(100):
-        ask = context([0], [text], [Budget(2)], params, step=step)
-        draft = made.propose(ask)
-        ways.append(made._last)
-        chain = [t for t, _ in draft.host[0][1:]]
-        right = chain[: 2 if made._last == "slem" else 0]
-        made.update(ask, [Commit([*right, 8], list(range(len(right) + 1)), len(right))], NOTHING)
-        text = [*text, *right, 8]
-    assert set(ways[:32]) == set(WAYS)
-    assert ways[40:].count("tli") in (1, 2)
-    assert str(made.note).startswith("slem: 0.00 tokens accepted per proposal by tli, 2.00 by slem; 67%")
-    assert str(draft.notes[0]).startswith("slem: ")
-
-
-def test_a_way_that_never_drafts_does_not_keep_the_other_from_it() -> None:
-    made, ask = drafter(None, rows=1), context([0], [[1, 2]], [Budget(2)], SamplingParams(temperature=0))
-    made._written = lambda context: [[]]  # type: ignore[method-assign]
-    drafted = 0
-    for _ in range(60):
-        drafted += int(made.propose(ask).num_draft_tokens)
-        made.update(ask, [Commit([5], [0], 0)], NOTHING)
-    assert drafted > 60
+def test_both_ways_draft_under_a_planner_and_the_text_stays() -> None:
+    """A planner chooses between them, and they share what was read."""
+    both = drafter(None, rows=2)
+    ways = both.ways()
+    assert list(ways) == ["tli", "slem"]
+    asked = [
+        request([i, 1, 2], SamplingParams(temperature=t, max_tokens=80, ignore_eos=True), i)
+        for i, t in enumerate((0, 1))
+    ]
+    for verifier in ("match", "rejection"):
+        used = planned(dict(ways), (), Budget(3))
+        run = decoder(ToyModel(VOCAB), used, verifier=verifier, rows=2)
+        steps = [s for s, _ in run.steps([r.fresh() for r in asked]) if s]
+        chosen = {note.plan.drafter for step in steps for note in step.draft.notes}
+        assert chosen & {"tli", "slem"}
+    rows = decoder(ToyModel(VOCAB), planned(dict(drafter(None, rows=2).ways()), (), Budget(3)), rows=2).generate(asked)
+    assert [r.output for r in rows] == plain_texts(ToyModel(VOCAB), asked)
 
 
 def tiny(vocab_size: int) -> LlamaForCausalLM:
@@ -310,28 +300,11 @@ def test_the_text_of_a_real_target_stays_its_own(folder: Path) -> None:
     params = [SamplingParams(temperature=t, max_tokens=40, seed=1, ignore_eos=True) for t in (0, 1)]
     plain = LLM("builtin:code").generate(prompts, params)
     llm = LLM("builtin:code", speculative_config={"model": str(folder)}, controller=Fixed(3))
+    assert list(llm.drafters) == ["draft_model tli", "draft_model slem"]
     used = llm.decoder.drafter
-    assert isinstance(used, CrossTokenizerDrafter)
-    for way in (*WAYS, None):
-        used.way = way
+    assert isinstance(used, PlannedDrafter)
+    for way in ("draft_model tli", "draft_model slem", llm.method):
+        used.default = way
         fast = llm.generate(prompts, params)
         assert [o.outputs[0].token_ids for o in fast] == [o.outputs[0].token_ids for o in plain]
         assert all(o.metrics.speculative_decoding.num_draft_tokens for o in fast)
-    assert all(score.tried for score in used.scores.values())
-
-
-def test_drafts_that_cannot_draft_are_refused_with_what_would_work(folder: Path) -> None:
-    target = load("builtin:code")
-    with pytest.raises(ValueError, match=r"vocabulary of 50 .* 8192.*LlamaForCausalLM has none.*save_pretrained"):
-        from_draft_model(load(tiny(50)), target, 1, 100)
-    foreign = load(tiny(8), letters(*"中文字"))
-    narrow = load(tiny(4), letters(*"abc"))
-    with pytest.raises(ValueError, match=r"no token of the draft begins with a token.*\"suffix\""):
-        from_draft_model(foreign, narrow, 1, 100)
-
-
-def test_a_draft_of_the_same_tokenizer_needs_no_translation() -> None:
-    target = load("builtin:code")
-    assert type(from_draft_model(load("builtin:code-draft"), target, 1, 100)) is ModelDrafter
-    unnamed = SimpleNamespace(model=target.model, tokenizer=None, name="x")
-    assert type(from_draft_model(unnamed, target, 1, 100)) is ModelDrafter  # type: ignore[arg-type]

@@ -324,16 +324,26 @@ def test_no_room_is_refused():
 
 
 def test_a_draft_model_reads_before_it_drafts():
-    """Beside others a long text goes without drafts until its draft model has read it; alone it waits for the reading."""
+    """The first token comes first. Then the prompt is read in pieces, between rounds without drafts; the rest with a draft."""
     costs = Flat(base=1.0, token=0.0, read=0.01)
     alone = run([Arrival(0.0, 1001, 40)], costs, slots=2, depth=3, curve=constant(1.0, 3)).requests[0]
-    assert alone.time_to_first_token == pytest.approx(1.0 + 10.0)
-    assert alone.latency == pytest.approx(10 + 10.0)
+    assert alone.time_to_first_token == pytest.approx(1.0)
+    assert alone.steps == 3 + 10  # two pieces of 400 tokens, each in the time of four rounds
+    assert alone.latency == pytest.approx(13 + 10.03)
     both = run(
         [Arrival(0.0, 1, 400), Arrival(0.5, 1025, 40)], costs, 2, depth=3, curve=constant(1.0, 3), prefill_chunk=4096
     )
     assert both.requests[1].time_to_first_token < 4
-    assert both.requests[1].steps == 4 + 9  # while 1024 tokens are read in four pieces, a token a round
+    assert both.requests[1].steps == 11 + 8  # ten pieces of 100 tokens, each in the time of a round
+
+
+def test_one_sequence_is_read_in_a_round():
+    """Of several, the one with the fewest tokens to read; the others wait, and go without drafts."""
+    costs = Flat(base=1.0, token=0.0, read=0.01)
+    some = [Arrival(0.0, 1001, 40), Arrival(0.0, 601, 40)]
+    some = run(some, costs, 2, depth=3, curve=constant(1.0, 3), prefill_chunk=4096).requests
+    assert some[1].steps < some[0].steps
+    assert some[1].done < some[0].done
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------------

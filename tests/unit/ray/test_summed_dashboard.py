@@ -36,6 +36,11 @@ def tick(tokens: int, elapsed: float = 0.5, **more: Any) -> dict[str, Any]:
         "worth": 1.0,
         "taken": 0.5,
         "own": 0.0,
+        "planned": 2,
+        "sigma": 3.0,
+        "plans": {"suffix": 1, "none": 1},
+        "weighed": {"suffix": {"tokens": float(tokens)}},
+        "drift": {"target": 1.0},
         "by_depth": [[2, 2], [2, 1]],
         "seconds": {"target": 0.2, "draft": 0.1},
     }
@@ -46,10 +51,15 @@ def tick(tokens: int, elapsed: float = 0.5, **more: Any) -> dict[str, Any]:
 def test_counts_are_sums_and_times_are_means() -> None:
     ended = [{"id": 7, "at": 2.0}], [{"id": 7, "at": 1.0}]
     one = tick(10, ended=ended[0])
-    two = tick(30, by_depth=[[1, 1]], ended=ended[1], why="c", problem="it hangs")
+    two = tick(
+        30, by_depth=[[1, 1]], ended=ended[1], why="c", problem="it hangs", drift={"target": 2.0, "draft_model": 3.0}
+    )
     found = summed_ticks({"x": [one], "y": [two]}, {"x": one, "y": two})
     assert (found["tokens"], found["drafted"], found["steps"]) == (40, 16, 4)
     assert found["elapsed"] == 0.5
+    assert (found["plans"], found["drift"]) == ({"suffix": 2, "none": 2}, {"target": 1.5, "draft_model": 3.0})
+    assert found["weighed"] == {"suffix": {"tokens": 30.0}}
+    assert figures([found])["sigma"] == 1.5
     assert found["seconds"] == pytest.approx({"target": 0.2, "draft": 0.1})
     assert found["by_depth"] == [[3, 3], [2, 1]]
     assert (found["engine"]["running"], found["engine"]["kv_limit"], found["engine"]["memory_limit"]) == (2, 200, None)

@@ -20,6 +20,7 @@ from outrider.bench.sse import events
 from outrider.cli.main import app as cli
 from outrider.core.stopping import FinishReason
 from outrider.decode import Sequence
+from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.serve import dashboard
 from outrider.serve.figures import figures, recent
@@ -27,6 +28,7 @@ from outrider.serve.settings import Settings
 from outrider.serve.trial import OFF, ON, Trial
 from tests.support.serving import Live, builtin, serving
 
+BOTH = {"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}
 BODY = {"model": "code", "prompt": "def f(x):", "max_tokens": 16, "temperature": 0}
 
 
@@ -75,6 +77,31 @@ def test_events_add_up_to_what_was_answered(live: Live) -> None:
     assert figures(recent(ticks, 0.1))["elapsed"] <= found["elapsed"]
 
 
+def test_plans_are_counted_and_the_last_words_on_each_drafter_are_told() -> None:
+    llm = LLM("builtin:code", speculative_config=BOTH, max_num_seqs=4)
+    with serving(llm) as live:
+        ticks = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)[1:]
+    found = figures(ticks)
+    assert sum(sum(t["plans"].values()) for t in ticks) == sum(t["rows"] for t in ticks)
+    assert sum(found["plans"].values()) == pytest.approx(1)
+    assert found["plans"].keys() <= {"none", "reading", "suffix", "draft_model"}
+    assert found["sigma"] > 0
+    drafted = found["weighed"]["draft_model"]
+    assert drafted["tokens"] > 0
+    assert drafted["seconds"] > 0
+    assert drafted["verdict"]
+    assert ticks[-1]["drift"]["target"] > 0
+    assert "times plain decoding" in ticks[-1]["why"]
+
+
+def test_a_fixed_length_weighs_nothing(live: Live) -> None:
+    ticks = watched(live, lambda: ask(live), lambda seen: len(ended(seen)) == 1)[1:]
+    found = figures(ticks)
+    assert (found["weighed"], found["sigma"], ticks[-1]["drift"]) == ({}, None, {})
+    assert found["plans"]["draft_model"] > 0
+    assert sum(t["depth"] for t in ticks) == sum(drafted for t in ticks for drafted, _ in t["by_depth"])
+
+
 def test_nothing_is_counted_while_nobody_looks(live: Live) -> None:
     engine, watch = live.service.engine, live.app.state.dashboard.watch
     assert ask(live).status_code == 200
@@ -93,6 +120,7 @@ def test_the_page_and_the_terminal_compute_the_same(live: Live, tmp_path: Any) -
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
     ticks = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)[1:]
+    ticks[-1] |= {"sigma": 2.5, "planned": 2, "weighed": {"suffix": {"tokens": 1.5, "verdict": "less", "least": None}}}
     shutil.copy(dashboard.ASSETS / "sums.js", tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}')
     code = (
@@ -111,7 +139,8 @@ def test_the_page_and_the_terminal_compute_the_same(live: Live, tmp_path: Any) -
     for found, wanted in zip(json.loads(done.stdout), map(figures, (ticks, recent(ticks, 0.6), [])), strict=True):
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
-            assert found[name] == (value if value is None else pytest.approx(value, rel=1e-6, abs=1e-9)), name
+            same = value is None or name == "weighed"
+            assert found[name] == (value if same else pytest.approx(value, rel=1e-6, abs=1e-9)), name
 
 
 def test_two_hundred_requests_at_capacity_beside_a_viewer_that_stalls() -> None:

@@ -21,7 +21,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.core.types import Budget, Draft
-from outrider.drafters import make_drafter
+from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.base import DraftContext
 from outrider.drafters.heads.block import BlockDrafter, BlockModel
 from outrider.drafters.heads.block_module import BlockModule
@@ -311,7 +311,8 @@ def test_a_folder_is_enough(tmp_path: Path) -> None:
     folder = medusa_folder(tmp_path)
     for path, name in ((folder, "medusa"), (GOLDEN / "dflash", "dflash"), (GOLDEN / "dspark", "dspark")):
         assert SpeculativeConfig.of({"model": str(path)}).method == name
-        assert list(make(method="auto", model=str(path)).drafters)[-1] == name
+        ask = SpeculativeConfig.of({"method": "auto", "model": str(path)})
+        assert list(make_drafters(ask, TARGET, rows=2, max_length=128, device="cpu"))[-1] == name
         config = {"model": str(path), "tree_width": 2, "tree_nodes": 6}
         texts = [
             LLM(TARGET, speculative_config=c, max_model_len=128)

@@ -81,8 +81,7 @@ def test_the_folder_is_enough(name: str) -> None:
     assert '"method": "eagle3"' in found["vLLM"].command
     assert '"parallel_drafting": true' in found["vLLM"].command
     assert not found["SGLang"].command
-    row = DraftMethod("x", "", lambda setup: made, cost="model")
-    assert 0 < level_cost(row, made, TARGET.model) * 4 < 1  # of the small target, all four tokens
+    assert 0 < level_cost("peagle", made, TARGET.model) * 4 < 1  # of the small target, all four tokens
     with pytest.raises(ValueError, match="drafts chains for the verifier rejection"):
         make_drafter(
             SpeculativeConfig.of({"model": str(GOLDEN / name), "tree_width": 2, "verifier": "rejection"}),

@@ -1,14 +1,11 @@
 """What speculation is worth, against closed forms and brute force."""
 
 import itertools
-import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.control import CostModel
-from outrider.control.cost_model import interpolate
 from outrider.control.shapes import best_depth, expected_tokens, geometric, speedup
 
 ALPHAS = st.floats(0.01, 0.99)
@@ -61,39 +58,3 @@ def test_the_marginal_rule_finds_the_best_depth(falls, level):
 def test_probabilities_are_probabilities():
     with pytest.raises(ValueError, match=r"alpha is a probability, got 1\.5"):
         geometric(1.5, 3)
-
-
-def test_interpolation():
-    points = {1: 1.0, 3: 2.0, 5: 2.0}
-    assert [interpolate(points, x) for x in (1, 2, 3, 4, 9, 0)] == [1, 1.5, 2, 2, 2, 0.5]
-    assert interpolate({4: 7.0}, 100) == 7
-    assert interpolate({1: 2.0, 2: 1.0}, 9) == 1  # noise is no reason to expect that more costs less
-
-
-def model():
-    target = [[r, n, c, r * (1 + 0.1 * (n - 1)) + c / 1000] for r in (1, 4) for n in (1, 9) for c in (0, 1000)]
-    draft = [[1, w, d, c, w * (0.1 + (0.1 + c / 10000) * d)] for w in (1, 4) for d in (0, 1, 3) for c in (0, 1000)]
-    return CostModel({"machine": "x"}, target, draft, prefill=0.01, fixed=0.5)
-
-
-def test_a_cost_model_interpolates_rows_nodes_and_context():
-    cost = model()
-    assert cost.target_seconds(1, 1, 0) == 1
-    assert cost.target_seconds(2, 5, 500) == pytest.approx(2 * 1.4 + 0.5)
-    assert cost.draft_seconds(1, 3, 500) == pytest.approx(0.1 + 0.45)
-    assert cost.draft_seconds(1, 2, 0, width=4) == pytest.approx(1.2)
-    assert cost.draft_seconds(1, 0, 500) == pytest.approx(0.1)  # what a step costs before anybody guesses
-    assert cost.step_seconds(1, 2, 2, 0) == pytest.approx(0.5 + 0.3 + 1.2)
-
-
-def test_a_cost_model_is_read_back():
-    cost = model()
-    assert CostModel.from_json(cost.to_json()) == cost
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", "not json", json.dumps({"key": {}, "target": [], "draft": [], "prefill": 1, "fixed": 1})]
-)
-def test_what_is_no_cost_model_is_refused(text):
-    with pytest.raises(ValueError, match="measure again with calibrate"):
-        CostModel.from_json(text)

@@ -10,10 +10,9 @@ from helpers import VOCAB, decoder, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.control.acceptance import Ranks
 from outrider.control.shapes import BY_RANK, expected_accepted, optimal_shape
 from outrider.core.types import Budget
-from outrider.drafters import TokenRecyclingDrafter
+from outrider.drafters.lookup.token_recycling import Ranks, TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
@@ -56,12 +55,6 @@ def test_what_was_seen_long_ago_is_forgotten() -> None:
         for _ in range(300):
             visit(ranks, truth, draw)
     assert ranks.chances()[0] == pytest.approx(0.9, abs=0.1)
-    ranks.fade(0.0)
-    assert ranks.chances() == pytest.approx(BY_RANK)
-
-
-def test_a_better_first_chance_is_taken_over() -> None:
-    assert Ranks().chances(0.4)[:2] == pytest.approx([0.4, 0.24])  # the others share what it leaves
 
 
 @given(st.integers(1, 12), st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=30), st.integers(0, 20))

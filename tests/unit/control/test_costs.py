@@ -1,0 +1,96 @@
+"""Costs: what was measured, and what the steps make of it."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.control import CostModel, Costs, DraftCost
+from outrider.control.costs import guessed
+
+MODEL = CostModel({"machine": "x"}, {1: 1.0, 4: 1.3, 16: 2.5}, {"draft": DraftCost(0.02, 0.2, 0.05)})
+
+
+def test_a_cost_model_is_read_back() -> None:
+    assert CostModel.from_json(MODEL.to_json()) == MODEL
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "not json", json.dumps({"key": {}, "target": {}, "drafters": {}}),
+                                  json.dumps({"key": {}, "target": {"1": 0}, "drafters": {}}),
+                                  json.dumps({"key": {}, "target": {"1": 1}, "drafters": {"x": {"first": 1}}})])  # fmt: skip
+def test_what_is_no_cost_model_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="measure again: outrider calibrate MODEL"):
+        CostModel.from_json(text)
+
+
+def test_before_a_step_the_measurement_counts() -> None:
+    costs = Costs(MODEL)
+    assert [costs.forward(n) for n in (1, 4, 16)] == pytest.approx([1.0, 1.3, 2.5])
+    assert costs.forward(2.5) == pytest.approx(1.15)
+    assert costs.forward(40) == pytest.approx(2.5 + 24 * 0.1)
+    assert costs.draft("draft", 1, 3) == pytest.approx(0.62)
+    assert costs.draft("draft", 1, 0) == 0
+    assert costs.draft("draft", 4, 3) == pytest.approx(0.62 * 1.3), (
+        "a drafter slows down with sequences as the target does"
+    )
+    assert costs.reading("draft", 10) == pytest.approx(0.5)
+    assert MODEL.draft("draft", 3) == pytest.approx(0.62)
+    assert MODEL.draft("suffix", 3) == 0
+
+
+@given(st.floats(1, 90), st.integers(0, 60))
+def test_more_nodes_cost_what_the_forward_says(nodes: float, count: int) -> None:
+    costs = Costs(MODEL)
+    found = costs.more(nodes, count)
+    assert len(found) == count
+    if count and nodes == int(nodes):
+        assert found == pytest.approx(
+            [costs.forward(nodes + n) - costs.forward(nodes) for n in range(1, count + 1)], abs=1e-9
+        )
+    assert all(b >= a >= 0 for a, b in zip(found, found[1:], strict=False))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])
+def test_wrong_costs_are_corrected_by_the_steps(factor: float) -> None:
+    costs, draw = Costs(MODEL), random.Random(0)
+    for _ in range(80):
+        nodes = draw.choice([1, 4, 6, 8])
+        costs.observe_forward(nodes, factor * MODEL.forward(nodes) * draw.lognormvariate(0, 0.05))
+        costs.observe_draft("draft", 1, 3, 4, 1.5 * factor * (0.62 + 0.2))
+    for nodes in (1, 4, 6, 8):
+        assert costs.forward(nodes) == pytest.approx(factor * MODEL.forward(nodes), rel=0.2)
+    assert costs.draft("draft", 1, 5) == pytest.approx(1.5 * factor * 1.02, rel=0.05)
+    assert costs.reading("draft", 10) == pytest.approx(1.5 * factor * 0.5, rel=0.05)
+    assert costs.drift["target"] == pytest.approx(factor, rel=0.2)
+
+
+def test_the_shape_of_the_curve_is_learned() -> None:
+    """Believed flat, and steep in truth."""
+    costs = Costs(CostModel({}, {1: 1.0, 16: 1.0}))
+    true = {1: 1.0, 3: 1.4, 6: 2.0}
+    for _ in range(60):
+        for nodes, seconds in true.items():
+            costs.observe_forward(nodes, seconds)
+    for nodes, seconds in true.items():
+        assert costs.forward(nodes) / costs.forward(1) == pytest.approx(seconds, rel=0.2)
+
+
+def test_a_pause_of_the_machine_changes_little() -> None:
+    costs = Costs(MODEL)
+    for _ in range(40):
+        costs.observe_forward(1, 1.0)
+    costs.observe_forward(1, 50.0)
+    assert costs.forward(1) < 1.12
+    costs.observe_forward(1, 0.0)  # no clock can say this, and it says nothing
+
+
+def test_costs_that_nobody_measured() -> None:
+    model = guessed(0.04, {"draft_model": 0.3, "suffix": 0.0})
+    assert model.forward(1) == 0.04
+    assert model.drafters["draft_model"].level == pytest.approx(0.012)
+    unknown = Costs(CostModel({}, {1: 1.0}))
+    assert 0.05 < unknown.draft("mine", 1, 1) < 0.5
