@@ -12,7 +12,8 @@ Evidence comes in as `View`s and `Step`s, plans go out. Nothing here reads a clo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -150,6 +151,30 @@ class _Found(NamedTuple):
     why: tuple[Weighed, ...] = ()
 
 
+_NOTHING = _Found()
+
+
+class _Ask(NamedTuple):
+    """A drafter that costs something, for one sequence. tokens: expected and hoped for. worth: these, less what they cost."""
+
+    name: str
+    tokens: float
+    levels: float
+    nodes: float
+    worth: float
+
+
+@dataclass(eq=False)
+class _Try:
+    """A sequence while its step is planned. ask: the best drafter that costs something. read: what it reads in place of that."""
+
+    view: View
+    found: _Found = _NOTHING
+    ask: _Ask | None = None
+    read: tuple[str, int] | None = None
+    why: list[Weighed] = field(default_factory=list)
+
+
 @dataclass
 class _Speed:
     """Tokens of a text, and the plain steps that they took. written: all of its tokens. looked: what lookups lately were worth.
@@ -245,23 +270,15 @@ class Planner:
 
     def plan(self, views: Sequence[View]) -> list[Plan]:
         """A plan for each sequence of a step. Sequences in another order get the same plans."""
-        rows, forward = len(views), self.costs.forward
-        price, plain = self.price(views), forward(rows)
+        rows, price = len(views), self.price(views)
         around = rows + (rows - 1) * self._nodes  # nodes of the step without those of one sequence
         longest = max((len(offer.nodes) for view in views for offer in view.offers.values()), default=1)
         more = self.costs.more(around, longest)
-        found = [self._found(view, price, more) for view in views]
         asked = {name: sum(name in view.missing for view in views) for view in views for name in view.missing}
-        plans: list[Plan] = []
-        for _ in range(2):  # the second time with the number of sequences that each drafter then has
-            plans = [
-                self._planned(view, one, price, around, rows, asked) for view, one in zip(views, found, strict=True)
-            ]
-            now = {name: sum(plan.drafter == name for plan in plans) for name in asked}
-            if all(count in (0, asked[name]) for name, count in now.items()):
-                break
-            asked = {name: count or asked[name] for name, count in now.items()}
-        return self._one_reading(views, plans, plain)
+        tries = [self._tried(view, price, around, rows, more, asked) for view in views]
+        self._one_reads(tries)
+        together = {name: self._together(name, tries, price, rows) for name in asked}
+        return [self._settled(one, price, around, together) for one in tries]
 
     def verified(
         self, views: Sequence[View], plans: Sequence[Plan], survival: Sequence[Sequence[float]]
@@ -318,41 +335,79 @@ class Planner:
                 best = _Found(name, worth, alive)
         return best._replace(why=tuple(why))
 
-    def _planned(
-        self, view: View, found: _Found, price: float, around: float, rows: int, asked: Mapping[str, int]
-    ) -> Plan:
-        budget = view.budget.clipped(view.left - 1)
-        if not budget.depth or not budget.max_nodes:
-            return Plan(None, price=price)
-        chosen, value, why = found.name, found.value, list(found.why)
-        wanted, best, read = None, 0.0, None
+    def _tried(
+        self,
+        view: View,
+        price: float,
+        around: float,
+        rows: int,
+        more: Sequence[float],
+        asked: Mapping[str, int],
+    ) -> _Try:
+        """What a sequence would get if all others did as it does. asked: how many may have each drafter."""
+        out = _Try(view)
+        if min(view.budget.depth, view.left - 1, view.budget.max_nodes) < 1:
+            return out
+        out.found = self._found(view, price, more)
+        out.why += out.found.why
+        best = 0.0
         for name, missing in view.missing.items():
-            tokens, seconds, worth = self._model(name, view.slot, price, around, rows, asked[name])
-            verdict = self._refused(name, view, price, missing, worth)
-            if (not verdict and worth >= value and worth > best) or (
-                not verdict and view.fixed and chosen is None and wanted is None
+            ask = self._ask(name, view.slot, price, around, rows, asked[name])
+            verdict = self._refused(name, view, price, missing, ask.worth)
+            if not verdict and (
+                ask.worth > best if ask.worth >= out.found.value else view.fixed and not out.found.name
             ):
-                wanted, best = name, worth
-            why.append(Weighed(name, tokens, seconds, worth, verdict or ("less" if worth > 0 else "not worth it")))
-        if wanted is not None and (piece := self._piece(wanted, view.missing[wanted], rows)):
-            read, wanted = (wanted, piece), None
-        final = wanted or chosen
-        why = [w._replace(verdict="chosen") if w.name == final else w for w in why]
-        if wanted is not None:
-            if not view.fixed:
-                least = self._least(wanted, price, around, asked[wanted]) / self._belief(wanted).truth(view.slot)
-                budget = replace(budget, min_probability=min(least, _MOST_SURE))
-            return Plan(wanted, budget, price=price, why=tuple(why))
-        return Plan(chosen, budget if chosen else PLAIN, found.survival, read, price, tuple(why))
+                out.ask, best = ask, ask.worth
+            seconds = (ask.tokens - ask.worth) / price
+            out.why.append(
+                Weighed(name, ask.tokens, seconds, ask.worth, verdict or ("less" if best > 0 else "not worth it"))
+            )
+        if out.ask is not None and (piece := self._piece(out.ask.name, view.missing[out.ask.name], rows)):
+            out.read, out.ask = (out.ask.name, piece), None
+        return out
 
-    def _model(
-        self, name: str, slot: int, price: float, around: float, rows: int, asked: int
-    ) -> tuple[float, float, float]:
-        """(tokens, seconds, value) of asking a drafter that costs something, for a sequence among `asked`."""
+    def _together(self, name: str, tries: Sequence[_Try], price: float, rows: int) -> set[int]:
+        """The slots for which a drafter drafts in this step: a draft for several costs little more than one for one."""
+        some = [one for one in tries if one.ask is not None and one.ask.name == name]
+        some.sort(key=lambda one: (not one.view.fixed, one.found.value - one.ask.tokens, one.view.slot))  # pyright: ignore[reportOptionalMemberAccess]
+        costs, plain = self.costs, self.costs.forward(rows)
+        gain = levels = nodes = best = 0.0
+        count = 0
+        for n, one in enumerate(some, 1):
+            ask = one.ask
+            assert ask is not None
+            gain += ask.tokens - one.found.value
+            levels, nodes = levels + ask.levels, nodes + ask.nodes
+            deepest = levels / n * _harmonic(n)
+            value = gain - price * (costs.draft(name, n, deepest) + costs.forward(rows + nodes) - plain)
+            if value > best or one.view.fixed:
+                count, best = n, max(value, 0.0)
+        return {one.view.slot for one in some[:count]}
+
+    def _settled(self, one: _Try, price: float, around: float, together: Mapping[str, set[int]]) -> Plan:
+        """The plan of a sequence, when it is known who drafts for whom."""
+        view, found, ask = one.view, one.found, one.ask
+        budget = view.budget.clipped(view.left - 1)
+        wanted = ask.name if ask is not None and view.slot in together[ask.name] else None
+        final = wanted or found.name
+        why = [w._replace(verdict="chosen" if w.name == final else w.verdict) for w in one.why]
+        if ask is not None and wanted is None:
+            why = [w._replace(verdict="too few others draft") if w.name == ask.name else w for w in why]
+        if wanted is None:
+            return Plan(found.name, budget if found.name else PLAIN, found.survival, one.read, price, tuple(why))
+        if not view.fixed:
+            least = self._least(wanted, price, around, len(together[wanted])) / self._belief(wanted).truth(view.slot)
+            budget = replace(budget, min_probability=min(least, _MOST_SURE))
+        return Plan(wanted, budget, price=price, why=tuple(why))
+
+    def _ask(self, name: str, slot: int, price: float, around: float, rows: int, asked: int) -> _Ask:
+        """What asking a drafter that costs something is worth, for a sequence among `asked`."""
         tokens, levels, nodes, weight = self._belief(name).means(slot, self._forecast(name, rows))
         forward = self.costs.forward
-        seconds = self.costs.draft(name, asked, levels) / asked + forward(around + nodes) - forward(around)
-        return tokens, seconds, tokens - price * seconds + OPTIMISM / sqrt(1 + weight)
+        deepest = levels * _harmonic(asked)
+        seconds = self.costs.draft(name, asked, deepest) / asked + forward(around + nodes) - forward(around)
+        hoped = tokens + OPTIMISM / sqrt(1 + weight)
+        return _Ask(name, hoped, levels, nodes, hoped - price * seconds)
 
     def _refused(self, name: str, view: View, price: float, missing: int, worth: float) -> str:
         """Why a drafter is not asked, whatever it is worth; "" if it may be."""
@@ -378,13 +433,12 @@ class Planner:
         piece = max(int((_PIECE if rows == 1 else 1.0) * plain / max(each, 1e-9)), _SHORT)
         return piece if missing - 1 > piece else 0
 
-    def _one_reading(self, views: Sequence[View], plans: list[Plan], plain: float) -> list[Plan]:
+    def _one_reads(self, tries: Sequence[_Try]) -> None:
         """One sequence reads in a step: the one with the fewest tokens to read. The others wait."""
-        reading = [b for b, plan in enumerate(plans) if plan.read is not None]
-        if len(reading) > 1:
-            first = min(reading, key=lambda b: (views[b].missing[plans[b].read[0]], views[b].slot))  # pyright: ignore[reportOptionalSubscript]
-            plans = [replace(p, read=None) if p.read is not None and b != first else p for b, p in enumerate(plans)]
-        return plans
+        reading = [(one.view.missing[one.read[0]], one.view.slot, one) for one in tries if one.read is not None]
+        for _, slot, one in reading:
+            if slot != min(reading)[1]:
+                one.read = None
 
     def _believed(self, view: View, plan: Plan, survival: Sequence[float]) -> Sequence[float]:
         """The survival of drafted nodes, after what this text has shown of its drafter."""
@@ -396,7 +450,7 @@ class Planner:
     def _least(self, name: str, price: float, around: float, asked: int) -> float:
         """The survival at which a chain of this drafter ends."""
         costs = self.costs
-        level = (costs.draft(name, asked, 2) - costs.draft(name, asked, 1)) / asked
+        level = (costs.draft(name, asked, 2) - costs.draft(name, asked, 1)) / asked * _harmonic(asked)
         node = (costs.forward(around + 2 * _NODES) - costs.forward(around + 1)) / (2 * _NODES - 1)
         return least_survival(price, level + node, self._belief(name).chance)
 
@@ -404,9 +458,10 @@ class Planner:
         """What the shipped chains promise of a drafter, for one of so many sequences that all have it."""
         known = self._forecasts.get((name, rows))
         if known is None:
-            costs = self.costs
+            costs, deeper = self.costs, _harmonic(rows)
             known = self._belief(name).forecast(
-                lambda nodes: costs.forward(nodes * rows) / rows, lambda levels: costs.draft(name, rows, levels) / rows
+                lambda nodes: costs.forward(nodes * rows) / rows,
+                lambda levels: costs.draft(name, rows, levels * deeper) / rows,
             )
             self._forecasts[name, rows] = known
         return known
@@ -453,6 +508,12 @@ class Planner:
                 belief.learn(slot, note.survival[: note.nodes], note.levels, note.nodes, accepted)
                 for level in range(1, min(accepted + 1, note.nodes)):
                     belief.continued(note.survival[level] / max(note.survival[level - 1], 1e-9))
+
+
+@lru_cache(256)
+def _harmonic(count: int) -> float:
+    """How many times as deep as the mean the deepest of so many drafts is: the maximum of geometric lengths."""
+    return sum(1 / n for n in range(1, count + 1))
 
 
 __all__ = ["OPTIMISM", "Charge", "Controller", "Plan", "PlanNote", "Planner", "View", "Weighed"]

@@ -98,7 +98,10 @@ def forecast(
             seconds += drafts[made] + target[count]
         many = len(chains)
         rate = (tokens + many) / seconds
-        out = Forecast(tokens / many, levels / many, nodes / many, max(rate * plain, 1.0))
+        if (
+            rate * plain > out.speed or not out.tokens
+        ):  # the rules are not the best at each price, so a round may be worse
+            out = Forecast(tokens / many, levels / many, nodes / many, max(rate * plain, 1.0))
         new = max(rate, 1 / plain)
         if abs(new - price) < 1e-4 * price:
             break

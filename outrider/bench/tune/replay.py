@@ -233,7 +233,7 @@ class Machine:
             played.drafted += len(tree) - 1
             played.accepted += commit.num_accepted
         if self.drafter is not None:
-            self.drafter.update(context, commits, TargetPass(draft, torch.empty(0)))
+            self.drafter.update(context, commits, TargetPass(draft, torch.empty(len(commits), 0)))
         if keep_notes:
             for (played, _), note in zip(every, draft.notes or (None,) * len(every), strict=True):
                 played.notes.append(note)

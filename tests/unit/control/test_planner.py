@@ -60,7 +60,7 @@ def test_what_is_cheap_and_good_is_asked_and_says_why() -> None:
     [weighed] = plan.why
     assert (weighed.name, weighed.verdict) == ("model", "chosen")
     assert weighed.value > 0
-    assert str(weighed).startswith("model 2.")
+    assert str(weighed).startswith("model 3.")
     assert str(weighed).endswith(", chosen")
     told = str(PlanNote(plan, {}))
     assert told.startswith("model drafts at 2 tokens/s: model")
@@ -124,7 +124,9 @@ def test_one_sequence_reads_in_a_step() -> None:
     own = planner()
     plans = own.plan([view(slot, 20, 800, missing) for slot, missing in enumerate((90, 60, 100, 1))])
     assert [plan.read is not None for plan in plans] == [False, True, False, False]
-    assert plans[3].drafter == "model"
+    assert plans[3].drafter is None
+    assert plans[3].why[0].verdict == "too few others draft"
+    assert planner().plan([view(3, 20, 800, 1)])[0].drafter == "model", "alone it is worth it"
 
 
 def test_a_lookup_that_found_a_long_match_wins_and_is_cut_where_it_does_not_pay() -> None:
