@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from outrider.control.price import Forecast, forecast
+from outrider.core.types import Budget
 
 PRIORS = Path(__file__).resolve().parent.parent / "data" / "priors.json"
 """Chains of stated chances by kind of drafter, and the table of lookups: python -m benchmarks.traces priors."""
@@ -28,6 +30,7 @@ _POOL, _POOLED, _PRIOR, _OWN = (
     8.0,
     4.0,
 )  # weights: most of the pool, its fading, of prior and of pool
+_TRY = 4  # levels of a drafter's first draft
 _STATED, _TRUTHS = 4.0, 1 - 1 / 256  # promised tokens that other texts count for, and weight of the past over all texts
 _USUAL, _WEIGHT = 128.0, 2  # tokens of an answer before any was seen, and the number of answers that this counts for
 _ANSWERS = 32  # answers that are remembered
@@ -192,13 +195,14 @@ class ModelBelief:
         every = priors()["chains"]
         self.chains = [[c / 100 for c in chain] for chain in every.get(kind, every["sibling"])]
         self.hits, self.tries = 16.0, 20.0  # of a token after an accepted one
+        self.states: bool | None = None  # does the drafter state chances? None: it was not asked yet
         self.pool, self.truths, self.free, self._free_weight = Means(), Truth(), 0.95, 6.0
         self.texts: dict[int, TextRecord] = {}
 
     @property
     def chance(self) -> float:
         """The usual chance of a token whose parent was accepted."""
-        return self.hits / self.tries
+        return min(self.hits / self.tries, 0.99)
 
     def forecast(self, forward: Callable[[int], float], draft: Callable[[int], float]) -> Forecast:
         """What the shipped chains promise at these costs, for one sequence."""
@@ -235,9 +239,23 @@ class ModelBelief:
         record.free += ((not lookup_wins) - record.free) / (record.steps + 1)
         record.steps = min(record.steps + 1, 16)
 
-    def learn(self, slot: int, chances: Sequence[float], levels: int, nodes: int, accepted: int) -> None:
-        """A step that asked it. chances: stated survival of the verified nodes' levels, in a chain. levels: drafted. nodes:
-        verified. accepted: tokens."""
+    def ending(self, budget: Budget, least: float) -> Budget:
+        """The budget of a chain that ends where its survival falls below `least`, as its drafter says or as its record says."""
+        if self.states is False:
+            return budget.clipped(max(int(math.log(least) / math.log(self.chance)), 1))
+        return replace(budget if self.states else budget.clipped(_TRY), min_probability=least)
+
+    def learn(
+        self, slot: int, chances: Sequence[float], levels: int, nodes: int, accepted: int, stated: bool = True
+    ) -> None:
+        """A step that asked it. chances: survival of the verified levels of a chain. levels: drafted. nodes: verified. accepted:
+        tokens. stated: the drafter said these chances; else they were guessed from its record."""
+        self.states = stated
+        for level in range(
+            1 if stated else 0, min(accepted + 1, nodes)
+        ):  # the chance of a token that follows accepted ones
+            before = chances[level - 1] if level else 1.0
+            self._continued(chances[level] / max(before, 1e-9) if stated else float(level < accepted))
         promised, record = sum(chances), self.text(slot)
         tokens = (self.truth(slot) * promised + accepted) / 2  # the stated chances have less noise than the outcome
         record.truth.add(accepted, promised, _MEMORY)
@@ -246,8 +264,7 @@ class ModelBelief:
             means.add(tokens, levels, nodes)
         self.pool.weight = min(self.pool.weight, _POOL)
 
-    def continued(self, chance: float) -> None:
-        """A token after an accepted one, with the chance that its drafter stated."""
+    def _continued(self, chance: float) -> None:
         if self.tries >= 60:
             self.hits, self.tries = self.hits * (1 - 1 / 60), self.tries * (1 - 1 / 60)
         self.hits, self.tries = self.hits + chance, self.tries + 1

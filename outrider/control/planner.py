@@ -123,8 +123,8 @@ class Charge:
 class PlanNote:
     """A plan, and what became of it before the target judged: a note of `Draft.notes`.
 
-    survival: stated, of each drafted level of the chosen drafter's likeliest path. nodes: that are verified. offers: of the
-    lookups. charges: of the drafters that worked for this sequence.
+    survival: of each drafted level of the chosen drafter's likeliest path. stated: the drafter said so; else it is guessed from
+    its record. nodes: that are verified. offers: of the lookups. charges: of the drafters that worked for this sequence.
     """
 
     plan: Plan
@@ -133,13 +133,18 @@ class PlanNote:
     nodes: int = 0
     levels: int = 0
     charges: tuple[Charge, ...] = ()
+    stated: bool = True
 
     def __str__(self) -> str:
         plan = self.plan
-        head = f"{plan.drafter or 'none'} drafts at {plan.price:.0f} tokens/s"
+        head = f"{plan.drafter} drafts" if plan.drafter else "no draft"
         if plan.read is not None:
             head += f", {plan.read[0]} reads {plan.read[1]} tokens"
-        return f"{head}: {'; '.join(map(str, plan.why)) or 'nothing to weigh'}"
+        if not plan.price:
+            return head
+        return (
+            f"{head}, a second is worth {plan.price:.0f} tokens: {'; '.join(map(str, plan.why)) or 'nothing to weigh'}"
+        )
 
 
 class _Found(NamedTuple):
@@ -278,7 +283,8 @@ class Planner:
         tries = [self._tried(view, price, around, rows, more, asked) for view in views]
         self._one_reads(tries)
         together = {name: self._together(name, tries, price, rows) for name in asked}
-        return [self._settled(one, price, around, together) for one in tries]
+        plans = [self._settled(one, price, around, together) for one in tries]
+        return plans if self.lengths is None else [replace(plan, price=0.0) for plan in plans]  # its costs are guesses
 
     def verified(
         self, views: Sequence[View], plans: Sequence[Plan], survival: Sequence[Sequence[float]]
@@ -310,7 +316,7 @@ class Planner:
         """In a sentence: the speed of the texts that run, and the forecast of each drafter."""
         some = [speed for speed in self._speeds.values() if speed.steps]
         now = sum(s.tokens for s in some) / sum(s.steps for s in some) if some else 1.0
-        parts = [f"now {now:.2f} times plain decoding"]
+        parts = [f"now {max(now, 1.0):.2f} times plain decoding"]
         for name in self.models:
             known = self._forecast(name, 1)
             level = self.costs.draft(name, 1, 2) - self.costs.draft(name, 1, 1)
@@ -391,13 +397,15 @@ class Planner:
         wanted = ask.name if ask is not None and view.slot in together[ask.name] else None
         final = wanted or found.name
         why = [w._replace(verdict="chosen" if w.name == final else w.verdict) for w in one.why]
+        if one.read is not None:
+            why = [w._replace(verdict="reading") if w.name == one.read[0] else w for w in why]
         if ask is not None and wanted is None:
             why = [w._replace(verdict="too few others draft") if w.name == ask.name else w for w in why]
         if wanted is None:
             return Plan(found.name, budget if found.name else PLAIN, found.survival, one.read, price, tuple(why))
         if not view.fixed:
             least = self._least(wanted, price, around, len(together[wanted])) / self._belief(wanted).truth(view.slot)
-            budget = replace(budget, min_probability=min(least, _MOST_SURE))
+            budget = self._belief(wanted).ending(budget, min(least, _MOST_SURE))
         return Plan(wanted, budget, price=price, why=tuple(why))
 
     def _ask(self, name: str, slot: int, price: float, around: float, rows: int, asked: int) -> _Ask:
@@ -505,9 +513,7 @@ class Planner:
             belief = self._belief(w.name)
             belief.passed(slot, lookup > max(w.value, 0.05))
             if w.name == note.plan.drafter and note.levels and not ended:
-                belief.learn(slot, note.survival[: note.nodes], note.levels, note.nodes, accepted)
-                for level in range(1, min(accepted + 1, note.nodes)):
-                    belief.continued(note.survival[level] / max(note.survival[level - 1], 1e-9))
+                belief.learn(slot, note.survival[: note.nodes], note.levels, note.nodes, accepted, note.stated)
 
 
 @lru_cache(256)

@@ -123,28 +123,3 @@ def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: 
             for token, parent in nodes[b][1:]:
                 probs[b, parent, token] = 1.0
     return replace(out, probs=probs, siblings=drawn.pop())
-
-
-def united(trees: Sequence[tuple[NodeList, Sequence[float]]], most: int) -> tuple[NodeList, list[float]]:
-    """Join trees with the same root. Returns (nodes, confidence) of the `most` likeliest nodes.
-
-    trees: (nodes, confidence) of each. Equal paths become one, with the larger confidence. A node is never likelier than its
-    parent.
-    """
-    found: dict[tuple[int, ...], float] = {}
-    for nodes, confidence in trees:
-        paths: list[tuple[int, ...]] = [()] * len(nodes)
-        for n, (token, parent) in enumerate(nodes[1:], 1):
-            paths[n] = (*paths[parent], token)
-            found[paths[n]] = max(found.get(paths[n], 0.0), confidence[n])
-    for path in sorted(found, key=len):
-        if len(path) > 1:
-            found[path] = min(found[path], found[path[:-1]])
-    # parents before children, also among equals
-    best = sorted(found, key=lambda path: (-found[path], len(path)))[:most]
-    place: dict[tuple[int, ...], int] = {(): 0}
-    out = [trees[0][0][0]]
-    for path in best:
-        place[path] = len(out)
-        out.append((path[-1], place[path[:-1]]))
-    return out, [1.0, *(found[path] for path in best)]

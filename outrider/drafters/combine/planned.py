@@ -283,7 +283,17 @@ class PlannedDrafter(BaseDrafter):
                 parts.append((b, *part))
             else:
                 shown = 0
-            notes.append(PlanNote(plans[b], views[b].offers, line, shown, deep, tuple(self._charges.get(slot, ()))))
+            notes.append(
+                PlanNote(
+                    plans[b],
+                    views[b].offers,
+                    line,
+                    shown,
+                    deep,
+                    tuple(self._charges.get(slot, ())),
+                    one is None or one[0].confidence is not None,
+                )
+            )
         return join(context, parts, notes)
 
     def _survival(self, plan: Plan, made: tuple[Draft, int] | None) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -51,7 +52,7 @@ def test_more_nodes_cost_what_the_forward_says(nodes: float, count: int) -> None
         assert found == pytest.approx(
             [costs.forward(nodes + n) - costs.forward(nodes) for n in range(1, count + 1)], abs=1e-9
         )
-    assert all(b >= a >= 0 for a, b in zip(found, found[1:], strict=False))
+    assert all(b >= a >= 0 for a, b in pairwise(found))
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])

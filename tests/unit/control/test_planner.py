@@ -63,7 +63,7 @@ def test_what_is_cheap_and_good_is_asked_and_says_why() -> None:
     assert str(weighed).startswith("model 3.")
     assert str(weighed).endswith(", chosen")
     told = str(PlanNote(plan, {}))
-    assert told.startswith("model drafts at 2 tokens/s: model")
+    assert told.startswith("model drafts, a second is worth 2 tokens: model")
 
 
 def test_what_never_pays_is_never_asked() -> None:
@@ -185,6 +185,7 @@ def test_no_room_is_no_draft() -> None:
     assert own.plan([view(left=1)])[0].drafter is None
     assert own.plan([replace(view(), budget=Budget(0))])[0].drafter is None
     assert own.plan([view(left=3)])[0].budget.depth == 2
+    assert own.plan([view(left=90)])[0].budget.depth == 4, "a drafter's first draft is short: it may state no chances"
 
 
 def test_a_busy_batch_drafts_less() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.tree import validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
-from outrider.drafters import ModelDrafter, TargetPass
+from outrider.drafters import TargetPass
 from outrider.drafters.combine.planned import PlannedDrafter
-from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, from_draft_model, whole
+from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, whole
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import Output
-from outrider.models.load import load
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel

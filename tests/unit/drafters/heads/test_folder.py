@@ -14,7 +14,6 @@ from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
 from outrider.config import SpeculativeConfig
 from outrider.drafters import make_drafter, make_drafters
-from outrider.drafters.registry import level_cost
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.files import open_head
@@ -22,6 +21,7 @@ from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.heads.selftest import examine
 from outrider.drafters.heads.shipped import HEADS, own_head
 from outrider.drafters.model.self_speculation import SAMPLE
+from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.load import SYNTHETIC, load

@@ -26,10 +26,10 @@ from outrider.cli.tune import candidates
 from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.drafters import make_drafter, make_drafters
-from outrider.drafters.registry import level_cost
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.mtp import MtpModel as OurMtp
 from outrider.drafters.heads.mtp import MtpWeights, has_mtp
+from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel

@@ -19,7 +19,6 @@ from outrider.drafters import make_drafter
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.peagle import PEagleDrafter
 from outrider.drafters.heads.reader import read_eagle
-from outrider.drafters.method import DraftMethod
 from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.nodes import Nodes

@@ -1,0 +1,139 @@
+"""Requests with different drafters on one engine: one planner for all, and the texts stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import sleep
+
+import pytest
+from engines import LONG, TARGET, engine, read, run, settled
+from helpers import VOCAB, costs, plain_texts, planned, request
+
+from outrider.control import Costs, Planner
+from outrider.control.planner import PLAIN, Plan, View
+from outrider.core.types import Budget
+from outrider.decode import Sequence as Text
+from outrider.drafters import ModelDrafter
+from outrider.drafters.stubs import Wrong
+from outrider.engine import Engine
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.testing.toy import ToyModel
+
+
+class SlowAndWrong(Wrong):
+    """Never right, and no step is fast enough to make it nearly free."""
+
+    def propose(self, context):
+        sleep(0.02)
+        return super().propose(context)
+
+
+def ask(eng: Engine, prediction: list[int] | None = None, method: str | None = None) -> Text:
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, prediction=prediction)
+    [asked] = eng.llm.requests("def area(r):\n", params)
+    return run(eng, [read(asked, method=method)])[0]
+
+
+def test_a_prediction_is_used_on_a_server_whose_draft_model_does_not_pay() -> None:
+    config = {"method": "draft_model", "model": "builtin:code-draft"}
+    llm = LLM("builtin:code", speculative_config=config, drafter=SlowAndWrong(), max_num_seqs=2)
+    eng = Engine(llm)
+    try:
+        plain = ask(eng, method="none")
+        for _ in range(3):  # drafting is given up
+            given_up = ask(eng)
+        assert sum(given_up.accepted) == 0
+        assert sum(given_up.drafted) < 30
+        told = ask(eng, prediction=plain.output)
+        assert told.output == plain.output
+        assert sum(told.accepted) > 60
+    finally:
+        eng.close()
+    assert eng.scheduler.problems() == []
+
+
+def test_a_prediction_under_auto_is_one_drafter_among_others() -> None:
+    eng = Engine(LLM("builtin:code", speculative_config={"method": "auto"}, max_num_seqs=2))
+    try:
+        plain = ask(eng, method="none")
+        told = ask(eng, prediction=plain.output)
+        assert (told.output, told.drafted_by) == (plain.output, "auto")
+        assert sum(told.accepted) > 60
+        assert ask(eng, method="prediction", prediction=plain.output).drafted_by == "prediction"
+        assert ask(eng, method="suffix").output == plain.output
+    finally:
+        eng.close()
+
+
+class Reads(Planner):
+    """Reads what is missing in pieces, one sequence a step, then drafts."""
+
+    def plan(self, views: Sequence[View]) -> list[Plan]:
+        super().plan(views)  # beliefs are made as ever
+        behind = [view.slot for view in views if view.missing and view.missing["mine"] > 16]
+        return [
+            Plan(None, PLAIN, read=("mine", min(view.missing["mine"] - 1, 96)) if view.slot == behind[0] else None)
+            if view.slot in behind
+            else Plan("mine" if view.missing and view.left > 1 else None, view.budget.clipped(view.left - 1))
+            for view in views
+        ]
+
+
+def reading(drafter: ModelDrafter) -> Engine:
+    """An engine whose drafter reads in pieces."""
+    eng = engine(TARGET, drafter, prefix_bytes=0)
+    eng.roster.planner = eng.decoder.controller = Reads(Budget(4), Costs(costs(["mine"])))
+    return eng
+
+
+def test_long_prompts_are_read_in_pieces_while_others_decode() -> None:
+    pieces: list[int] = []
+
+    class Counting(ModelDrafter):
+        def read(self, slot: int, tokens: list[int], count: int) -> None:
+            pieces.append(count)
+            super().read(slot, tokens, count)
+
+    eng = reading(Counting(ToyModel(VOCAB, error=0.2, max_length=600), 4, 400))
+    requests = [request([1, 2], LONG.with_(max_tokens=60))]
+    requests += [request([i + 1, 3] * 150, LONG.with_(max_tokens=60), i) for i in range(4)]
+    results = run(eng, [read(r) for r in requests])
+    assert [r.output for r in results] == plain_texts(TARGET, requests)
+    assert len(pieces) > 4 * 3
+    assert max(pieces) == 96
+    assert sum(sum(r.drafted) for r in results) > 0
+    settled(eng)
+
+
+def test_a_drafter_that_cannot_read_loses_the_sequence_and_not_the_text() -> None:
+    class Failing(ToyModel):
+        def forward(self, nodes, **options):
+            if options.get("want") == "none":
+                raise RuntimeError("/secret")
+            return super().forward(nodes, **options)
+
+    eng = reading(ModelDrafter(Failing(VOCAB, max_length=600), 4, 400))
+    requests = [request([1, 2], LONG.with_(max_tokens=60)), request([4, 3] * 150, LONG.with_(max_tokens=60), 1)]
+    results = run(eng, [read(r) for r in requests])
+    assert [r.output for r in results] == plain_texts(TARGET, requests)
+    assert results[0].undrafted is None
+    assert results[1].undrafted is not None
+    assert "secret" not in results[1].undrafted
+    settled(eng)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_a_length_of_ones_own(length: int) -> None:
+    eng = engine(prefix_bytes=0)
+    asked = [request([1, 2], LONG.with_(max_tokens=40)), request([3, 2], LONG.with_(max_tokens=40), 1)]
+    results = run(eng, [read(asked[0], num_speculative_tokens=length), read(asked[1])])
+    assert [r.output for r in results] == plain_texts(TARGET, asked)
+    assert max(results[0].drafted) == length
+    assert max(results[1].drafted) == 4
+    settled(eng)
+
+
+def test_every_method_of_a_combination_is_a_method() -> None:
+    used = planned({"a": Wrong(1), "b": Wrong(2)}, (), Budget(2))
+    assert set(used.methods) == {"a", "b", "a+b"}
