@@ -104,10 +104,8 @@ class Ours:
         model = {"draft_model": draft, "eagle": head, "auto": draft or head}.get(given.get("method", ""))
         if model is not None:
             given["model"] = model
-        llm = LLM(
-            self.target, speculative_config=given, max_model_len=self.limit, max_num_seqs=1, calibrate=bool(given)
-        )
-        if not llm.drafter.taps:  # a head must see the target read: what others have read has no features for it
+        llm = LLM(self.target, speculative_config=given, max_model_len=self.limit, max_num_seqs=1)
+        if not llm.decoder.drafter.taps:  # a head must see the target read: what others have read has no features for it
             llm.decoder.prefixes = self._prefixes
         return llm
 
@@ -136,7 +134,7 @@ class Ours:
         if self._prefixes is not None:
             self._prefixes.clear()
         for llm in self.llms.values():
-            llm.drafter.reset()
+            llm.decoder.drafter.reset()
         interleave(runs, STRETCH)
         plain = runs[PLAIN].row.output
         fresh = {name for name, llm in self.llms.items() if name == PLAIN or llm.decoder.prefixes is None}

@@ -10,7 +10,7 @@ from benchmarks.prompts import humaneval
 from outrider.bench.prompts import Prompt
 
 CATEGORIES = {"qa": "qa", "summary": "summarization", "translation": "translation", "retrieval": "rag"}
-WORKLOADS = ("code", "chat", *CATEGORIES, "edit")
+WORKLOADS = ("code", "chat", "talk", "maths", *CATEGORIES, "edit")
 CODE = "Complete this Python function. Answer with the whole function.\n\n```python\n{}\n```"
 EDIT = "```python\n{}```\n\n{} Answer with the whole file after the change and nothing else."
 
@@ -18,16 +18,20 @@ EDIT = "```python\n{}```\n\n{} Answer with the whole file after the change and n
 def texts(workload: str, chat: bool, count: int = 12) -> list[Prompt]:
     """At most `count` prompts of a workload, always the same ones. chat: as messages, not as text.
 
-    `code` is HumanEval, `edit` changes parts of Python's standard library (benchmarks.edits). `chat` was written for this project
-    and has answers of a paragraph or more; `qa`, whose answers have a few words, and the others are Spec-Bench.
+    `code` is HumanEval, `maths` is GSM8K, `edit` changes parts of Python's standard library (benchmarks.edits). `chat` and `talk`
+    were written for this project and have answers of a paragraph or more; nothing was tuned to `talk` and `maths`. `qa`, whose
+    answers have a few words, and the others are Spec-Bench.
     Raises ValueError for an unknown workload.
     """
     if workload == "code":
         found = [(str(n), prompt, CODE.format(prompt)) for n, prompt in enumerate(humaneval(count))]
     elif workload == "edit":
         found = [(str(n), e.prompt, EDIT.format(e.before, e.asked)) for n, e in enumerate(edits(count, size=900))]
-    elif workload == "chat":
-        lines = (DATA / "chat.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    elif workload == "maths":  # GSM8K; the first twelve are in the recordings that the planner was made with
+        lines = (DATA / "gsm8k.jsonl").read_text(encoding="utf-8").splitlines()[12 : 12 + count]
+        found = [(line["id"], line["question"], line["question"]) for line in map(json.loads, lines)]
+    elif workload in ("chat", "talk"):
+        lines = (DATA / f"{workload}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
         found = [(line["id"], line["prompt"], line["prompt"]) for line in map(json.loads, lines)]
     elif workload in CATEGORIES:
         lines = map(json.loads, (DATA / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines())

@@ -172,6 +172,7 @@ class Machine:
         self.played = {name: PlayedBack(name, name in lookups, self.running) for name in drafters}
         self.drafter = PlannedDrafter(self.played, planner, 1 << 30, lookups) if drafters else None
         self.speed = 1.0  # of the machine, against the costs
+        self.seconds = 0.0  # of all steps so far
 
     @property
     def calls(self) -> dict[str, int]:
@@ -240,6 +241,7 @@ class Machine:
         none = torch.zeros(len(slots), dtype=torch.long)
         seconds = {"draft": drafting, "target": forward, "verify": 0.0, "commit": 0.0}
         self.planner.observe(Step(draft, Verdict(draft.tokens, none, none), commits, slots, before, budgets, seconds))
+        self.seconds += drafting + forward
         return drafting + forward
 
     def _commit(self, played: Played, position: int, nodes: list[tuple[int, int]]) -> Commit:

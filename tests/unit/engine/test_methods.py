@@ -100,7 +100,7 @@ def test_long_prompts_are_read_in_pieces_while_others_decode() -> None:
     requests += [request([i + 1, 3] * 150, LONG.with_(max_tokens=60), i) for i in range(4)]
     results = run(eng, [read(r) for r in requests])
     assert [r.output for r in results] == plain_texts(TARGET, requests)
-    assert len(pieces) > 4 * 3
+    assert len(pieces) >= 4 * 3
     assert max(pieces) == 96
     assert sum(sum(r.drafted) for r in results) > 0
     settled(eng)

@@ -1,0 +1,135 @@
+"""`auto` without a clock: recorded texts replayed on tables of seconds, so that every figure is the same in every run.
+
+    python -m benchmarks.replays                         the recordings of tests/data, four machines; two minutes
+    python -m benchmarks.replays --machines quiet --jitter 0.15
+    python -m benchmarks.replays --traces FILE --costs FILE      your own recording and costs (outrider calibrate keeps them)
+
+A replay runs the real planner. Only the drafters are played back (`benchmarks.traces record`), and the target's answer is what
+was recorded. Every figure is a speed over plain decoding: seconds of decoding with all drafting and all reading of the draft
+model, without the target's prefill. `first request` starts anew for every text, `server` is one planner for all of them, in
+three orders. The oracle knows what will be accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS, headline
+from benchmarks.report import markdown
+from outrider.bench.tune.recorded import RecordedText, read
+from outrider.bench.tune.replay import Machine, Played, auto, by_kind, fixed, oracle, plain_seconds
+from outrider.control import CostModel, DraftCost, Planner
+from outrider.drafters.registry import METHODS, chain_kind
+
+TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
+LOOKUP = 3e-4
+"""Seconds that the lookups of a step take."""
+
+
+def _table(plain: float, sizes: dict[int, float], drafter: str, cost: DraftCost) -> CostModel:
+    """sizes: forwards in plain steps, by nodes."""
+    return CostModel({}, {nodes: plain * size for nodes, size in sizes.items()}, {drafter: cost})
+
+
+_QUIET = {1: 1.0, 2: 1.13, 3: 1.23, 4: 1.36, 5: 1.51, 6: 1.64, 7: 1.73, 9: 1.92, 12: 2.6, 17: 3.6}
+_VNNI = {1: 1.0, 2: 1.08, 4: 1.15, 6: 1.25, 8: 1.34, 12: 1.75, 16: 2.4, 32: 4.4}
+MACHINES = {
+    # Qwen2.5-Coder-1.5B with its 0.5B, both Q4_K_M: two quiet AVX2 cores, and two cores with AVX-512 VNNI
+    "quiet": _table(0.039, _QUIET, "draft_model", DraftCost(0.001, 0.0078, 0.0014)),
+    "vnni": _table(0.0256, _VNNI, "draft_model", DraftCost(0.0004, 0.0095, 0.0006)),
+    # made up: a draft as large as the target, and an accelerator that reads sixteen rows as fast as one
+    "never": _table(0.039, _QUIET, "draft_model", DraftCost(0.001, 0.039, 0.004)),
+    "gpu": _table(0.02, {1: 1.0, 17: 1.025, 32: 1.1}, "draft_model", DraftCost(0.0002, 0.0022, 0.0001)),
+    # SmolLM2-135M with its head, two cores with AVX-512 VNNI
+    "head": _table(0.0025, {1: 1.0, 4: 1.17, 16: 2.54, 32: 4.72}, "eagle", DraftCost(0.0006, 0.0001, 0.0)),
+}  # fmt: skip
+FILES = {"head": "smollm2-head"}
+
+
+class Replays:
+    """Settings on some texts at the costs of a machine. Each returns what became of every text."""
+
+    def __init__(self, costs: CostModel, texts: Sequence[RecordedText], jitter: float = 0.0) -> None:
+        self.costs, self.texts, self.jitter = costs, list(texts), jitter
+        self.names = list(texts[0].drafts)
+        self.lookups = [name for name in self.names if METHODS[name].cost == "lookup"]
+        self.models = [name for name in self.names if name not in self.lookups]
+        self.kinds = {name: chain_kind(name, 0.3) for name in self.models}
+
+    def planner(self) -> Planner:
+        return auto(self.costs, kinds=self.kinds)
+
+    def server(self, names: Sequence[str], own: Planner, texts: Sequence[RecordedText]) -> list[Played]:
+        """All texts through one planner."""
+        lookup = LOOKUP if set(names) & set(self.lookups) else 0.0
+        machine = Machine(self.costs, own, names, self.lookups, lookup=lookup, jitter=self.jitter, seed=3)
+        return machine.write(texts)
+
+    def first(self, names: Sequence[str], make: Callable[[], Planner]) -> list[Played]:
+        """Each text through a planner of its own."""
+        return [played for text in self.texts for played in self.server(names, make(), [text])]
+
+    def rows(self) -> dict[str, list[Played]]:
+        """Every setting, by name."""
+        found: dict[str, list[Played]] = {}
+        for name in self.models:
+            found |= {f"{name} {k}": self.first([name], lambda k=k: fixed(self.costs, k)) for k in range(1, 6)}
+        for name in self.lookups:
+            found[f"{name} 16"] = self.first([name], lambda: fixed(self.costs, 16))
+        found |= {name: self.first([name], self.planner) for name in self.names}
+        found["auto, first request"] = self.first(self.names, self.planner)
+        mixed = list(self.texts)
+        random.Random(5).shuffle(mixed)
+        for order, texts in (("", self.texts), (", reversed", self.texts[::-1]), (", mixed", mixed)):
+            found[f"auto, server{order}"] = self.server(self.names, self.planner(), texts)
+        best = [Played(t, oracle(t, self.costs, self.models, self.lookups)) for t in self.texts]
+        return {**found, "oracle": best}
+
+
+def measure(costs: CostModel, texts: Sequence[RecordedText], jitter: float) -> list[dict[str, Any]]:
+    """A record for each setting. worst: the slowest text of 32 tokens or more."""
+    out = list[dict[str, Any]]()
+    for name, played in Replays(costs, texts, jitter).rows().items():
+        speeds = [plain_seconds(p.text, costs) / p.seconds for p in played if p.tokens >= 32]
+        kinds = {kind: round(speed, 3) for kind, speed in by_kind(played, costs).items()}
+        out.append({"setting": name, **kinds, "worst": round(min(speeds), 3)})
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replays", description=headline(__doc__))
+    parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
+    parser.add_argument("--jitter", type=float, default=0.0, help="of single steps, the deviation of the logarithm")
+    parser.add_argument("--traces", type=Path)
+    parser.add_argument("--costs", type=Path)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    own = CostModel.from_json(args.costs.read_text(encoding="utf-8")) if args.costs else None
+    records = list[dict[str, Any]]()
+    for machine in ["own"] if own else args.machines:
+        every = read(args.traces or TRACES / f"{FILES.get(machine, 'qwen2.5-coder')}.jsonl.gz")
+        for temperature in sorted({text.temperature for text in every}):
+            texts = [text for text in every if text.temperature == temperature]
+            found = measure(own or MACHINES[machine], texts, args.jitter)
+            records.append({"machine": machine, "temperature": temperature, "texts": len(texts), "settings": found})
+            print(f"\n{machine}, T={temperature:g}, {len(texts)} texts\n")
+            head = ["setting", "all", "worst", *(c for c in found[0] if c not in ("setting", "all", "worst"))]
+            print(
+                markdown(head, [[f"{r[c]:.2f}" if c != "setting" else r[c] for c in head] for r in found]), flush=True
+            )
+    today = datetime.now(UTC).date().isoformat()
+    out = args.out or RESULTS / f"{today}-replays.json"
+    out.write_text(
+        json.dumps({"date": today, "jitter": args.jitter, "records": records}, indent=1) + "\n", encoding="utf-8"
+    )
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
