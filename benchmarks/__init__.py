@@ -13,9 +13,10 @@ python -m benchmarks.decode          tokens/s of methods and peers, interleaved
 python -m benchmarks.workloads       every drafter on code, prose and edits
 python -m benchmarks.trees           trees against chains at equal node count
 python -m benchmarks.draft_vocab     precision and head of a draft model: what they cost and are worth
-python -m benchmarks.predicted       tokens/s by the cost model against tokens/s by the clock
-python -m benchmarks.never_slower    controllers with drafters that cannot help
-python -m benchmarks.tuned           what tune chooses, against an exhaustive sweep
+python -m benchmarks.traces          records what drafters would propose; the priors that ship
+python -m benchmarks.replays         `auto` without a clock: recorded texts on tables of seconds
+python -m benchmarks.never_slower    the planner with drafters that cannot help
+python -m benchmarks.tuned           what tune chooses, against a long race of the best settings
 python -m benchmarks.edits           edits of real files: what the text itself foretells
 python -m benchmarks.identity        a million tokens: how many differ from plain decoding
 python -m benchmarks.commits         two checkouts against each other: did a change make anything slower

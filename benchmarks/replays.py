@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import RESULTS, headline
 from benchmarks.report import markdown
 from outrider.bench.tune.recorded import RecordedText, read
-from outrider.bench.tune.replay import Machine, Played, auto, by_kind, fixed, oracle, plain_seconds
+from outrider.bench.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
 from outrider.control import CostModel, DraftCost, Planner
 from outrider.drafters.registry import METHODS, chain_kind
 
@@ -88,8 +88,7 @@ class Replays:
         random.Random(5).shuffle(mixed)
         for order, texts in (("", self.texts), (", reversed", self.texts[::-1]), (", mixed", mixed)):
             found[f"auto, server{order}"] = self.server(self.names, self.planner(), texts)
-        best = [Played(t, oracle(t, self.costs, self.models, self.lookups)) for t in self.texts]
-        return {**found, "oracle": best}
+        return {**found, "oracle": oracle_texts(self.texts, self.costs, self.models, self.lookups)}
 
 
 def measure(costs: CostModel, texts: Sequence[RecordedText], jitter: float) -> list[dict[str, Any]]:
@@ -100,6 +99,29 @@ def measure(costs: CostModel, texts: Sequence[RecordedText], jitter: float) -> l
         kinds = {kind: round(speed, 3) for kind, speed in by_kind(played, costs).items()}
         out.append({"setting": name, **kinds, "worst": round(min(speeds), 3)})
     return out
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a line for each machine and temperature, with the settings that matter most."""
+    head = [
+        "machine",
+        "T",
+        "auto, first request",
+        "auto, server",
+        "worst text",
+        "best single setting",
+        "share of the oracle",
+    ]
+    body = list[list[str]]()
+    for record in records:
+        by = {r["setting"]: r for r in record["settings"]}
+        single = max((r for n, r in by.items() if not n.startswith(("auto", "oracle"))), key=lambda r: r["all"])
+        first, server = by["auto, first request"], min(r["all"] for n, r in by.items() if n.startswith("auto, server"))
+        body.append(
+            [record["machine"], f"{record['temperature']:g}", f"{first['all']:.2f}", f"{server:.2f}", f"{first['worst']:.2f}",
+             f"{single['all']:.2f} ({single['setting']})", f"{first['all'] / by['oracle']['all']:.2f}"]
+        )  # fmt: skip
+    return markdown(head, body)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, ROOT, headline, never_slower, predicted, quality, replayed, trees, tuned, workloads
+from benchmarks import RESULTS, ROOT, headline, never_slower, quality, replays, trees, tuned, workloads
 from benchmarks.figures import HEAD, figures
 from benchmarks.real import report as real
 from benchmarks.report import decode_rows, forward_rows, markdown
@@ -23,9 +23,8 @@ from benchmarks.report import decode_rows, forward_rows, markdown
 LISTS = {  # a module that measures, and where its result holds the records
     "trees": (trees.table, "trees"),
     "never_slower": (never_slower.table, "cases"),
-    "predicted": (predicted.table, "settings"),
     "tuned": (tuned.table, "workloads"),
-    "replayed": (replayed.table, "records"),
+    "replays": (replays.table, "records"),
     "quality": (quality.table, "records"),
 }
 WHOLE = {"real": real.tables, "real_short": real.short, "real_machine": real.conditions}  # of a result as it is

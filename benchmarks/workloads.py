@@ -8,7 +8,7 @@ The targets are the built-in model inflated (benchmarks.inflate), the draft mode
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
 paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.bench.interleave), after a text that
 warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
-measures costs for some seconds, as it does when an LLM is first made, and keeps what its controller learns. efficiency: time of
+measures costs for a second, as it does when an LLM is first made, and keeps what its planner learns. efficiency: time of
 the two models' forwards over the whole time. Only edits come with a prediction. layer_skip drafts with the layers that a search
 finds on other HumanEval prompts, and only where the target has no more layers than its source: those that inflation adds do
 nothing, to skip them would be cheating.
@@ -36,11 +36,11 @@ from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.bench.interleave import TimedRun, interleave
 from outrider.bench.stats import interval
-from outrider.calibrate import calibrate
+from outrider.calibrate import make_planner, planned
 from outrider.config import SpeculativeConfig
-from outrider.control import Adaptive, Calibrated, Controller, CostModel, Fixed
+from outrider.control import Controller, Fixed
 from outrider.decode import Decoder, Sequence
-from outrider.drafters import Drafter, make_drafter
+from outrider.drafters import Drafter, NoDraft, make_drafters
 from outrider.drafters.model.self_speculation import LayerSearch, search_layers
 from outrider.models.load import Loaded, load
 from outrider.params import SamplingParams
@@ -96,23 +96,12 @@ class Runner:
         self.target, self.draft = target, draft
         self.forced = ForcedTarget(target.model)
         self._made: dict[tuple[str, bool], Decoder] = {}
-        self._costs: CostModel | None = None
 
     @cached_property
     def layers(self) -> LayerSearch:
         """What to draft with, by prompts that are not measured."""
         ids = [text.prompt for text in texts("code", self.target.tokenizer, 24)[16:]]
         return search_layers(self.target.model, ids, progress=lambda line: print(line, file=sys.stderr, flush=True))
-
-    def costs(self, config: SpeculativeConfig) -> CostModel:
-        """As an LLM measures them for `auto` when it is first made."""
-
-        def drafter(rows: int) -> Drafter:
-            return make_drafter(config, self.target, rows=rows, max_length=LENGTH, device="cpu")
-
-        if self._costs is None:
-            self._costs = calibrate(self.target.model, drafter, {}, config.budget, quick=True)
-        return self._costs
 
     def decoder(self, method: str, forced: bool) -> Decoder:
         if (method, forced) not in self._made:
@@ -122,10 +111,12 @@ class Runner:
             if given.get("method") == "layer_skip":
                 given |= {"layers": self.layers.layers, "num_speculative_tokens": self.layers.depth}
             config = SpeculativeConfig.of(given)
-            drafter = make_drafter(config, self.target, rows=1, max_length=LENGTH, device="cpu")
+            drafters = make_drafters(config, self.target, rows=1, max_length=LENGTH, device="cpu")
+            drafter: Drafter = next(iter(drafters.values()), NoDraft())
             controller: Controller = Fixed(*config.budget.parts)
             if method == "auto":
-                controller = Adaptive(config.budget, Calibrated(self.costs(config)))
+                controller = make_planner(config, self.target, drafters)
+                drafter = planned(config, self.target, drafters, controller)
             model = self.forced if forced else self.target.model
             self._made[method, forced] = Decoder(model, drafter, controller=controller, rows=1, max_length=LENGTH)
         return self._made[method, forced]

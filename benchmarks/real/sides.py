@@ -105,7 +105,9 @@ class Ours:
         if model is not None:
             given["model"] = model
         llm = LLM(self.target, speculative_config=given, max_model_len=self.limit, max_num_seqs=1)
-        if not llm.decoder.drafter.taps:  # a head must see the target read: what others have read has no features for it
+        if (
+            not llm.decoder.drafter.taps
+        ):  # a head must see the target read: what others have read has no features for it
             llm.decoder.prefixes = self._prefixes
         return llm
 

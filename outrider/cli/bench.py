@@ -153,6 +153,9 @@ def bench(
         option("How", "Measurements of each prompt and setting; 3, for servers 1.", "--repeats", "-r", min=1),
     ] = None,
     concurrency: Annotated[int, option("How", "Prompts to send at the same time.", "--concurrency", "-c", min=1)] = 1,
+    hindsight: Annotated[
+        bool, option("How", "Also say what share of an oracle's speed a setting reached. A pass over the prompts.")
+    ] = False,
     loading_options: LoadOptions,
     files: FileOptions,
     debug: Debug = False,
@@ -206,7 +209,12 @@ def bench(
                 "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "
                 "too fast; use more prompts instead of --repeats"
             )
-        raise typer.Exit(_measure(run, backend, read_prompts, notes, files))
+        if server.urls and hindsight:
+            raise ValueError("--hindsight replays drafts of this process; leave it out with --url")
+        code = _measure(run, backend, read_prompts, notes, files)
+        if hindsight and run.complete:
+            _tell_hindsight(backend, read_prompts, sampling)
+        raise typer.Exit(code)
 
 
 def _measure(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], files: FileOptions) -> int:
@@ -239,6 +247,16 @@ def _measure(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], fi
         print(paint(said, RED, sys.stderr), file=sys.stderr)
         return 1
     return int(any(f.get("texts_differing") and f["identity_promised"] for f in run.summary.values()))
+
+
+def _tell_hindsight(backend: Any, prompts: list[Prompt], sampling: dict[str, Any]) -> None:
+    """Say what was possible with the drafters of each setting."""
+    with working("recording what the drafters would have proposed"):
+        from outrider.bench.hindsight import hindsight
+
+        found = hindsight(backend.llms, prompts, sampling)
+    for one in found:
+        print(one)
 
 
 def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) -> None:

@@ -54,7 +54,7 @@ def tune(
     what: CandidateOptions,
     workload: WorkloadOptions,
     seconds: Annotated[
-        float, option("How", "Measure at most so long. Predictions and starts of servers are not included.", min=1)
+        float, option("How", "Measure at most so long. The recording and starts of servers are not included.", min=1)
     ] = 120.0,
     engine: EngineOptions,
     precision: PrecisionOptions,
@@ -74,8 +74,8 @@ def tune(
 ) -> None:
     """Find the fastest speculative setting for your prompts, or that plain decoding is the fastest.
 
-    Predicts every method, length and tree from a few answers and the costs of this machine. Then measures the best in turns,
-    until one is clearly ahead. Ctrl-C stops and reports what is known so far.
+    Records once what every drafter would propose, and replays all settings at the costs of this machine. Then measures the best
+    two and "auto" in turns, until one is clearly ahead. Ctrl-C stops and reports what is known so far.
     """
     with readable(debug):
         for file in (out, json_file):
@@ -100,7 +100,11 @@ def tune(
             racer = Racer(target, workload.sampling())
         for note in notes:
             print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
-        search = Search(racer, read_prompts, methods, verifiers=what.verifier or ["match"], seconds=seconds)
+        whole = {"method": "auto", **({"model": what.draft_model} if what.draft_model else {})}
+        verifiers = what.verifier or ["match"]
+        search = Search(
+            racer, read_prompts, methods, whole=None if what.method else whole, verifiers=verifiers, seconds=seconds
+        )
         interrupted = False
         try:
             _run(search)
@@ -229,25 +233,27 @@ def show(search: Search) -> Candidate:
 
     table = Table(title="Settings on these prompts", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("setting", no_wrap=True)
-    for head in ("predicted\ntokens/s", "measured\ntokens/s", "over plain\n(95 %)"):
+    for head in ("replayed\nover plain", "measured\ntokens/s", "over plain\n(95 %)"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("")
-    best = [m.best for m in search.methods]
-    shown = [c for c in search.candidates if c.samples or c in best]
-    for candidate in sorted(shown, key=lambda c: (-len(c.samples), -(c.predicted or 0.0))):
+    best = {c.drafters: c for c in reversed(search.candidates) if not c.samples}
+    for candidate in sorted(search.candidates, key=lambda c: (-len(c.samples), -(c.predicted or 0.0))):
+        if not candidate.samples and best.get(candidate.drafters) is not candidate:
+            continue
         speed = stats.rate(candidate.samples) if candidate.samples else None
         gain = search.standings.gain(candidate) if candidate.samples else None
         table.add_row(
             candidate.name,
-            "" if candidate.predicted is None else f"{candidate.predicted:.0f}",
+            "" if candidate.predicted is None else f"{candidate.predicted:.2f} x",
             "" if speed is None else f"{speed.value:.0f}",
             "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})",
             candidate.dropped,
         )
     console().print(table)
-    for method in search.methods:
-        if method.problem:
-            print(paint(f"{method.name}: {method.problem}", DIM))
+    for name, problem in search.forecasts.problems.items():
+        print(paint(f"{name}: {problem}", DIM))
+    if said := search.drafts_with_a_model():
+        print(said)
     answer = search.answer
     gain = search.standings.gain(answer)
     if answer is search.plain:
@@ -255,15 +261,13 @@ def show(search: Search) -> Candidate:
     elif gain is not None:
         said = f"{answer.name}: {gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})."
         if gain.low <= 1:
-            said += " More prompts would make it certain. Its controller stops where draft tokens do not pay."
+            said += " More prompts would make it certain. It stops where draft tokens do not pay."
         print(paint(said, GREEN))
     return answer
 
 
 def why_plain(search: Search) -> str:
     """Why no candidate is faster than plain decoding."""
-    from outrider.bench.tune.predict import TOO_EXPENSIVE
-
     measured = [c for c in search.candidates if c.samples and c is not search.plain]
     if measured:
         gains = [(c, search.standings.gain(c)) for c in measured]
@@ -273,16 +277,11 @@ def why_plain(search: Search) -> str:
                 f"the best of {len(measured)} measured settings, {best.name}, is {gain.value:.2f} x as fast (95 %: "
                 f"{gain.low:.2f} to {gain.high:.2f}), which is not clearly more"
             )
-    predicted = [m.best for m in search.methods if m.best is not None]
-    if not predicted:
-        expensive = [m.name for m in search.methods if m.problem == TOO_EXPENSIVE.format("plain decoding")]
-        if expensive:
-            return f"{', '.join(expensive)} would be slower even if every draft token is accepted"
+    replayed = [c for c in search.candidates if c is not search.plain]
+    if not replayed:
         return "no method can draft for this model here" if search.complete else "nothing else was examined yet"
-    best = max(predicted, key=lambda c: c.predicted or 0.0)
-    if search.complete:
-        return f"even the best setting, {best.name}, is predicted to reach only {best.predicted:.0f} tokens/s"
-    return f"nothing else was measured yet. The best prediction is {best.predicted:.0f} tokens/s, {best.name}"
+    best = max(replayed, key=lambda c: c.predicted or 0.0)
+    return f"nothing else was measured yet. The best in the replay is {best.name}, {best.predicted:.2f} times plain decoding"
 
 
 def show_exports(search: Search, out: Path, depths: dict[int, int] | None) -> None:

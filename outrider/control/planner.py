@@ -29,13 +29,11 @@ OPTIMISM = 0.3  # tokens that a drafter is believed better than it was, while no
 _LATELY = 1 - 1 / 24  # weight of the past in a text's speed
 _SPEED_PRIOR = 24.0  # steps that the expected speed counts for
 _COVER = 2.0  # reading must promise so many times what it costs: gain and length are both estimates
-_WAIT, _WAITED = 0.25, 6.0
+_WAIT, _WAITED = 0.25, 6.0  # tokens of the answer to wait for, for each that reading costs, and at most: it may copy
 _CHEAP = 0.5  # tokens; reading that costs less is part of the step
 _LOOKUPS = 0.8  # tokens a step that lookups add, where the end of an answer is estimated in steps
-_PIECE, _SHORT = (
-    4.0,
-    16,
-)  # plain steps that a piece of reading takes when one sequence decodes, and the least tokens of a piece
+_PIECE = 4.0  # plain steps that a piece of reading takes when one sequence decodes; 1 when several do
+_SHORT = 16  # tokens of the shortest piece
 _HOPE, _LOOKED, _PAUSE = 0.5, 0.1, 3  # tokens that lookups are worth at first; rate of their mean; steps without them
 _NODES = 3  # nodes of a draft at which the cost of one more is taken
 _AGAIN = 512  # steps after which forecasts are made anew from corrected costs

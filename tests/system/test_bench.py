@@ -24,8 +24,7 @@ from outrider.bench.summary import summary
 from outrider.cli import main as cli
 from outrider.cli.bench import SettingOptions
 from outrider.config import SpeculativeConfig
-from outrider.control import CostModel
-from outrider.core.types import Budget
+from outrider.control import CostModel, DraftCost
 
 SMALL = "builtin:code-draft"
 PAIR = {"method": "draft_model", "model": SMALL, "num_speculative_tokens": 3, "controller": "fixed"}
@@ -52,11 +51,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     Of memory little is read."""
     depths = list[int]()
 
-    def cheap(target: object, drafter: object, names: object, limit: Budget, **_: object) -> CostModel:
-        depths.append(limit.depth)
-        return CostModel({}, [[1, 1, 64, 0.001]], [[1, 1, 0, 64, 0.0], [1, 1, 3, 64, 0.006]], 0.0, 0.0)
+    def cheap(config: SpeculativeConfig, target: object, models: object) -> CostModel:
+        depths.append(config.budget.depth)
+        return CostModel({}, {1: 0.001, 2: 0.001}, {"draft_model": DraftCost(0.0, 0.002, 0.0)})
 
-    monkeypatch.setattr(limits, "calibrated", cheap)
+    monkeypatch.setattr(limits, "costs", cheap)
     monkeypatch.setattr(limits, "MATRIX", 2**20)
     return depths
 
@@ -330,7 +329,7 @@ def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_expected_follows_from_costs_and_guesses() -> None:
     """A machine on which a step costs 1 s, a judged guess 0.1 s and a drafted one 0.2 s; it was twice as busy as that."""
-    cost = CostModel({}, [[1, 1, 64, 1.0], [1, 11, 64, 2.0]], [[1, 1, 0, 64, 0.0], [1, 1, 10, 64, 2.0]], 0.0, 0.0)
+    cost = CostModel({}, {1: 1.0, 11: 2.0}, {"draft": DraftCost(0.0, 0.2, 0.0)})
     timed = {"repeat": 0, "turn": 0, "ttft": 3.0, "prompt_tokens": 64}
     plain = Sample(
         prompt="a", setting="p", seconds=3 + 2 * 9, output_tokens=10, drafted=[0] * 10, accepted=[0] * 10, **timed
@@ -338,10 +337,10 @@ def test_what_is_expected_follows_from_costs_and_guesses() -> None:
     fast = Sample(
         prompt="a", setting="f", seconds=0, output_tokens=10, drafted=[4, 4, 0, 1], accepted=[4, 2, 0, 0], **timed
     )
-    expected = predict([fast], [plain], cost)
+    expected = predict([fast], [plain], cost, "draft")
     assert expected == pytest.approx(10 / (3 + 2 * ((1 + 4 * 0.3) + 1 + (1 + 0.3))))
-    assert predict([], [plain], cost) is None
-    assert predict([fast], [], cost) is None
+    assert predict([], [plain], cost, "draft") is None
+    assert predict([fast], [], cost, "draft") is None
 
 
 def test_memory_is_read_by_all_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,3 +377,31 @@ def test_limits_are_measured_for_files(tmp_path: Path, asked: list[int]) -> None
     assert "<html" in html[:200]
     assert "Memory speed, measured" in html
     assert "reading weights" in html
+
+
+def test_hindsight_says_what_was_possible() -> None:
+    done = CliRunner().invoke(
+        cli.app,
+        [
+            "bench",
+            "code",
+            "-m",
+            "builtin:code",
+            "-n",
+            "16",
+            "--num-prompts",
+            "2",
+            "--repeats",
+            "1",
+            "--hindsight",
+            "--method",
+            "auto",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "times plain decoding by the replay" in said
+    assert "of what an oracle reaches with these drafters" in said
+    assert "The best single choice in hindsight is " in said
+    refused = CliRunner().invoke(cli.app, ["bench", "--url", "http://127.0.0.1:9", "--hindsight"])
+    assert refused.exit_code

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import decode, draft_vocab, forward, identity, machine, pairs, predicted, quality, table, workloads
+from benchmarks import decode, draft_vocab, forward, identity, machine, pairs, quality, table, workloads
 from benchmarks.figures import HEAD, figures, names
 from benchmarks.inflate import Inflater, Size, compare, inflate, perturb
 from benchmarks.peers.llama_cpp import TYPES, converted
@@ -21,7 +21,6 @@ from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from benchmarks.side import Missing, Run
 from benchmarks.trees import sized_shape
-from outrider.control import CostModel
 from outrider.control.shapes import BY_RANK, Shape
 from outrider.core.types import Budget
 from outrider.models.cache import SlotCache
@@ -295,15 +294,6 @@ def test_prompts_and_sizes() -> None:
         humaneval(33)
     assert pairs.drafts_of(["x", "own=y"]) == {"draft": "x", "own": "y"}
     assert machine.facts()["cores"] >= 1
-
-
-def test_predictions_at_another_pace() -> None:
-    """Plain steps and drafts take twice as long; what eight guesses cost beyond a plain step, three times."""
-    cost = CostModel({}, [[1, 1, 64, 2.0], [1, 9, 64, 3.0]], [[1, 1, 8, 64, 0.5]], 0.1, 0.2)
-    paced = predicted.at_pace(cost, 2.0, 3.0)
-    assert [row[-1] for row in paced.target] == [4.0, 7.0]
-    assert (paced.draft[0][-1], paced.prefill, paced.fixed) == (1.0, 0.2, 0.4)
-    assert predicted.at_pace(cost, 1.0, 1.0) == cost
 
 
 def test_the_best_of_many_alike_is_not_flattered_by_its_noise() -> None:

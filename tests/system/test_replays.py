@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.replays import MACHINES
 from outrider.bench.tune.recorded import RecordedDraft, RecordedText, read
-from outrider.bench.tune.replay import Machine, Played, auto, by_kind, fixed, oracle, plain_seconds
+from outrider.bench.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
 from outrider.control import CostModel, DraftCost, Planner
 
 TRACES = Path(__file__).parent.parent / "data" / "traces"
@@ -86,7 +86,7 @@ def test_it_is_not_behind_the_best_single_method(temperature: float) -> None:
 def test_a_large_part_of_what_an_oracle_reaches() -> None:
     """The oracle knows what will be accepted."""
     costs, some = MACHINES["quiet"], texts("qwen2.5-coder", 0.0)
-    best = by_kind([Played(t, seconds=oracle(t, costs, ["draft_model"], ["suffix"])) for t in some], costs)
+    best = by_kind(oracle_texts(some, costs, ["draft_model"], ["suffix"]), costs)
     found = by_kind(fresh(costs, some), costs)
     assert 0.76 * best["all"] < found["all"] < best["all"]
     assert all(found[kind] <= best[kind] for kind in KINDS)

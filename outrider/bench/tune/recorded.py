@@ -114,8 +114,11 @@ class Recorder(BaseDrafter):
 
 
 def record(decoder: Decoder, recorder: Recorder, texts: Sequence[tuple[str, Text]]) -> list[RecordedText]:
-    """Write texts, as many at a time as the decoder has slots. texts: (kind, request). decoder: drafts with the recorder."""
-    found, left, running = list[RecordedText](), list(texts), dict[int, tuple[str, Text]]()
+    """Write texts, as many at a time as the decoder has slots, and return them in their order.
+
+    texts: (kind, request). decoder: drafts with the recorder, whatever the length.
+    """
+    found, left, running = dict[int, RecordedText](), list(texts), dict[int, tuple[str, Text]]()
     while left or running:
         while left and decoder.free:
             kind, text = left.pop(0)
@@ -124,10 +127,10 @@ def record(decoder: Decoder, recorder: Recorder, texts: Sequence[tuple[str, Text
         decoder.step()
         for slot, (kind, text) in list(running.items()):
             if text.finish is not None:
-                found.append(recorder.taken(text, slot, kind, text.limit))
+                found[id(text)] = recorder.taken(text, slot, kind, text.limit)
                 decoder.release(slot)
                 del running[slot]
-    return found
+    return [found[id(text)] for _, text in texts]
 
 
 def save(texts: Sequence[RecordedText], path: Path) -> None:

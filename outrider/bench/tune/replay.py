@@ -315,6 +315,13 @@ def oracle(text: RecordedText, costs: CostModel, models: Sequence[str], lookups:
     return best[0, ""]
 
 
+def oracle_texts(
+    texts: Sequence[RecordedText], costs: CostModel, models: Sequence[str], lookups: Sequence[str]
+) -> list[Played]:
+    """What the oracle does with each text."""
+    return [Played(text, oracle(text, costs, models, lookups)) for text in texts]
+
+
 def by_kind(
     played: Sequence[Played], costs: CostModel, of: Callable[[Played], float] | None = None
 ) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The fastest setting for some prompts: predict all settings, then measure those that can win until one is clearly ahead.
+"""The fastest setting for some prompts: record the drafts once, replay all settings, and measure the best of them with `auto`.
 
 `Search` grows while it runs. If it is stopped, its answer follows from what is known so far.
 """
@@ -12,28 +12,21 @@ from typing import Any
 
 from outrider.bench import stats
 from outrider.bench.prompts import Prompt
-from outrider.bench.tune.predict import CLOSE, MOST, Predictor, budget_config
-from outrider.bench.tune.race import Candidate, MethodTrial, Racer, plain_candidate
-from outrider.bench.tune.simulate import best_depths
-from outrider.calibrate import calibrated, costs_of
-from outrider.config import SpeculativeConfig
-from outrider.core.types import Budget
-from outrider.llm import LLM
-from outrider.params import SamplingParams
+from outrider.bench.tune.forecasts import BATCH_SIZES, Forecasts
+from outrider.bench.tune.race import Candidate, Racer, plain_candidate
 
-# A chain of the best methods is measured from this share of the best prediction on: its neighbour can be the best.
-CLOSE_CHAIN = 0.75
 # A smaller gain does not matter.
 EQUAL = 0.03
-# Batch sizes for the exports to other engines.
-BATCH_SIZES = (1, 2, 4, 8, 16)
+# A forecast below this share of the best can still win. So many settings are measured beside plain decoding and the default.
+CLOSE, MEASURED = 0.92, 2
 
 
 class Standings:
-    """Measured candidates in comparison. plain: plain decoding, one of the candidates."""
+    """Measured candidates in comparison. plain: plain decoding. default: the planner with all drafters; None if there is none."""
 
     def __init__(self, plain: Candidate) -> None:
         self.plain, self.candidates = plain, [plain]
+        self.default: Candidate | None = None
 
     @property
     def active(self) -> list[Candidate]:
@@ -45,14 +38,13 @@ class Standings:
 
     @property
     def leader(self) -> Candidate:
-        """The fastest measured candidate. An adaptive candidate wins a near draw, because it stops where drafts do not pay."""
-        measured = [c for c in self.active if c.samples]
-        best = max(measured, key=lambda c: c.speed)
-        if best.config.get("controller") == "fixed":
-            for candidate in measured:
-                if candidate.adaptive and candidate.speed > (1 - EQUAL / 2) * best.speed:
-                    return candidate
-        return best
+        """The default, or a setting that is clearly faster. Without a default, the fastest measured setting."""
+        measured = [c for c in self.active if c.samples and c is not self.plain]
+        best = max(measured, key=lambda c: c.speed, default=self.plain)
+        if self.default is None or best is self.default or not self.default.samples:
+            return best
+        found = stats.ratio(best.samples, self.default.samples)
+        return best if found is not None and found.low > 1 else self.default
 
     @property
     def decided(self) -> bool:
@@ -60,24 +52,17 @@ class Standings:
         leader = self.leader
         if [c for c in self.active if c is not self.plain and c is not leader]:
             return False
-        rival = leader if leader is not self.plain else next((c for c in self.active if c is not self.plain), None)
-        if rival is None:
-            return True
-        gain = self.gain(rival)
-        return gain is not None and (gain.significant or gain.high - gain.low < EQUAL)
+        gain = self.gain(leader)
+        return gain is None or gain.significant or gain.high - gain.low < EQUAL
 
     @property
     def answer(self) -> Candidate:
-        """The leader, if it is significantly faster than plain decoding. Otherwise an adaptive candidate that looks faster: it
-        has nothing to lose. Otherwise plain decoding."""
+        """The leader, if it is significantly faster than plain decoding. The default also if it only looks faster: it stops
+        where drafting does not pay. Otherwise plain decoding."""
         leader = self.leader
         gain = self.gain(leader)
-        if gain is not None and gain.low > 1:
+        if gain is not None and (gain.low > 1 or (leader is self.default and gain.value > 1 + EQUAL)):
             return leader
-        for candidate in self.candidates:
-            gain = self.gain(candidate) if candidate.adaptive else None
-            if gain is not None and gain.value > 1 + EQUAL:
-                return candidate
         return self.plain
 
     def drop_slow(self) -> None:
@@ -95,8 +80,8 @@ class Standings:
 class Search:
     """Finds the fastest setting for some prompts. `run` yields a line of progress now and then.
 
-    methods: names and configurations to try. seconds: to measure for at most, predictions not included. num_pilots: prompts
-    that the predictions are made from.
+    methods: names and configurations to try. whole: the configuration that stands for all that fit, "auto"; None where the user
+    named methods. seconds: to measure for at most, without the recording.
     """
 
     def __init__(
@@ -105,16 +90,15 @@ class Search:
         prompts: Sequence[Prompt],
         methods: Sequence[tuple[str, dict[str, Any]]],
         *,
+        whole: dict[str, Any] | None = None,
         verifiers: Sequence[str] = ("match",),
         seconds: float = 120.0,
-        num_pilots: int = 6,
     ) -> None:
-        self.racer, self.prompts = racer, list(prompts)
+        self.racer, self.prompts, self.whole = racer, list(prompts), whole
         self.verifiers, self.seconds = verifiers, seconds
-        self.methods = [MethodTrial(name, config) for name, config in methods]
+        self.forecasts = Forecasts(racer, self.prompts, methods)
         self.plain = plain_candidate()
         self.standings = Standings(self.plain)
-        self.predictor = Predictor(racer, self.plain, self.prompts[:num_pilots], self.methods)
         self.complete = False
 
     @property
@@ -127,58 +111,54 @@ class Search:
         return self.standings.answer
 
     def run(self) -> Iterator[str]:
-        yield from self.predictor.run()
-        self.candidates.extend(self.predictor.candidates)
-        self._choose()
+        yield from self.forecasts.run()
+        self.choose(self.forecasts.candidates(self.whole))
         yield from self._measure()
         self.complete = True
 
-    def _choose(self) -> None:
-        """Drop the candidates that cannot win. Add the adaptive controller for the best method, and other verifiers."""
-        order = sorted(self.candidates[1:], key=lambda c: -(c.predicted or 0.0))
-        fastest = max((c.predicted or 0.0 for c in order), default=0.0)
-        threshold = CLOSE * max(fastest, self.plain.speed)
-        hopeful = {c.method for c in order if (c.predicted or 0.0) >= threshold}
-        for place, candidate in enumerate(order):
-            chain = candidate.method in hopeful and candidate.budget.width == 1
-            least = CLOSE_CHAIN / CLOSE * threshold if chain else threshold
-            if (candidate.predicted or 0.0) < least or place >= 2 * MOST:
-                candidate.dropped = "predicted to be slower"
-        if not order or order[0].dropped:
-            return
-        best = order[0]
-        assert best.method is not None
-        if "match" in self.verifiers:
-            limit = best.method.statistics.limit if best.method.statistics else best.budget
-            config = {**best.method.config, **budget_config(limit), "controller": "calibrated"}
-            name = f"{best.method.name} calibrated"
-            self.candidates.append(Candidate(name, config, limit, best.method, best.predicted))
-        for verifier in self.verifiers:
-            if verifier != "match":
-                self.candidates.append(self._with_verifier(best, verifier))
+    def choose(self, found: Sequence[Candidate]) -> None:
+        """Take the candidates that may win: the default and the best others. found: all, the fastest in the replay first."""
+        self.candidates.extend(found)
+        adaptive = [c for c in found if c.length is None]
+        every = [c for c in adaptive if c.config["method"] == "auto"] or adaptive[:1]
+        self.standings.default = every[0] if every and "match" in self.verifiers else None
+        left = MEASURED
+        for candidate in found:
+            close = (candidate.predicted or 0.0) >= CLOSE * max(found[0].predicted or 0.0, 1.0)
+            if candidate is self.standings.default:
+                continue
+            if left and close:
+                left -= 1
+            else:
+                candidate.dropped = "slower in the replay"
+        if found and (best := found[0]).predicted and best.predicted > CLOSE:
+            self.candidates.extend(self._with_verifier(best, v) for v in self.verifiers if v != "match")
         if "match" not in self.verifiers:
-            for candidate in order:
+            for candidate in found:
                 candidate.dropped = candidate.dropped or "the verifier match was not asked for"
 
     def _with_verifier(self, best: Candidate, verifier: str) -> Candidate:
         config = {**best.config, "verifier": verifier}
-        candidate = Candidate(f"{best.name} {verifier}", config, best.budget, best.method, best.predicted)
+        candidate = Candidate(f"{best.name} {verifier}", config, best.drafters, best.length, best.predicted)
         try:
-            candidate.decoder = LLM(self.racer.target, speculative_config=config, max_num_seqs=1).decoder
+            self.racer.llm(candidate)
         except ValueError as error:
             candidate.dropped = " ".join(str(error).split())
         return candidate
 
     def _measure(self) -> Iterator[str]:
         """Measure all active candidates on prompt after prompt, and drop those that are clearly slower."""
-        start, num_pilots = perf_counter(), len(self.plain.samples)
+        start = perf_counter()
+        if len(self.standings.active) < 2:
+            return
         yield f"measuring {', '.join(c.name for c in self.standings.active)}"
+        self.racer.race(self.standings.active, self.prompts[0], 0)
+        for candidate in self.candidates:
+            candidate.samples.clear()  # that was the warm-up
         for repeat in itertools.count():
             self.racer.reset(self.candidates)
             for number, prompt in enumerate(self.prompts):
                 self.racer.race(self.standings.active, prompt, repeat)
-                # The samples of the prediction are older than those they would be paired with.
-                self.plain.samples, num_pilots = self.plain.samples[num_pilots:], 0
                 leader, left = self.standings.leader, len(self.standings.active)
                 yield f"{leader.name} leads with {leader.speed:.0f} tokens/s, {left} left"
                 if perf_counter() - start > self.seconds:
@@ -188,13 +168,27 @@ class Search:
                 if self.standings.decided:
                     return
 
+    def drafts_with_a_model(self) -> str:
+        """Keep the draft model, take a cheaper one, or none: from the same replays."""
+        lookups = [c for c in self.candidates if c.drafters and not self._costs(c)]
+        models = [c for c in self.candidates if c.drafters and self._costs(c)]
+        if not models:
+            return ""
+        best = max(models, key=lambda c: c.predicted or 0.0)
+        without = max((c.predicted or 0.0 for c in lookups), default=1.0)
+        half = self.forecasts.halved(best.drafters)
+        name = next(n for n in best.drafters if n in self.forecasts.costs.drafters)
+        keep = "Keep" if (best.predicted or 0.0) > max(without, 1.0) * (1 + EQUAL) else "Leave out"
+        return (
+            f"{keep} {name}: {best.predicted:.2f} times plain decoding with it, {max(without, 1.0):.2f} without it, by the "
+            f"replay. One that is as often right at half its cost would reach {half:.2f}."
+        )
+
+    def _costs(self, candidate: Candidate) -> bool:
+        return any(name in self.forecasts.costs.drafters for name in candidate.drafters)
+
     def best_depths(self, batch_sizes: Sequence[int] = BATCH_SIZES) -> dict[int, int]:
-        """The best chain of the answer's method for each batch size, predicted by the cost model. Measures costs now."""
-        method = self.answer.method
-        if method is None or method.statistics is None or method.llm is None:
-            return {}
-        target, sampling = self.racer.target, SamplingParams(**self.racer.sampling)
-        names = costs_of(SpeculativeConfig.of({**self.answer.config, "controller": "calibrated"}), target)
-        limit = Budget(method.statistics.limit.depth)
-        cost = calibrated(target.model, method.llm.drafter_for, names, limit, batch_sizes, sampling=sampling)
-        return best_depths(method.statistics, cost, batch_sizes, limit.depth)
+        """The best fixed length of the answer's most expensive drafter for each batch size, by the replay."""
+        names = self.answer.drafters
+        some = tuple(n for n in names if n in self.forecasts.costs.drafters) or names
+        return self.forecasts.best_lengths(some[:1], batch_sizes) if some else {}
