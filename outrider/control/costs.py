@@ -40,7 +40,7 @@ class CostModel:
 
     key: dict[str, str]
     target: dict[int, float]
-    drafters: dict[str, DraftCost] = field(default_factory=dict)
+    drafters: dict[str, DraftCost] = field(default_factory=lambda: dict[str, DraftCost]())
 
     def forward(self, nodes: int) -> float:
         """Seconds of a step without its draft."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.control.beliefs import AnswerLengths, LookupBelief, ModelBelief, Offer
 from outrider.control.costs import Costs
-from outrider.control.price import Forecast, best_prefix, least_survival, worth_verifying
+from outrider.control.price import Forecast, best_prefix, least_survival, piece_of_reading, worth_verifying
 from outrider.core.types import Budget
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ _COVER = 2.0  # reading must promise so many times what it costs: gain and lengt
 _WAIT, _WAITED = 0.25, 6.0  # tokens of the answer to wait for, for each that reading costs, and at most: it may copy
 _CHEAP = 0.5  # tokens; reading that costs less is part of the step
 _LOOKUPS = 0.8  # tokens a step that lookups add, where the end of an answer is estimated in steps
-_PIECE = 4.0  # plain steps that a piece of reading takes when one sequence decodes; 1 when several do
-_SHORT = 16  # tokens of the shortest piece
 _HOPE, _LOOKED, _PAUSE = 0.5, 0.1, 3  # tokens that lookups are worth at first; rate of their mean; steps without them
 _NODES = 3  # nodes of a draft at which the cost of one more is taken
 _AGAIN = 512  # steps after which forecasts are made anew from corrected costs
@@ -175,7 +173,7 @@ class _Try:
     found: _Found = _NOTHING
     ask: _Ask | None = None
     read: tuple[str, int] | None = None
-    why: list[Weighed] = field(default_factory=list)
+    why: list[Weighed] = field(default_factory=lambda: list[Weighed]())
 
 
 @dataclass
@@ -293,8 +291,8 @@ class Planner:
         kept = [list(range(1, len(nodes) + 1)) for nodes in survival]
         held = sum(1 + len(nodes) for b, nodes in enumerate(survival) if b not in free)
         if free and any(survival[b] for b in free):
-            costs, nodes = self.costs, held + len(free)
-            some = worth_verifying([survival[b] for b in free], plans[0].price, lambda count: costs.more(nodes, count))
+            costs, base = self.costs, held + len(free)
+            some = worth_verifying([survival[b] for b in free], plans[0].price, lambda count: costs.more(base, count))
             for b, nodes in zip(free, some, strict=True):
                 kept[b] = [n + 1 for n in nodes]
         return kept
@@ -434,9 +432,7 @@ class Planner:
 
     def _piece(self, name: str, missing: int, rows: int) -> int:
         """Tokens to read in this step without a draft; 0 if the rest is short enough to be read within a draft."""
-        each = self.costs.reading(name, 1)
-        plain = self.costs.forward(rows)
-        piece = max(int((_PIECE if rows == 1 else 1.0) * plain / max(each, 1e-9)), _SHORT)
+        piece = piece_of_reading(rows, self.costs.forward(rows), self.costs.reading(name, 1))
         return piece if missing - 1 > piece else 0
 
     def _one_reads(self, tries: Sequence[_Try]) -> None:

@@ -18,6 +18,10 @@ from itertools import accumulate
 MARGIN = 1.2
 """A chain goes on while its next token is worth so many times its seconds: chances are uncertain, and plain steps are not."""
 _ROUNDS = 8
+_ALONE, _SHORT = (
+    4.0,
+    16,
+)  # plain steps that a piece of reading may take where one sequence decodes, and its least tokens
 
 
 def best_prefix(survival: Sequence[float], price: float, more: Sequence[float]) -> tuple[int, float]:
@@ -43,6 +47,15 @@ def worth_verifying(
     for _, n, b in order[:count]:
         kept[b].append(n)
     return [sorted(nodes) for nodes in kept]
+
+
+def piece_of_reading(rows: int, plain: float, each: float) -> int:
+    """Tokens that a drafter reads between two steps, without a draft.
+
+    rows: sequences that decode. plain: seconds of a plain step.
+    each: seconds of a token that is read.
+    """
+    return max(int((_ALONE if rows == 1 else 1.0) * plain / max(each, 1e-9)), _SHORT)
 
 
 def least_survival(price: float, seconds: float, chance: float) -> float:

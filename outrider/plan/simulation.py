@@ -21,6 +21,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from outrider.control.price import piece_of_reading
 from outrider.engine import policy
 from outrider.engine.queue import FairQueue
 from outrider.plan.acceptance_curve import AcceptanceCurve, AnswerAcceptance
@@ -28,10 +29,6 @@ from outrider.plan.serving_costs import ServingCosts
 from outrider.plan.workload import Arrival
 
 ALONE = 256  # prompt tokens per step where nobody waits for it; as `outrider.decode.PREFILL_CHUNK`
-_PIECE, _SHORT = (
-    4.0,
-    16,
-)  # plain rounds that a piece of reading takes when one sequence decodes, and the least tokens of it
 
 RoundSeconds = Callable[[int, int, float], float]  # batch size, depth, context
 
@@ -216,7 +213,7 @@ class SimulatedReplica:
     def _piece(self, size: int, context: float) -> int:
         """Tokens that the draft model reads of one sequence between two rounds; fewer are read within a round."""
         plain, each = self.seconds(size, 0, context), self.costs.reading(ALONE) / ALONE
-        return max(int((_PIECE if size == 1 else 1.0) * plain / each), _SHORT)
+        return piece_of_reading(size, plain, each)
 
     def _round(self) -> float:
         size, spent, drafted = len(self.live), 0.0, 0

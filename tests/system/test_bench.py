@@ -114,7 +114,7 @@ def test_a_repeat_does_not_find_the_answers_of_the_last() -> None:
         first, second = ([sum(s.accepted or []) for s in stats.answered(run, "1") if s.repeat == r] for r in (0, 1))
         assert first == second or isinstance(method, list)
         again = side.answer(run.settings[1], PROMPTS[:1], 1, 0)  # it would, were it not told to forget
-        assert sum(again[0].accepted or []) > 2 * max(first[0], second[0])
+        assert sum(again[0].accepted or []) > 1.5 * max(first[0], second[0])
 
 
 def test_a_prompt_that_does_not_fit_is_named() -> None:

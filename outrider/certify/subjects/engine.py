@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,6 @@ class EngineSubject(Subject):
         }
         self.weights = {_short(self.loaded.name): weights_hash(self.loaded.name)}
         self._prompts = [self._ids(prompt) for prompt in prompts]
-        self._drafters: dict[str, Drafter] = {}
         self._noise: float | None = 0.0 if self.exact_numbers else None
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
@@ -136,15 +136,16 @@ class EngineSubject(Subject):
             for text in self._run([replace(job, companions=0)], NoDraft(), Fixed(0), "match", rows=1)
         ]
 
+    @cached_property
+    def drafters(self) -> dict[str, Drafter]:
+        """The configured drafters, by name; none for plain decoding."""
+        return make_drafters(self.config, self.loaded, rows=self.num_rows, max_length=self.max_length, device="auto")
+
     def _drafting(self, drafter: Drafter | None, lengths: Fixed) -> tuple[Drafter, Controller]:
         """A way's drafter and controller. drafter: in place of the configured ones."""
         if drafter is not None and not isinstance(drafter, OutOfVocabulary):
             return drafter, lengths
-        if not self._drafters:
-            self._drafters = make_drafters(
-                self.config, self.loaded, rows=self.num_rows, max_length=self.max_length, device="auto"
-            )
-        drafters = self._drafters if drafter is None else {"foreign": drafter}
+        drafters = self.drafters if drafter is None else {"foreign": drafter}
         if not drafters:
             return NoDraft(), lengths
         planner = make_planner(self.config, self.loaded, drafters, lengths)
@@ -206,7 +207,7 @@ class EngineSubject(Subject):
         return self._read(self.loaded.model, job, writing)
 
     def draft_rows(self, job: Job, writing: Writing) -> list[Row] | None:
-        drafter = self._own() if self.config.enabled else None
+        drafter = next(iter(self.drafters.values()), None) if len(self.drafters) == 1 else None
         if not isinstance(drafter, ModelDrafter) or drafter.model.vocab_size != self.vocab_size:
             return None
         return self._read(drafter.model, job, writing)

@@ -211,7 +211,8 @@ class OneWay(BaseDrafter):
     """One of the ways in which a `CrossTokenizerDrafter` drafts."""
 
     def __init__(self, whole: CrossTokenizerDrafter, way: Way) -> None:
-        self.whole, self.way, self.model = whole, way, whole.model
+        self.whole, self.model = whole, whole.model
+        self.way: Way = way
         self.error, self.reduction = whole.error, whole.reduction
 
     def propose(self, context: DraftContext) -> Draft:

@@ -50,7 +50,7 @@ def toy(verifier: str, **options) -> EngineSubject:
     config = {"method": "ngram", "num_speculative_tokens": 3, "verifier": verifier, **options}
     subject = EngineSubject(target, config, TOY_PROMPTS, rows=4, max_length=96)
     if not options:
-        subject._drafters["own"] = ModelDrafter(draft.model, 8, 96)
+        subject.drafters = {"own": ModelDrafter(draft.model, 8, 96)}
     return subject
 
 
@@ -72,7 +72,7 @@ def test_our_engine_keeps_the_contract() -> None:
 
 def test_a_drafter_of_ours_that_lies_about_q_is_found() -> None:
     subject = toy("rejection")
-    own = subject._own()
+    [own] = subject.drafters.values()
     honest = own.propose
 
     def lies(context):
@@ -136,7 +136,7 @@ def test_an_engine_that_fails_under_speculation_is_a_finding(monkeypatch: pytest
     def crash(*_):
         raise MemoryError("no memory for the draft")
 
-    monkeypatch.setattr(ours._drafters["own"], "propose", crash)
+    monkeypatch.setattr(next(iter(ours.drafters.values())), "propose", crash)
     for subject in (FunctionSubject(fails, "fails"), ours):
         part = certified(Seeded(subject, length=8, rounds=1), most=1)
         assert part.conclusion is Conclusion.DIFFERS

@@ -87,7 +87,8 @@ OPTIONS = {
     "bench": {
         "What": "--model/-m --method --speculative-config --draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
-        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c",
+        "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c "
+        "--hindsight",
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--json --html --resume --debug",
     },

@@ -79,9 +79,11 @@ def test_auto_takes_what_there_is(code: Loaded) -> None:
     with pytest.raises(ValueError, match="use make_drafters"):
         make(code, method="auto")
     unknown = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, code.weights, code.source)
-    assert list(make(unknown, method="auto").drafters) == ["prediction", "suffix", "quantized_self"]
+    ask = SpeculativeConfig.of({"method": "auto"})
+    made = make_drafters(ask, unknown, rows=1, max_length=256, device="cpu")
+    assert list(made) == ["prediction", "suffix", "quantized_self"]
     coarse = Loaded(code.model, "some-model", code.tokenizer, code.end_ids, "int4", code.source)
-    assert list(make(coarse, method="auto").drafters) == ["prediction", "suffix"]
+    assert list(make_drafters(ask, coarse, rows=1, max_length=256, device="cpu")) == ["prediction", "suffix"]
 
 
 def test_no_node_is_no_draft(code: Loaded) -> None:
