@@ -169,6 +169,8 @@ def bench(
     """
     with readable(debug):
         files.check()
+        if server.urls and hindsight:
+            raise ValueError("--hindsight replays drafts of this process; leave it out with --base-url")
         configs = what.configs(bool(server.urls))
         sampling = workload.sampling(top_p=top_p, top_k=top_k)
         from outrider.bench.prompts import read
@@ -209,8 +211,6 @@ def bench(
                 "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "
                 "too fast; use more prompts instead of --repeats"
             )
-        if server.urls and hindsight:
-            raise ValueError("--hindsight replays drafts of this process; leave it out with --url")
         code = _measure(run, backend, read_prompts, notes, files)
         if hindsight and run.complete:
             _tell_hindsight(backend, read_prompts, sampling)

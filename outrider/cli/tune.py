@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -292,7 +293,12 @@ def show_exports(search: Search, out: Path, depths: dict[int, int] | None) -> No
     if depths is None:
         with loading("the settings of other engines"):
             depths = search.best_depths()
-    print("The same setting in other engines")
-    show_commands(exports(search.answer.config, depths, model=search.racer.target.name))
+    setting, given = search.exported, str(out)
+    if setting is search.answer:
+        print("The same setting in other engines")
+    else:
+        print(f"Other engines do not choose among drafters. The best single setting for them is {setting.name}")
+        given = shlex.quote(json.dumps(setting.config))
+    show_commands(exports(setting.config, depths, model=search.racer.target.name))
     lengths = f" --lengths {','.join(f'{n}:{k}' for n, k in sorted(depths.items()))}" if depths else ""
-    print(paint(f"Files for one of them: outrider export {out} --to ENGINE -m MODEL{lengths} -o FOLDER", DIM))
+    print(paint(f"Files for one of them: outrider export {given} --to ENGINE -m MODEL{lengths} -o FOLDER", DIM))

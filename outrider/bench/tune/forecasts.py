@@ -27,6 +27,7 @@ LOOKUP = 3e-4
 """Seconds that the lookups of a step take."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 BATCH_SIZES = (1, 2, 4, 8, 16)
+TOO_EXPENSIVE = "slower than plain decoding even if every draft token is accepted"
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,29 @@ class Forecasts:
             made = self._made(some)
             if not made and self.texts:
                 continue
-            yield f"recording {len(self.prompts)} answers and the drafts of {', '.join(made) or 'none'}"
-            self._record(made)
             models = {name: drafter for name, drafter in made.items() if name not in lookup_names(made)}
             found = measure(self.racer.target.model, models, {}, AT_LOAD, ROUNDS)
-            for method in [m for m in self.methods if set(m.drafters) & (set(models) - set(found.drafters))]:
-                self.problems[method.name] = "it cannot draft in a context as short as this model's"
-                self.methods.remove(method)
             target = found.target if not self.costs.drafters else self.costs.target
             self.costs = CostModel({}, target, {**self.costs.drafters, **found.drafters})
+            for method in [m for m in self.methods if set(m.drafters) & set(models)]:
+                if problem := self._hopeless(method, found):
+                    self.problems[method.name] = problem
+                    self.methods.remove(method)
+                    made = {name: drafter for name, drafter in made.items() if name not in method.drafters}
+            yield f"recording {len(self.prompts)} answers and the drafts of {', '.join(made) or 'none'}"
+            failed = self._record(made)
+            for method in [m for m in self.methods if set(m.drafters) & set(failed)]:
+                self.problems[method.name] = next(failed[n] for n in method.drafters if n in failed)
+                self.methods.remove(method)
+
+    def _hopeless(self, method: Method, costs: CostModel) -> str:
+        """Why a method cannot be faster than plain decoding, whatever is accepted; "" if it may be."""
+        models = [name for name in method.drafters if name not in lookup_names(method.drafters)]
+        if any(name not in costs.drafters for name in models):
+            return "it cannot draft in a context as short as this model's"
+        plain = costs.forward(1)
+        best = max((d + 1) * plain / (costs.draft(name, d) + costs.forward(d + 1)) for name in models for d in LENGTHS)
+        return "" if best > 1 or len(models) < len(method.drafters) else TOO_EXPENSIVE
 
     def _made(self, configs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Drafter]:
         made, target = dict[str, Drafter](), self.racer.target
@@ -79,7 +94,7 @@ class Forecasts:
             try:
                 checked = SpeculativeConfig.of(config)
                 length = self.racer.plain.decoder.max_length
-                own = make_drafters(checked, target, rows=TOGETHER, max_length=length, device="cpu")
+                own = make_drafters(checked, target, rows=TOGETHER, max_length=length, device=str(target.model.device))
             except (ValueError, OSError) as error:
                 self.problems[name] = " ".join(str(error).split())
                 continue
@@ -90,8 +105,9 @@ class Forecasts:
             self.kinds |= {n: chain_kind(n, level_cost(n, d, target.model)) for n, d in own.items()}
         return made
 
-    def _record(self, made: Mapping[str, Drafter]) -> None:
-        """Write the prompts plainly, beside the drafters. A later pass writes the same texts."""
+    def _record(self, made: Mapping[str, Drafter]) -> dict[str, str]:
+        """Write the prompts plainly, beside the drafters. A later pass writes the same texts. Returns which drafters failed, and
+        how."""
         lookups, target = lookup_names(made), self.racer.target
         deepest = max((m.tune_depth for name in made if name not in lookups and (m := method_of(name))), default=8)
         recorder = Recorder(made, lookups, deepest)
@@ -110,6 +126,7 @@ class Forecasts:
             self.texts = found
         for old, new in zip(self.texts, found, strict=True):
             old.drafts |= new.drafts
+        return recorder.problems
 
     def candidates(self, whole: dict[str, Any] | None) -> list[Candidate]:
         """Every setting with its speed over plain decoding, the fastest first. whole: the configuration of "auto", None where
@@ -153,19 +170,20 @@ class Forecasts:
         return plain / self.seconds(candidate.drafters, candidate.length, used)
 
     def seconds(self, drafters: Sequence[str], length: int | None, costs: CostModel, slots: int = 1) -> float:
-        """Seconds that all texts take, so many at a time."""
+        """Seconds that all texts take, so many at a time. Several at a time are written again and again, so that a batch stays
+        full."""
         own: Planner = auto(costs, DEEPEST, kinds=self.kinds) if length is None else fixed(costs, length)
         lookups = lookup_names(drafters)
         machine = Machine(costs, own, drafters, lookups, lookup=LOOKUP * bool(lookups), slots=slots)
-        machine.write(self.texts)
+        machine.write(self.texts * (1 if slots == 1 else -(-4 * slots // len(self.texts))))
         return machine.seconds
 
-    def halved(self, drafters: Sequence[str]) -> float:
-        """Speed over plain decoding with a drafter that says the same and costs half."""
+    def halved(self, candidate: Candidate) -> float:
+        """Speed over plain decoding of a setting whose drafters say the same and cost half."""
         cheaper = {
             n: replace(c, first=c.first / 2, level=c.level / 2, read=c.read / 2) for n, c in self.costs.drafters.items()
         }
-        return self.speed(Candidate("", {}, tuple(drafters)), replace(self.costs, drafters=cheaper))
+        return self.speed(candidate, replace(self.costs, drafters=cheaper))
 
     def best_lengths(self, drafters: Sequence[str], sizes: Sequence[int] = BATCH_SIZES) -> dict[int, int]:
         """The fastest fixed length of one drafter for each batch size, 0 where plain decoding is the fastest."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -59,51 +59,74 @@ class RecordedText:
 
 
 class Recorder(BaseDrafter):
-    """Asks drafters at every position, and proposes nothing itself. lookups: the names of those that cost nothing."""
+    """Asks drafters at every position, and proposes nothing itself. A drafter that raises is not asked again.
+
+    lookups: the names of those that cost nothing. problems: how drafters failed, by name.
+    """
 
     def __init__(self, drafters: Mapping[str, Drafter], lookups: Sequence[str] = (), depth: int = 8) -> None:
         """depth: levels that the others are asked for."""
         self.drafters, self.lookups, self.depth = dict(drafters), set(lookups), depth
         self._shared = SharedTaps.of(drafters)
         self.taps = self._shared.taps
+        self.problems: dict[str, str] = {}
         self._proposals: dict[str, list[NodeList]] = {}
         self.made: dict[int, dict[str, list[tuple[NodeList, int, list[float]]]]] = {}  # by slot and drafter
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
-        for name in self._shared.columns:
-            self.drafters[name].start(slot, tokens, first, self._shared.of_drafter(name, features))
+        self._each(
+            lambda name, drafter: drafter.start(slot, tokens, first, self._shared.of_drafter(name, features)),
+            self._shared.columns,
+        )
 
     def propose(self, context: DraftContext) -> Draft:
-        for name, drafter in self.drafters.items():
-            error = getattr(drafter, "error", None)
-            if error is not None:
-                error.scale = STATED  # all chances are stated with the same error
-            budget = Budget(DEPTH) if name in self.lookups else Budget(self.depth, min_probability=LEAST)
-            budgets = [budget.clipped(own.depth) for own in context.budgets]
-            draft = drafter.propose(replace(context, budgets=budgets))
-            self._proposals[name] = draft.host
-            for b, slot in enumerate(context.slots):
-                nodes, note = draft.host[b], draft.notes[b] if draft.notes else None
-                stated = draft_confidence(draft, b, len(nodes)) or [1.0]
-                chances = [x / max(before, 1e-9) for before, x in pairwise(stated)]
-                match = note.length if isinstance(note, Match) else 0
-                self.made.setdefault(slot, {}).setdefault(name, []).append((nodes, match, chances))
+        self._each(lambda name, drafter: self._asked(name, drafter, context))
         roots = torch.tensor([[tokens[-1]] for tokens in context.tokens])
         return Draft(roots, torch.full_like(roots, -1))
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        for name, drafter in self.drafters.items():
+        def updated(name: str, drafter: Drafter) -> None:
             own = [self._shared.commit(name, own_commit(c, self._proposals[name][b])) for b, c in enumerate(commits)]
             drafter.update(context, own, target)
 
+        self._each(updated)
+
     def release(self, slot: int) -> None:
-        for drafter in self.drafters.values():
-            drafter.release(slot)
+        self._each(lambda name, drafter: drafter.release(slot))
+
+    def _each(self, act: Callable[[str, Drafter], None], names: Iterable[str] | None = None) -> None:
+        """Do the same with all drafters that did not fail."""
+        for name in self.drafters if names is None else names:
+            if name not in self.problems:
+                try:
+                    act(name, self.drafters[name])
+                except Exception as error:
+                    self.problems[name] = " ".join(f"it failed: {type(error).__name__}: {error}".split())
+
+    def _asked(self, name: str, drafter: Drafter, context: DraftContext) -> None:
+        error = getattr(drafter, "error", None)
+        if error is not None:
+            error.scale = STATED  # all chances are stated with the same error
+        budget = Budget(DEPTH) if name in self.lookups else Budget(self.depth, min_probability=LEAST)
+        budgets = [budget.clipped(own.depth) for own in context.budgets]
+        draft = drafter.propose(replace(context, budgets=budgets))
+        self._proposals[name] = draft.host
+        for b, slot in enumerate(context.slots):
+            nodes, note = draft.host[b], draft.notes[b] if draft.notes else None
+            stated = draft_confidence(draft, b, len(nodes)) or [1.0]
+            chances = [x / max(before, 1e-9) for before, x in pairwise(stated)]
+            match = note.length if isinstance(note, Match) else 0
+            self.made.setdefault(slot, {}).setdefault(name, []).append((nodes, match, chances))
 
     def taken(self, text: Text, slot: int, kind: str, limit: int) -> RecordedText:
         """What was recorded of a text that has ended. slot: the one that it had."""
-        made, out = self.made.pop(slot), RecordedText(kind, text.params.temperature, limit, text.prompt, text.output)
+        made, out = (
+            self.made.pop(slot, {}),
+            RecordedText(kind, text.params.temperature, limit, text.prompt, text.output),
+        )
         for name, every in made.items():
+            if name in self.problems:
+                continue
             out.drafts[name] = [
                 RecordedDraft(len(accepted_path(nodes, text.output[at:])) - 1, match, chances, len(nodes) - 1)
                 for at, (nodes, match, chances) in enumerate(every)

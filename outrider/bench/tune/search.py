@@ -58,12 +58,13 @@ class Standings:
     @property
     def answer(self) -> Candidate:
         """The leader, if it is significantly faster than plain decoding. The default also if it only looks faster: it stops
-        where drafting does not pay. Otherwise plain decoding."""
+        where drafting does not pay. Otherwise the fastest setting that is significantly faster, or plain decoding."""
         leader = self.leader
         gain = self.gain(leader)
         if gain is not None and (gain.low > 1 or (leader is self.default and gain.value > 1 + EQUAL)):
             return leader
-        return self.plain
+        sure = [c for c in self.candidates if (gain := self.gain(c)) is not None and gain.low > 1]
+        return max(sure, key=lambda c: c.speed, default=self.plain)
 
     def drop_slow(self) -> None:
         """Drop every candidate for which a gain of `EQUAL` over the leader is excluded with 95 % confidence."""
@@ -112,6 +113,8 @@ class Search:
 
     def run(self) -> Iterator[str]:
         yield from self.forecasts.run()
+        if self.whole and not any(m.config.get("model") == self.whole.get("model") for m in self.forecasts.methods):
+            self.whole = {"method": "auto"}  # the draft model cannot draft here; its problem is told
         self.choose(self.forecasts.candidates(self.whole))
         yield from self._measure()
         self.complete = True
@@ -176,7 +179,7 @@ class Search:
             return ""
         best = max(models, key=lambda c: c.predicted or 0.0)
         without = max((c.predicted or 0.0 for c in lookups), default=1.0)
-        half = self.forecasts.halved(best.drafters)
+        half = self.forecasts.halved(best)
         name = next(n for n in best.drafters if n in self.forecasts.costs.drafters)
         keep = "Keep" if (best.predicted or 0.0) > max(without, 1.0) * (1 + EQUAL) else "Leave out"
         return (
@@ -187,8 +190,15 @@ class Search:
     def _costs(self, candidate: Candidate) -> bool:
         return any(name in self.forecasts.costs.drafters for name in candidate.drafters)
 
+    @property
+    def exported(self) -> Candidate:
+        """The setting for other engines: the answer, or the best single method where the answer chooses among several."""
+        answer = self.answer
+        if len(answer.drafters) < 2 and answer.config["method"] != "auto":
+            return answer
+        return next((c for c in self.candidates if c.length and len(c.drafters) == 1), self.plain)
+
     def best_depths(self, batch_sizes: Sequence[int] = BATCH_SIZES) -> dict[int, int]:
-        """The best fixed length of the answer's most expensive drafter for each batch size, by the replay."""
-        names = self.answer.drafters
-        some = tuple(n for n in names if n in self.forecasts.costs.drafters) or names
-        return self.forecasts.best_lengths(some[:1], batch_sizes) if some else {}
+        """The best fixed length of the exported setting for each batch size, by the replay."""
+        names = self.exported.drafters
+        return self.forecasts.best_lengths(names, batch_sizes) if names else {}

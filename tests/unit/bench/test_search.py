@@ -13,10 +13,16 @@ from typer.testing import CliRunner
 from outrider.bench import stats
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import Run, Sample
+from outrider.bench.tune import forecasts
 from outrider.bench.tune.race import Candidate, Racer
 from outrider.bench.tune.search import Search
 from outrider.cli.main import app
 from outrider.cli.tune import why_plain
+from outrider.config import SpeculativeConfig
+from outrider.control import CostModel
+from outrider.core.types import Draft
+from outrider.drafters import make_drafters
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
 from outrider.models.load import load
 from outrider.plan import acceptance_curve
 
@@ -105,6 +111,31 @@ def test_plain_decoding_is_an_answer() -> None:
     assert search.standings.gain(search.plain) is None
 
 
+def test_a_setting_that_is_clearly_faster_than_plain_decoding_is_not_lost_beside_a_slow_default() -> None:
+    """The default is too noisy to be called slower, and it does not look faster than plain decoding."""
+    search = made_up({"auto": 100.0, "suffix k=4": 180.0})
+    racer = search.racer
+    assert isinstance(racer, MadeUpRacer)
+    search.choose(search.forecasts.candidates(None))
+    for prompt in PROMPTS[:4]:
+        racer.noise = 0.02
+        racer.race([search.plain, search.candidates[1]], prompt, 0)
+        racer.noise = 1.5
+        racer.race([search.standings.default], prompt, 0)
+    gain = search.standings.gain(search.candidates[1])
+    assert gain is not None
+    assert gain.low > 1
+    assert search.answer.name == "suffix k=4"
+
+
+def test_other_engines_get_a_single_method() -> None:
+    search = made_up({"auto": 190.0, "suffix k=4": 150.0, "suffix k=2": 120.0})
+    for _ in search.run():
+        pass
+    assert search.answer.name == "auto"
+    assert search.exported.name == "suffix k=4"
+
+
 def test_where_a_gain_is_likely_but_not_sure_the_default_decides() -> None:
     """Two prompts are too few to be sure of anything; what stops where drafts do not pay has nothing to lose."""
     search = made_up({"suffix k=4": 200.0, "auto": 190.0}, noise=0.3)
@@ -166,7 +197,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: l
     assert result.exit_code == 0, result.output
     assert "plain" in result.output
     assert "vLLM:" in result.output
-    assert json.loads(file.read_text())["method"] in (*methods, "none", "auto", "draft_model", "suffix")
+    assert json.loads(file.read_text())["method"] in (
+        *methods,
+        "none",
+        "auto",
+        "draft_model",
+        "suffix",
+        "quantized_self",
+    )
     assert ("times plain decoding with it" in result.output) == (methods != ["suffix"])
     words = ["generate", "def f(x):", "-n", "4", "--speculative-config", str(file)]
     assert CliRunner().invoke(app, words).exit_code == 0
@@ -214,6 +252,52 @@ def test_a_recording_has_every_drafter_and_the_texts_of_plain_decoding() -> None
     assert "draft_model k=12" not in names
     assert found.speed(Candidate("", {}, ("draft_model",), 4)) > 0
     assert found.best_lengths(("draft_model",), (1, 4)).keys() == {1, 4}
+
+
+class Failing(BaseDrafter):
+    """A drafter that raises in its third step."""
+
+    steps = 0
+
+    def propose(self, context: DraftContext) -> Draft:
+        self.steps += 1
+        if self.steps > 2:
+            raise RuntimeError("no memory left")
+        return chains(context, [[1] for _ in context.slots])
+
+
+def test_a_drafter_that_fails_is_a_problem_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(config: SpeculativeConfig, *given: Any, **more: Any) -> dict[str, Drafter]:
+        return {"ngram": Failing()} if config.method == "ngram" else make_drafters(config, *given, **more)
+
+    monkeypatch.setattr(forecasts, "make_drafters", made)
+    racer = Racer(load("builtin:code-draft"), {"temperature": 0.0, "seed": 0, "max_tokens": 12, "ignore_eos": True})
+    configs = [("ngram", {"method": "ngram"}), ("suffix", {"method": "suffix"})]
+    found = forecasts.Forecasts(racer, [Prompt("0", "all", "def f(x):")], configs)
+    list(found.run())
+    assert found.problems == {"ngram": "it failed: RuntimeError: no memory left"}
+    assert [m.name for m in found.methods] == ["suffix"]
+    assert found.texts[0].drafts.keys() == {"suffix"}
+
+
+def test_a_draft_model_that_cannot_be_loaded_is_a_problem_and_the_others_go_on(tmp_path: Path) -> None:
+    words = ["tune", "-m", "builtin:code-draft", "-d", str(tmp_path / "none"), "--num-prompts", "2", "-n", "8"]
+    file = tmp_path / "config.json"
+    result = CliRunner().invoke(app, [*words, "--seconds", "1", "--out", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "there is no folder" in " ".join(result.output.split())
+    assert "model" not in json.loads(file.read_text())
+
+
+def test_lengths_of_a_batch_do_not_depend_on_the_number_of_texts() -> None:
+    racer = Racer(load("builtin:code-draft"), {"temperature": 0.0, "seed": 0, "max_tokens": 24, "ignore_eos": True})
+    prompts = [Prompt(str(n), "all", text) for n, text in enumerate(("def f(x):", "class A:"))]
+    found = forecasts.Forecasts(racer, prompts, [("suffix", {"method": "suffix"})])
+    list(found.run())
+    found.costs = CostModel({}, {1: 1.0, 16: 1.2, 32: 2.0, 64: 4.0})
+    few = found.best_lengths(("suffix",), (8,))
+    found.texts = found.texts * 16
+    assert found.best_lengths(("suffix",), (8,)) == few
 
 
 def test_candidates_remember_only_their_own_answers() -> None:
