@@ -23,7 +23,8 @@ _DEEP = 4  # places of a lookup's chain that the table learns from
 _TABLE = 200.0  # tries after which those of a cell fade
 _FADE = 0.97  # weight of the past in what a text tells about its lookups
 _TEXT = 4.0  # tries of a text that the table counts for
-_MEMORY = 1 - 1 / 24  # weight of the past in what a text tells about a model
+_MEMORY = 1 - 1 / 24  # weight of the past in how true a model's chances are in a text
+_SHORT, _LONG = 24.0, 0.25  # steps that a text remembers of a model, and more of them for each that it has had
 _POOL, _POOLED, _PRIOR, _OWN = (
     200.0,
     1 - 1 / 1000,
@@ -175,12 +176,12 @@ class Truth:
 
 @dataclass
 class TextRecord:
-    """A text's own means, how true the drafter's chances are in it, and the share of its steps that no lookup wins."""
+    """A text's own means, how true the drafter's chances are in it, the share of its steps that no lookup wins, and its steps."""
 
     means: Means = field(default_factory=Means)
     truth: Truth = field(default_factory=Truth)
     free: float = 0.95
-    steps: float = 4.0
+    steps: int = 0
 
 
 class ModelBelief:
@@ -234,10 +235,10 @@ class ModelBelief:
     def passed(self, slot: int, lookup_wins: bool) -> None:
         """A step has passed, with this drafter or without it."""
         record = self.text(slot)
-        record.means.weight *= _MEMORY
+        record.means.weight *= 1 - 1 / (_SHORT + _LONG * record.steps)  # of a long text more is known
         self.pool.weight *= _POOLED
-        record.free += ((not lookup_wins) - record.free) / (record.steps + 1)
-        record.steps = min(record.steps + 1, 16)
+        record.free += ((not lookup_wins) - record.free) / (min(record.steps, 12) + 5)
+        record.steps += 1
 
     def ending(self, budget: Budget, least: float) -> Budget:
         """The budget of a chain that ends where its survival falls below `least`, as its drafter says or as its record says."""

@@ -33,6 +33,7 @@ _WAIT, _WAITED = 0.25, 6.0  # tokens of the answer to wait for, for each that re
 _CHEAP = 0.5  # tokens; reading that costs less is part of the step
 _LOOKUPS = 0.8  # tokens a step that lookups add, where the end of an answer is estimated in steps
 _HOPE, _LOOKED, _PAUSE = 0.5, 0.1, 3  # tokens that lookups are worth at first; rate of their mean; steps without them
+_REST = 8  # most steps without a plan, where nothing was worth it: a plan costs what its code costs to read from memory
 _NODES = 3  # nodes of a draft at which the cost of one more is taken
 _AGAIN = 512  # steps after which forecasts are made anew from corrected costs
 _MOST_SURE = 0.98  # a drafter that is asked drafts one token at least
@@ -179,13 +180,16 @@ class _Try:
 @dataclass
 class _Speed:
     """Tokens of a text, and the plain steps that they took. written: all of its tokens. looked: what lookups lately were worth.
-    pause: steps until they are asked again."""
+    pause: steps until they are asked again. rest: steps until anything is weighed again. calm: plans in a row with nothing in
+    them."""
 
     tokens: float = 0.0
     steps: float = 0.0
     written: int = 0
     looked: float = _HOPE
     pause: int = 0
+    rest: int = 0
+    calm: int = 0
 
 
 class Planner:
@@ -248,8 +252,11 @@ class Planner:
             speed.tokens = _LATELY * speed.tokens + len(commit.tokens)
             speed.steps = _LATELY * speed.steps + steps
             speed.written += len(commit.tokens)
-            if note is not None:
+            if speed.rest:
+                self._rested(slot, speed)
+            elif note is not None:
                 self._look(speed, note)
+                speed.rest = self._rest(slot, speed, note)
                 self._learn(slot, note, commit.tokens, commit.num_accepted, commit.finish is not None)
 
     def release(self, slot: int) -> None:
@@ -405,11 +412,12 @@ class Planner:
         return Plan(wanted, budget, price=price, why=tuple(why))
 
     def _ask(self, name: str, slot: int, price: float, around: float, rows: int, asked: int) -> _Ask:
-        """What asking a drafter that costs something is worth, for a sequence among `asked`."""
+        """What asking a drafter that costs something is worth, for a sequence among `asked`. One node at least is charged: a
+        draft of which nothing is verified shows nothing."""
         tokens, levels, nodes, weight = self._belief(name).means(slot, self._forecast(name, rows))
         forward = self.costs.forward
         deepest = levels * _harmonic(asked)
-        seconds = self.costs.draft(name, asked, deepest) / asked + forward(around + nodes) - forward(around)
+        seconds = self.costs.draft(name, asked, deepest) / asked + forward(around + max(nodes, 1.0)) - forward(around)
         hoped = tokens + OPTIMISM / sqrt(1 + weight)
         return _Ask(name, hoped, levels, nodes, hoped - price * seconds)
 
@@ -481,8 +489,10 @@ class Planner:
         return belief
 
     def _own(self, slot: int, budget: Budget) -> Budget:
-        """The same budget, as deep as the request wants it."""
-        depth = self.depths.get(slot)
+        """The same budget, as deep as the request wants it; none while the sequence rests."""
+        depth, speed = self.depths.get(slot), self._speeds.get(slot)
+        if speed is not None and speed.rest:
+            return PLAIN
         return budget if depth is None else replace(budget, depth=depth) if depth else PLAIN
 
     # -- observations ---------------------------------------------------------------------------------------------------
@@ -495,6 +505,24 @@ class Planner:
         worth = max((w.value for w in note.plan.why if w.name in note.offers), default=0.0)
         speed.looked += _LOOKED * (worth - speed.looked)
         speed.pause = _PAUSE if speed.looked < self._looking * max(speed.tokens / max(speed.steps, 1e-9), 1.0) else 0
+
+    def _rest(self, slot: int, speed: _Speed, note: PlanNote) -> int:
+        """Steps without a plan, after one that verified nothing: more each time, but lookups are not kept waiting."""
+        plan = note.plan
+        idle = not note.nodes and plan.read is None and all(w.verdict in ("not worth it", "chosen") for w in plan.why)
+        if not idle or self.lengths is not None or slot in self.depths or not (plan.why or speed.pause):
+            speed.calm = 0
+            return 0
+        speed.calm += 1
+        return speed.pause if note.offers else min(2**speed.calm, _REST)
+
+    def _rested(self, slot: int, speed: _Speed) -> None:
+        """A step without a plan has passed."""
+        speed.rest -= 1
+        speed.pause = max(speed.pause - 1, 0)
+        for belief in self.models.values():
+            if slot in belief.texts:
+                belief.passed(slot, False)
 
     def _learn(self, slot: int, note: PlanNote, tokens: Sequence[int], accepted: int, ended: bool) -> None:
         lookup = max((w.value for w in note.plan.why if w.name in note.offers), default=0.0)

@@ -81,9 +81,13 @@ def test_what_never_pays_is_never_asked() -> None:
 
 
 def test_a_draft_that_is_always_wrong_is_given_up_and_asked_again() -> None:
-    own, asked = planner(), list[int]()
+    own, asked, rests = planner(), list[int](), 0
     for written in range(1, 400):
         one = view(0, written, 500)
+        if not own.budgets([0])[0].depth:
+            own.observe(step([PlanNote(Plan(None), {})], [0]))
+            rests += 1
+            continue
         [plan] = own.plan([one])
         nodes = 3 if plan.drafter else 0
         if nodes:
@@ -93,6 +97,23 @@ def test_a_draft_that_is_always_wrong_is_given_up_and_asked_again() -> None:
     assert 2 < len(asked) < 45
     assert len([n for n in asked if n < 20]) > len([n for n in asked if n > 300]), "less and less often"
     assert asked[-1] > 200, "and never for the last time"
+    assert rests > 250, "a plan costs time too"
+
+
+def test_lookups_are_not_kept_waiting_by_a_rest() -> None:
+    """A text that begins to copy is seen at once: while lookups propose, every step has a plan."""
+    own = planner(level=1.0, read=0.1)
+    for written in range(1, 60):
+        one = view(0, written, 500, 400, count=1 if written < 30 else 9)
+        if not own.asks_lookups(0):
+            one = replace(one, offers={})
+        elif not own.budgets([0])[0].depth:
+            raise AssertionError(f"no plan at {written}, though the lookups may be asked")
+        if not own.budgets([0])[0].depth:
+            own.observe(step([PlanNote(Plan(None), {})], [0]))
+            continue
+        [plan] = own.plan([one])
+        own.observe(step([note(plan, one)], [0]))
 
 
 def test_the_first_token_comes_first() -> None:

@@ -411,7 +411,7 @@ def test_a_prompt_longer_than_the_heads_positions() -> None:
 def test_prefix_cache_and_preemption() -> None:
     llm = LLM(TARGET, drafter=lucky(), max_num_seqs=3, max_model_len=160)
     with closing(Engine(llm, kv_tokens=240, prefill_chunk=16)) as engine:
-        params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
+        params = SamplingParams(max_tokens=90, seed=5, ignore_eos=True)
         jobs = [read(request(PROMPT[:n], params)) for n in (48, 59, 50, 55)]
         texts = run(engine, jobs)
         assert engine.scheduler.preemptions > 0
