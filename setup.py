@@ -3,23 +3,21 @@
 Optional: where no C++ compiler is to be had the package installs without it, and `outrider.kernels.cpu.why()` says so.
 """
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 
-VARIANTS = ["avx2", "avx512", "avx512_vnni", "avx_vnni", "portable"]
-SOURCES = ["api", "decoder", *(f"isa_{name}" for name in VARIANTS), "pack", "plan", "pool"]
-HEADERS = ["abi.hpp", "isa.hpp", "plan.hpp", "pool.hpp", "quant.hpp"]
-PIECES = ["attention", "floats", "kernels", "linear", "maths", "noise", "quantised", "recurrence", "vec"]
+SOURCE = Path("outrider/kernels/cpu/src")
 
 setup(
     ext_modules=[
         Extension(
             "outrider.kernels.cpu._kernels",
-            sources=[f"outrider/kernels/cpu/src/{name}.cpp" for name in SOURCES],
-            depends=[f"outrider/kernels/cpu/src/{name}" for name in HEADERS]
-            + [f"outrider/kernels/cpu/src/{name}.inc" for name in PIECES],
+            sources=sorted(map(str, SOURCE.glob("*.cpp"))),
+            depends=sorted(map(str, [*SOURCE.glob("*.hpp"), *SOURCE.rglob("*.inc")])),
             # No -march and no -ffast-math: the instruction set is chosen at run time, and every rounding is meant.
             extra_compile_args=[
-                "-std=c++17",
+                "-std=c++20",
                 "-O3",
                 "-g0",
                 "-ffp-contract=off",

@@ -33,7 +33,6 @@ void outrider_gumbel(uint64_t seed, uint32_t stream, uint32_t step, uint32_t pos
 
 namespace {
 
-const char* const ISAS[] = {"portable", "avx2", "avx_vnni", "avx512", "avx512_vnni"};
 constexpr int64_t FILE_BYTES[FORMATS] = {0, 0, 0, 34, 18, 20, 22, 24, 84, 110, 144, 176, 210, 18, 136};
 int failures = 0;
 
@@ -116,7 +115,8 @@ void check_matrix(const Packed& w, const std::string& name, Random& random) {
     constexpr int64_t ROWS = 99;
     std::vector<float> x = reals(ROWS * w.k, random), all, row(static_cast<size_t>(w.k));
     for (int64_t column : {int64_t(0), w.n - 1}) outrider_unpack_column(&w, column, row.data());
-    for (const char* isa : ISAS) {
+    for (int64_t v = 0; v < VARIANT_COUNT; v++) {
+        const char* isa = VARIANTS[v].name;
         if (!outrider_select_isa(isa)) continue;
         std::vector<float> y = product(w, x, 0, ROWS);
         if (all.empty()) all = y;
@@ -257,7 +257,8 @@ int main() {
     for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8}) {
         Toy toy(random, reads);
         std::vector<float> first;
-        for (const char* isa : ISAS) {
+        for (int64_t v = 0; v < VARIANT_COUNT; v++) {
+        const char* isa = VARIANTS[v].name;
             if (!outrider_select_isa(isa)) continue;
             for (int threads : {1, 2, 5}) {
                 outrider_set_threads(threads);

@@ -11,6 +11,7 @@ from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
     available,
     isa,
+    isas,
     library,
     num_threads,
     one_torch_thread,
@@ -31,6 +32,7 @@ __all__ = [
     "delta_rule",
     "gumbel",
     "isa",
+    "isas",
     "library",
     "num_threads",
     "one_torch_thread",

@@ -7,9 +7,6 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-ABI = 10
-ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni")
-
 
 class PackedStruct(ctypes.Structure):
     _fields_ = [
@@ -118,9 +115,22 @@ class ScanStruct(ctypes.Structure):
     ]
 
 
+STRUCTS: dict[str, type[ctypes.Structure]] = {  # by the names of src/abi.hpp
+    "Packed": PackedStruct,
+    "Plan": PlanStruct,
+    "AttentionJob": AttentionStruct,
+    "Layer": LayerStruct,
+    "Pairs": PairsStruct,
+    "Model": ModelStruct,
+    "ForwardJob": ForwardStruct,
+    "ChainJob": ChainStruct,
+    "ChainsJob": ChainsStruct,
+    "ScanJob": ScanStruct,
+}
 _NOISE = (c_uint64, c_uint32, c_uint32, c_uint32)  # seed, stream, step, position
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "abi": (c_int32, ()),
+    "layout": (c_char_p, ()),
+    "isas": (c_char_p, ()),
     "isa": (c_char_p, ()),
     "select_isa": (c_int32, (c_char_p,)),
     "set_threads": (None, (c_int32,)),
@@ -163,6 +173,15 @@ class Library:
         raise AttributeError(f"the native library has no function {name!r}")
 
 
+def layout() -> str:
+    """The structs as ctypes lays them out, a line each: name:0:bytes, and name:offset:bytes of each field."""
+    lines = list[str]()
+    for name, struct in STRUCTS.items():
+        places = [(field[0], getattr(struct, field[0])) for field in struct._fields_]  # pyright: ignore[reportPrivateUsage]
+        lines.append(" ".join([f"{name}:0:{ctypes.sizeof(struct)}", *(f"{n}:{p.offset}:{p.size}" for n, p in places)]))
+    return "\n".join(lines)
+
+
 def load() -> tuple[Library | None, str | None]:
     """The library, or None and the reason."""
     folder = Path(__file__).parent
@@ -173,15 +192,17 @@ def load() -> tuple[Library | None, str | None]:
         library = Library(files[0])
     except (OSError, AttributeError) as error:
         return None, f"{files[0].name} cannot be loaded ({error}); reinstall outrider on this machine"
-    if library.abi() != ABI:
-        return (
-            None,
-            f"{files[0].name} is from another version of outrider; rebuild with `python setup.py build_ext --inplace`",
+    if (theirs := library.layout().decode()) != layout():
+        part = next(a.split(":")[0] for a, b in zip(theirs.splitlines(), layout().splitlines(), strict=False) if a != b)
+        return None, (
+            f"{files[0].name} is from another version of outrider (its {part} differs); rebuild with "
+            "`python setup.py build_ext --inplace`"
         )
     isa = os.environ.get("OUTRIDER_ISA")  # for tests: a slower variant than the processor's best
     if isa:
-        if isa not in ISAS:
-            return None, f"OUTRIDER_ISA must be one of {', '.join(ISAS)}, got {isa!r}"
+        known = library.isas().decode().split()
+        if isa not in known:
+            return None, f"OUTRIDER_ISA must be one of {', '.join(known)}, got {isa!r}"
         if not library.select_isa(isa.encode()):
             return None, f"OUTRIDER_ISA={isa} was asked for and this processor does not have it"
     return library, None

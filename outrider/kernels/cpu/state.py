@@ -65,8 +65,13 @@ def library() -> Library:
     return found
 
 
+def isas() -> tuple[str, ...]:
+    """The instruction sets that the library was compiled for, the slowest first. This processor may lack some."""
+    return tuple(library().isas().decode().split()) if available() else ()
+
+
 def isa() -> str:
-    """The instruction set in use: portable, avx2 or avx512."""
+    """The instruction set in use, one of `isas()`."""
     return library().isa().decode()
 
 

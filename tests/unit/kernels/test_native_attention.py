@@ -12,7 +12,6 @@ from torch import Tensor
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
 from outrider.kernels.cpu import Plan, attention
-from outrider.kernels.cpu.library import ISAS
 from outrider.kernels.vectors import pack_vectors, unpack_vectors, vector_dim
 
 PACKED = [torch.bfloat16, torch.int8]
@@ -92,7 +91,7 @@ def isas() -> Iterator[str]:
     """Each instruction set of this processor, in use while it is the current one."""
     before = native.isa()
     try:
-        yield from (isa for isa in ISAS if native.use_isa(isa))
+        yield from (isa for isa in native.isas() if native.use_isa(isa))
     finally:
         native.use_isa(before)
 
@@ -164,7 +163,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     q, k, v = torch.randn(1, 5, 6, 20), torch.randn(1, 2, 90, 20), torch.randn(1, 2, 90, 20)
     plan = Plan([0], [80], 5, torch.tensor([[-1, 0, 0, 1, 2]]))
     before, out = native.isa(), []
-    for isa in ISAS:
+    for isa in native.isas():
         if native.use_isa(isa):
             out.append(attention(plan, q, k, v, Scoring(0.3, 40, 9.0, torch.randn(6).sort()[0] * 0)))
     native.use_isa(before)

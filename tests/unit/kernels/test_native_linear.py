@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu.library import ISAS, load
+from outrider.kernels.cpu.library import STRUCTS, PairsStruct, layout, load
 from outrider.models.hf.linear import PackedLinear, pack_linears_
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
@@ -68,7 +69,7 @@ def test_close_to_the_matrix_it_holds(kind: str) -> None:
         assert (packed.linear(x) - exact).abs().max() < rounding * exact.abs().max().clamp_min(1)
 
 
-@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("isa", native.isas()[1:])
 def test_every_instruction_set_gives_the_same_bits(isa: str) -> None:
     def run() -> list[Tensor]:
         torch.manual_seed(1)
@@ -157,6 +158,18 @@ def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> No
     assert (why, found and found.isa()) == (None, b"portable")
     monkeypatch.setenv("OUTRIDER_ISA", "mmx")
     assert "portable, avx2" in str(load()[1])
+
+
+def test_the_structs_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fields of one size that are swapped would otherwise be read as each other."""
+    assert native.library().layout().decode() == layout()
+    fields = list(PairsStruct._fields_)
+    fields[0], fields[1] = fields[1], fields[0]
+    swapped = type("Swapped", (ctypes.Structure,), {"_fields_": fields})
+    monkeypatch.setitem(STRUCTS, "Pairs", swapped)
+    found, why = load()
+    assert found is None
+    assert "its Pairs differs" in str(why)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")

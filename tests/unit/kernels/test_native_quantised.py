@@ -11,7 +11,6 @@ from torch import Tensor
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
-from outrider.kernels.cpu.library import ISAS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
 
@@ -73,7 +72,7 @@ def test_rows_do_not_depend_on_their_number(name: str) -> None:
         assert torch.equal(packed.linear(x[-rows:]), alone[-rows:]), rows
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_the_largest_integers_do_not_overflow(name: str, isa: str) -> None:
     """Every bit of the weights set, or none, against the largest activations of either sign: no sum may wrap."""

@@ -27,7 +27,6 @@ from transformers import (
 
 from outrider.drafters.model.confidence import RIVALS, LogitError
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu.library import ISAS
 from outrider.kernels.vectors import unpack_vectors
 from outrider.models.base import EMBEDDING, FINAL_NORM, Chain
 from outrider.models.cache import KV_CACHE_DTYPES
@@ -446,7 +445,7 @@ def test_a_head_of_tokens_that_are_none(ids: list[int], words: str) -> None:
 def test_every_instruction_set_gives_the_same_bits(kv_cache_dtype: str) -> None:
     model = LlamaModel(build("qwen3"), weights="int8", kv_cache_dtype=kv_cache_dtype)
     before, out = native.isa(), []
-    for isa in ISAS:
+    for isa in native.isas():
         if native.use_isa(isa):
             out.append(model.forward(Nodes(TEXT[:, :30], model.new_cache(1, 64), [0])).logits)
     native.use_isa(before)

@@ -45,16 +45,16 @@ struct LinearJob {
     const float* x;
     float* y;
     int64_t rows, ldx, ldy;
-    float factor;  // STORE: y = factor * out; ADD: y += factor * out
-    int32_t finish;
-    const int32_t* place;  // STORE: the row of y each row goes to; null: in order
-    const uint8_t *x8, *x16;  // the rows in 8 and in 16 bits, [block][row], where the weights need them; made by run_linear
+    float factor = 1;  // STORE: y = factor * out; ADD: y += factor * out
+    int32_t finish = STORE;
+    const int32_t* place = nullptr;  // STORE: the row of y each row goes to; null: in order
+    const uint8_t *x8 = nullptr, *x16 = nullptr;  // the rows in 8 and in 16 bits, [block][row], where the weights need them; made by run_linear
 };
 
 struct QuantiseJob {
     const float* x;
     int64_t rows, ldx, k;
-    uint8_t *x8, *x16;  // null: not wanted
+    uint8_t *x8 = nullptr, *x16 = nullptr;  // null: not wanted
 };
 
 // Attention of T nodes over the slot cache. Nodes of one batch entry (a segment) are consecutive.
@@ -182,7 +182,6 @@ inline int64_t scan_units(const ScanJob& job) {
 }
 
 struct Kernels {
-    const char* name;
     void (*linear)(void* job, int64_t begin, int64_t end);     // units of GROUP panels
     void (*quantise)(void* job, int64_t begin, int64_t end);   // blocks of 32 inputs, of all rows
     void (*attention)(void* job, int64_t begin, int64_t end);  // tasks
@@ -203,11 +202,17 @@ struct Kernels {
     void (*elementwise)(int32_t function, const float* x, float* y, int64_t n);  // for tests: exp, log, tanh
 };
 
-const Kernels* portable_kernels();
-const Kernels* avx2_kernels();    // null if the compiler or the architecture has none
-const Kernels* avx_vnni_kernels();
-const Kernels* avx512_kernels();
-const Kernels* avx512_vnni_kernels();
-const Kernels* kernels();         // the one in use
+// Kernels for one instruction set. needs: what the processor must have.
+struct Variant {
+    const char* name;
+    uint32_t needs;
+    const Kernels* kernels;
+};
+enum : uint32_t { HAS_AVX2 = 1, HAS_AVX_VNNI = 2, HAS_AVX512 = 4, HAS_AVX512_VNNI = 8 };  // AVX2: with FMA and F16C. AVX512: F, BW, VL, DQ
+
+extern const Variant VARIANTS[];  // the fastest first; the last one needs nothing
+extern const int64_t VARIANT_COUNT;
+
+const Kernels* kernels();  // those in use
 
 }  // namespace outrider

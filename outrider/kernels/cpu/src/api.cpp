@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <initializer_list>
+#include <string>
 #include <vector>
 
 #if defined(__linux__)
@@ -21,36 +21,42 @@
 namespace outrider {
 namespace {
 
-const Kernels* supported(const char* name) {
+// What this processor has, and its operating system lets us use.
+uint32_t processor() {
+    uint32_t has = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     unsigned a = 0, b = 0, c = 0, d = 0;
     bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);  // not every compiler's cpu_supports knows it
-    bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    bool vnni512 = avx512 && __builtin_cpu_supports("avx512vnni");
-    bool vnni = avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);  // older compilers do not know its name
-    if (!std::strcmp(name, "avx512_vnni")) return vnni512 ? avx512_vnni_kernels() : nullptr;
-    if (!std::strcmp(name, "avx512")) return avx512 ? avx512_kernels() : nullptr;
-    if (!std::strcmp(name, "avx_vnni")) return vnni ? avx_vnni_kernels() : nullptr;
-    if (!std::strcmp(name, "avx2")) return avx2 ? avx2_kernels() : nullptr;
+    if (!f16c || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    has |= HAS_AVX2;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1)) has |= HAS_AVX_VNNI;  // older compilers do not know its name
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        has |= HAS_AVX512 | (__builtin_cpu_supports("avx512vnni") ? HAS_AVX512_VNNI : 0u);
 #endif
-    return std::strcmp(name, "portable") ? nullptr : portable_kernels();
+    return has;
 }
 
-std::atomic<const Kernels*> chosen{nullptr};
+// The fastest variant that runs here; with a name, that one or null.
+const Variant* best(const char* name = nullptr) {
+    uint32_t has = processor();
+    for (const Variant* v = VARIANTS; v < VARIANTS + VARIANT_COUNT; v++)
+        if ((v->needs & ~has) == 0 && (!name || !std::strcmp(v->name, name))) return v;
+    return nullptr;
+}
+
+std::atomic<const Variant*> chosen{nullptr};
+
+const Variant* variant() {
+    const Variant* v = chosen.load(std::memory_order_relaxed);
+    if (!v) chosen = v = best();
+    return v;
+}
 
 }  // namespace
 
-const Kernels* kernels() {
-    const Kernels* k = chosen.load(std::memory_order_relaxed);
-    if (k) return k;
-    for (const char* name : {"avx512_vnni", "avx512", "avx_vnni", "avx2", "portable"})
-        if ((k = supported(name))) break;
-    chosen = k;
-    return k;
-}
+const Kernels* kernels() { return variant()->kernels; }
 
 // The approximate work of one phase, in microseconds on one thread. Below SMALL a second thread costs more than it gains.
 int worth_threads(double bytes, double multiply_adds) {
@@ -88,7 +94,7 @@ void run_linear(LinearJob& job) {
     double work = static_cast<double>(job.rows) * static_cast<double>(w.n) * static_cast<double>(w.k);
     if (needs.eight || needs.sixteen) {
         int64_t blocks = (w.k + SUPER - 1) / SUPER * (SUPER / BLOCK), size = blocks * job.rows;
-        QuantiseJob inputs{job.x, job.rows, job.ldx, w.k, nullptr, nullptr};
+        QuantiseJob inputs{.x = job.x, .rows = job.rows, .ldx = job.ldx, .k = w.k};
         auto room = [](std::vector<uint8_t>& buffer, int64_t count) {
             if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(static_cast<size_t>(count + count / 4));
             return buffer.data();
@@ -101,14 +107,38 @@ void run_linear(LinearJob& job) {
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
 }
 
-OUTRIDER_API int32_t outrider_abi() { return 10; }
+// The structs that cross the boundary, a line each: name:0:bytes, and name:offset:bytes of each field.
+OUTRIDER_API const char* outrider_layout() {
+    struct Place { const char* before; const char* name; size_t offset, bytes; };
+    static const std::string text = [] {
+        std::string out;
+        for (const Place& p : {
+#define STRUCT(S) Place{"\n", #S, 0, sizeof(S)},
+#define FIELD(S, name) Place{" ", #name, offsetof(S, name), sizeof(S::name)},
+#include "layout.inc"
+             })
+            out += p.before, out += p.name, out += ":" + std::to_string(p.offset) + ":" + std::to_string(p.bytes);
+        return out;
+    }();
+    return text.c_str() + 1;
+}
 
-OUTRIDER_API const char* outrider_isa() { return kernels()->name; }
+// The names of the variants that were compiled, the slowest first.
+OUTRIDER_API const char* outrider_isas() {
+    static const std::string text = [] {
+        std::string out = VARIANTS[VARIANT_COUNT - 1].name;
+        for (int64_t i = VARIANT_COUNT - 2; i >= 0; i--) out += std::string(" ") + VARIANTS[i].name;
+        return out;
+    }();
+    return text.c_str();
+}
+
+OUTRIDER_API const char* outrider_isa() { return variant()->name; }
 
 OUTRIDER_API int32_t outrider_select_isa(const char* name) {
-    const Kernels* k = supported(name);
-    if (k) chosen = k;
-    return k != nullptr;
+    const Variant* v = best(name);
+    if (v) chosen = v;
+    return v != nullptr;
 }
 
 OUTRIDER_API void outrider_set_threads(int32_t threads) { set_pool_threads(threads); }
@@ -116,7 +146,7 @@ OUTRIDER_API void outrider_set_cores(const int32_t* cores, int64_t count) { set_
 OUTRIDER_API int32_t outrider_threads() { return pool_threads(); }
 
 OUTRIDER_API void outrider_linear(const Packed* w, const float* x, float* y, int64_t rows, int64_t ldx, int64_t ldy) {
-    LinearJob job{w, x, y, rows, ldx, ldy, 1.0f, STORE, nullptr, nullptr, nullptr};
+    LinearJob job{.w = w, .x = x, .y = y, .rows = rows, .ldx = ldx, .ldy = ldy};
     run_linear(job);
 }
 

@@ -215,7 +215,7 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         if (!job.fused || !p->token_norm) {
             s.features = d.features.need(T * d.ldfeatures);
             over_nodes(place_features, s, T, static_cast<double>(p->feature_size) / 8e3);
-            LinearJob fc{p->fc, s.features, s.x, T, d.ldfeatures, d.ldx, 1.0f, STORE, nullptr, nullptr, nullptr};
+            LinearJob fc{.w = p->fc, .x = s.features, .y = s.x, .rows = T, .ldx = d.ldfeatures, .ldy = d.ldx};
             run_linear(fc);
         }
         over_nodes(pair_nodes, s, T, width / 4e3);
@@ -231,7 +231,7 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
         s.layer = &layer, s.keys = static_cast<uint8_t*>(job.cache[2 * l]), s.values = static_cast<uint8_t*>(job.cache[2 * l + 1]);
         s.weight = layer.norm1;
         if (!m.pairs) over_nodes(normalise, s, T, width / 8e3);
-        LinearJob qkv{layer.qkv, s.h, s.qkv, T, d.ldh, d.ldqkv, 1.0f, STORE, nullptr, nullptr, nullptr};
+        LinearJob qkv{.w = layer.qkv, .x = s.h, .y = s.qkv, .rows = T, .ldx = d.ldh, .ldy = d.ldqkv};
         run_linear(qkv);
         over_nodes(place_nodes, s, T, static_cast<double>((m.heads + m.kv_heads) * m.dim) / 4e3);
         bool last = l + 1 == m.count && !rest;
@@ -254,13 +254,15 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
             gather(s.x, d.ldx, wanted, some);
             T = some;
         }
-        LinearJob out{layer.out, att, s.x, T, d.ldatt, d.ldx, m.residual_factor, ADD, nullptr, nullptr, nullptr};
+        LinearJob out{.w = layer.out, .x = att, .y = s.x, .rows = T, .ldx = d.ldatt, .ldy = d.ldx, .factor = m.residual_factor,
+                      .finish = ADD};
         run_linear(out);
         s.weight = layer.norm2;
         over_nodes(normalise, s, T, width / 8e3);
-        LinearJob gate_up{layer.gate_up, s.h, act, T, d.ldh, d.ldact, 1.0f, m.activation, nullptr, nullptr, nullptr};
+        LinearJob gate_up{.w = layer.gate_up, .x = s.h, .y = act, .rows = T, .ldx = d.ldh, .ldy = d.ldact, .finish = m.activation};
         run_linear(gate_up);
-        LinearJob down{layer.down, act, s.x, T, d.ldact, d.ldx, m.residual_factor, ADD, nullptr, nullptr, nullptr};
+        LinearJob down{.w = layer.down, .x = act, .y = s.x, .rows = T, .ldx = d.ldact, .ldy = d.ldx,
+                       .factor = m.residual_factor, .finish = ADD};
         run_linear(down);
         for (int64_t t = 0; t < job.taps_count; t++)
             if (job.taps[t] == l) tap(s, t, s.x, d.ldx);
@@ -283,7 +285,8 @@ int64_t forward(Decoder& d, const ForwardJob& job) {
     for (int64_t i = 0, n = 0; i < shown; i++)
         if (n < count && place[n] == i) n++;
         else std::memset(job.logits + i * m.head->n, 0, static_cast<size_t>(m.head->n) * 4);
-    LinearJob head{m.head, s.h, job.logits, count, d.ldh, m.head->n, m.logits_factor, STORE, place, nullptr, nullptr};
+    LinearJob head{.w = m.head, .x = s.h, .y = job.logits, .rows = count, .ldx = d.ldh, .ldy = m.head->n,
+                   .factor = m.logits_factor, .place = place};
     run_linear(head);
     if (!m.pairs) return 0;
     for (int64_t i = 0; i < count; i++) {
