@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import CODE, Debug, LoadOptions, Model, option, parse_speculative_config
+from outrider.cli.options import CODE, Debug, LoadOptions, Model, SpeculationOptions, option
 from outrider.cli.terminal import RED, loading, paint, plain, readable
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ def batch(
     ],
     out: Annotated[Path, option("Output", "The file of answers, in the order of the requests.", "--out", "-o")],
     model: Model = CODE,
-    speculative_config: Annotated[
-        str, option("Speculation", "How to draft, as JSON or a file.", metavar="JSON|FILE")
-    ] = '{"method": "auto"}',
     served_model_name: Annotated[
         str | None, option("Model", "What the requests call the model; without it, the model's own name.")
     ] = None,
@@ -38,6 +35,7 @@ def batch(
         Path | None, option("Model", "A file with a chat template, in place of the model's.")
     ] = None,
     *,
+    speculation: SpeculationOptions,
     loading_options: LoadOptions,
     max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None,
     max_num_seqs: Annotated[int, option("Engine", "Sequences in a batch of the engine, at most.", min=1)] = 8,
@@ -58,7 +56,7 @@ def batch(
     answer is lost or written twice. OUT is written at the end. Exit code 1: some answers are errors; the output says why.
     """
     with readable(debug):
-        config = parse_speculative_config(speculative_config)
+        config = speculation.config(model)
         if ray is None and (replicas or cpus):
             raise ValueError("--replicas and --cpus are those of a cluster; add --ray ADDRESS, or leave them out")
         with loading(model):

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import WIDE, Debug, LoadOptions, grouped, option, own_draft, parse_speculative_config
+from outrider.cli.options import (
+    WIDE,
+    Debug,
+    DraftModel,
+    LoadOptions,
+    NumSpeculativeTokens,
+    grouped,
+    option,
+    own_draft,
+    parse_speculative_config,
+)
 from outrider.cli.terminal import DIM, RED, YELLOW, console, loading, paint, plain, readable, working
 from outrider.drafters.registry import AUTO, model_method
 
@@ -65,14 +75,8 @@ class SettingOptions:
     speculative_config: Annotated[
         list[str] | None, option("What", "The same as JSON or a file. May be repeated.", metavar="JSON|FILE")
     ] = None
-    draft_model: Annotated[
-        str | None,
-        option("What", "The small model for the method draft_model, or a head's folder.", "--draft-model", "-d"),
-    ] = None
-    num_speculative_tokens: Annotated[
-        int | None,
-        option("What", "Draft tokens per step, at most, for every --method.", "--num-speculative-tokens", "-k", min=1),
-    ] = None
+    draft_model: DraftModel = None
+    num_speculative_tokens: NumSpeculativeTokens = None
 
     def configs(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
         """Names and configurations. remote: of a server. Raises ValueError for a draft model without its method."""
@@ -89,7 +93,7 @@ class SettingOptions:
                 config["model"] = draft
             elif name == drafting and not remote and own_draft(model):
                 config["model"] = own_draft(model)
-            if self.num_speculative_tokens:
+            if self.num_speculative_tokens is not None:
                 config["num_speculative_tokens"] = self.num_speculative_tokens
             out.append(_named(config))
         out += [_config(text) for text in self.speculative_config or ()]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ValidationError
 
-from outrider.cli.options import Debug, option, parse_speculative_config
-from outrider.cli.serve import AddressOptions, EngineOptions, HowToDraft, ServedModel, ServedModelOptions
+from outrider.cli.options import Debug, ModelArgument, ModelInstead, SpeculationOptions, one_model, option
+from outrider.cli.serve import AddressOptions, EngineOptions, ServedModelOptions
 from outrider.cli.terminal import DIM, loading, paint, readable
 
 if TYPE_CHECKING:
@@ -55,9 +55,10 @@ class FrontLimitOptions:
 
 
 def deploy(
-    model: ServedModel,
-    speculative_config: HowToDraft = '{"method": "auto"}',
+    model: ModelArgument = None,
     *,
+    model_option: ModelInstead = None,
+    speculation: SpeculationOptions,
     address: Annotated[
         str,
         option("Cluster", "local starts a cluster here; else auto, HOST:PORT or ray://HOST:PORT.", "--address"),
@@ -86,7 +87,8 @@ def deploy(
     Run it again on the same cluster with another --speculative-config, and replicas are replaced one after the other.
     """
     with readable(debug):
-        config = parse_speculative_config(speculative_config)
+        model = one_model(model, model_option)
+        config = speculation.config(model)
         try:
             import ray  # noqa: F401
             from ray import serve  # noqa: F401

@@ -19,10 +19,12 @@ from outrider.cli.options import (
     DraftModel,
     ModelOptions,
     NumSpeculativeTokens,
+    PromptSpeculationOptions,
     SamplingOptions,
     SpeculationOptions,
     TraceOptions,
     option,
+    own_draft,
 )
 from outrider.cli.terminal import DIM, GREEN, console, loading, paint, plain, printable, readable
 
@@ -40,7 +42,7 @@ def generate(
         ),
     ],
     model: ModelOptions,
-    speculation: SpeculationOptions,
+    speculation: PromptSpeculationOptions,
     sampling: SamplingOptions,
     chat: Annotated[bool, option("Output", "Send the prompt as a user's chat message.", "--chat")] = False,
     *,
@@ -98,8 +100,10 @@ def demo(
         chosen, model = model, model or (WIDE if find(DOWNLOADS[CHAT]) is None else CHAT)
         head = own_head(model) if draft_model is None else None
         draft_model = draft_model if head is None else str(head)
-        options = SpeculationOptions(draft_model=draft_model, num_speculative_tokens=num_speculative_tokens)
-        config = options.config(model) or {"method": "suffix", "num_speculative_tokens": num_speculative_tokens}
+        draft_model = draft_model or own_draft(model)
+        method = "suffix" if draft_model is None else None  # one cause for one effect
+        options = SpeculationOptions(method, draft_model, num_speculative_tokens)
+        config = options.config(model)
         with loading(model):
             from outrider.cli import demo as show
             from outrider.llm import LLM

@@ -18,6 +18,7 @@ from outrider.cli.deploy import deploy
 from outrider.cli.explain import explain
 from outrider.cli.export import export
 from outrider.cli.generate import demo, generate
+from outrider.cli.help import brief
 from outrider.cli.models import layers, models, pack
 from outrider.cli.options import grouped
 from outrider.cli.plan import plan
@@ -60,9 +61,10 @@ def outrider(
     """
 
 
-def add(command: Callable[..., Any], *examples: str) -> None:
-    """Add a command, with its examples at the end of its help page."""
-    app.command(epilog="[bold]Examples[/bold]\n" + "\n".join(examples) if examples else None)(grouped(command))
+def add(command: Callable[..., Any], *examples: str, usual: str = "") -> None:
+    """Add a command, with its examples at the end of its help page. usual: the options of a page that does not show all."""
+    epilog = "[bold]Examples[/bold]\n" + "\n".join(examples) if examples else None
+    app.command(epilog=epilog, cls=brief(*usual.split()) if usual else None)(grouped(command))
 
 
 add(
@@ -73,6 +75,7 @@ add(
     "cat part.py | outrider generate - --method suffix --max-tokens 64 > rest.py",
     'outrider generate "# part.py, with one change:" --prediction part.py -k 16',
     'outrider generate "Why is the sky blue?" --chat -m ./my-model -d ./my-small-model',
+    usual="-m -d -k --method -t --top-p -n --seed --stop --chat --prediction --quantization --trace",
 )
 add(
     demo,
@@ -96,20 +99,23 @@ add(
 add(
     serve,
     "outrider serve builtin:code",
-    """outrider serve ./my-model --speculative-config '{"method": "draft_model", "model": "./my-small-model"}'""",
+    "outrider serve ./my-model -d ./my-small-model -k 4",
     "OUTRIDER_API_KEY=... outrider serve builtin:code --host 0.0.0.0 --metrics-prefix vllm",
+    usual="-d -k --method --host --port --api-key --served-model-name --quantization --max-model-len --max-num-seqs --trace",
 )
 add(
     deploy,
     "outrider deploy builtin:code --replicas 2 --cpus 0.5",
     "outrider deploy ./my-model --min-replicas 1 --max-replicas 4 --address auto",
     "outrider deploy ./my-model --replicas 2 --write-config ray.yaml && serve run ray.yaml",
+    usual="-d -k --method --replicas --min-replicas --max-replicas --cpus --gpus --address --host --port --write-config",
 )
 add(
     batch,
     "outrider batch requests.jsonl -o answers.jsonl",
     "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --served-model-name gpt-4o-mini --max-num-seqs 16",
     "outrider batch requests.jsonl -o answers.jsonl -m ./my-model --ray auto --replicas 8 --cpus 4",
+    usual="-o -m -d -k --method --served-model-name --quantization --max-num-seqs --ray --replicas",
 )
 add(
     replay,
@@ -130,6 +136,7 @@ add(
     "outrider bench my-prompts.jsonl -m ./my-model -d ./my-small-model --json run.json --html run.html",
     "outrider bench chat --base-url http://127.0.0.1:8000",
     "outrider bench chat --base-url http://one:8000 --base-url http://two:8000",
+    usual="-m -d -k --method --num-prompts -n -t -r -c --base-url --json --html",
 )
 add(
     tune,
@@ -137,6 +144,7 @@ add(
     "outrider tune my-prompts.jsonl -m ./my-model -d ./my-small-model",
     "outrider tune code -m builtin:code --method suffix --method draft_model --seconds 30",
     "outrider tune my-prompts.jsonl --engine vllm --command 'vllm serve ./my-model' -d ./my-small-model",
+    usual="-m -d --method --seconds --num-prompts -n -t -c --engine --command --out --json",
 )
 add(
     export,
@@ -153,6 +161,7 @@ add(
     "outrider plan --model-params 70B --draft-params 1B --hardware h100x8 --qps 20 --acceptance report.json",
     "outrider plan --model-params 8B --hardware l40s --qps 5 --prompt 300-2000 --output ~200 --p90-ttft 2 -o plan.html",
     "outrider plan --model-params 70B --hardware h100x8 --qps 20 --replicas 4 --price 2.5",
+    usual="--model-params --draft-params --hardware --weights --price --qps --prompt --output --acceptance --p90-ttft -o",
 )
 add(
     train,
@@ -165,6 +174,7 @@ add(
     "outrider certify outrider.verify:reference_block",
     """outrider certify ./my-model --speculative-config '{"method": "suffix", "verifier": "rejection"}' --budget 30m""",
     "outrider certify --compare before.json after.json",
+    usual="--speculative-config --plain-url --reference --texts --kind --budget --confidence --prompts -n -o --compare",
 )
 add(
     report,

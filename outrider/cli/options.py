@@ -65,7 +65,10 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- single options -------------------------------------------------------------------------------------------------------
 
-Model = Annotated[str, option("Model", "A folder, a GGUF file, a hub name or a built-in model.", "--model", "-m")]
+_MODEL = "A folder, a GGUF file, a hub name or a built-in model."
+Model = Annotated[str, option("Model", _MODEL, "--model", "-m")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
+ModelInstead = Annotated[str | None, option("Model", "The same as the argument MODEL.", "--model", "-m")]
 Dtype = Annotated[str, option("Model", "auto (as in the checkpoint), float32, bfloat16 or float16.")]
 Device = Annotated[str, option("Model", "auto, cpu or cuda.")]
 Quantization = Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")]
@@ -76,7 +79,7 @@ DraftModel = Annotated[
     str | None,
     option(
         "Speculation",
-        "The small model, or the folder of a trained head, that drafts; builtin:code brings its own.",
+        "A small model, or the folder of a trained head, that drafts.",
         "--draft-model",
         "-d",
     ),
@@ -129,13 +132,15 @@ class ModelOptions:
     max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None
 
 
+_SHAPE = ("num_speculative_tokens", "tree_width", "tree_nodes", "verifier")
+
+
 @dataclass(frozen=True)
 class SpeculationOptions:
     """How to speculate: single options, or one JSON object in their place."""
 
     method: Annotated[
-        str | None,
-        option("Speculation", "How to draft:\n\n" + "\n\n".join(f"{m.name}: {m.help}" for m in METHODS.values())),
+        str | None, option("Speculation", "How to draft; `outrider methods` lists the ways. Default: auto.")
     ] = None
     draft_model: DraftModel = None
     num_speculative_tokens: NumSpeculativeTokens = None
@@ -143,9 +148,6 @@ class SpeculationOptions:
         int, option("Speculation", "Children of a node in the draft tree, at most; 1 is a chain.")
     ] = 1
     tree_nodes: Annotated[int | None, option("Speculation", "Draft tokens in a step, at most.")] = None
-    prediction: Annotated[
-        Path | None, option("Speculation", "A text file that the answer will mostly repeat, for prediction.")
-    ] = None
     corpus: Annotated[
         list[str] | None,
         option("Speculation", "A file or folder of texts for suffix. May be repeated.", metavar="PATH"),
@@ -162,15 +164,49 @@ class SpeculationOptions:
         option("Speculation", "All of this as JSON or a file, in place of these options.", metavar="JSON|FILE"),
     ] = None
 
-    def config(self, model: str) -> dict[str, Any] | None:
-        """The speculative_config for a model; None is plain decoding. Raises ValueError for options that exclude another."""
+    def config(self, model: str) -> dict[str, Any]:
+        """The speculative_config for a model; `auto` without a method and a draft model. Raises ValueError for options that
+        exclude another."""
         method = self.method
         if method is None and self.draft_model is None and self.speculative_config is None:
-            key = "prediction" if self.prediction else "corpus" if self.corpus else ""
-            own = owner(key)
-            method = own.name if own else None
+            own = owner(self._key())
+            method = own.name if own else AUTO
         config = self._config(model, method)
-        return {**(config or {}), "corpus": self.corpus} if self.corpus else config
+        return {**config, "corpus": self.corpus} if self.corpus else config
+
+    def _key(self) -> str:
+        """The key of the configuration that alone names its method."""
+        return "corpus" if self.corpus else ""
+
+    def _config(self, model: str, method: str | None) -> dict[str, Any]:
+        draft = self.draft_model
+        if self.speculative_config is not None:
+            for name in self._given("method", "draft_model", *_SHAPE):
+                given = f"--{name.replace('_', '-')}"
+                raise ValueError(f"--speculative-config replaces {given}; give one or the other")
+            return parse_speculative_config(self.speculative_config)
+        needs_model = method is None or (method in METHODS and METHODS[method].needs_model)
+        if draft is not None and not needs_model and method != AUTO:
+            raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
+        if needs_model and not (method in METHODS and METHODS[method].heads):
+            draft = draft or own_draft(model)
+        config: dict[str, Any] = {} if method is None else {"method": method}
+        config |= self._given(*_SHAPE)
+        return config if draft is None else {**config, "model": draft}
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Those of these options that the user gave."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value != getattr(SpeculationOptions, name)}
+
+
+@dataclass(frozen=True)
+class PromptSpeculationOptions(SpeculationOptions):
+    """How to speculate on one prompt, whose answer may be known in part."""
+
+    prediction: Annotated[
+        Path | None, option("Speculation", "A text file that the answer will mostly repeat, for prediction.")
+    ] = None
 
     def predicted_text(self) -> str | None:
         """The text of --prediction. Raises ValueError if the file is not text."""
@@ -183,27 +219,8 @@ class SpeculationOptions:
                 f"--prediction {self.prediction} is not UTF-8 text; name the text that the answer will repeat"
             ) from None
 
-    def _config(self, model: str, method: str | None) -> dict[str, Any] | None:
-        draft = self.draft_model
-        if self.speculative_config is not None:
-            if self.method or draft:
-                raise ValueError("--speculative-config replaces --method and --draft-model; give one or the other")
-            return parse_speculative_config(self.speculative_config)
-        needs_model = method is None or (method in METHODS and METHODS[method].needs_model)
-        if draft is not None and not needs_model and method != AUTO:
-            raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
-        if needs_model and not (method in METHODS and METHODS[method].heads):
-            draft = draft or own_draft(model)
-        if method is None and draft is None:
-            return None
-        config: dict[str, Any] = {} if method is None else {"method": method}
-        config |= {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "tree_width": self.tree_width,
-            "tree_nodes": self.tree_nodes,
-            "verifier": self.verifier,
-        }
-        return config if draft is None else {**config, "model": draft}
+    def _key(self) -> str:
+        return "prediction" if self.prediction else super()._key()
 
 
 @dataclass(frozen=True)
@@ -261,6 +278,16 @@ class TraceOptions:
 
 
 # -- what options mean ----------------------------------------------------------------------------------------------------
+
+
+def one_model(argument: str | None, named: str | None) -> str:
+    """The model of a command that takes it as its argument or as --model. Raises ValueError for none, and for two."""
+    model = argument or named
+    if model is None:
+        raise ValueError(f"name a model: a folder, a GGUF file, a hub name or a built-in model, such as {CODE}")
+    if argument and named:
+        raise ValueError(f"two models, {argument} and --model {named}; give one of them")
+    return model
 
 
 def own_draft(model: str) -> str | None:

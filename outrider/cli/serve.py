@@ -8,18 +8,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from outrider.cli.options import (
     ApiKey,
     Debug,
     Device,
     Dtype,
     KvCacheDtype,
+    ModelArgument,
+    ModelInstead,
     Quantization,
+    SpeculationOptions,
     TraceOptions,
+    one_model,
     option,
-    parse_speculative_config,
 )
 from outrider.cli.terminal import DIM, loading, paint, readable
 
@@ -28,17 +29,6 @@ if TYPE_CHECKING:
 
     from outrider.serve.service import Service
     from outrider.serve.spans import Spans
-
-
-ServedModel = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
-]
-HowToDraft = Annotated[
-    str,
-    option(
-        "Speculation", 'How to draft, as JSON or a file. {"method": "none"} is plain decoding.', metavar="JSON|FILE"
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -134,9 +124,10 @@ class MonitorOptions:
 
 
 def serve(
-    model: ServedModel,
-    speculative_config: HowToDraft = '{"method": "auto"}',
+    model: ModelArgument = None,
     *,
+    model_option: ModelInstead = None,
+    speculation: SpeculationOptions,
     address: AddressOptions,
     served: ServedModelOptions,
     engine_options: EngineOptions,
@@ -156,7 +147,8 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API. Requests are batched, and each gets the text that it would get alone."""
     with readable(debug):
-        config = parse_speculative_config(speculative_config)
+        model = one_model(model, model_option)
+        config = speculation.config(model)
         with loading(model):
             try:
                 from outrider.serve import logs

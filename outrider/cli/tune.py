@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.bench import Prompts, WorkloadOptions
-from outrider.cli.options import WIDE, Debug, PrecisionOptions, grouped, option, own_draft
+from outrider.cli.options import WIDE, Debug, DraftModel, Model, PrecisionOptions, grouped, option, own_draft
 from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, plain, readable
 from outrider.cli.tune_engine import EngineOptions, tell_json, tune_engine
 
@@ -26,15 +26,8 @@ if TYPE_CHECKING:
 class CandidateOptions:
     """What the search may try."""
 
-    model: Annotated[str, option("What", "A folder, a GGUF file, a hub name or a built-in model.", "--model", "-m")] = (
-        WIDE
-    )
-    draft_model: Annotated[
-        str | None,
-        option(
-            "What", "A small model or a head's folder that drafts; builtin:code has its own.", "--draft-model", "-d"
-        ),
-    ] = None
+    model: Model = WIDE
+    draft_model: DraftModel = None
     method: Annotated[
         list[str] | None, option("What", "A drafting method to try. May be repeated. Default: all that are possible.")
     ] = None

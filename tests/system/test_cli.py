@@ -79,7 +79,7 @@ def test_version_and_help_are_quick_and_complete() -> None:
     assert run("--version").stdout == f"outrider {outrider.__version__}\n"
     top = run("--help").stdout
     assert all(word in top for word in ("generate", "demo", "models", "outrider demo"))
-    text = run("generate", "--help").stdout
+    text = run("generate", "--help-all").stdout
     for option in ("--draft-model", "--num-speculative-tokens", "--verifier", "--min-p", "--stop", "--max-model-len"):
         assert option in text
     probe = "import sys, outrider.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"

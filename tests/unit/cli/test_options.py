@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.cli.options import SamplingOptions, SpeculationOptions, TraceOptions, grouped, option
+from outrider.cli.options import (
+    PromptSpeculationOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    TraceOptions,
+    grouped,
+    option,
+)
 
 # command -> heading of the help page -> options, in the order of the page
 OPTIONS = {
@@ -20,8 +27,8 @@ OPTIONS = {
     },
     "generate": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --max-model-len",
-        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
-        "--prediction --corpus --verifier --speculative-config",
+        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
+        "--speculative-config --prediction",
         "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
         "Output": "--chat --trace --trace-detail --debug",
     },
@@ -46,21 +53,25 @@ OPTIONS = {
         "Model": "--dtype --quantization",
     },
     "serve": {
-        "Speculation": "--speculative-config",
+        "Model": "--model/-m --served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template "
+        "--tool-call-parser",
+        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
+        "--speculative-config",
         "Server": "--host --port --api-key",
-        "Model": "--served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template --tool-call-parser",
         "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--pad-stream --cors-origin --log-prompts",
         "Output": "--log-file --metrics-prefix --trace --trace-detail --otlp-traces-endpoint --debug",
     },
     "deploy": {
-        "Speculation": "--speculative-config",
+        "Model": "--model/-m --served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template "
+        "--tool-call-parser",
+        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
+        "--speculative-config",
         "Cluster": "--address --name --start-timeout",
         "Server": "--host --port --api-key",
         "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
         "--gpus --fronts --prefix-weight --patience",
-        "Model": "--served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template --tool-call-parser",
         "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--cors-origin",
@@ -70,7 +81,8 @@ OPTIONS = {
         "Output": "--out/-o --debug",
         "Model": "--model/-m --served-model-name --chat-template --dtype --device --quantization --kv-cache-dtype "
         "--max-model-len",
-        "Speculation": "--speculative-config",
+        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
+        "--speculative-config",
         "Engine": "--max-num-seqs",
         "Sampling": "--seed",
         "Cluster": "--ray --replicas --cpus",
@@ -85,7 +97,8 @@ OPTIONS = {
         "Model": "--model/-m --recorded",
     },
     "bench": {
-        "What": "--model/-m --method --speculative-config --draft-model/-d --num-speculative-tokens/-k",
+        "What": "--model/-m --method --speculative-config",
+        "Speculation": "--draft-model/-d --num-speculative-tokens/-k",
         "Server": "--base-url --off-body --timeout",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --top-p --top-k --repeats/-r --concurrency/-c "
         "--hindsight",
@@ -93,10 +106,11 @@ OPTIONS = {
         "Output": "--json --html --resume --debug",
     },
     "tune": {
-        "What": "--model/-m --draft-model/-d --method --layers --verifier",
+        "Model": "--model/-m --dtype --quantization",
+        "Speculation": "--draft-model/-d",
+        "What": "--method --layers --verifier",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
         "Engine": "--engine --command --concurrency/-c --logs --ready-timeout",
-        "Model": "--dtype --quantization",
         "Output": "--out --json --debug",
     },
     "export": {
@@ -200,8 +214,10 @@ def test_two_groups_with_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "model", "expected"),
     [
-        ({}, "me/big", None),
-        ({}, "builtin:code", {"model": "builtin:code-draft"}),
+        ({}, "me/big", {"method": "auto"}),
+        ({}, "builtin:code", {"method": "auto"}),
+        ({"num_speculative_tokens": 4}, "me/big", {"method": "auto", "num_speculative_tokens": 4}),
+        ({"draft_model": "head", "tree_width": 3}, "builtin:code", {"model": "head", "tree_width": 3}),
         ({"method": "none"}, "builtin:code", {"method": "none"}),
         ({"method": "draft_model"}, "builtin:code", {"method": "draft_model", "model": "builtin:code-draft"}),
         ({"draft_model": "me/small", "tree_width": 3}, "me/big", {"model": "me/small", "tree_width": 3}),
@@ -212,11 +228,7 @@ def test_two_groups_with_one_name_are_refused() -> None:
     ],
 )
 def test_the_configuration_that_options_ask_for(options, model, expected) -> None:
-    found = SpeculationOptions(**options).config(model)
-    shape = {"num_speculative_tokens": None, "tree_width": 1, "tree_nodes": None, "verifier": "match"}
-    if expected is not None and "speculative_config" not in options:
-        expected = {**shape, **expected}
-    assert found == expected
+    assert PromptSpeculationOptions(**options).config(model) == expected
 
 
 @pytest.mark.parametrize(
@@ -224,6 +236,7 @@ def test_the_configuration_that_options_ask_for(options, model, expected) -> Non
     [
         ({"method": "suffix", "draft_model": "s"}, "--method suffix uses no draft model; leave out --draft-model s"),
         ({"method": "suffix", "speculative_config": "{}"}, "--speculative-config replaces --method"),
+        ({"tree_width": 2, "speculative_config": "{}"}, "--speculative-config replaces --tree-width"),
         ({"speculative_config": "[]"}, "must be a JSON object"),
         ({"speculative_config": "no-file"}, "is not JSON .* names no file"),
     ],
@@ -240,3 +253,36 @@ def test_a_group_becomes_what_it_stands_for(tmp_path: Path) -> None:
     assert TraceOptions().recorder("counts") is None
     with pytest.raises(ValueError, match="--trace-detail probs needs a file"):
         TraceOptions(trace_detail="probs").recorder("counts")
+
+
+HEAD = ["-d", "HEAD", "-k", "4", "--tree-width", "3", "--tree-nodes", "8"]
+
+
+@pytest.mark.parametrize("model", [["MODEL"], ["-m", "MODEL"]])
+@pytest.mark.parametrize(
+    "words", [["serve"], ["deploy", "--write-config", "ray.yaml"], ["batch", "in.jsonl", "-o", "out"]]
+)
+def test_speculation_has_the_same_options_wherever_a_model_runs(words, model, monkeypatch: pytest.MonkeyPatch) -> None:
+    import outrider.batch.answer
+    import outrider.serve.assembly
+
+    asked = list[Any]()
+
+    def stop(**given: Any) -> None:
+        asked.append((given["model"], given["speculative_config"]))
+        raise ValueError("enough")
+
+    if words[0] == "deploy":
+        pytest.importorskip("ray")
+        monkeypatch.setattr(pytest.importorskip("outrider.ray.options"), "DeployOptions", stop)
+    monkeypatch.setattr(outrider.serve.assembly, "ServerOptions", stop)
+    monkeypatch.setattr(outrider.batch.answer, "BatchOptions", stop)
+    command = [words[0], *(["-m", "MODEL"] if words[0] == "batch" else model), *words[1:], *HEAD]
+    assert "enough" in CliRunner().invoke(app, command).output
+    assert asked == [("MODEL", {"model": "HEAD", "num_speculative_tokens": 4, "tree_width": 3, "tree_nodes": 8})]
+
+
+@pytest.mark.parametrize(("words", "why"), [(["serve"], "name a model"), (["deploy", "a", "-m", "b"], "two models")])
+def test_a_server_has_one_model(words, why) -> None:
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, why in done.output) == (2, True)

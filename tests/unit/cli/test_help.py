@@ -1,0 +1,41 @@
+"""The help pages: one screen for a command with many options, and all of them with --help-all."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.help import BriefCommand
+from outrider.cli.main import app
+
+COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+LINES, COLUMNS = 45, 80
+
+
+def page(*words: str) -> list[str]:
+    """The lines that a terminal of 80 columns shows."""
+    shown = CliRunner().invoke(app, [*words], env={"COLUMNS": str(COLUMNS), "TERMINAL_WIDTH": str(COLUMNS)})
+    assert shown.exit_code == 0, shown.output
+    return shown.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "serve", "chat", "batch", "deploy", "certify", "bench", "plan", "tune"]
+)
+def test_the_help_page_is_one_screen(command: str) -> None:
+    lines = page(command, "--help")
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= COLUMNS
+
+
+@pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if isinstance(one, BriefCommand)])
+def test_the_last_line_leads_to_all_options(command: str) -> None:
+    options = [p for p in COMMANDS[command].params if p.param_type_name == "option"]
+    assert " ".join(page(command, "--help")).split()[-5:] == f"--help-all shows all {len(options)} options".split()
+    words = set(" ".join(page(command, "--help-all")).split())
+    assert words >= {name for option in options for name in option.opts}
+
+
+def test_the_list_of_methods_is_not_in_a_help_page() -> None:
+    assert "token_recycling" not in " ".join(page("generate", "--help-all"))
