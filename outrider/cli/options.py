@@ -162,15 +162,18 @@ class SpeculationOptions:
         option("Speculation", "All of this as JSON or a file, in place of these options.", metavar="JSON|FILE"),
     ] = None
 
-    def config(self, model: str) -> dict[str, Any] | None:
-        """The speculative_config for a model; None is plain decoding. Raises ValueError for options that exclude another."""
+    def config(self, model: str) -> dict[str, Any]:
+        """The speculative_config for a model; `auto` without a method and a draft model. Raises ValueError for options that
+        exclude another."""
         method = self.method
         if method is None and self.draft_model is None and self.speculative_config is None:
             key = "prediction" if self.prediction else "corpus" if self.corpus else ""
             own = owner(key)
-            method = own.name if own else None
+            # another verifier has drafts of fixed length, for which one drafter is better than the choice of all
+            usual = None if self.verifier != "match" and own_draft(model) else AUTO
+            method = own.name if own else usual
         config = self._config(model, method)
-        return {**(config or {}), "corpus": self.corpus} if self.corpus else config
+        return {**config, "corpus": self.corpus} if self.corpus else config
 
     def predicted_text(self) -> str | None:
         """The text of --prediction. Raises ValueError if the file is not text."""
@@ -183,7 +186,7 @@ class SpeculationOptions:
                 f"--prediction {self.prediction} is not UTF-8 text; name the text that the answer will repeat"
             ) from None
 
-    def _config(self, model: str, method: str | None) -> dict[str, Any] | None:
+    def _config(self, model: str, method: str | None) -> dict[str, Any]:
         draft = self.draft_model
         if self.speculative_config is not None:
             if self.method or draft:
@@ -194,8 +197,6 @@ class SpeculationOptions:
             raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
         if needs_model and not (method in METHODS and METHODS[method].heads):
             draft = draft or own_draft(model)
-        if method is None and draft is None:
-            return None
         config: dict[str, Any] = {} if method is None else {"method": method}
         config |= {
             "num_speculative_tokens": self.num_speculative_tokens,

@@ -200,8 +200,11 @@ def test_two_groups_with_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "model", "expected"),
     [
-        ({}, "me/big", None),
-        ({}, "builtin:code", {"model": "builtin:code-draft"}),
+        ({}, "me/big", {"method": "auto"}),
+        ({}, "builtin:code", {"method": "auto"}),
+        ({"num_speculative_tokens": 2}, "me/big.gguf", {"method": "auto", "num_speculative_tokens": 2}),
+        ({"verifier": "block"}, "me/big", {"method": "auto", "verifier": "block"}),
+        ({"verifier": "block"}, "builtin:code", {"model": "builtin:code-draft", "verifier": "block"}),
         ({"method": "none"}, "builtin:code", {"method": "none"}),
         ({"method": "draft_model"}, "builtin:code", {"method": "draft_model", "model": "builtin:code-draft"}),
         ({"draft_model": "me/small", "tree_width": 3}, "me/big", {"model": "me/small", "tree_width": 3}),
@@ -214,7 +217,7 @@ def test_two_groups_with_one_name_are_refused() -> None:
 def test_the_configuration_that_options_ask_for(options, model, expected) -> None:
     found = SpeculationOptions(**options).config(model)
     shape = {"num_speculative_tokens": None, "tree_width": 1, "tree_nodes": None, "verifier": "match"}
-    if expected is not None and "speculative_config" not in options:
+    if "speculative_config" not in options:
         expected = {**shape, **expected}
     assert found == expected
 
