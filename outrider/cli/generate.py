@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -29,6 +30,8 @@ from outrider.cli.options import (
 from outrider.cli.terminal import DIM, GREEN, console, loading, paint, plain, printable, readable
 
 if TYPE_CHECKING:
+    from outrider.core.types import Step
+    from outrider.decode import Sequence
     from outrider.llm import LLM
     from outrider.params import SamplingParams
 
@@ -51,7 +54,8 @@ def generate(
 ) -> None:
     """Continue a prompt. The terminal shows the text as it comes, with accepted draft tokens coloured. A pipe gets only text.
 
-    The last line shows tokens, tokens/s, acceptance length and rate, seed and guarantee. In a pipe it goes to standard error.
+    The last line shows tokens, tokens/s, acceptance length and rate, what drafted, seed and guarantee. In a pipe it goes to
+    standard error.
     """
     with readable(debug):
         given = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
@@ -139,6 +143,8 @@ def demo(
 def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> bool:
     """Write the text as it comes, then the summary line. Returns whether ctrl-C ended it."""
     bare, speculates = plain(sys.stdout), llm.config.enabled
+    used = StepsByDrafter(llm.method)
+    llm.scheduler.observers = (used,)
     source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
     tokens, last, interrupted, started = 0, "\n", False, perf_counter()
     steps = drafted = accepted = 0
@@ -155,6 +161,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -
             steps, drafted, accepted = steps + 1, drafted + delta.drafted, accepted + delta.accepted
     except KeyboardInterrupt:
         interrupted = True
+    llm.scheduler.observers = ()
     seconds = perf_counter() - started
     if last != "\n":
         sys.stdout.write("\n")
@@ -162,9 +169,33 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -
     facts = [f"{tokens} tokens", f"{tokens / seconds:.1f} tokens/s"]
     if speculates and steps:
         facts += [f"acceptance length {1 + accepted / steps:.2f} (bonus counted)"]
-        facts += [f"acceptance rate {accepted / drafted:.2f}" if drafted else "no draft tokens"]
+        facts += [f"acceptance rate {accepted / drafted:.2f}", used.sentence] if drafted else ["no draft tokens"]
     facts += [*llm.notes, f"seed {params.seed}", llm.decoder.guarantee.value if speculates else "plain decoding"]
     line = ("interrupted: " if interrupted else "") + ", ".join(facts)
     where = sys.stdout if sys.stdout.isatty() else sys.stderr
     print(paint(line, DIM, where), file=where, flush=True)
     return interrupted
+
+
+class StepsByDrafter:
+    """An `Observer` that counts the steps in which each drafter's tokens were checked."""
+
+    def __init__(self, method: str) -> None:
+        """method: that drafts, where no plan says so."""
+        self._method, self._steps, self._drafted = method, 0, Counter[str]()
+
+    def step(self, step: Step, seconds: list[float | None]) -> None:
+        """Count the drafter of one sequence."""
+        self._steps += 1
+        if step.draft.nodes > 1:
+            [note] = step.draft.notes or [None]
+            self._drafted[getattr(getattr(note, "plan", None), "drafter", None) or self._method] += 1
+
+    def finished(self, sequence: Sequence) -> None:
+        """Nothing is counted at the end."""
+
+    @property
+    def sentence(self) -> str:
+        """What drafted, and in how many of the steps."""
+        counts = ", ".join(f"{name} {count}" for name, count in self._drafted.most_common())
+        return f"drafts in {self._drafted.total()} of {self._steps} steps ({counts})"

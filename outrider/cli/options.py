@@ -170,7 +170,9 @@ class SpeculationOptions:
         method = self.method
         if method is None and self.draft_model is None and self.speculative_config is None:
             own = owner(self._key())
-            method = own.name if own else AUTO
+            # another verifier has drafts of fixed length, for which one drafter is better than the choice of all
+            usual = None if self.verifier != "match" and own_draft(model) else AUTO
+            method = own.name if own else usual
         config = self._config(model, method)
         return {**config, "corpus": self.corpus} if self.corpus else config
 

@@ -87,10 +87,22 @@ def test_version_and_help_are_quick_and_complete() -> None:
 
 
 def test_a_pipe_gets_the_text_alone(expected: str) -> None:
-    done = run("generate", PROMPT, *DRAWN)
+    done = run("generate", PROMPT, *DRAWN, "--method", "none")
     assert done.exit_code == 0
     assert done.stdout == line(expected)
     assert re.fullmatch(r"24 tokens, [\d.]+ tokens/s, seed 5, plain decoding\n", done.stderr)
+
+
+def test_generate_drafts_by_itself_and_says_with_what(expected: str) -> None:
+    """The first command of a newcomer speculates: with a model that brings no draft model, too."""
+    done = run("generate", PROMPT, *DRAWN)
+    assert done.stdout == line(expected)
+    assert re.search(r"tokens/s, acceptance length .*, seed 5, exact-tokens\n$", done.stderr)
+    # drafts of fixed length do not depend on what they cost; the first has plans that name the drafter, the second none
+    for methods, named in ((["suffix", "ngram"], "(suffix|ngram)"), ("suffix", "suffix")):
+        config = json.dumps({"method": methods, "controller": "fixed"})
+        done = run("generate", "x = 1\n" * 12, "-m", SMALL, "-n", "64", "--speculative-config", config)
+        assert re.search(rf"drafts in \d+ of \d+ steps \({named} \d+.*\), seed", done.stderr)
 
 
 def test_speculation_writes_the_same_text(expected: str) -> None:
@@ -103,7 +115,7 @@ def test_speculation_writes_the_same_text(expected: str) -> None:
 
 def test_the_built_in_model_brings_its_draft() -> None:
     done = run("generate", PROMPT, "-n", "12", "-t", "0.8", "--seed", "3")
-    assert "acceptance length" in done.stderr
+    assert "exact-tokens" in done.stderr
     plain = run("generate", PROMPT, "-n", "12", "-t", "0.8", "--seed", "3", "--method", "none")
     assert "plain decoding" in plain.stderr
     assert plain.stdout == done.stdout
@@ -306,7 +318,7 @@ def test_interrupt_in_a_pipe_keeps_the_text(monkeypatch: pytest.MonkeyPatch, exp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(outrider.LLM, "stream", impatient)
-    done = run("generate", PROMPT, *DRAWN)
+    done = run("generate", PROMPT, *DRAWN, "--method", "none")
     assert done.exit_code == 130
     assert len(done.stdout) > 9
     assert done.stdout.removesuffix("\n") == expected[: len(done.stdout.removesuffix("\n"))]
