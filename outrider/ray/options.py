@@ -70,7 +70,7 @@ class DeployOptions(ServerOptions):
     def server(self) -> dict[str, Any]:
         """The options of one replica. The front has the key and the origins."""
         own = self.model_dump(mode="json", include=set(ServerOptions.model_fields))
-        return {**own, "api_key": None, "cors_origin": []}
+        return {**own, "api_key": None, "cors_origin": [], "allowed_host": []}
 
     @property
     def front_name(self) -> str:

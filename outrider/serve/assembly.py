@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,7 +12,7 @@ from outrider.engine import Engine
 from outrider.llm import LLM
 from outrider.serve.metrics import Metrics
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings, served_name
+from outrider.serve.settings import Settings, answered_hosts, served_name
 from outrider.serve.templates import set_chat_template
 from outrider.serve.tools import PARSERS
 from outrider.trace import Recorder
@@ -50,16 +51,24 @@ class ServerOptions(BaseModel):
     cors_origin: list[str] = Field(default_factory=list)
     log_prompts: bool = False
     metrics_prefix: str = "outrider"
-    api_key: str | None = None
+    api_key: str | list[str] | None = None
+    allowed_host: list[str] = Field(default_factory=list)
+    host: str = "127.0.0.1"
+    monitor_port: int | None = None
 
     def settings(self) -> Settings:
         """The settings of the server. Raises ValueError for a parser of tool calls that does not exist."""
         if self.tool_call_parser not in PARSERS:
             raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}")
+        keys = (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
+        if not all(key.strip() for key in keys):
+            raise ValueError("an API key is empty; leave out --api-key for a server without one")
         return Settings(
             model_name=self.served_model_name or served_name(self.model),
-            aliases=() if self.served_model_name else (self.model,),
-            api_key=self.api_key,
+            aliases=() if self.served_model_name or Path(self.model).exists() else (self.model,),
+            api_keys=keys,
+            hosts=answered_hosts(self.host, keys, self.allowed_host),
+            monitor_port=self.monitor_port,
             metrics_prefix=self.metrics_prefix,
             request_timeout=self.request_timeout,
             shutdown_timeout=self.shutdown_timeout,
