@@ -21,8 +21,8 @@ from outrider.trace import Recorder
 class ServerOptions(BaseModel):
     """What a server is made of. Names and meanings are those of the options of `outrider serve`.
 
-    chat_template: its text. kv_cache_memory_bytes: bytes. prefix_cache: MiB. max_body: KiB. pad_stream: milliseconds. Times
-    are seconds.
+    host: where it listens; "" if that is not known here. chat_template: its text. kv_cache_memory_bytes: bytes. prefix_cache:
+    MiB. max_body: KiB. pad_stream: milliseconds. Times are seconds.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -53,8 +53,10 @@ class ServerOptions(BaseModel):
     metrics_prefix: str = "outrider"
     api_key: str | list[str] | None = None
     allowed_host: list[str] = Field(default_factory=list)
-    host: str = "127.0.0.1"
+    host: str = ""
     monitor_port: int | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
 
     def settings(self) -> Settings:
         """The settings of the server. Raises ValueError for a parser of tool calls that does not exist."""
@@ -69,6 +71,8 @@ class ServerOptions(BaseModel):
             api_keys=keys,
             hosts=answered_hosts(self.host, keys, self.allowed_host),
             monitor_port=self.monitor_port,
+            ssl_certfile=self.ssl_certfile,
+            ssl_keyfile=self.ssl_keyfile,
             metrics_prefix=self.metrics_prefix,
             request_timeout=self.request_timeout,
             shutdown_timeout=self.shutdown_timeout,
@@ -83,11 +87,12 @@ class ServerOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Assembly:
-    """A server without an address. notes: what its user should know."""
+    """A server without an address. notes: what its user should know. chats: the model has a chat template of its own."""
 
     service: Service
     metrics: Metrics
     notes: list[str]
+    chats: bool
 
 
 class ModelOptions(Protocol):
@@ -151,4 +156,5 @@ def assemble(options: ServerOptions, recorder: Recorder | None = None) -> Assemb
         trace=recorder,
     )
     metrics.attach(engine)
-    return Assembly(Service(llm, engine, settings), metrics, [*llm.notes, *([note] if note else [])])
+    chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
+    return Assembly(Service(llm, engine, settings), metrics, [*llm.notes, *([note] if note else [])], chats)

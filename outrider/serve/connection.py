@@ -7,6 +7,7 @@ by address, and where there is no room, those who keep the server waiting go fir
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections import Counter
@@ -116,7 +117,7 @@ class LimitedConnection(_Base):
         self._clock: asyncio.TimerHandle | None = None
         self._inside = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.address = network(self.client[0] if self.client else "")
         self.reception = self.receptions.get(self.server[1] if self.server else None, self.receptions[None])
@@ -223,7 +224,7 @@ class LimitedConnection(_Base):
             self.cut()
 
 
-class ClientConnection(LimitedConnection, AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIssues]
+class ClientConnection(LimitedConnection, AutoHTTPProtocol):
     """The protocol that uvicorn would take, with limits. See `http_config`."""
 
 
@@ -269,11 +270,19 @@ def bound(host: str, port: int) -> list[socket.socket]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, _, _, address in dict.fromkeys(found):
             one = socket.socket(family, kind)
-            made.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind((address[0], made[0].getsockname()[1] if made[1:] else port, *address[2:]))
+            try:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.bind((address[0], made[0].getsockname()[1] if made else port, *address[2:]))
+            except OSError as error:
+                one.close()
+                if error.errno != errno.EADDRNOTAVAIL or len(found) == 1:  # a name may have an address that is off here
+                    raise
+            else:
+                made.append(one)
+        if not made:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as error:
         for one in made:
             one.close()
@@ -298,5 +307,7 @@ def http_config(app: Any, settings: Settings, **more: Any) -> uvicorn.Config:
         "timeout_keep_alive": IDLE,
         "timeout_graceful_shutdown": int(settings.shutdown_timeout) + 5,
         "h11_max_incomplete_event_size": HEAD,
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_keyfile": settings.ssl_keyfile,
     }
     return uvicorn.Config(app, **{**given, **more})

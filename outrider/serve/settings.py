@@ -14,7 +14,8 @@ class Settings:
 
     model_name: what answers call the model. aliases: other names that requests may use.
     api_keys: one of them is what clients must send as `Authorization: Bearer ...`; none for no check.
-    hosts: names in the header `Host` that are answered; none for all. monitor_port: answers `/health` and `/metrics` only.
+    hosts: names in the header `Host` that are answered; none for all. ssl_certfile, ssl_keyfile: for HTTPS.
+    monitor_port: answers `/health` and `/metrics` only.
     request_timeout: for a request, its time in the queue included. shutdown_timeout: for requests after SIGTERM.
     body_timeout: for a client to send its request. send_timeout: for a client to receive a part of the response.
     stall_timeout: for one step of the engine; after it `/health` reports that the engine hangs.
@@ -32,6 +33,8 @@ class Settings:
     aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     monitor_port: int | None = None
     metrics_prefix: str = "outrider"
     request_timeout: float = 600.0
