@@ -42,8 +42,9 @@ class Sequence:
     The request:
     id: the caller's. prompt: token ids, not empty. bad_words: as token ids. prediction: tokens that the answer is expected to
     repeat. mask: what a grammar allows. prefill_only: read the prompt and write nothing, for its log-probabilities.
-    client: sequences of different clients take turns in a queue. method: the drafter, None for the configured one, "none" for
-    none. num_speculative_tokens: draft tokens per step, None for the controller's choice. deadline: a `perf_counter` time.
+    client: sequences of different clients take turns in a queue. owner: slots are shared among owners; "" is none.
+    method: the drafter, None for the configured one, "none" for none. num_speculative_tokens: draft tokens per step, None for
+    the controller's choice. deadline: a `perf_counter` time.
     sink: is called with every `Delta` by the thread that steps; None without a reader.
     continued: tokens of the text that were written earlier, by a run that was cut off. The text goes on after them, and
     limits, penalties and stop strings count them.
@@ -58,6 +59,7 @@ class Sequence:
     mask: TokenMask | None = None
     prefill_only: bool = False
     client: str = ""
+    owner: str = ""
     method: str | None = None
     num_speculative_tokens: int | None = None
     deadline: float = math.inf

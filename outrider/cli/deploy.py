@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from dataclasses import asdict, dataclass
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import ValidationError
 
 from outrider.cli.options import Debug, ModelArgument, ModelInstead, SpeculationOptions, one_model, option
-from outrider.cli.serve import AddressOptions, EngineOptions, ServedModelOptions
-from outrider.cli.terminal import DIM, loading, paint, readable
+from outrider.cli.serve import AddressOptions, EngineOptions, ServedModelOptions, ready_lines
+from outrider.cli.terminal import loading, readable
 
 if TYPE_CHECKING:
     from outrider.ray.cluster import Deployed
@@ -98,10 +97,15 @@ def deploy(
             raise ValueError(
                 f"replicas need Ray Serve ({error.name} is missing); pip install 'outrider[ray]'"
             ) from None
+        own = address == "local" and write_config is None
+        if listen.ssl_certfile is not None and not own:
+            raise ValueError(
+                "--ssl-certfile is for fronts of a local cluster; elsewhere Ray's proxies listen, without it"
+            )
         given: dict[str, Any] = dict(
             model=model,
             speculative_config=config,
-            api_key=listen.api_key,
+            **listen.for_server() | {"host": listen.host if own else ""},
             cors_origin=cors_origin or [],
             metrics_prefix=metrics_prefix,
             engines=f"{name}-engines",
@@ -125,7 +129,6 @@ def deploy(
             return
         from outrider.ray import cluster
 
-        own = address == cluster.LOCAL
         with loading(model):
             if own:
                 cluster.free_port(listen.host, listen.port)
@@ -139,15 +142,10 @@ def deploy(
 
 
 def _ready(options: DeployOptions, deployed: Deployed) -> None:
-    host = "127.0.0.1" if deployed.host in ("0.0.0.0", "::") else deployed.host
-    at = f"http://{host}:{deployed.port}"
-    key = " -H 'Authorization: Bearer '$OUTRIDER_API_KEY" if options.api_key else ""
-    name = options.settings().model_name
-    body = json.dumps({"model": name, "prompt": "def quicksort(xs):", "max_tokens": 64, "stream": True})
-    print(f"{options.fewest} replicas of {name} are ready")
-    print(f"curl -N {at}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    settings = options.settings()
+    print(f"{options.fewest} replicas of {settings.model_name} are ready")
     end = "ctrl-C" if deployed.own else f"serve delete {deployed.name} && serve delete {deployed.engines}"
-    print(paint(f"health: {at}/health   metrics: {at}/metrics   stop: {end}", DIM), flush=True)
+    ready_lines(settings, deployed.host, deployed.port, False, end)
 
 
 def _wait() -> None:

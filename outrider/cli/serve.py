@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
+import ssl
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.options import (
-    ApiKey,
     Debug,
     Device,
     Dtype,
@@ -25,19 +26,55 @@ from outrider.cli.options import (
 from outrider.cli.terminal import DIM, loading, paint, readable
 
 if TYPE_CHECKING:
-    import uvicorn
-
-    from outrider.serve.service import Service
+    from outrider.serve.assembly import Assembly
+    from outrider.serve.settings import Settings
     from outrider.serve.spans import Spans
 
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens, and the key that clients need."""
+    """Where the server listens, the names that it answers to, and the keys that clients need."""
 
     host: Annotated[str, option("Server", "The address to listen at; 0.0.0.0 is every address.")] = "127.0.0.1"
     port: Annotated[int, option("Server", "0 takes a free port.", min=0, max=65535)] = 8000
-    api_key: ApiKey = None
+    allowed_host: Annotated[
+        list[str] | None,
+        option("Server", "A name that clients use for the server, beside localhost and the address. May be repeated."),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        option("Server", "A key; better set by the variable. May be repeated.", envvar="OUTRIDER_API_KEY"),
+    ] = None
+    api_key_file: Annotated[Path | None, option("Server", "A file with keys, one a line.")] = None
+    ssl_certfile: Annotated[Path | None, option("Server", "A certificate, as PEM: the server then speaks HTTPS.")] = (
+        None
+    )
+    ssl_keyfile: Annotated[Path | None, option("Server", "The certificate's private key, as PEM.")] = None
+
+    def for_server(self) -> dict[str, Any]:
+        """The options of `ServerOptions`. Raises ValueError for a file that has no keys, and for half of a certificate."""
+        keys = list(self.api_key or [])
+        if self.api_key_file is not None:
+            found = self.api_key_file.read_text(encoding="utf-8").split()
+            if not found:
+                raise ValueError(f"{self.api_key_file} has no key; write one on each line")
+            keys += found
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile needs the certificate, too: --ssl-certfile FILE")
+        if self.ssl_certfile is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except OSError as error:
+                raise ValueError(
+                    f"{self.ssl_certfile} is no certificate with the key {self.ssl_keyfile or 'in it'}: {error}"
+                ) from None
+        return {
+            "host": self.host,
+            "api_key": keys,
+            "allowed_host": self.allowed_host or [],
+            "ssl_certfile": self.ssl_certfile and str(self.ssl_certfile),
+            "ssl_keyfile": self.ssl_keyfile and str(self.ssl_keyfile),
+        }
 
 
 @dataclass(frozen=True)
@@ -121,6 +158,9 @@ class MonitorOptions:
     metrics_prefix: Annotated[
         str, option("Output", "Prefix of the names at /metrics; vllm fits dashboards made for vLLM.")
     ] = "outrider"
+    monitor_port: Annotated[
+        int | None, option("Output", "A further port, for /health and /metrics only.", min=1, max=65535)
+    ] = None
 
 
 def serve(
@@ -153,16 +193,19 @@ def serve(
             try:
                 from outrider.serve import logs
                 from outrider.serve.assembly import ServerOptions, assemble
+                from outrider.serve.connection import bound
             except ImportError as error:
                 raise ValueError(
                     f"the server's packages are missing ({error.name}); pip install 'outrider[serve]'"
                 ) from None
             from outrider.serve.app import create_app
+            from outrider.serve.settings import public_name
 
             options = ServerOptions(
                 model=model,
                 speculative_config=config,
-                api_key=address.api_key,
+                **address.for_server(),
+                monitor_port=monitor.monitor_port,
                 pad_stream=privacy.pad_stream,
                 cors_origin=privacy.cors_origin or [],
                 log_prompts=privacy.log_prompts,
@@ -171,20 +214,23 @@ def serve(
                 **asdict(engine_options),
                 **asdict(limits),
             )
+            options.settings()  # what is wrong is said before the model is loaded
+            ports = [address.port, *([] if monitor.monitor_port is None else [monitor.monitor_port])]
+            sockets = [one for port in ports for one in bound(address.host, port)]
             spans = None if otlp_traces_endpoint is None else _spans(otlp_traces_endpoint)
             started = perf_counter()
             made = assemble(options, trace.recorder("counts"))
         service, llm, engine = made.service, made.service.llm, made.service.engine
         logs.start(monitor.log_file, made.metrics.log_failures.inc)
         name, notes = service.settings.model_name, made.notes
-        shown = served.served_model_name or llm.loaded.name
+        shown = served.served_model_name or public_name(llm.loaded.name)
         what = f"{shown} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}, "
         what += f"{engine.decoder.guarantee.value}, {engine_options.max_num_seqs} sequences of {engine.decoder.max_length} tokens"
         what += f", {served.kv_cache_dtype} keys and values" if served.kv_cache_dtype != "auto" else ""
         if name != shown:
             notes.append(f"clients call it {name}")
         what += "".join(f"; {note}" for note in notes)
-        _run(create_app(service, made.metrics, spans), service, address.host, address.port, what)
+        _run(create_app(service, made.metrics, spans), made, address.host, sockets, what)
 
 
 def _spans(endpoint: str) -> Spans:
@@ -198,12 +244,13 @@ def _spans(endpoint: str) -> Spans:
     return Spans(endpoint)
 
 
-def _run(app: Any, service: Service, host: str, port: int, what: str) -> None:
+def _run(app: Any, made: Assembly, host: str, sockets: list[socket.socket], what: str) -> None:
+    """Serve at sockets that are bound; the first is for clients. what: is said when it is ready."""
     import uvicorn
 
     from outrider.serve.connection import http_config
 
-    settings = service.settings
+    service, settings, port = made.service, made.service.settings, sockets[0].getsockname()[1]
 
     class Server(uvicorn.Server):
         """Says when it is ready. When stopped, it lets requests finish for a while, then returns what they have."""
@@ -211,22 +258,29 @@ def _run(app: Any, service: Service, host: str, port: int, what: str) -> None:
         async def startup(self, sockets: list[Any] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                _ready(self, settings.model_name, settings.api_key is not None, host, what)
+                print(what)
+                ready_lines(settings, host, port, made.chats, "ctrl-C")
 
         async def shutdown(self, sockets: list[Any] | None = None) -> None:
             service.engine.drain(settings.shutdown_timeout)
             await super().shutdown(sockets)
 
-    Server(http_config(app, settings.shutdown_timeout, host=host, port=port)).run()
+    Server(http_config(app, settings)).run(sockets)
     if not service.engine.alive and service.engine.problem:
         raise RuntimeError(service.engine.problem)
 
 
-def _ready(server: uvicorn.Server, name: str, key: bool, host: str, what: str) -> None:
-    port = server.servers[0].sockets[0].getsockname()[1]
-    at = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-    bearer = " -H 'Authorization: Bearer '$OUTRIDER_API_KEY" if key else ""
-    body = json.dumps({"model": name, "prompt": "def quicksort(xs):", "max_tokens": 64, "stream": True})
-    print(what)
-    print(f"curl -N {at}/v1/completions{bearer} -H 'Content-Type: application/json' -d '{body}'")
-    print(paint(f"health: {at}/health   metrics: {at}/metrics   stop: ctrl-C", DIM), flush=True)
+def ready_lines(settings: Settings, host: str, port: int, chat: bool, stop: str) -> None:
+    """Print a request that can be copied, and where the pages are. chat: the model answers messages. stop: what ends it."""
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    at = f"http{'s' if settings.ssl_certfile else ''}://{host}:{port}"
+    bearer = " -H 'Authorization: Bearer '$OUTRIDER_API_KEY" if settings.api_keys else ""
+    body: dict[str, Any] = {"model": settings.model_name}
+    if chat:
+        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "Write a story about a dog."}]
+    else:
+        path, body["prompt"] = "/v1/completions", "def quicksort(xs):"
+    sent = json.dumps({**body, "max_tokens": 64, "stream": True})
+    print(f"curl -N {at}{path}{bearer} -H 'Content-Type: application/json' -d '{sent}'")
+    print(f"in a browser: {at}/dashboard   how it works: {at}/explain")
+    print(paint(f"health: {at}/health   metrics: {at}/metrics   stop: {stop}", DIM), flush=True)

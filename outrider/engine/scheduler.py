@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from time import perf_counter
@@ -108,8 +108,13 @@ class Scheduler:
         for sequence in sequences:
             self.check(sequence)
         with self.lock:
-            waiting = len(self.queue)
-            if len(sequences) > policy.room(self.queue.limit, len(self.decoder.free), waiting):
+            waiting, free = len(self.queue), len(self.decoder.free)
+            owner = sequences[0].owner if sequences else ""
+            room = policy.room(self.queue.limit, free, waiting)
+            if owner:
+                mine = sum(other.owner == owner for other in self.queue)
+                room = min(room, policy.room(policy.share(self.queue.limit), free, mine))
+            if len(sequences) > room:
                 slots = self.decoder.cache.num_slots
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / slots)))
             self.accepted += len(sequences)
@@ -134,6 +139,7 @@ class Scheduler:
                 sequence, "abort", "cancelled" if sequence.cancelled else LATE if sequence.deadline <= now else CLOSING
             )
         self._seat()
+        self._make_way()
         self._preempt()
         if self.decoder.waiting:
             self._prefill(self.decoder.waiting[0])
@@ -225,22 +231,40 @@ class Scheduler:
                 if not policy.may_seat(len(self.running), self._held(), len(sequence.tokens), self.kv_limit):
                     return
                 self.queue.pop()
-            try:
-                if sequence.checker is None:
-                    self.decoder.admit(sequence)
-                else:
-                    self.decoder.resume(sequence)
-            except Exception as error:
-                self._fail(sequence, error)
-                continue
-            slot = sequence.slot
-            self.running[slot] = sequence
-            if self.drafter:
-                self.drafter.assign(slot, "none" if sequence.undrafted else self.method(sequence))
-                if sequence.num_speculative_tokens is not None:
-                    self.drafter.planner.depths[slot] = sequence.num_speculative_tokens
-            if sequence.finish is not None:  # the tokens that it continues end the text
-                self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
+            self._admit(sequence)
+
+    def _make_way(self) -> None:
+        """Give an owner who waits and has no slot one of the owner who has the most."""
+        if self.decoder.free or not len(self.queue):
+            return
+        running = Counter(sequence.owner for sequence in self.running.values())
+        most, count = running.most_common(1)[0]
+        with self.lock:
+            waits = next((s for s in self.queue if s.owner and s.owner not in running), None)
+            if count < 2 or waits is None:
+                return
+            self.queue.remove(waits)
+        self._unseat(next(slot for slot in reversed(self.decoder.sequences) if self.running[slot].owner == most))
+        self._admit(waits)
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Give a sequence a free slot."""
+        try:
+            if sequence.checker is None:
+                self.decoder.admit(sequence)
+            else:
+                self.decoder.resume(sequence)
+        except Exception as error:
+            self._fail(sequence, error)
+            return
+        slot = sequence.slot
+        self.running[slot] = sequence
+        if self.drafter:
+            self.drafter.assign(slot, "none" if sequence.undrafted else self.method(sequence))
+            if sequence.num_speculative_tokens is not None:
+                self.drafter.planner.depths[slot] = sequence.num_speculative_tokens
+        if sequence.finish is not None:  # the tokens that it continues end the text
+            self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
 
     def _held(self) -> int:
         """Tokens that the seated sequences hold, or will hold once they are read."""
@@ -249,14 +273,17 @@ class Scheduler:
     def _preempt(self) -> None:
         """Free slots, the youngest first, until the next step fits. One sequence alone always does."""
         while policy.must_preempt(len(self.running), self._held(), self.kv_limit):
-            slot = list(self.decoder.sequences)[-1]
-            sequence = self.running.pop(slot)
-            self._note_loss(sequence)
-            self.decoder.release(slot)
-            sequence.preemptions += 1
-            self.preemptions += 1
-            with self.lock:
-                self.queue.put_back(sequence)
+            self._unseat(list(self.decoder.sequences)[-1])
+
+    def _unseat(self, slot: int) -> None:
+        """Take a slot back. Its sequence waits for its turn and is computed again."""
+        sequence = self.running.pop(slot)
+        self._note_loss(sequence)
+        self.decoder.release(slot)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        with self.lock:
+            self.queue.put_back(sequence)
 
     def _note_loss(self, sequence: Sequence) -> None:
         """Keep why a drafter lost the sequence, before the slot is free."""

@@ -9,8 +9,19 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
+from outrider.serve.guard import OWNER
+
 # Headers of a client that its replica does not get, and headers of a replica that its client does not get.
-OURS = {b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"host", b"authorization", b"origin"}
+OURS = {
+    b"content-length",
+    b"connection",
+    b"transfer-encoding",
+    b"keep-alive",
+    b"host",
+    b"authorization",
+    b"origin",
+    OWNER,
+}
 THEIRS = {b"connection", b"transfer-encoding", b"x-request-id"}
 
 

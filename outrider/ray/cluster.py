@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.ray.options import DeployOptions
+from outrider.serve.connection import bound
 
 LOCAL = "local"
 CONNECT = 5.0  # seconds to reach a cluster
@@ -121,13 +122,11 @@ def stop(deployed: Deployed) -> None:
 
 def free_port(host: str, port: int) -> int:
     """The port, or a free one for 0. Raises ValueError if it is taken or the address is not of this machine."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}; --port 0 takes a free port") from None
-        return int(probe.getsockname()[1])
+    held = bound(host, port)
+    for one in held:
+        port = port or one.getsockname()[1]
+        one.close()
+    return port
 
 
 def _reach(address: str) -> None:

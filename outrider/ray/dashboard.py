@@ -50,7 +50,7 @@ class SummedDashboard(Audience):
 
     async def tick(self) -> None:
         """See `Audience.tick`."""
-        pages = await self._replicas.each(Call("GET", "/dashboard/poll", f"viewer={self._name}".encode()))
+        pages = await self._replicas.each(Call("POST", "/dashboard/poll", f"viewer={self._name}".encode()))
         ticks, fresh = dict[str, list[Event]](), False
         for name, page in pages.items():
             ticks[name] = []

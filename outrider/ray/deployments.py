@@ -23,7 +23,7 @@ from ray.util import get_node_ip_address
 from starlette.types import ASGIApp
 
 from outrider.ray.calls import Call, ReplicaLost, Start, answered
-from outrider.ray.direct import IDLE, Connections, Listener, Place, Tickets
+from outrider.ray.direct import IDLE, SHUTDOWN, Connections, Listener, Place, Tickets
 from outrider.ray.front import Front, guarded
 from outrider.ray.options import DeployOptions
 from outrider.ray.router import PrefixRouter
@@ -46,7 +46,8 @@ class OutriderEngine:
         made.service.settings = replace(made.service.settings, replica=self._name)
         self._asgi = create_app(made.service, made.metrics)
         self._tickets = Tickets(self._asgi)
-        self._listener = Listener(self._tickets, get_node_ip_address(), timeout_keep_alive=IDLE)
+        settings = replace(made.service.settings, shutdown_timeout=SHUTDOWN)
+        self._listener = Listener(self._tickets, get_node_ip_address(), settings=settings, timeout_keep_alive=IDLE)
 
     async def take(self, prompt: str, home: str) -> AsyncIterator[Place]:
         """Hold a place for a request. Ends when it was answered. prompt, home: as in `Call`, for the router."""
@@ -145,8 +146,8 @@ class OutriderFront:
         self._outrider = guarded(Front(RayReplicas(handle, patience), settings, patience))
         self._listener = None
         if listen is not None:
-            timeout = settings.request_timeout
-            self._listener = Listener(self._outrider, *listen, reuse=True, shutdown_timeout=timeout)
+            settings = replace(settings, shutdown_timeout=settings.request_timeout)
+            self._listener = Listener(self._outrider, *listen, settings, reuse=True)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve's hook for an application that is made in the replica."""

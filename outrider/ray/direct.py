@@ -23,6 +23,7 @@ from yarl import URL
 from outrider.ray.calls import THEIRS, Call, ReplicaLost, Start
 from outrider.serve.connection import http_config
 from outrider.serve.errors import Refused
+from outrider.serve.settings import Settings
 
 TICKET = "x-outrider-ticket"
 CONNECT = 5.0  # seconds to reach a replica
@@ -76,8 +77,17 @@ class Tickets:
 class Listener:
     """An application at an address, in the event loop that runs. reuse: others may listen there, too."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int = 0, *, reuse: bool = False, **more: Any) -> None:
-        """Raises OSError for an address that is taken."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int = 0,
+        settings: Settings = Settings(shutdown_timeout=SHUTDOWN),  # noqa: B008
+        *,
+        reuse: bool = False,
+        **more: Any,
+    ) -> None:
+        """more: as of `http_config`. Raises OSError for an address that is taken."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,7 +97,7 @@ class Listener:
         self._socket.listen()  # a taken address is told here, and clients may connect from now on
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        self._server = _Server(http_config(app, more.pop("shutdown_timeout", SHUTDOWN), lifespan="off", **more))
+        self._server = _Server(http_config(app, settings, lifespan="off", **more))
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:

@@ -24,7 +24,7 @@ from outrider.ray.pages import merged_metrics
 from outrider.ray.resume import END, MOVES, ResumableStream
 from outrider.serve.dashboard import EventStream
 from outrider.serve.errors import Refused, dumps
-from outrider.serve.guard import Guard
+from outrider.serve.guard import OWNER, Guard
 from outrider.serve.logs import log
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.responses_route import replica_of
@@ -57,8 +57,9 @@ class Front:
         request = Request(scope, receive)
         body = await request.body()
         name = request.state.request_id.encode()
+        own = (b"x-request-id", name), (OWNER, request.state.owner.encode())
         headers = [(k, v) for k, v in scope["headers"] if k.lower() not in OURS and k.lower() != b"x-request-id"]
-        call = Call(scope["method"], scope["path"], scope["query_string"], (*headers, (b"x-request-id", name)), body)
+        call = Call(scope["method"], scope["path"], scope["query_string"], (*headers, *own), body)
         if call.path == "/metrics" and call.method == "GET":
             page = merged_metrics(await self.replicas.each(call), self.metrics.page(), self.settings.metrics_prefix)
             await Response(page, headers={"content-type": CONTENT_TYPE})(scope, receive, send)

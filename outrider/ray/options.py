@@ -68,9 +68,9 @@ class DeployOptions(ServerOptions):
         return self.replicas or self.min_replicas or 1
 
     def server(self) -> dict[str, Any]:
-        """The options of one replica. The front has the key and the origins."""
-        own = self.model_dump(mode="json", include=set(ServerOptions.model_fields))
-        return {**own, "api_key": None, "cors_origin": []}
+        """The options of one replica. Those of the address, the keys and the origins are the front's."""
+        front = {"host", "api_key", "cors_origin", "allowed_host", "ssl_certfile", "ssl_keyfile"}
+        return self.model_dump(mode="json", include=set(ServerOptions.model_fields) - front)
 
     @property
     def front_name(self) -> str:

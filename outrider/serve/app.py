@@ -21,6 +21,7 @@ from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.pending import PendingAnswer
 from outrider.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.service import Service
+from outrider.serve.settings import public_name
 
 if TYPE_CHECKING:
     from outrider.serve.spans import Spans
@@ -30,6 +31,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request is not valid; the message says why",
         401: "The API key is missing or wrong",
+        403: "The host or the page that asks is not allowed",
         404: "No such model",
         408: "The request did not arrive in time, or its deadline passed before its first token",
         413: "The request is too large",
@@ -73,8 +75,8 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
 
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         name = request.state.request_id
-        client = body.user or (request.client.host if request.client else "")
-        pending = await service.accept(body, name, client)
+        owner = request.state.owner
+        pending = await service.accept(body, name, body.user or owner, owner)
         watch(pending, body, request)
         if body.stream:
             return EventResponse(pending, pending.stream(body.stream_options, settings.pad_stream))
@@ -170,7 +172,7 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.started,
         "owned_by": "outrider",
-        "root": service.llm.loaded.name,
+        "root": public_name(service.llm.loaded.name),
         "max_model_len": service.engine.decoder.max_length,
         "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},
         "guarantee": service.engine.decoder.guarantee.value,

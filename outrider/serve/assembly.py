@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,7 +12,7 @@ from outrider.engine import Engine
 from outrider.llm import LLM
 from outrider.serve.metrics import Metrics
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings, served_name
+from outrider.serve.settings import Settings, answered_hosts, served_name
 from outrider.serve.templates import set_chat_template
 from outrider.serve.tools import PARSERS
 from outrider.trace import Recorder
@@ -20,8 +21,8 @@ from outrider.trace import Recorder
 class ServerOptions(BaseModel):
     """What a server is made of. Names and meanings are those of the options of `outrider serve`.
 
-    chat_template: its text. kv_cache_memory_bytes: bytes. prefix_cache: MiB. max_body: KiB. pad_stream: milliseconds. Times
-    are seconds.
+    host: where it listens; "" if that is not known here. chat_template: its text. kv_cache_memory_bytes: bytes. prefix_cache:
+    MiB. max_body: KiB. pad_stream: milliseconds. Times are seconds.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -50,16 +51,28 @@ class ServerOptions(BaseModel):
     cors_origin: list[str] = Field(default_factory=list)
     log_prompts: bool = False
     metrics_prefix: str = "outrider"
-    api_key: str | None = None
+    api_key: str | list[str] | None = None
+    allowed_host: list[str] = Field(default_factory=list)
+    host: str = ""
+    monitor_port: int | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
 
     def settings(self) -> Settings:
         """The settings of the server. Raises ValueError for a parser of tool calls that does not exist."""
         if self.tool_call_parser not in PARSERS:
             raise ValueError(f"--tool-call-parser is one of {', '.join(PARSERS)}, got {self.tool_call_parser!r}")
+        keys = (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
+        if not all(key.strip() for key in keys):
+            raise ValueError("an API key is empty; leave out --api-key for a server without one")
         return Settings(
             model_name=self.served_model_name or served_name(self.model),
-            aliases=() if self.served_model_name else (self.model,),
-            api_key=self.api_key,
+            aliases=() if self.served_model_name or Path(self.model).exists() else (self.model,),
+            api_keys=keys,
+            hosts=answered_hosts(self.host, keys, self.allowed_host),
+            monitor_port=self.monitor_port,
+            ssl_certfile=self.ssl_certfile,
+            ssl_keyfile=self.ssl_keyfile,
             metrics_prefix=self.metrics_prefix,
             request_timeout=self.request_timeout,
             shutdown_timeout=self.shutdown_timeout,
@@ -74,11 +87,12 @@ class ServerOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Assembly:
-    """A server without an address. notes: what its user should know."""
+    """A server without an address. notes: what its user should know. chats: the model has a chat template of its own."""
 
     service: Service
     metrics: Metrics
     notes: list[str]
+    chats: bool
 
 
 class ModelOptions(Protocol):
@@ -142,4 +156,5 @@ def assemble(options: ServerOptions, recorder: Recorder | None = None) -> Assemb
         trace=recorder,
     )
     metrics.attach(engine)
-    return Assembly(Service(llm, engine, settings), metrics, [*llm.notes, *([note] if note else [])])
+    chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
+    return Assembly(Service(llm, engine, settings), metrics, [*llm.notes, *([note] if note else [])], chats)

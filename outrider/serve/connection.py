@@ -1,38 +1,231 @@
-"""How a server speaks with clients: uvicorn's settings, and a connection that a response can cut.
+"""How a server speaks with clients: uvicorn's settings, and what a connection may cost before its request is complete.
 
-Of a client that reads nothing, unsent bytes would be kept for as long as it likes.
+A stranger needs no key to connect. So heads are limited in bytes and time, connections and unfinished requests are counted
+by address, and where there is no room, those who keep the server waiting go first. It holds for each of uvicorn's parsers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import socket
+from collections import Counter
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from http import HTTPStatus
+from ipaddress import ip_address
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-if TYPE_CHECKING:
-    from asyncio import BaseTransport
+from outrider.serve.errors import Refused, dumps
+from outrider.serve.settings import Settings
 
-    Protocol: Any = object
-else:
-    Protocol = AutoHTTPProtocol
-
+_Base: Any = object  # one of uvicorn's protocols comes after it
 _ABORT = "outrider.abort"
+HEAD = 64 << 10  # bytes of the head of a request
+HEAD_SECONDS = 10.0  # from accept, or from the first byte of a further head, to its end
+IDLE = 30  # seconds that a connection may stay without a request
+FILES = 64  # files that the process may open beside connections
+MONITORS = 32  # connections to the port for `/health` and `/metrics`
 
 
-class AbortableProtocol(Protocol):
-    """uvicorn's own protocol. Each request knows how to cut its connection: give it as `http` to `uvicorn.Config`."""
+class Reception:
+    """The connections of a server, by address. It makes room by closing those that keep the server waiting, oldest first.
 
-    def connection_made(self, transport: BaseTransport) -> None:
+    A connection waits while it has no complete request: it sends nothing, or half of a head, or half of a body.
+    connections: open at once; an address may have half. held: bytes of requests that are kept until they are answered; an
+    address may have half. request: bytes of one request, as they are sent.
+    """
+
+    def __init__(self, connections: int, max_body: int) -> None:
+        self.connections, self.held, self.request = connections, 16 * max_body, 2 * max_body
+        self.open, self.bytes = Counter[str](), Counter[str]()
+        self._waiting: dict[str, dict[LimitedConnection, None]] = {}
+
+    def enter(self, one: LimitedConnection) -> bool:
+        """Admit a new connection. False if there is no room, and nobody who could go."""
+        address = one.address
+        if self.open[address] >= max(1, self.connections // 2):
+            crowd = [address]
+        elif self.open.total() >= self.connections:
+            crowd = [max(self._waiting, key=self.open.__getitem__)] if self._waiting else []
+        else:
+            crowd = None
+        if crowd is not None:
+            oldest = next((c for at in crowd for c in self._waiting.get(at, ())), None)
+            if oldest is None:
+                return False
+            oldest.cut()
+        self.open[address] += 1
+        self.wait(one)
+        return True
+
+    def leave(self, one: LimitedConnection) -> None:
+        """A connection is gone."""
+        self.serve(one)
+        self.release(one)
+        self.open[one.address] -= 1
+        self.open += Counter()  # drops the addresses that have none
+
+    def wait(self, one: LimitedConnection) -> None:
+        """It has no complete request from now on."""
+        self._waiting.setdefault(one.address, {}).setdefault(one)
+
+    def serve(self, one: LimitedConnection) -> None:
+        """Its request is complete: it is not closed for others."""
+        mine = self._waiting.get(one.address, {})
+        mine.pop(one, None)
+        if not mine:
+            self._waiting.pop(one.address, None)
+
+    def hold(self, one: LimitedConnection, count: int) -> None:
+        """Count bytes of a request. If they are too many, the largest unfinished one is refused."""
+        one.held += count
+        self.bytes[one.address] += count
+        if self.bytes[one.address] > self.held // 2:
+            crowd = [one.address]
+        elif self.bytes.total() > self.held:
+            crowd = list(self._waiting)
+        else:
+            return
+        unfinished = [c for address in crowd for c in self._waiting.get(address, ())]
+        if unfinished:
+            max(unfinished, key=lambda c: c.held).refuse(429, "the server holds too many unfinished requests")
+
+    def release(self, one: LimitedConnection) -> None:
+        """Its request is answered."""
+        self.bytes[one.address] -= one.held
+        one.held = 0
+        if not self.bytes[one.address]:
+            del self.bytes[one.address]
+
+
+class LimitedConnection(_Base):
+    """Limits for one of uvicorn's protocols, and each request knows how to cut its connection.
+
+    address: of the client. held: bytes of a request that is not answered yet.
+    """
+
+    def __init__(self, receptions: dict[int | None, Reception], **given: Any) -> None:
+        """receptions: by port; that of None for the others."""
+        super().__init__(**given)
+        self.receptions, self.address, self.held = receptions, "", 0
+        self._phase = 0  # bytes of this head; in a body, of the whole request
+        self._clock: asyncio.TimerHandle | None = None
+        self._inside = False
+
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.address = network(self.client[0] if self.client else "")
+        self.reception = self.receptions.get(self.server[1] if self.server else None, self.receptions[None])
+        self._inside = self.reception.enter(self)
+        if not self._inside:
+            transport.abort()
+            return
+        self._start_clock()
         app = self.app
 
         async def with_abort(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-            scope[_ABORT] = getattr(transport, "abort", transport.close)
+            scope[_ABORT] = self.cut
             await app(scope, receive, send)
 
         self.app = with_abort
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        while data and self._inside and not self.transport.is_closing():
+            before, body = self.cycle, self._in_body
+            room = HEAD + (self.reception.request if body else 0) - self._phase
+            if room <= 0:
+                self.refuse(413 if body else 431, f"the {'body' if body else 'head'} of the request is too large")
+                return
+            part, data = data[:room], data[room:]
+            if not body:
+                self._start_clock()
+            super().data_received(part)
+            self._phase += len(part)
+            if self.cycle is not before:  # a head is complete
+                self._stop_clock()
+            if self.cycle is not before or body != self._in_body:
+                self._phase = len(part) if self._in_body else 0
+            if self._inside:
+                self._mark()
+                self.reception.hold(self, len(part))
+
+    def on_message_complete(self) -> None:
+        """httptools calls it. uvicorn then takes a body that was refused before its end for one that still comes."""
+        super().on_message_complete()
+        if self.cycle is not None:
+            self.cycle.more_body = False
+
+    def on_response_complete(self) -> None:
+        self.reception.release(self)
+        super().on_response_complete()
+        if self._inside:
+            self._mark()
+            if self._phase:  # half of the next head, or the rest of a body that was refused
+                self._start_clock()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection ends here. uvicorn would wait until the client has read what is left."""
+        self.cut()
+
+    def cut(self) -> None:
+        """Close at once; what was not sent is lost."""
+        self._leave()
+        self.transport.abort()
+
+    def refuse(self, status: int, message: str) -> None:
+        """Answer in place of the application, and close."""
+        if self.cycle is None or not self.cycle.response_started:
+            body = dumps(Refused(message, status, code="overloaded" if status == 429 else "request_too_large").body)
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
+        self._leave()
+        self.transport.close()
+        self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    @property
+    def _in_body(self) -> bool:
+        return self.cycle is not None and self.cycle.more_body
+
+    def _mark(self) -> None:
+        """Tell whether the client waits for us, or we for it."""
+        ours = self.cycle is not None and not self._in_body and not self.cycle.response_complete
+        (self.reception.serve if ours else self.reception.wait)(self)
+
+    def _leave(self) -> None:
+        self._stop_clock()
+        if self._inside:
+            self._inside = False
+            self.reception.leave(self)
+
+    def _start_clock(self) -> None:
+        if self._clock is None:
+            self._clock = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _late(self) -> None:
+        self._clock = None
+        if (
+            self.cycle is None or self.cycle.response_complete
+        ):  # else a response runs, and its end starts the clock anew
+            self.cut()
+
+
+class ClientConnection(LimitedConnection, AutoHTTPProtocol):
+    """The protocol that uvicorn would take, with limits. See `http_config`."""
 
 
 def abort(scope: MutableMapping[str, Any]) -> None:
@@ -42,15 +235,79 @@ def abort(scope: MutableMapping[str, Any]) -> None:
         cut()
 
 
-def http_config(app: Any, shutdown_timeout: float, **more: Any) -> uvicorn.Config:
-    """uvicorn's settings for an application. shutdown_timeout: seconds for responses that run when the server ends."""
+def network(host: str) -> str:
+    """What counts as one address: an IPv4 address, or the network of an IPv6 one, which a single client has as a whole."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if address.version == 4:
+        return host
+    mapped = address.ipv4_mapped
+    return str(mapped) if mapped else address.exploded[:19]
+
+
+def connection_limit(max_connections: int) -> int:
+    """Connections that may be open: four times the requests, or what the system's limit of open files leaves."""
+    wanted = 4 * max_connections
+    try:
+        import resource
+
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        opened = len(os.listdir("/proc/self/fd"))
+    except (ImportError, OSError):
+        return wanted
+    return wanted if files < 0 else max(8, min(wanted, files - opened - FILES))
+
+
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets that hold the address and do not listen yet, one for each family of the host. port: 0 for a free one.
+
+    Raises ValueError for an address that is taken, or is not of this machine.
+    """
+    made = list[socket.socket]()
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, _, _, address in dict.fromkeys(found):
+            one = socket.socket(family, kind)
+            try:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.bind((address[0], made[0].getsockname()[1] if made else port, *address[2:]))
+            except OSError as error:
+                one.close()
+                if error.errno != errno.EADDRNOTAVAIL or len(found) == 1:  # a name may have an address that is off here
+                    raise
+            else:
+                made.append(one)
+        if not made:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except OSError as error:
+        for one in made:
+            one.close()
+        raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}; --port 0 takes a free port") from None
+    return made
+
+
+def http_config(app: Any, settings: Settings, **more: Any) -> uvicorn.Config:
+    """uvicorn's settings for an application. more: settings that are given in place of these."""
     given: dict[str, Any] = {
-        "http": AbortableProtocol,
+        "http": partial(
+            ClientConnection,
+            {
+                None: Reception(connection_limit(settings.max_connections), settings.max_body),
+                (settings.monitor_port or -1): Reception(MONITORS, settings.max_body),
+            },
+        ),
+        "ws": "none",
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
-        "timeout_keep_alive": 30,
-        "timeout_graceful_shutdown": int(shutdown_timeout) + 5,
-        "h11_max_incomplete_event_size": 64 << 10,
+        "timeout_keep_alive": IDLE,
+        "timeout_graceful_shutdown": int(settings.shutdown_timeout) + 5,
+        "h11_max_incomplete_event_size": HEAD,
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_keyfile": settings.ssl_keyfile,
     }
     return uvicorn.Config(app, **{**given, **more})

@@ -1,4 +1,4 @@
-"""ASGI middleware before every route: a request id, the API key, and limits on what comes in."""
+"""ASGI middleware before every route: a request id, the host, the origin, the API key, and limits on what comes in."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ import hmac
 import re
 import secrets
 from time import perf_counter
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.serve.connection import abort, network
 from outrider.serve.errors import Refused
-from outrider.serve.logs import log
+from outrider.serve.logs import clean, log
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 
 OPEN = ("/health",)  # load balancers have no key
+MONITOR = ("/health", "/metrics")  # answered under any load, and on a port of their own
+OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
+SHOWN = 200  # characters of a path in the log
 PAGES = ("/dashboard", "/dashboard/events", "/dashboard/trial", "/explain")  # a browser asks its user for the key
 
 
 class Guard:
     """Reads the whole body before the route sees the request, so an incomplete request only costs a connection.
 
-    An exception in a route becomes an error response without a traceback. The traceback goes to the log.
+    An exception in a route becomes an error response without a traceback. The traceback goes to the log. Each request is told
+    its `owner`, by which slots are shared: its key, else its client's network.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
@@ -39,8 +45,9 @@ class Guard:
         headers, started = Headers(scope=scope), perf_counter()
         given = headers.get("x-request-id", "")
         name = given if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", given) else secrets.token_hex(12)
-        scope.setdefault("state", {})["request_id"] = name
-        status, gone = 0, False
+        state = scope.setdefault("state", {})
+        state["request_id"] = name
+        status, gone, counted = 0, False, False
 
         async def answer(message: Message) -> None:
             nonlocal status, gone
@@ -54,42 +61,80 @@ class Guard:
                 gone = True
                 raise _Gone from None
 
-        self.active += 1
         try:
             try:
-                if self.active > self.settings.max_connections:
-                    raise Refused("the server has too many connections", 503, code="overloaded", retry=1)
-                if scope["path"] not in OPEN:
-                    self._check_key(headers, page=scope["path"] in PAGES)
-                await self.app(scope, _replayed(await self._body(headers, receive), receive), answer)
+                state["owner"] = self._check(scope, headers)
+                body = await self._body(headers, receive)
+                if scope["path"] not in MONITOR:
+                    self.active, counted = self.active + 1, True
+                    if self.active > self.settings.max_connections:
+                        raise Refused("the server has too many requests", 503, code="overloaded", retry=1)
+                await self.app(scope, _replayed(body, receive), answer)
             except Refused as refused:
                 await refused.response()(scope, receive, answer)
         except _Gone:
             status = 499
+            abort(scope)
         except Exception as error:
             if not gone:
                 log.error("%s failed", name, exc_info=error)
             if not status:
                 await Refused("the server failed on this request", 500).response()(scope, receive, answer)
         finally:
-            self.active -= 1
+            self.active -= counted
             self.metrics.http(status or 499)
             took = 1000 * (perf_counter() - started)
-            log.info("%s %s %s %s %.0f ms", name, scope["method"], scope["path"], status or "gone", took)
+            log.info("%s %s %s %s %.0f ms", name, scope["method"], clean(scope["path"][:SHOWN]), status or "gone", took)
 
-    def _check_key(self, headers: Headers, page: bool) -> None:
-        """Raise Refused for a wrong key. Compares digests, so the time shows neither length nor content of the key.
+    def _check(self, scope: Scope, headers: Headers) -> str:
+        """Who asks, as `owner`. Raises Refused for a host, an origin or a key that may not."""
+        settings, path = self.settings, scope["path"]
+        if settings.replica:  # the front has checked
+            return headers.get(OWNER.decode(), "")
+        if (
+            settings.monitor_port is not None
+            and path not in MONITOR
+            and (scope.get("server") or ("", 0))[1] == settings.monitor_port
+        ):
+            raise Refused(f"this port has {' and '.join(MONITOR)} only", 404)
+        if settings.hosts and (host := _hostname("//" + headers.get("host", ""))) not in settings.hosts:
+            raise Refused(
+                f"this server does not answer as {host[:80]!r}; start it with --allowed-host {host[:80]}, or with a key",
+                403,
+                code="host_not_allowed",
+            )
+        if (not settings.api_keys or path in PAGES) and self._foreign(headers):
+            raise Refused(
+                "a page of another site may not use this server; start it with --cors-origin ORIGIN to allow one",
+                403,
+                code="cross_origin",
+            )
+        key = None if path in OPEN else self._check_key(headers, page=path in PAGES)
+        return network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
 
+    def _foreign(self, headers: Headers) -> bool:
+        """Whether a page of another site asks. A link to a page is followed; what a page loads by itself is not."""
+        origin = headers.get("origin")
+        if origin is not None:
+            same = urlsplit(origin).netloc == headers.get("host") and "://" in origin
+            return not same and not {origin, "*"} & set(self.settings.cors)
+        apart = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
+        return apart and headers.get("sec-fetch-mode") != "navigate"
+
+    def _check_key(self, headers: Headers, page: bool) -> int | None:
+        """The number of the key, None if none is needed. Raises Refused for a wrong one.
+
+        Compares digests with every key, so the time shows neither length nor content of a key.
         page: the key may also come as the password of any user, which is what a browser's own dialog sends.
         """
-        if self.settings.api_key is None:
-            return
+        if not self.settings.api_keys:
+            return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if page and scheme.lower() == "basic":
             scheme, given = "bearer", _password(given)
-        wanted = hashlib.sha256(self.settings.api_key.encode()).digest()
-        same = hmac.compare_digest(hashlib.sha256(given.strip().encode()).digest(), wanted)
-        if not same or scheme.lower() != "bearer":
+        digest = hashlib.sha256(given.strip().encode()).digest()
+        same = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.settings.api_keys]
+        if not any(same) or scheme.lower() != "bearer":
             what = "send Authorization: Bearer KEY" + (", or give it as the password here" if page else "")
             raise Refused(
                 f"the API key is missing or wrong; {what}",
@@ -97,6 +142,7 @@ class Guard:
                 code="invalid_api_key",
                 challenge='Basic realm="outrider: the API key is the password"' if page else "Bearer",
             )
+        return same.index(True)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         limit = self.settings.max_body
@@ -118,6 +164,14 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             raise Refused(f"the request did not arrive within {self.settings.body_timeout:g} s", 408) from None
+
+
+def _hostname(url: str) -> str:
+    """The name in an address, without its port; empty if it cannot be read."""
+    try:
+        return (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 def _password(given: str) -> str:

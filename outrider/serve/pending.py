@@ -32,7 +32,13 @@ class PendingAnswer:
         self._loop, self._deltas = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]]()
 
     def submit(
-        self, requests: abc.Sequence[Sequence], client: str, method: str | None, depth: int | None, seconds: float
+        self,
+        requests: abc.Sequence[Sequence],
+        client: str,
+        method: str | None,
+        depth: int | None,
+        seconds: float,
+        owner: str = "",
     ) -> None:
         """Queue the texts, all or none. seconds: until the deadline. depth: `Sequence.num_speculative_tokens`.
 
@@ -40,7 +46,8 @@ class PendingAnswer:
         """
         self.sequences = list(requests)
         for index, sequence in enumerate(self.sequences):
-            sequence.client, sequence.method, sequence.num_speculative_tokens = client, method, depth
+            sequence.client, sequence.owner = client, owner
+            sequence.method, sequence.num_speculative_tokens = method, depth
             sequence.deadline, sequence.sink = perf_counter() + seconds, self._sink(index)
         try:
             self.engine.submit(self.sequences)

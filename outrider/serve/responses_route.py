@@ -40,9 +40,9 @@ def install(
         earlier = body.previous_response_id
         before = [] if earlier is None else store.get(earlier, 400, "previous_response_id").items
         chat = body.chat(before)
-        client = body.user or (request.client.host if request.client else "")
+        owner = request.state.owner
         try:
-            pending = await service.accept(chat, request.state.request_id, client)
+            pending = await service.accept(chat, request.state.request_id, body.user or owner, owner)
         except Refused as refused:
             if refused.param == "messages":
                 refused.param = "input"

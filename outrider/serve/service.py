@@ -61,8 +61,13 @@ class Service:
                 code="model_not_found",
             )
 
-    async def accept(self, body: CompletionRequest | ChatRequest, request_id: str, client: str) -> PendingAnswer:
-        """Check a request and queue its texts. Raises Refused for what the server cannot answer."""
+    async def accept(
+        self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = ""
+    ) -> PendingAnswer:
+        """Check a request and queue its texts. client, owner: as in `Sequence`.
+
+        Raises Refused for what the server cannot answer.
+        """
         self.check_model(body.model)
         offer, reader, special = self._tools(body)
         mask = await self._grammar(body, offer if offer and offer.forced else None)
@@ -116,7 +121,7 @@ class Service:
             trial.assign(arm, requests)
             depth = 0 if arm == OFF else None
         try:
-            pending.submit(requests, client, body.method, depth, seconds)
+            pending.submit(requests, client, body.method, depth, seconds, owner)
         except Refused:
             if trial is not None and arm is not None:
                 trial.drop(requests)
@@ -251,7 +256,8 @@ class Service:
         except TimeoutError:
             raise Refused(f"the grammar needs more than {COMPILE_TIMEOUT:g} s to compile; make it smaller") from None
         except (ValueError, RecursionError) as error:
-            raise Refused(str(error) or "nested too deeply") from error
+            said = str(error).replace(self.llm.loaded.name, self.settings.model_name)  # its name here may be a path
+            raise Refused(said or "nested too deeply") from error
 
 
 def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -21,7 +21,7 @@ PROMPT = "def quicksort(xs):\n<b>not markup</b>"
 def ask(live: Live, n: int = 1, **more: Any) -> None:
     for _ in range(n):
         body = {"model": "code", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **more}
-        headers = {"authorization": f"Bearer {live.service.settings.api_key}"}
+        headers = {"authorization": f"Bearer {live.service.settings.api_keys[0]}"}
         httpx.post(f"{live.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
 
 
@@ -115,7 +115,7 @@ def test_texts_are_shown_only_if_the_trace_holds_them(tmp_path: Path, visit: Any
 
 
 def test_a_key_guards_every_page(visit: Any, browser: Any) -> None:
-    with serving(builtin(), Settings(model_name="code", api_key="secret")) as live:
+    with serving(builtin(), Settings(model_name="code", api_keys=("secret",))) as live:
         for path in ("/dashboard", "/dashboard/events", "/explain"):
             answer = httpx.get(live.url + path)
             assert answer.status_code == 401

@@ -13,7 +13,7 @@ from outrider import LLM
 from outrider.control import Fixed
 from outrider.engine import Engine
 from outrider.serve.app import create_app
-from outrider.serve.connection import AbortableProtocol
+from outrider.serve.connection import http_config
 from outrider.serve.metrics import Metrics
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
@@ -50,9 +50,7 @@ def serving(llm: LLM, settings: Settings | None = None, spans: Any = None, **eng
     metrics.attach(engine)
     service = Service(llm, engine, settings)
     server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(service, metrics, spans), port=0, http=AbortableProtocol, log_level="error", lifespan="on"
-        )
+        http_config(create_app(service, metrics, spans), settings, port=0, log_level="error", lifespan="on")
     )
     ready = threading.Event()
     startup = server.startup

@@ -188,7 +188,7 @@ def test_errors_and_routes_are_those_of_the_server(lives: list[Live]) -> None:
         assert (mine.status_code, mine.content) == (own.status_code, own.content), path
         assert mine.headers["content-type"] == own.headers["content-type"]
     assert app.moved == 0
-    locked = front(lives[:1], api_key="secret")
+    locked = front(lives[:1], api_keys=("secret",))
     assert post(locked, "/v1/completions", {"prompt": PROMPT}).status_code == 401
     given = {"headers": {"authorization": "Bearer secret"}}
     assert post(locked, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1}, **given).status_code == 200

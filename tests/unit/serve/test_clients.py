@@ -187,7 +187,7 @@ def test_a_served_name_has_no_colon_and_the_other_name_works_too(tmp_path: Path)
     assert served_name("owner/name:small.Q8_0.gguf") == "small.Q8_0"
     assert served_name("owner/name") == "owner/name"
     (own := tmp_path / "a:b").mkdir()
-    assert served_name(str(own)) == str(own)
+    assert served_name(str(own)) == "b"
     with serving(builtin(1), Settings(model_name="code", aliases=("builtin:code",))) as live:
         for name in ("code", "builtin:code"):
             assert ask(live, model=name, prompt=PROMPT, max_tokens=1)["model"] == "code"

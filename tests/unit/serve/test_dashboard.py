@@ -300,7 +300,7 @@ def test_top_prints_the_figures(live: Live) -> None:
 
 
 def test_top_says_what_is_missing() -> None:
-    with serving(builtin(), Settings(model_name="code", api_key="secret")) as guarded:
+    with serving(builtin(), Settings(model_name="code", api_keys=("secret",))) as guarded:
         refused = CliRunner().invoke(cli, ["top", guarded.url, "--once"])
         assert refused.exit_code == 2
         assert "OUTRIDER_API_KEY" in refused.output + refused.stderr

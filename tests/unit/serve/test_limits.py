@@ -108,7 +108,7 @@ def test_memory_is_bounded_and_shown() -> None:
 
 
 def test_the_key_is_asked_of_everybody_but_the_health_check(llm: LLM) -> None:
-    with serving(llm, Settings(model_name="code", api_key="s3cret")) as live:
+    with serving(llm, Settings(model_name="code", api_keys=("s3cret",))) as live:
         for key in (None, "", "Bearer", "Bearer wrong", "Basic s3cret", "Bearer s3cret2"):
             got = httpx.get(live.url + "/v1/models", headers={"authorization": key} if key else {})
             assert got.status_code == 401
@@ -122,7 +122,7 @@ def test_the_key_is_asked_of_everybody_but_the_health_check(llm: LLM) -> None:
 def test_the_key_is_compared_in_constant_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     compared, compare = [], hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
-    with serving(llm, Settings(model_name="code", api_key="s3cret")) as live:
+    with serving(llm, Settings(model_name="code", api_keys=("s3cret",))) as live:
         for key in ("s", "s3cret", "s3creT", "x" * 5000):
             httpx.get(live.url + "/v1/models", headers={"authorization": f"Bearer {key}"})
     assert compared == [(32, 32)] * 4  # digests, of one length whatever was sent
@@ -156,7 +156,7 @@ def test_no_page_of_another_origin_may_ask_unless_it_is_named(llm: LLM) -> None:
     with serving(llm) as live:
         assert "access-control-allow-origin" not in httpx.options(live.url + "/v1/models", headers=asking).headers
         assert "access-control-allow-origin" not in httpx.get(live.url + "/v1/models", headers=asking).headers
-    with serving(llm, Settings(model_name="code", cors=("http://evil.example",), api_key="k")) as live:
+    with serving(llm, Settings(model_name="code", cors=("http://evil.example",), api_keys=("k",))) as live:
         got = httpx.options(live.url + "/v1/models", headers=asking)
         assert got.headers["access-control-allow-origin"] == "http://evil.example"
 
@@ -228,19 +228,28 @@ def test_a_client_that_does_not_read_is_let_go(llm: LLM) -> None:
         )
 
 
-def test_a_full_queue_and_too_many_connections(llm: LLM) -> None:
-    limits = Settings(model_name="code", max_connections=4)
-    with serving(llm, limits, max_queue=1) as live, Gate(llm) as gate, streaming(live):
+def test_a_full_queue(llm: LLM) -> None:
+    with serving(llm, max_queue=1) as live, Gate(llm) as gate, streaming(live):
         assert gate.reached.wait(30)
         with streaming(live), streaming(live):  # one for the row that is left, one for the queue
             full = post(live, prompt=PROMPT)
             assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(full.headers["retry-after"]) >= 1
-            with socket.create_connection(("127.0.0.1", live.port)) as held:
-                held.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
-                while (busy := httpx.get(live.url + "/version")).status_code == 200:
-                    pass
+
+
+def test_too_many_requests_leave_the_monitoring_alone_and_half_a_body_is_none(llm: LLM) -> None:
+    with (
+        serving(llm, Settings(model_name="code", max_connections=1)) as live,
+        socket.create_connection(("127.0.0.1", live.port)) as held,
+    ):
+        held.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+        assert httpx.get(live.url + "/version").status_code == 200
+        with Gate(llm) as gate, streaming(live):
+            assert gate.reached.wait(30)
+            busy = httpx.get(live.url + "/version")
             assert (busy.status_code, busy.json()["error"]["code"]) == (503, "overloaded")
+            assert httpx.get(live.url + "/health").status_code == 200
+            assert httpx.get(live.url + "/metrics").status_code == 200
 
 
 def test_a_deadline_hands_back_what_was_written(llm: LLM) -> None:

@@ -1,0 +1,156 @@
+"""Who may ask a server: hosts, origins, keys; what the log says of it; and whose request it is."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse
+
+from outrider.serve import logs
+from outrider.serve.assembly import ServerOptions
+from outrider.serve.guard import Guard
+from outrider.serve.metrics import Metrics
+from outrider.serve.settings import Settings, answered_hosts, public_name, served_name
+
+LOCAL = Settings(hosts=answered_hosts("127.0.0.1", (), ()))
+
+
+async def owner(scope: Any, receive: Any, send: Any) -> None:
+    await JSONResponse({"owner": scope["state"]["owner"]})(scope, receive, send)
+
+
+def ask(
+    settings: Settings, path: str = "/v1/models", method: str = "GET", client: str = "127.0.0.1", **headers: str
+) -> httpx.Response:
+    """The answer of a guard. Underscores in the names of headers stand for dashes."""
+
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(Guard(owner, settings, Metrics("x", "m")), client=(client, 5))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as asking:
+            sent = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await asking.request(method, path, headers=sent)
+
+    return asyncio.run(go())
+
+
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json().get("error", {}).get("code")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/dashboard", "/metrics", "/health", "/tokenize"])
+def test_a_keyless_server_of_this_machine_answers_to_its_own_names_only(path: str) -> None:
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]", "localhost."):
+        assert ask(LOCAL, path, host=host).status_code == 200, host
+    for host in ("evil.example:8000", "localhost.evil.example", "", "[", "127.0.0.1.evil.example", "10.0.0.7"):
+        got = ask(LOCAL, path, host=host)
+        assert code(got) == (403, "host_not_allowed"), host
+        assert "--allowed-host" in got.text
+
+
+def test_which_servers_ask_for_their_names() -> None:
+    def hosts(**given: Any) -> tuple[str, ...]:
+        return ServerOptions(model="m", **given).settings().hosts
+
+    assert set(hosts(host="127.0.0.1")) == {"localhost", "127.0.0.1", "::1"} == set(hosts(host="::1"))
+    assert "evil.example" in hosts(host="localhost", allowed_host=["Evil.example"])
+    assert hosts(host="127.0.0.1", api_key="k") == hosts(host="0.0.0.0") == hosts() == ()
+    assert "llm.example" in hosts(host="0.0.0.0", allowed_host=["llm.example"], api_key="k")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_a_page_of_another_site_is_refused_where_no_key_is_asked_for(method: str) -> None:
+    for settings in (LOCAL, Settings()):
+        for origin in (
+            "http://evil.example",
+            "null",
+            "http://localhost:3000",
+            "https://127.0.0.1:8000",
+            "localhost:8000",
+        ):
+            assert code(ask(settings, method=method, origin=origin)) == (403, "cross_origin"), origin
+        assert code(ask(settings, method=method, sec_fetch_site="cross-site", sec_fetch_mode="no-cors"))[0] == 403
+        assert ask(settings, method=method, origin="http://localhost:8000").status_code == 200
+    assert ask(LOCAL, method=method).status_code == 200
+    assert ask(LOCAL, sec_fetch_site="cross-site", sec_fetch_mode="navigate").status_code == 200  # a link
+    for cors in ("http://evil.example", "*"):
+        allowed = Settings(cors=(cors,), hosts=LOCAL.hosts)
+        assert ask(allowed, method=method, origin="http://evil.example").status_code == 200
+
+
+def test_a_browser_sends_the_key_of_pages_by_itself_so_their_origin_counts_with_a_key_too() -> None:
+    settings = Settings(api_keys=("k",))
+    basic = "Basic " + base64.b64encode(b"any:k").decode()
+    for path in ("/dashboard", "/dashboard/trial", "/dashboard/events", "/explain"):
+        assert code(ask(settings, path, authorization=basic, origin="http://evil.example")) == (403, "cross_origin")
+        assert ask(settings, path, authorization=basic, origin="http://localhost:8000").status_code == 200
+    assert ask(settings, authorization="Bearer k", origin="http://evil.example").status_code == 200
+
+
+def test_there_may_be_several_keys_and_each_is_an_owner() -> None:
+    settings = Settings(api_keys=("one", "two"))
+    assert ask(settings, authorization="Bearer one").json() == {"owner": "key 0"}
+    assert ask(settings, authorization="Bearer two").json() == {"owner": "key 1"}
+    for wrong in ("Bearer three", "Bearer onetwo", "Bearer one,two", "Bearer ", "one"):
+        assert code(ask(settings, authorization=wrong)) == (401, "invalid_api_key")
+    assert ServerOptions(model="m", api_key=["a", "b"]).settings().api_keys == ("a", "b")
+    with pytest.raises(ValueError, match="is empty"):
+        ServerOptions(model="m", api_key=["a", " "]).settings()
+
+
+def test_without_a_key_an_address_is_an_owner_and_only_a_front_may_say_another() -> None:
+    said = {"x_outrider_owner": "key 7"}
+    assert ask(Settings(), client="203.0.113.5", **said).json() == {"owner": "203.0.113.5"}
+    assert ask(Settings(), client="2001:db8::5").json() == ask(Settings(), client="2001:db8::6").json()
+    assert ask(Settings(replica="r0"), client="203.0.113.5", **said).json() == {"owner": "key 7"}
+
+
+def test_the_port_for_monitoring_has_nothing_else() -> None:
+    own = Settings(monitor_port=8000)
+    assert [ask(own, path).status_code for path in ("/health", "/metrics", "/v1/models", "/dashboard")] == [
+        200, 200, 404, 404
+    ]  # fmt: skip
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(tmp_path: Path) -> None:
+    handler = logs.start(tmp_path / "log", lambda: None)
+    try:
+        for path in (
+            "/x%0a2026-11-23 INFO fake POST /v1/admin 200",
+            "/%1b]0;owned%07",
+            "/%e2%80%aex",
+            "/" + "a" * 5000,
+        ):
+            ask(Settings(api_keys=("k",)), path)
+        try:
+            raise ValueError("first\n2026-11-23 INFO fake")
+        except ValueError:
+            logs.log.exception("a request\nfailed")
+    finally:
+        logging.getLogger("outrider").removeHandler(handler)
+        handler.close()
+    text = (tmp_path / "log").read_text()
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert max(map(len, text.splitlines())) < 400
+    records = [line for line in text.splitlines() if not line.startswith("    ")]
+    assert len(records) == 5
+    assert not any(line.startswith("2026-11-23 INFO") for line in text.splitlines())
+    assert "/x\\n2026-11-23 INFO fake" in text
+
+
+def test_the_name_of_a_file_has_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret" / "small.Q8_0.gguf"
+    file.parent.mkdir()
+    file.write_bytes(b"")
+    monkeypatch.chdir(file.parent)
+    for name in (str(file), "small.Q8_0.gguf", "./small.Q8_0.gguf", "../secret/small.Q8_0.gguf"):
+        settings = ServerOptions(model=name).settings()
+        assert (settings.model_name, settings.aliases) == ("small.Q8_0", ())
+        assert public_name(name) == "small.Q8_0.gguf"
+    assert served_name(str(tmp_path / "secret")) == served_name(".") == "secret"
+    assert ServerOptions(model="builtin:code").settings().aliases == ("builtin:code",)
