@@ -18,8 +18,16 @@ from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 
-OPEN = ("/health",)  # load balancers have no key
-PAGES = ("/dashboard", "/dashboard/events", "/dashboard/trial", "/explain")  # a browser asks its user for the key
+OPEN = ("/health", "/", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
+PAGES = (  # a browser asks its user for the key
+    "/dashboard",
+    "/dashboard/events",
+    "/dashboard/trial",
+    "/explain",
+    "/openapi.json",
+    "/metrics",
+    "/version",
+)
 
 
 class Guard:
