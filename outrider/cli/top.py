@@ -33,7 +33,7 @@ def top(
 
         from rich.live import Live
 
-        from outrider.serve.figures import figures, recent
+        from outrider.serve.figures import outlook
 
         ticks, hello = deque[dict[str, Any]](maxlen=KEPT), dict[str, Any]()
         live = None if once or plain(sys.stdout) else Live(console=console(), auto_refresh=False)
@@ -47,9 +47,9 @@ def top(
                         continue
                     ticks.append(event)
                     if live:
-                        live.update(_screen(hello, event, figures(recent(ticks, window))), refresh=True)
+                        live.update(_screen(hello, event, outlook(ticks, event, window)), refresh=True)
                     elif sum(tick["elapsed"] for tick in ticks) >= window:
-                        console().print(_screen(hello, event, figures(ticks)))
+                        console().print(_screen(hello, event, outlook(ticks, event, window)))
                         if once:
                             return
                         ticks.clear()
@@ -106,9 +106,9 @@ def _screen(hello: dict[str, Any], tick: dict[str, Any], now: dict[str, Any]) ->
     table.add_column(style="dim")
     table.add_column()
     rows = {
+        "does it help now?": printable(now["answer"]),
+        **{name.lower(): printable(text) for name, text in now["sources"].items()},
         "tokens/s": known(now["rate"], ".1f"),
-        "against plain": f"{known(now['speedup'], '.2f')}, an estimate from {tick['speed_from']}; "
-        f"plans count with {known(now['sigma'], '.2f')}",
         "tokens per request and step": known(now["length"], ".2f"),
         "draft tokens accepted": known(now["acceptance"], ".0%"),
         "survival by depth": "  ".join(f"{j}: {s:.0%}" for j, s in enumerate(now["survival"], 1)) or "-",

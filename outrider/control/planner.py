@@ -319,7 +319,7 @@ class Planner:
         """In a sentence: the speed of the texts that run, and the forecast of each drafter."""
         some = [speed for speed in self._speeds.values() if speed.steps]
         now = sum(s.tokens for s in some) / sum(s.steps for s in some) if some else 1.0
-        parts = [f"now {max(now, 1.0):.2f} times plain decoding"]
+        parts = [f"texts that run now: {max(now, 1.0):.2f} times plain decoding"]
         for name in self.models:
             known = self._forecast(name, 1)
             level = self.costs.draft(name, 1, 2) - self.costs.draft(name, 1, 1)

@@ -27,6 +27,8 @@ NOT_SUMMED = (
     "drift",
     "ended",
     "trial",
+    "windows",
+    "point",
 )
 
 Event = dict[str, Any]
@@ -68,7 +70,7 @@ class SummedDashboard(Audience):
         self._last = {name: event for name, event in self._last.items() if event is not None}
         if any(ticks.values()):
             beside = {"viewers": len(self.viewers), "dropped": self.dropped}
-            self.send(encoded("tick", {**summed_ticks(ticks, self._last), **beside}))
+            self.send(encoded("tick", self.summed({**summed_ticks(ticks, self._last), **beside})))
 
 
 def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from outrider._version import __version__
-from outrider.serve import dashboard, errors, responses_route
+from outrider.serve import dashboard, errors, home, responses_route
 from outrider.serve.answering import EventResponse, unless_gone
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import Guard
@@ -154,6 +154,7 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         return json_response({"version": __version__})
 
     app.state.dashboard = dashboard.install(app, service)
+    home.install(app, service)
 
     def described() -> dict[str, Any]:
         document = FastAPI.openapi(app)

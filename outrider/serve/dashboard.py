@@ -7,7 +7,7 @@ Each viewer has a short queue. A viewer that does not read is dropped, and its q
 from __future__ import annotations
 
 import asyncio
-from collections import abc
+from collections import abc, deque
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -25,6 +25,7 @@ from outrider.explain.data import CostCurve, curve
 from outrider.explain.page import assemble, builtin, render
 from outrider.serve.connection import abort
 from outrider.serve.errors import Refused, dumps, json_response
+from outrider.serve.figures import SUMMED, WINDOWS, figures, outlook, recent
 from outrider.serve.service import Service
 from outrider.serve.trial import MOST, Trial
 from outrider.serve.watch import EndedRequest, Watch
@@ -32,6 +33,7 @@ from outrider.trace import Detail
 
 ASSETS = Path(__file__).parent / "assets"
 INTERVAL = 0.5  # seconds between two ticks
+KEPT = 600  # ticks: the longest window
 WAITING = 8  # ticks that a viewer may be behind
 VIEWERS = 16
 LEASE = 900.0  # seconds of a viewer; browsers connect again
@@ -49,6 +51,7 @@ class Audience:
 
     def __init__(self, interval: float) -> None:
         self.interval, self.viewers, self.dropped = interval, list[Viewer](), 0
+        self._past, self._windows, self._turn = deque[dict[str, Any]](maxlen=KEPT), dict[str, dict[str, Any]](), 0
         self._ticker: asyncio.Task[None] | None = None
 
     def join(self) -> Viewer:
@@ -57,6 +60,7 @@ class Audience:
             raise Refused(f"the dashboard has {VIEWERS} viewers already; close one", 503, code="overloaded", retry=5)
         viewer = Viewer()
         if self._ticker is None:
+            self._past.clear()
             self.begin()
             self._ticker = asyncio.get_running_loop().create_task(self._tick())
         if hello := self.hello():
@@ -78,6 +82,19 @@ class Audience:
                 self.viewers.remove(viewer)
                 viewer.drop()
         self._rest()
+
+    def summed(self, tick: dict[str, Any]) -> dict[str, Any]:
+        """The tick with what it and those before it say: `windows`, by seconds, and `point`, speed and depth of four ticks.
+
+        A long window changes slowly, so it is summed up at every second or tenth tick.
+        """
+        self._past.append({name: tick[name] for name in SUMMED})
+        self._turn += 1
+        for seconds in WINDOWS:
+            if self._turn % max(min(len(self._past), 2 * seconds) // 60, 1) == 0:
+                self._windows[str(seconds)] = outlook(self._past, tick, seconds)
+        now = figures(recent(self._past, 3.5 * self.interval))
+        return {**tick, "windows": self._windows, "point": [now["rate"], now["depth"]]}
 
     def _rest(self) -> None:
         if not self.viewers and self._ticker is not None:
@@ -145,7 +162,8 @@ class Dashboard(Audience):
         event["own"] += self._spent
         event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self._trial_state()}
         event["ended"] = [self._shown(request) for request in ended]
-        self.send(encoded("tick", event), self.service.engine.closing)
+        event["speculates"] = self.service.engine.roster.default != "none"
+        self.send(encoded("tick", self.summed(event)), self.service.engine.closing)
         self._spent = thread_time() - begun
 
     def hello(self) -> dict[str, Any]:

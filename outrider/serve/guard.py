@@ -20,11 +20,19 @@ from outrider.serve.logs import clean, log
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 
-OPEN = ("/health",)  # load balancers have no key
+OPEN = ("/health", "/", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
 MONITOR = ("/health", "/metrics")  # answered under any load, and on a port of their own
 OWNER = b"x-outrider-owner"  # header from a front to its replicas: whose request it is
 SHOWN = 200  # characters of a path in the log
-PAGES = ("/dashboard", "/dashboard/events", "/dashboard/trial", "/explain")  # a browser asks its user for the key
+PAGES = (  # a browser asks its user for the key
+    "/dashboard",
+    "/dashboard/events",
+    "/dashboard/trial",
+    "/explain",
+    "/openapi.json",
+    "/metrics",
+    "/version",
+)
 
 
 class Guard:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class Trial:
         self.done: dict[str, list[tuple[float, float]]] = {ON: [], OFF: []}
         self.left = 0  # requests that failed, were cancelled or wrote too little
         self._rows = self._steps = 0
+        self._last = perf_counter()  # when something was measured
 
     @property
     def complete(self) -> bool:
@@ -83,10 +85,11 @@ class Trial:
                 self.left += 1
             else:
                 self.done[arm].append((tokens - 1, done - first))
+                self._last = perf_counter()
 
     def result(self) -> dict[str, Any]:
         """How far it is, and the difference: tokens per second of the arm with speculation over those without, with the 95 %
-        interval of a bootstrap over requests. Numbers are None while too few requests have ended."""
+        interval of a bootstrap over requests. ago: seconds since the last of them. Numbers are None while too few have ended."""
         with self._lock:
             tables = {arm: np.array(rows, dtype=float).reshape(-1, 2) for arm, rows in self.done.items()}
             rows = self._rows / self._steps if self._steps else 0.0
@@ -97,6 +100,7 @@ class Trial:
                 "left": self.left,
                 "rows": rows,
                 "complete": self.complete,
+                "ago": perf_counter() - self._last,
             }
         for arm, table in tables.items():
             found[f"rate_{arm}"] = float(table[:, 0].sum() / table[:, 1].sum()) if len(table) else None

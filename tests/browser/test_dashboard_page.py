@@ -17,6 +17,12 @@ from tests.support.serving import Live, builtin, serving
 
 PROMPT = "def quicksort(xs):\n<b>not markup</b>"
 
+# The width of each bar and the per cent beside it.
+BARS = """() => [...document.querySelectorAll(".bars .bar")].map((bar) => [
+  100 * bar.firstChild.getBoundingClientRect().width / bar.clientWidth, bar.nextSibling.textContent.match(/([\\d.]+) %$/)?.[1]])
+  .filter(([, share]) => share).map(([width, share]) => [width, Number(share)])"""
+SIGNS = ['"✓"', '"✗"', '"Ⅱ"', '"="', ""]
+
 
 def ask(live: Live, n: int = 1, **more: Any) -> None:
     for _ in range(n):
@@ -45,6 +51,14 @@ def test_it_shows_what_the_server_does(live: Live, visit: Any) -> None:
         assert page.locator("#survival .bar").count() >= 2
         assert "target" in page.locator("#phases").inner_text()
         assert "draft length is fixed" in page.locator("#why").inner_text()
+        assert page.locator("#answer").inner_text().startswith(("Not known: ", "Too few requests to say: "))
+        assert page.locator("#sources dt").all_inner_texts() == ["Measured", "Estimated", "Expected"]
+        assert "Updated at" in page.locator("#updated").inner_text()
+        assert page.locator(".dot.live").count() == 1
+        shares = page.evaluate(BARS)
+        assert len(shares) >= 6
+        assert all(width == pytest.approx(share, abs=0.6) for width, share in shares)
+        assert sum(share == 0 for _, share in page.evaluate(BARS.replace(".bars", "#survival"))) <= 1
         assert page.locator("#rate-chart path").count() >= 1
         page.get_by_role("radio", name="10 s").click()
         assert page.locator("#window [aria-checked=true]").inner_text() == "10 s"
@@ -61,9 +75,11 @@ def test_it_shows_what_was_weighed(visit: Any) -> None:
         settled(page)
         ask(live, 2)
         page.locator("#requests tbody tr").nth(1).wait_for()
-        assert "draft_model" in page.locator("#plans").inner_text()
+        assert page.locator("#plans .bar").count() >= 1
         [row] = [text for text in page.locator("#weighed tbody tr").all_inner_texts() if "draft_model" in text]
         assert "ms" in row or "µs" in row
+        assert "times as fast as plain decoding" in page.locator("#sources").inner_text()
+        assert page.locator("#box").evaluate("node => getComputedStyle(node).getPropertyValue('--sign')") in SIGNS
         assert "the speed of plain decoding" in page.locator("#believed").inner_text()
         assert "times plain decoding" in page.locator("#why").inner_text()
 
@@ -99,6 +115,7 @@ def test_every_width_and_scheme_is_accessible(live: Live, visit: Any, scheme: st
         ask(live, 2)
         seen.page.locator("#requests tbody tr").nth(1).wait_for()
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert seen.page.locator("#requests").bounding_box()["width"] >= min(width, 1000) - 100
         assert violations(seen.page) == []
 
 
@@ -107,6 +124,7 @@ def test_texts_are_shown_only_if_the_trace_holds_them(tmp_path: Path, visit: Any
     with serving(builtin(), trace=recorder) as live, visit(f"{live.url}/dashboard") as seen:
         settled(seen.page)
         ask(live)
+        assert seen.page.locator("#texts summary").first.inner_text().endswith(": def quicksort(xs):↵<b>not markup</b>")
         seen.page.locator("#texts summary").first.click()
         shown = seen.page.locator("#texts .answer").first
         assert PROMPT in shown.evaluate("node => node.textContent")

@@ -1,49 +1,55 @@
 // The live page of a server: reads its events and draws them. Closed while the page is hidden, so nothing is sent then.
 
 import { lines } from "./chart.js";
-import { byId, bytes, count, el, percent, radios, seconds, short, sized, visible } from "./dom.js";
-import { figures, recent } from "./sums.js";
+import { byId, bytes, clipped, count, el, percent, radios, seconds, short, sized, visible } from "./dom.js";
 
-const KEPT = 600; // ticks
+const KEPT = 600; // points of a curve
+const LEAST = 0.0005; // a share that is shown as zero
 const WINDOWS = [["10", "10 s"], ["60", "1 min"], ["300", "5 min"]];
 const ORIGINS = { a: "accepted", c: "corrected", b: "bonus", p: "plain", "?": "unknown" };
 const PHASES = { target: "target", draft: "draft", verify: "verify", commit: "commit", outside: "outside steps" };
 const DONE = { none: "no draft", reading: "reading the text" };
 const SHOWN = 12;
 
-let [source, hello, ticks, ended, span, failed] = [null, null, [], [], 60, []];
+let [source, hello, last, points, ended, span, failed] = [null, null, null, [], [], 60, []];
 
 const fact = (value, text) => el("div", { class: "fact" }, el("b", {}, value), el("span", {}, text));
 const known = (x, show) => (x === null || x === undefined ? "–" : show(x));
 const times = (x) => `${short(x)}×`;
 
+/** Rows of [name, share of 1, text]. A full bar is 1. */
 function bars(node, rows) {
-  const most = Math.max(...rows.map((row) => row[1]), 1e-9);
-  node.replaceChildren(...rows.flatMap(([name, value, text]) => [
-    el("div", {}, name), el("div", { class: "bar" }, el("i", { style: { width: `${(100 * value) / most}%` } })), el("div", { class: "value" }, text),
+  node.replaceChildren(...rows.flatMap(([name, share, text]) => [
+    el("div", {}, name), el("div", { class: "bar" }, el("i", { style: { width: `${100 * share}%` } })), el("div", { class: "value" }, text),
   ]));
 }
 
+/** Survival by depth. The depths at its end that nothing reached are one row. */
+function survivals(shares) {
+  const alive = shares.findLastIndex((share) => share >= LEAST) + 1;
+  const rows = shares.slice(0, alive).map((share, j) => [`first ${j + 1}`, share, percent(share)]);
+  if (alive < shares.length) rows.push([`first ${alive + 1}${shares.length > alive + 1 ? " and more" : ""}`, 0, percent(0)]);
+  return rows.length ? rows : [["no drafts", 0, "–"]];
+}
+
 function drawNow() {
-  const last = ticks.at(-1);
-  const now = figures(recent(ticks, span));
+  const now = last.windows[span];
+  byId("box").className = `answer-box ${now.kind}`;
+  byId("answer").textContent = visible(now.answer);
+  byId("sources").replaceChildren(...Object.entries(now.sources).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, visible(`${text}.`))]));
   const engine = last.engine;
   byId("facts").replaceChildren(
     fact(known(now.rate, short), "tokens/s, all requests"),
-    fact(known(now.speedup, times), "as fast as plain decoding, estimated"),
     fact(known(now.length, short), "tokens per request and step; 1 is plain"),
     fact(known(now.acceptance, percent), "of draft tokens accepted"),
     fact(`${engine.running} + ${engine.waiting}`, `running of ${hello.slots}, and waiting`),
     fact(bytes(engine.kv_bytes + engine.prefix_bytes), `keys and values; ${percent(engine.kv_tokens / engine.kv_limit)} of the tokens that fit`),
   );
-  byId("estimate").textContent = now.speedup === null
-    ? "The speed against plain decoding is not known yet: no plain step was measured for this batch size."
-    : `The speed is an estimate: tokens written, priced at what a plain step takes, over the time that was taken. Plain steps are priced by: ${last.speed_from}. The A/B below measures it.`;
   byId("why").textContent = last.why ? `${last.why[0].toUpperCase()}${last.why.slice(1)}.` : "No step yet.";
-  bars(byId("survival"), now.survival.length ? now.survival.map((s, j) => [`first ${j + 1}`, s, percent(s)]) : [["no drafts", 0, "–"]]);
+  bars(byId("survival"), survivals(now.survival));
   drawPlans(now, last.drift);
-  const inside = Object.values(now.phases).reduce((sum, x) => sum + x, 0);
-  bars(byId("phases"), Object.entries(PHASES).map(([name, text]) => [text, now.phases[name] ?? 0, `${seconds(now.phases[name] ?? 0)}, ${percent((now.phases[name] ?? 0) / (inside || 1))}`]));
+  const inside = Object.values(now.phases).reduce((sum, x) => sum + x, 0) || 1;
+  bars(byId("phases"), Object.entries(PHASES).map(([name, text]) => [text, (now.phases[name] ?? 0) / inside, `${seconds(now.phases[name] ?? 0)}, ${percent((now.phases[name] ?? 0) / inside)}`]));
   const kinds = { error: "failed", abort: "were aborted" };
   const lost = Object.entries(kinds).map(([finish, word]) => [failed.filter((one) => one.finish === finish).length, word]);
   byId("errors").textContent = last.problem
@@ -54,34 +60,26 @@ function drawNow() {
 function drawPlans(now, drift) {
   const shares = Object.entries(now.plans).sort((a, b) => b[1] - a[1]);
   bars(byId("plans"), shares.length ? shares.map(([name, share]) => [DONE[name] ?? visible(name), share, percent(share)]) : [["no step yet", 0, "–"]]);
-  const heads = ["drafter", "tokens", "costs", "value", "survival at its end", "verdict"];
+  const heads = ["drafter", "tokens", "time", "value", "ends at", "verdict"];
   const rows = Object.values(now.weighed);
   byId("weighed").replaceChildren(...(rows.length ? [
     el("caption", { class: "hidden-text" }, "What was weighed last"),
     el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
-    el("tbody", {}, rows.map((one) => el("tr", {}, [visible(one.name), one.tokens.toFixed(2), seconds(one.seconds), one.value.toFixed(2), known(one.least, percent), one.verdict].map((cell) => el("td", {}, cell))))),
+    el("tbody", {}, rows.map((one) => el("tr", {}, [visible(one.name), one.tokens.toFixed(2), one.seconds < 5e-6 ? "nothing" : seconds(one.seconds), one.value.toFixed(2), known(one.least, percent), one.verdict].map((cell) => el("td", {}, cell))))),
   ] : []));
   const paces = Object.entries(drift).map(([name, ratio]) => `${visible(name)} ${times(ratio)}`);
   byId("believed").textContent = now.sigma === null ? "" : `Plans count with ${times(now.sigma)} the speed of plain decoding. Seconds taken over seconds measured at load: ${paces.join(", ")}.`;
 }
 
-function series(value) {
-  let at = 0;
-  const found = ticks.map((tick, n) => {
-    at += tick.elapsed;
-    return [at, value(figures(ticks.slice(Math.max(0, n - 3), n + 1)))];
-  });
-  return found.map(([x, y]) => [x - at, y]).filter(([, y]) => y !== null);
-}
-
-function drawSeries(node, name, value) {
+function drawSeries(node, name, which) {
   return (width) => {
-    const points = series(value).filter(([x]) => x >= -Math.max(span, 30));
-    const high = Math.max(...points.map((p) => p[1]), 1) * 1.15;
+    const now = points.at(-1)?.time;
+    const shown = points.map((one) => [one.time - now, one.point[which]]).filter(([x, y]) => y !== null && x >= -Math.max(span, 30));
+    const high = Math.max(...shown.map((p) => p[1]), 1) * 1.15;
     node.replaceChildren(lines({
-      title: points.length ? `${name}, now ${short(points.at(-1)[1])}` : `${name}: nothing yet`, width, height: 190,
+      title: shown.length ? `${name}, now ${short(shown.at(-1)[1])}` : `${name}: nothing yet`, width, height: 190,
       x: { low: -Math.max(span, 30), high: 0, name: "seconds ago", show: (v) => String(Math.round(-v)) }, y: { low: 0, high, name },
-      series: [{ points, color: "var(--fill-blue)", width: 2 }],
+      series: [{ points: shown, color: "var(--fill-blue)", width: 2 }],
     }));
   };
 }
@@ -98,8 +96,8 @@ function drawRequests() {
     ].map((cell) => el("td", {}, cell))))),
   );
   if (!hello.shows_text) return;
-  byId("texts").replaceChildren(...rows.map((r) => el("details", {}, el("summary", {}, `Request ${r.id}: prompt and answer`),
-    el("div", { class: "answer tokens", tabindex: 0, role: "region", "aria-label": `Request ${r.id}` },
+  byId("texts").replaceChildren(...rows.map((r) => el("details", {}, el("summary", {}, `Request ${r.id}: ${clipped(r.prompt, 48)}`),
+    el("div", { class: "answer tokens", tabindex: 0, role: "region", "aria-label": `Prompt and answer of request ${r.id}` },
       el("span", { class: "soft" }, visible(r.prompt)), r.text.map(([letter, text]) => el("span", { class: ORIGINS[letter] }, visible(text)))))));
 }
 
@@ -118,7 +116,8 @@ function drawTrial(trial) {
   }
   const sure = trial.low > 1 ? "Speculation helps." : trial.high < 1 ? "Speculation costs time here." : "The interval holds 1: no difference is shown yet.";
   byId("trial-says").textContent = `${state}${lost}${sure} With speculation ${short(trial.rate_on)} tokens/s, without ${short(trial.rate_off)}: ${times(trial.ratio)} (95 % interval ${short(trial.low)} to ${short(trial.high)}). ${beside}`;
-  bars(byId("trial-chart"), [["on", trial.rate_on, `${short(trial.rate_on)} tokens/s`], ["off", trial.rate_off, `${short(trial.rate_off)} tokens/s`]]);
+  const most = Math.max(trial.rate_on, trial.rate_off);
+  bars(byId("trial-chart"), [["on", trial.rate_on / most, `${short(trial.rate_on)} tokens/s`], ["off", trial.rate_off / most, `${short(trial.rate_off)} tokens/s`]]);
 }
 
 function keep(requests) {
@@ -127,6 +126,7 @@ function keep(requests) {
 }
 
 const say = (text) => {
+  byId("dot").classList.toggle("live", text === "Live.");
   if (byId("state").textContent !== text) byId("state").textContent = text;
 };
 
@@ -144,16 +144,17 @@ function connect() {
     say("Live.");
   });
   source.addEventListener("tick", (event) => {
-    const tick = JSON.parse(event.data);
-    ticks = [...ticks, tick].slice(-KEPT);
-    if (tick.ended.length) {
-      keep(tick.ended);
+    last = JSON.parse(event.data);
+    points = [...points, { time: last.time, point: last.point }].slice(-KEPT);
+    if (last.ended.length) {
+      keep(last.ended);
       drawRequests();
     }
-    drawTrial(tick.trial);
+    drawTrial(last.trial);
     drawNow();
     charts.forEach((draw) => draw());
     say("Live.");
+    byId("updated").textContent = `Updated at ${new Date(1000 * last.time).toLocaleTimeString("en-GB")}.`;
   });
   source.addEventListener("error", () => say("No connection. The page tries again; what it shows is old."));
 }
@@ -172,7 +173,7 @@ async function trial(method, body) {
 
 byId("window").append(radios({ name: "Window", options: WINDOWS, value: "60", change: (v) => {
   span = Number(v);
-  if (ticks.length) drawNow();
+  if (last) drawNow();
   charts.forEach((draw) => draw());
 } }));
 byId("legend").append(...Object.values(ORIGINS).slice(0, 4).map((kind) => el("li", {}, el("span", { class: `origin ${kind}` }, kind))));
@@ -180,8 +181,8 @@ byId("trial-chart").className = "bars";
 byId("trial-start").addEventListener("click", () => trial("POST", JSON.stringify({ requests: Number(byId("trial-count").value) })));
 byId("trial-stop").addEventListener("click", () => trial("DELETE"));
 const charts = [
-  sized(byId("rate-chart"), drawSeries(byId("rate-chart"), "tokens/s", (f) => f.rate)),
-  sized(byId("depth-chart"), drawSeries(byId("depth-chart"), "levels of a draft", (f) => f.depth)),
+  sized(byId("rate-chart"), drawSeries(byId("rate-chart"), "tokens/s", 0)),
+  sized(byId("depth-chart"), drawSeries(byId("depth-chart"), "levels of a draft", 1)),
 ];
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {

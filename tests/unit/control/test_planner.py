@@ -277,4 +277,6 @@ def test_lookups_that_never_find_anything_rest_where_asking_costs() -> None:
 def test_the_state_is_told_in_words() -> None:
     own = planner()
     own.plan([view()])
-    assert own.state().startswith("now 1.00 times plain decoding; model: a token costs 0.20 plain steps, 2.")
+    assert own.state().startswith(
+        "texts that run now: 1.00 times plain decoding; model: a token costs 0.20 plain steps, 2."
+    )

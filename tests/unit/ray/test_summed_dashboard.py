@@ -45,7 +45,16 @@ def tick(tokens: int, elapsed: float = 0.5, **more: Any) -> dict[str, Any]:
         "seconds": {"target": 0.2, "draft": 0.1},
     }
     found |= {"time": 100.0, "elapsed": elapsed, "speed_from": "a", "why": "b", "processor": 0.1, "engine": engine}
-    return {**found, "problem": None, "viewers": 1, "dropped": 0, "trial": None, "ended": [], **more}
+    return {
+        **found,
+        "problem": None,
+        "viewers": 1,
+        "dropped": 0,
+        "trial": None,
+        "ended": [],
+        "speculates": True,
+        **more,
+    }
 
 
 def test_counts_are_sums_and_times_are_means() -> None:
@@ -237,6 +246,7 @@ def test_replicas_that_are_gone_leave_the_sum() -> None:
         pages.pages = {}
         await board.tick()
         events = [json.loads(part.partition("data: ")[2]) for part in viewer.taken().decode().split("\n\n")[:-1]]
+        assert all(event["windows"]["10"]["kind"] == "unknown" for event in events if "windows" in event)
         assert [event.get("slots") or event["engine"]["running"] for event in events] == [4, 2, 2, 1]
         board.leave(viewer)
         assert len(pages.names) == 1
