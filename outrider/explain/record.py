@@ -42,6 +42,12 @@ def _llm(model: Any, file: Path, config: dict[str, object] | None, **settings: A
     return LLM(model, speculative_config=config, max_num_seqs=1, trace=Recorder(file, Detail.TOKENS), **settings)
 
 
+def _lengths(run: ExplainedRun) -> str:
+    steps = run.requests[0].steps
+    none, tokens = sum(not step.drafted for step in steps), sum(step.drafted for step in steps)
+    return f"{none} of {len(steps)} steps had no draft, and the others {tokens / max(len(steps) - none, 1):.1f} tokens"
+
+
 def main(
     model: Annotated[str, typer.Option("--model", "-m")],
     draft: Annotated[str, typer.Option("--draft-model", "-d")],
@@ -67,7 +73,7 @@ def main(
     about = [
         ("A sentence", f"Temperature 0: the likeliest token is written. {draft_name} drafts."),
         ("With noise", f"Temperature {temperature}: noise lets other tokens win. {draft_name} drafts, with the same noise."),
-        ("A bad draft", f"The first sentence again, but {bad_name} drafts. The planner weighs each draft and soon stops."),
+        ("A bad draft", f"The first sentence again, but {bad_name} drafts. The planner weighs each draft: {_lengths(bad)}."),
     ]
     requests = [
         replace(one.requests[0], id=n, title=title, about=words)

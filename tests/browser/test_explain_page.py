@@ -170,7 +170,7 @@ def test_the_same_sentence_with_a_bad_draft_has_the_same_text(page_url: str, vis
             page.keyboard.press("End")
             texts.append(page.locator("#run-text").evaluate("node => node.textContent"))
         assert texts[0] == texts[1]
-        assert "stops" in page.locator("#run-about").inner_text()
+        assert "steps had no draft" in page.locator("#run-about").inner_text()
         assert "What was weighed" in page.locator("#run-note").inner_text()
 
 
