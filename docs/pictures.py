@@ -42,7 +42,6 @@ def explain(browser: Any) -> None:
             for key in ("Home", "ArrowDown", "ArrowDown", "ArrowLeft"):
                 page.keyboard.press(key)
             page.evaluate("document.activeElement.blur()")
-            page.locator("[data-draws='10000']").click()
             page.wait_for_timeout(400)
             for view in views:
                 where = "#run-stage" if view == "run" else f"#{view}-body"

@@ -49,7 +49,9 @@ class ExplainedStep:
 
 @dataclass(frozen=True)
 class ExplainedRequest:
-    """A request and its steps. seed: as text, because a number of JavaScript holds 53 bits only."""
+    """A request and its steps. seed: as text, because a number of JavaScript holds 53 bits only.
+
+    title, about: what the page calls it, and a line on it; without a title it has its number."""
 
     id: int
     prompt_tokens: int
@@ -59,6 +61,8 @@ class ExplainedRequest:
     finish: str | None
     steps: list[ExplainedStep]
     prompt: list[int] | None = None
+    title: str | None = None
+    about: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import { clipped, label, short, visible } from "./dom.js";
 import { at, clock, momentsOf, prepare } from "./moments.js";
 import { moved, pick, tempered } from "./rules.js";
 import { roofline } from "./speed.js";
-import { coverage, layout } from "./trees.js";
+import { coverage, fitted, layout } from "./trees.js";
 import { ticks } from "./chart.js";
 
 const step = (position, drafted, path, committed, refused) => ({
@@ -76,4 +76,19 @@ test("means over positions, and ticks", () => {
   assert.deepEqual(coverage(positions, "chain", 3), { tokens: 1, levels: 3 });
   assert.deepEqual(coverage(positions, "chain", 1), { tokens: 0.5, levels: 1 });
   assert.deepEqual(ticks(0, 1, 4), [0, 0.25, 0.5, 0.75, 1]);
+});
+
+test("a tree fits into its room: to the right, down, or smaller", () => {
+  const box = { wide: 106, high: 44, column: 122, row: 56 };
+  const chain = Array.from({ length: 7 }, (_, n) => n - 1);
+  const broad = [-1, ...Array.from({ length: 30 }, () => 0)];
+  assert.ok(fitted(chain, 900, box).across);
+  assert.ok(!fitted(chain, 340, box).across);
+  for (const parents of [[-1], chain, broad, [-1, 0, 0, 1, 1, 2, 5, 6]]) {
+    for (const room of [120, 340, 900]) {
+      const { x, y, width, height, scale } = fitted(parents, room, box);
+      assert.ok(scale <= 1 && width * scale <= room + 1e-9);
+      parents.forEach((_, n) => assert.ok(x[n] >= 0 && x[n] + box.wide <= width && y[n] >= 0 && y[n] + box.high <= height));
+    }
+  }
 });

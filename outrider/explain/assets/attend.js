@@ -25,7 +25,7 @@ export function attentionView(data) {
     const [left, top] = [Math.min(110, width * 0.28), 74];
     const cell = Math.max(Math.min((width - left - 96) / tokens.length, 30), 12);
     const cache = Math.min(90, width - left - cell * tokens.length - 8);
-    const node = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${top + cell * tokens.length + 8}`, height: top + cell * tokens.length + 8, role: "img", "aria-label": `Mask of ${tokens.length} rows. Each row sees all ${step.position} tokens of the text; among the rows of the draft it sees itself and its ancestors.` });
+    const node = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${top + cell * tokens.length + 8}`, height: top + cell * tokens.length + 8, role: "img", "aria-label": `What ${tokens.length} tokens of a pass may look at. Each sees all ${step.position} tokens of the text; of the draft it sees itself and what stands before it on its branch.` });
     node.append(svg("text", { class: "tick", x: left, y: 14 }, `${step.position} tokens of text`));
     tokens.forEach((token, i) => {
       const y = top + i * cell;
@@ -46,13 +46,13 @@ export function attentionView(data) {
     const step = steps[at];
     const rows = step.tokens.length;
     const dots = ancestorMask(step.parents).flat().filter(Boolean).length;
-    says.textContent = `Step ${step.step + 1}: ${rows} rows. A row of the mask is a node, a column is what it may look at. ${dots} of ${rows * rows} pairs among the draft are allowed.`;
+    says.textContent = `Step ${step.step + 1}: ${count(rows, "token")} in one pass. A line is a token, and its filled squares are what it may look at. ${dots} of ${rows * rows} squares are filled.`;
     if (data.size) {
       const read = bytesRead(data.size, context, rows);
       const weights = weightsRead(data.size, rows);
       const all = [
-        ["One pass over the draft, fused", "keys are read once for all rows and all heads of a group", read.one_pass + weights.one_pass, "best"],
-        ["The same without grouped-query attention", "each of the query heads would have keys of its own", read.no_groups + weights.one_pass, ""],
+        ["One pass over the draft, fused", "the notes on the text (keys and values) are read once for all tokens", read.one_pass + weights.one_pass, "best"],
+        ["The same without grouped-query attention", "each query head would have keys and values of its own", read.no_groups + weights.one_pass, ""],
         [`${rows} plain steps`, "weights and keys are read anew for each token", read.one_by_one + weights.one_by_one, ""],
       ];
       const most = Math.max(...all.map((row) => row[2]));
@@ -68,9 +68,9 @@ export function attentionView(data) {
   const table = el("p", { class: "small soft" });
   body.append(
     el("div", { class: "fields" },
-      slider({ id: "attention-step", name: "Step", min: 0, max: steps.length - 1, step: 1, value: at, show: (v) => `step ${steps[v].step + 1}, ${count(steps[v].tokens.length, "row")}`, change: (v) => { at = v; draw(); } }).node,
+      slider({ id: "attention-step", name: "Step", min: 0, max: steps.length - 1, step: 1, value: at, show: (v) => `step ${steps[v].step + 1}, ${count(steps[v].tokens.length, "token")}`, change: (v) => { at = v; draw(); } }).node,
       slider({ id: "attention-context", name: "Tokens of text before the draft", min: 256, max: 131072, step: 256, value: context, show: (v) => v.toLocaleString("en-US"), change: (v) => { context = v; draw(); } }).node),
-    says, mask, el("h3", {}, "Bytes read for these rows"), reads, table,
+    says, mask, el("h3", {}, "Bytes read for these tokens"), reads, table,
   );
   let again = null;
   draw();

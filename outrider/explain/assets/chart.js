@@ -59,12 +59,19 @@ export function lines({ title, width, height = 260, x, y, series, bands = [], ma
       node.append(svg("text", { x: Math.min(px(last[0]), left + wide), y: at, "text-anchor": "end", style: { fill: one.ink ?? one.color } }, one.label));
     }
   }
+  // A label stands above every line beneath it, with a thread to its mark.
+  const roof = (from, to) => Math.min(...series.flatMap((one) => one.points.filter((p, i, all) => px((all[i + 1] ?? p)[0]) >= from && px((all[i - 1] ?? p)[0]) <= to && Number.isFinite(p[1])).map((p) => py(p[1]))));
   const near = (a, b) => Math.abs(px(a.x) - px(b.x)) < 130 && Math.abs(py(a.y) - py(b.y)) < 18;
   for (const [n, mark] of marks.entries()) {
     node.append(svg("circle", { cx: px(mark.x), cy: py(mark.y), r: 6, fill: "none", stroke: mark.color, "stroke-width": 2.5 }));
     const end = px(mark.x) > left + wide * 0.6;
+    if (!mark.text) continue;
+    const [at, reach] = [px(mark.x) + (end ? -10 : 10), 8 * mark.text.length * (end ? -1 : 1)];
+    const [from, to] = [Math.min(at, at + reach), Math.max(at, at + reach)];
     const above = marks.slice(0, n).some((other) => near(mark, other)) ? 28 : 10; // a label above that of a mark beside it
-    node.append(svg("text", { x: px(mark.x) + (end ? -10 : 10), y: Math.max(py(mark.y) - above, 12), "text-anchor": end ? "end" : "start", style: { "font-weight": 600 } }, mark.text));
+    const line = Math.max(Math.min(py(mark.y), roof(from, to)) - above, 22);
+    node.append(svg("line", { x1: px(mark.x), y1: py(mark.y) - 7, x2: at, y2: line, stroke: mark.color }));
+    node.append(svg("text", { x: at, y: line, "text-anchor": end ? "end" : "start", style: { "font-weight": 600 } }, mark.text));
   }
   return node;
 }

@@ -1,4 +1,4 @@
-// The page of a run: reads its data and builds the five sections.
+// The page of a run: reads its data and builds the opening and the five sections.
 
 import { attentionView } from "./attend.js";
 import { byId, count, el, visible } from "./dom.js";
@@ -6,6 +6,7 @@ import { speedView } from "./howfast.js";
 import { losslessView } from "./lossless.js";
 import { runView } from "./run.js";
 import { shapeView } from "./shape.js";
+import { weightsView } from "./weights.js";
 
 const data = JSON.parse(byId("data").textContent);
 const drafted = data.requests.reduce((sum, request) => sum + request.steps.length, 0);
@@ -15,6 +16,7 @@ byId("about").textContent = visible(
 );
 byId("notes").append(...data.notes.map((note) => el("li", {}, visible(note))));
 byId("footer").append(el("p", {}, "Made by outrider explain. This page is one file; it asks no server and keeps nothing."));
+weightsView(data);
 runView(data);
 losslessView();
 speedView(data);

@@ -29,12 +29,16 @@ export function philox(counter, key) {
   return [c0, c1, c2, c3];
 }
 
+let last = { seed: null, key: null }; // large numbers are slow, and a page asks for one seed many times
+
 /** A number in (0, 1). seed: an integer as text, because a number of JavaScript holds 53 bits only. */
 export function uniform(seed, stream, step, position, index) {
-  const bits = BigInt.asUintN(64, BigInt(seed));
-  const key = [Number(bits & 0xffffffffn), Number(bits >> 32n)];
+  if (seed !== last.seed) {
+    const bits = BigInt.asUintN(64, BigInt(seed));
+    last = { seed, key: [Number(bits & 0xffffffffn), Number(bits >> 32n)] };
+  }
   const counter = [index >>> 2, position >>> 0, stream, stream === TOKEN ? 0 : step >>> 0];
-  const word = philox(counter, key)[index & 3];
+  const word = philox(counter, last.key)[index & 3];
   return Math.min(Math.fround((word + 0.5) * 2 ** -32), TOP);
 }
 

@@ -1,9 +1,9 @@
 // Section 4: the same budget as a chain, a fixed tree and a best-first tree.
 
 import { key, lines } from "./chart.js";
-import { byId, clipped, el, short, sized, slider, svg } from "./dom.js";
-import { interpolate } from "./speed.js";
-import { coverage, covered, layout, within } from "./trees.js";
+import { byId, clipped, count, el, short, sized, slider, svg } from "./dom.js";
+import { passCost } from "./speed.js";
+import { coverage, covered, edge, fitted, levels, within } from "./trees.js";
 
 const KINDS = {
   chain: ["Chain", "all on one line", "var(--fill-blue)", null],
@@ -11,6 +11,7 @@ const KINDS = {
   best: ["Best-first tree", "the nodes that the draft finds likeliest now", "var(--fill-green)", "2 3"],
 };
 const MOST = 16;
+const BOX = { wide: 76, high: 24, column: 92, row: 34 };
 
 /** Tokens of the run that one draft covers within a budget. */
 function reached(position, kind, nodes) {
@@ -27,10 +28,13 @@ export function shapeView(data) {
   }
   const name = (token) => data.texts[token] ?? `#${token}`;
   const curve = data.costs[0];
-  const verify = (rows) => (curve.balance ? Math.max(rows, curve.balance) / curve.balance : interpolate(curve.nodes, rows));
+  const verify = (rows) => passCost(curve, rows);
   const level = curve.draft ?? 0.1;
-  const better = positions.findIndex((one) => reached(one, "best", 6) > reached(one, "chain", 6) + 1); // a tree that saves something
-  let [nodes, at] = [6, Math.max(better, 0)];
+  const saved = (one, n) => reached(one, "best", n) - reached(one, "chain", n);
+  let nodes = 6;
+  const gains = positions.map((one) => saved(one, nodes));
+  let at = gains.indexOf(Math.max(...gains)); // where a second choice saves most
+  let room = 600;
   const table = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, Array.from({ length: MOST + 1 }, (_, n) => {
     const found = coverage(positions, kind, n);
     const cost = n ? found.levels * level + verify(n + 1) / verify(1) : 1;
@@ -46,19 +50,20 @@ export function shapeView(data) {
     const position = positions[at];
     const draft = within(position[kind], nodes);
     const kept = covered(draft.tokens, draft.parents, position.text);
-    const { column, row, rows, columns } = layout(draft.parents);
-    const [wide, high, cw, ch] = [64, 22, 78, 30];
-    const node = svg("svg", { width: (columns - 1) * cw + wide + 2, height: (rows - 1) * ch + high + 2, role: "img", "aria-label": `${KINDS[kind][0]} of ${draft.tokens.length - 1} draft tokens; ${kept} of them are what the run wrote` });
+    const places = fitted(draft.parents, room, BOX);
+    const { x, y, width, height, scale } = places;
+    const node = svg("svg", { viewBox: `-1 -1 ${width + 2} ${height + 2}`, width: (width + 2) * Math.min(scale, room / (width + 2)), role: "img", "aria-label": `${KINDS[kind][0]} of ${draft.tokens.length - 1} draft tokens; ${kept} of them are what the run wrote` });
     const good = new Set([0]);
-    draft.parents.forEach((parent, n) => { if (n && good.has(parent) && draft.tokens[n] === position.text[column[n] - 1]) good.add(n); });
+    const depth = levels(draft.parents);
+    draft.parents.forEach((parent, n) => { if (n && good.has(parent) && draft.tokens[n] === position.text[depth[n] - 1]) good.add(n); });
     draft.parents.forEach((parent, n) => {
-      const [x, y] = [column[n] * cw + 1, row[n] * ch + 1];
-      if (n) node.append(svg("path", { d: `M${column[parent] * cw + wide + 1},${row[parent] * ch + high / 2 + 1}C${x - 7},${row[parent] * ch + high / 2 + 1} ${x - 7},${y + high / 2} ${x},${y + high / 2}`, fill: "none", stroke: good.has(n) ? "var(--green)" : "var(--grey)", "stroke-width": good.has(n) ? 2.5 : 1 }));
-      node.append(svg("rect", { x, y, width: wide, height: high, rx: 4, fill: n && good.has(n) ? "var(--accepted)" : "var(--raised)", stroke: n && good.has(n) ? "var(--green)" : "var(--grey)", "stroke-dasharray": n ? null : "3 2" }));
-      node.append(svg("text", { class: "mono", x: x + 5, y: y + 15, style: { "font-size": "10.5px" } }, `${n && good.has(n) ? "✓ " : ""}${clipped(name(draft.tokens[n]), n && good.has(n) ? 6 : 8)}`));
+      const on = n > 0 && good.has(n);
+      if (n) node.append(svg("path", { d: edge(places, BOX, parent, n), fill: "none", stroke: on ? "var(--green)" : "var(--grey)", "stroke-width": on ? 2.5 : 1 }));
+      node.append(svg("rect", { class: "leaf", x: x[n], y: y[n], width: BOX.wide, height: BOX.high, rx: 4, fill: on ? "var(--accepted)" : "var(--raised)", stroke: on ? "var(--green)" : "var(--grey)", "stroke-dasharray": n ? null : "3 2" }));
+      node.append(svg("text", { class: "mono", x: x[n] + 5, y: y[n] + 16, style: { "font-size": "11px" } }, `${on ? "✓ " : ""}${clipped(name(draft.tokens[n]), on ? 8 : 10)}`));
     });
     const total = table[kind][nodes];
-    return el("div", {}, el("h3", {}, KINDS[kind][0]), el("p", { class: "small soft" }, `${KINDS[kind][1]}. Here ${kept} kept; on average ${short(total.tokens)} of ${nodes}.`), el("div", { class: "mini", tabindex: 0, role: "region", "aria-label": KINDS[kind][0] }, node));
+    return el("div", { class: "shape" }, el("div", {}, el("h3", {}, KINDS[kind][0]), el("p", { class: "small soft" }, `${KINDS[kind][1]}. Here ${kept} kept; on average ${short(total.tokens)} of ${nodes}.`)), el("div", { class: "drawing" }, node));
   };
 
   const drawChart = (width) => {
@@ -66,8 +71,8 @@ export function shapeView(data) {
     const [low, high] = [1, Math.max(...costs) * 1.04];
     const most = Math.max(...Object.values(table).flat().map((one) => one.tokens)) + 1.3;
     chart.replaceChildren(lines({
-      title: "Tokens a step by cost of a step, for chains, fixed trees and best-first trees", width, height: 280,
-      x: { low, high, name: "cost of a step, in plain steps" }, y: { low: 1, high: most, name: "tokens a step" },
+      title: "Tokens a step by time of a step, for chains, fixed trees and best-first trees", width, height: 280,
+      x: { low, high, name: "time of a step, in plain steps" }, y: { low: 1, high: most, name: "tokens a step" },
       series: [
         { points: [[low, low], [Math.min(high, most), Math.min(high, most)]], color: "var(--grey)", dash: "3 4", width: 1.5 },
         ...Object.entries(KINDS).map(([kind, [, , color, dash]]) => ({ points: table[kind].slice(0, MOST + 1).map((one) => [one.cost, 1 + one.tokens]), color, dash, width: 2.5 })),
@@ -78,11 +83,13 @@ export function shapeView(data) {
 
   const draw = () => {
     pictures.replaceChildren(...Object.keys(KINDS).map(picture));
-    const order = Object.keys(KINDS).sort((a, b) => table[b][nodes].tokens - table[a][nodes].tokens);
-    const gain = table[order[0]][nodes].tokens - table.chain[nodes].tokens;
-    says.textContent = `With ${nodes} draft tokens a step: ${order.map((kind) => `${KINDS[kind][0].toLowerCase()} ${short(1 + table[kind][nodes].tokens)} tokens a step at cost ${short(table[kind][nodes].cost)}`).join("; ")}. ${order[0] === "chain" ? "Here the chain covers most: the draft is rarely unsure." : `The ${KINDS[order[0]][0].toLowerCase()} covers ${short(gain)} tokens more than the chain.`}`;
-    numbers.replaceChildren(el("table", {}, el("caption", { class: "hidden-text" }, "Tokens a step, cost and speedup by shape and budget"),
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "draft tokens"), Object.values(KINDS).flatMap(([title]) => [el("th", { scope: "col" }, title), el("th", { scope: "col" }, "cost"), el("th", { scope: "col" }, "speedup")]))),
+    const gain = saved(positions[at], nodes);
+    const fastest = (kind) => table[kind].reduce((most, one, n) => (one.speedup > most.speedup ? { ...one, n } : most), { speedup: 1, n: 0 });
+    const [chain, tree] = ["chain", "best"].map(fastest);
+    const pays = ({ n, speedup }, what) => (n ? `the fastest ${what} has ${count(n, "draft token")} and is ${short(speedup)} times as fast as plain decoding` : `no ${what} is faster than plain decoding`);
+    says.textContent = `${gain > 0 ? `With ${nodes} draft tokens, second choices save ${count(gain, "token")} here: the chain stops at a wrong token, and the best-first tree goes on with another choice.` : gain < 0 ? `With ${nodes} draft tokens the chain is ahead here: its first choices are right, and the tree has spent tokens on others.` : `With ${nodes} draft tokens, second choices save nothing here.`} ${Math.max(...gains) > 0 ? "" : "No position of this run has one that saves a token with a budget of 6. "}On average over the run, with these costs, ${pays(chain, "chain")}, and ${pays(tree, "tree")}.`;
+    numbers.replaceChildren(el("table", {}, el("caption", { class: "hidden-text" }, "Tokens a step, time and speedup by shape and budget"),
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "draft tokens"), Object.values(KINDS).flatMap(([title]) => [el("th", { scope: "col" }, title), el("th", { scope: "col" }, "time"), el("th", { scope: "col" }, "speedup")]))),
       el("tbody", {}, [1, 2, 4, 6, 8, 12, 16].map((n) => el("tr", {}, el("th", { scope: "row" }, n), Object.keys(KINDS).flatMap((kind) => [el("td", {}, short(1 + table[kind][n].tokens)), el("td", {}, short(table[kind][n].cost)), el("td", {}, `${short(table[kind][n].speedup)}×`)]))))));
     again?.();
   };
@@ -98,4 +105,8 @@ export function shapeView(data) {
   let again = null;
   draw();
   again = sized(chart, drawChart);
+  new ResizeObserver(() => {
+    const now = Math.floor(pictures.querySelector(".drawing").clientWidth);
+    if (now !== room) { room = now; draw(); }
+  }).observe(pictures);
 }

@@ -88,6 +88,11 @@ export function roofline(balance, rows) {
   return Math.max(rows, balance) / Math.max(1, balance);
 }
 
+/** Time of a pass over `rows` tokens by a cost curve of the page's data, in the curve's own unit. */
+export function passCost(curve, rows) {
+  return curve.balance ? roofline(curve.balance, rows) : interpolate(curve.nodes, rows);
+}
+
 /** Tokens, cost and speedup of one setting. setting: {alpha, survival, depth, width, c, verify}; verify: rows -> plain steps. */
 export function setting({ alpha, survival, depth, width, c, verify }) {
   const nodes = depth * width;

@@ -91,3 +91,29 @@ export function survivalOf(steps) {
     return steps.filter((step) => step.depth > j && step.accepted > j).length / tried;
   });
 }
+
+/** Places for the boxes of a tree in `room` pixels: {x, y, width, height, scale, across}; a box of node n is at x[n], y[n].
+ *
+ * box: {wide, high, column, row}, pixels of a box and of a place. The tree grows to the right, or down where that needs less
+ * shrinking; scale is at most 1, and width * scale is at most `room`. */
+export function fitted(parents, room, box) {
+  const { column, row } = layout(parents);
+  const [deep, broad] = [column, row].map((places) => Math.max(...places, 0));
+  const [right, down] = [deep * box.column + box.wide, broad * box.column + box.wide];
+  const across = right <= Math.max(room, down);
+  const [level, line] = across ? [box.column, box.row] : [box.row, box.column];
+  const [width, height] = across ? [right, broad * box.row + box.high] : [down, deep * box.row + box.high];
+  const [along, beside] = [column.map((n) => n * level), row.map((n) => n * line)];
+  return { x: across ? along : beside, y: across ? beside : along, width, height, scale: Math.min(1, room / width), across };
+}
+
+/** The line of an edge of a fitted tree, from one node to another, as an SVG path. */
+export function edge(place, box, from, to) {
+  const { x, y, across } = place;
+  if (across) {
+    const [x1, y1, x2, y2] = [x[from] + box.wide, y[from] + box.high / 2, x[to], y[to] + box.high / 2];
+    return `M${x1},${y1}C${(x1 + x2) / 2},${y1} ${(x1 + x2) / 2},${y2} ${x2},${y2}`;
+  }
+  const [x1, y1, x2, y2] = [x[from] + box.wide / 2, y[from] + box.high, x[to] + box.wide / 2, y[to]];
+  return `M${x1},${y1}C${x1},${(y1 + y2) / 2} ${x2},${(y1 + y2) / 2} ${x2},${y2}`;
+}
