@@ -15,7 +15,8 @@ from outrider.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md", *sorted(DOCS.rglob("*.md"))]
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / "recipes").rglob("README.md")), *sorted(DOCS.rglob("*.md"))]
 # The log keeps its old entries as they were written. The reference pages quote docstrings.
 PROSE = [page for page in PAGES if page.name != "log.md" and page.parent.name != "reference"]
 
@@ -124,6 +125,30 @@ def test_pages_that_the_code_names_exist() -> None:
         for file in (ROOT / folder).rglob("*.py"):
             for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text()):
                 assert (ROOT / page).exists(), f"{name(file)} names {page}"
+
+
+def test_the_page_of_licences_names_each_file_with_data() -> None:
+    named = set(re.findall(r"^\| (`[^|]*`) \|", (DOCS / "licences.md").read_text(), re.M))
+    paths = {path for cell in named for path in re.findall(r"`([^`]+)`", cell)}
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    kept = (".json", ".jsonl", ".gz", ".safetensors", ".npz", ".gguf", ".bin")
+    data = {
+        name(file)
+        for folder in ("outrider", "benchmarks", "recipes", "tests", "docs")
+        for file in (ROOT / folder).rglob("*")
+        if file.name.endswith(kept) and "__pycache__" not in file.parts
+    }
+    missing = {
+        file for file in data if file not in paths and not any(file.startswith(p) for p in paths if p[-1] == "/")
+    }
+    assert len(data) > 60
+    assert not missing, f"docs/licences.md does not say what these are: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "log.md"], ids=name)
+def test_no_page_promises_a_package_on_pypi(page: Path) -> None:
+    """outrider is installed from a checkout: `pip install '.[serve]'`."""
+    assert not re.findall(r"pip install [^`\n]*'?outrider\b(?!-)[^`\n]*", page.read_text())
 
 
 def decisions(replayed: str) -> list[tuple[str, str]]:
