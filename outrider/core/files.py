@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The object of a JSON file. Raises OSError, and ValueError with the file's name for anything else than an object."""
+    try:
+        given: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); download it again") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{file} holds a {type(given).__name__}, and it must hold settings by name; download it again")
+    return cast("dict[str, Any]", given)
 
 
 @contextmanager

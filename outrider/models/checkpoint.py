@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from outrider.core.files import read_settings
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, WEIGHT_FORMATS
 from outrider.models.gguf.files import part_names
 
@@ -30,9 +32,24 @@ CODE_BYTES = {
     "F8_E5M2": 1,
     "F8_E8M0": 1,
 }
+_LONGEST_HEADER = 100_000_000  # the limit of safetensors' own reader
 _CODE_NAMES = {f.safetensors: name for name, f in WEIGHT_FORMATS.items() if f.safetensors}
 # Memory that a model needs, relative to its weights: caches, activations and what is being converted.
 _SPARE = 1.1
+
+
+# Numbers of a configuration that code counts to, so that a huge one would never end; and those that no model is without.
+_COUNT = re.compile(r"(\w+_)?(num|n)_(\w+_)?(layers?|heads?|experts|blocks|groups)")
+_POSITIVE = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "vocab_size",
+    "n_embd",
+    "n_head",
+)
+_MANY = 512  # layers or heads that no tensor needs to prove
 
 
 class Sizes(NamedTuple):
@@ -87,6 +104,40 @@ def sizes(name: str, folder: Path) -> Sizes | None:
     if not counts:
         return None
     return Sizes(_CODE_NAMES.get(max(counts, key=lambda c: counts[c]), "float32"), matrices, rest)
+
+
+def check_folder(folder: Path) -> None:
+    """`check_numbers` of a folder's config.json, if it has one. Raises ValueError, also for a header that contradicts itself."""
+    file = folder / "config.json"
+    if file.is_file():
+        check_numbers(file, read_settings(file), shapes(folder))
+
+
+def shapes(folder: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a folder's safetensors files, by name. Raises ValueError as `header` does."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {n: e["shape"] for f in files for n, e in header(f)[0].items() if n != "__metadata__"}
+
+
+def check_numbers(file: Path, given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], part: str = "") -> None:
+    """Raise ValueError for a number of a configuration that no model of these tensors has. Nothing is made of it before.
+
+    file: for the message. given: the configuration, or a `part` of it. shapes: of the tensors, by name; empty if unknown.
+    """
+    numbered = [int(found[1]) + 1 for name in shapes if (found := re.search(r"\.(\d+)\.", name))]
+    widest, deepest = max((max(s, default=1) for s in shapes.values()), default=2**31), max(numbered, default=1)
+    for key, value in given.items():
+        if isinstance(value, dict) and part.count(".") < 4:
+            check_numbers(file, value, shapes, f"{part}{key}.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        has, most = ("layers", deepest) if "layer" in key else ("rows or columns in a tensor", widest)
+        if _COUNT.fullmatch(key) and value > max(most, _MANY):
+            raise ValueError(f"{file}: {part}{key} is {value}, and the weights beside it have at most {most} {has}")
+        if key in _POSITIVE and part in ("", "text_config.") and value < 1:
+            raise ValueError(f"{file}: {part}{key} is {value}, and a model has at least one")
+        if abs(value) >= 2**63:
+            raise ValueError(f"{file}: {part}{key} is beyond 64 bits; no setting of a model is so large")
 
 
 def fits(
@@ -151,22 +202,34 @@ def free_memory(where: torch.device) -> int:
 def header(file: Path) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and where its data start.
 
-    Raises ValueError if the file is not as long as its header says.
+    Raises ValueError if the file is not as long as its header says, or if an entry has other bytes than its shape.
     """
     size = file.stat().st_size
     broken = f"{file} is not whole: "
     with file.open("rb") as f:
         length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > size - 8:
+        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
             f.seek(0)
             if f.read(20).startswith(b"version https://git"):
                 raise ValueError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` there")
             raise ValueError(f"{broken}its table alone is longer than the {size} bytes there are; download it again")
         try:
             table = json.loads(f.read(length))
-            end = max((e["data_offsets"][1] for k, e in table.items() if k != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            end = max((_end_of(k, e) for k, e in table.items() if k != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{broken}its table cannot be read ({error}); download it again") from error
     if size < 8 + length + end:
         raise ValueError(f"{broken}it has {size} bytes of {8 + length + end}; download it again")
     return table, 8 + length
+
+
+def _end_of(name: str, entry: dict[str, Any]) -> int:
+    """Where the bytes of a tensor end. Raises ValueError, KeyError or TypeError for an entry that contradicts itself."""
+    (first, end), shape, code = entry["data_offsets"], entry["shape"], entry["dtype"]
+    if not all(type(n) is int and n >= 0 for n in (first, end, *shape)) or end < first:
+        raise ValueError(f"tensor {name} has shape {shape} from byte {first} to {end}")
+    if code in CODE_BYTES and (need := math.prod(shape) * CODE_BYTES[code]) != end - first:
+        raise ValueError(
+            f"tensor {name} of shape {shape} in {code} takes {need} bytes, and its place has {end - first}"
+        )
+    return end

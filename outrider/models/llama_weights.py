@@ -5,8 +5,9 @@ A pack has them under the names of the modules that they were packed for, so it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu import Packed
+from outrider.kernels.cpu.packed import MOST, rounded
 from outrider.models.base import check_head_ids
 from outrider.models.dtypes import dtype_name
 from outrider.models.matrix import free_matrix_, matrix_of, packed, rows_of, share_matrix
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}
 """The gates that the native step has, by the name in a configuration."""
+_TABLES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,21 @@ class LlamaSettings:
     residual_factor: float
     logits_factor: float
     windows: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number that no model has."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type == "int" and not (type(value) is int and 0 < value <= MOST):
+                raise ValueError(f"{f.name} is {value!r}, and it must be a whole number from 1 to {MOST}")
+            if f.type == "float" and not (type(value) in (int, float) and math.isfinite(value)):
+                raise ValueError(f"{f.name} is {value!r}, and it must be a number")
+        if not self.windows or any(type(w) is not int or not 0 <= w <= MOST for w in self.windows):
+            raise ValueError(f"windows must be one whole number from 0 to {MOST} for each layer")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} heads of keys do not divide {self.heads} heads")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
 
     def as_dict(self) -> dict[str, Any]:
         """For a file of JSON; `LlamaWeights.of_pack` reads it."""
@@ -84,6 +102,32 @@ class LlamaWeights:
     inv_freq: Tensor
     layers: tuple[LlamaLayerWeights, ...]
     head_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Native code believes the settings. So each of them is compared with the matrices and vectors that it will index.
+
+        Raises ValueError, with both sizes, for one that does not fit."""
+        s, table, rotary = self.settings, self.table, len(self.inv_freq)
+        queries, rows = s.heads * s.dim, s.vocab_size if self.head_ids is None else len(self.head_ids)
+        _check_matrix("lm_head", self.head, rows, s.hidden)
+        tokens, width = table.shape if isinstance(table, Tensor) else (table.n, table.k)
+        if tokens < s.vocab_size or width != s.hidden:
+            raise ValueError(f"embed_tokens is {tokens} x {width}, and the settings say {s.vocab_size} x {s.hidden}")
+        if isinstance(table, Tensor) and not (table.is_contiguous() and table.dtype in _TABLES):
+            raise ValueError(f"embed_tokens is {table.dtype}, and a table is one of {', '.join(map(str, _TABLES))}")
+        if not 0 < 2 * rotary <= s.dim:
+            raise ValueError(f"there are {rotary} rotary frequencies for heads of {s.dim} numbers")
+        _check_vector("inv_freq", self.inv_freq, rotary)
+        _check_vector("norm", self.final_norm, s.hidden)
+        if len(self.layers) != len(s.windows):
+            raise ValueError(f"there are {len(self.layers)} layers, and windows for {len(s.windows)}")
+        for i, layer in enumerate(self.layers):
+            _check_matrix(f"layer {i}: qkv", layer.qkv, queries + 2 * s.kv_heads * s.dim, s.hidden)
+            _check_matrix(f"layer {i}: out", layer.out, s.hidden, queries)
+            _check_matrix(f"layer {i}: gate_up", layer.gate_up, 2 * rounded(s.intermediate), s.hidden)
+            _check_matrix(f"layer {i}: down", layer.down, s.hidden, s.intermediate)
+            for name, size in (("norm1", s.hidden), ("norm2", s.hidden), ("q_norm", s.dim), ("k_norm", s.dim)):
+                _check_vector(f"layer {i}: {name}", getattr(layer, name), size)
 
     @classmethod
     def of_model(cls, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> LlamaWeights:
@@ -131,7 +175,8 @@ class LlamaWeights:
     def of_pack(
         cls, settings: Mapping[str, Any], matrices: Mapping[str, Packed], tensors: Mapping[str, Tensor]
     ) -> LlamaWeights:
-        """From the contents of a pack. settings: `LlamaSettings.as_dict`. Raises KeyError or TypeError if one is missing."""
+        """From the contents of a pack. settings: `LlamaSettings.as_dict`. Raises KeyError or TypeError if one is missing, and
+        ValueError if they do not fit each other."""
         known = LlamaSettings(**{**settings, "windows": tuple(settings["windows"])})
 
         def floats(name: str) -> Tensor | None:
@@ -161,6 +206,16 @@ class LlamaWeights:
             _floats(tensors["model.rotary_emb.inv_freq"]),
             tuple(layers),
         )
+
+
+def _check_matrix(name: str, given: Packed, n: int, k: int) -> None:
+    if (given.n, given.k) != (n, k):
+        raise ValueError(f"{name} is {given.n} x {given.k}, and the settings say {n} x {k}")
+
+
+def _check_vector(name: str, given: Tensor | None, size: int) -> None:
+    if given is not None and (given.shape != (size,) or given.dtype != torch.float32):
+        raise ValueError(f"{name} is {given.dtype} {list(given.shape)}, and the settings say float32 [{size}]")
 
 
 def _settings(config: Any, base: Any, head: Any) -> LlamaSettings:

@@ -28,6 +28,7 @@ from outrider.models.llama_weights import LlamaWeights
 from outrider.models.native_llama import LlamaModel
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
+from outrider.models.tokenizer import of_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -233,17 +234,20 @@ def _open(request: _Request) -> _Opened:
     from outrider.models import pretrained
 
     if files:
-        from outrider.models.gguf import reader, tokenizer
+        from outrider.models.gguf.reader import read
+        from outrider.models.gguf.tokenizer import tokenizer_of
 
-        file = reader.read(files)
+        file = read(files)
         raw = pretrained.from_gguf(name, file, request.dtype, request.where, quantization)
-        return _Opened(raw, tokenizer.tokenizer_of(file) if request.tokenizer else None, quantization, pack=pack)
+        return _Opened(raw, tokenizer_of(file) if request.tokenizer else None, quantization, pack=pack)
     if name in SYNTHETIC:
         path = _path("builtin:code")
         raw = pretrained.synthetic(name, request.dtype, path)
-    else:
-        raw = pretrained.from_folder(name, path, request.dtype, request.where, quantization)
-    return _Opened(raw, pretrained.tokenizer_of(path) if request.tokenizer else None, quantization, pack=pack)
+        return _Opened(raw, pretrained.tokenizer_of(path) if request.tokenizer else None, quantization, pack=pack)
+    config = pretrained.read_config(name, path)
+    tokenizer = pretrained.tokenizer_of(path) if request.tokenizer else None  # before the weights: it may be refused
+    raw = pretrained.from_folder(name, path, config, request.dtype, request.where, quantization)
+    return _Opened(raw, tokenizer, quantization, pack=pack)
 
 
 def _open_pack(request: _Request, folder: Path) -> _Opened:
@@ -290,9 +294,7 @@ def tokenizer_named(name: str) -> Any:
         from outrider.models.gguf import reader, tokenizer
 
         return tokenizer.tokenizer_of(reader.read(files))
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(_path(name))
+    return of_folder(_path(name))
 
 
 def files_of(name: str, dtype: str) -> Path:

@@ -5,8 +5,9 @@ A start from a pack of the native step needs nothing of this, and so it does not
 
 from __future__ import annotations
 
-import json
+import math
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaForCausalLM,
     PreTrainedModel,
 )
 from transformers.pytorch_utils import Conv1D
 
+from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import for_device
 from outrider.models import checkpoint
@@ -36,7 +37,11 @@ from outrider.models.gguf.model import build, dense_, sizes
 from outrider.models.gguf.reader import GGUFFile
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
+from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats, reader
+from outrider.models.tokenizer import OwnCode, of_folder
+
+_SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
 
 
 def runnable(
@@ -61,20 +66,26 @@ def runnable(
     return model
 
 
-def from_folder(name: str, path: str, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
-    """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
-    config = read_config(name, path)
+def from_folder(
+    name: str, path: str, config: Any, dtype: str, where: torch.device, quantization: str | None
+) -> PreTrainedModel:
+    """A folder, or a name on the hub. config: of `read_config`. Raises ValueError, MemoryError or UnsupportedModel."""
     if settings := getattr(config, "quantization_config", None):
         return _from_quantised(name, path, config, settings, dtype, where, quantization)
     stored = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
     if stored:
         checkpoint.fits(name, stored, quantization or (None if dtype == "auto" else dtype), where)
+        _check_sizes(name, config, stored, checkpoint.shapes(Path(path)))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype if dtype == "auto" else DTYPES[dtype], output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype if dtype == "auto" else DTYPES[dtype],
+            output_loading_info=True,
+            trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ValueError(f"{name} cannot be loaded: {error}") from error
+    except Exception as error:  # each architecture fails in its own way
+        raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     raw, info = loaded
     check_whole(name, raw, info)
     _unmap_(raw)
@@ -94,6 +105,7 @@ def _from_quantised(
     missing = for_device(where).missing
     floats = dtype if dtype != "auto" else dtype_name(getattr(config, "dtype", None) or torch.float16)
     checkpoint.fits(name, stored.sizes(), quantization or (None if dtype == "auto" and not missing else floats), where)
+    _check_sizes(name, config, stored.sizes(), {})
     try:
         raw, info = reader.build(stored, config, DTYPES[floats], keep=not missing)
     except UnsupportedModel:
@@ -103,6 +115,27 @@ def _from_quantised(
     check_whole(name, raw, info)
     _unmap_(raw)
     return raw
+
+
+def _check_sizes(name: str, config: Any, stored: checkpoint.Sizes, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError for a configuration of another model than the weights', before memory is taken for it.
+
+    shapes: of the tensors as stored. Those whose names the model has must have its sizes. transformers renames the others, so
+    they are counted only.
+    """
+    try:
+        shell = skeleton(config)
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise ValueError(f"the configuration of {name} makes no model: {type(error).__name__}: {error}") from error
+    wanted = {n: t.shape for n, t in (*shell.named_parameters(), *shell.named_buffers())}
+    if wrong := next((n for n, s in wanted.items() if n in shapes and math.prod(shapes[n]) != s.numel()), None):
+        raise ValueError(
+            f"{name}: tensor {wrong} is {list(shapes[wrong])} in the weights, and config.json asks for {list(wanted[wrong])}; "
+            "one of the two files is of another model"
+        )
+    asked, held = sum(shape.numel() for shape in wanted.values()), stored.matrices + stored.rest
+    if asked > 2 * held + _SMALL:
+        raise ValueError(f"config.json of {name} asks for {asked} weights, and its files hold {held} at most")
 
 
 def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
@@ -163,20 +196,16 @@ def read_config(name: str, path: str) -> Any:
     """
     stored = Path(path) if Path(path).is_file() else Path(path, "config.json")
     if stored.exists():
-        try:
-            given = json.loads(stored.read_text())
-        except ValueError as error:
-            raise ValueError(f"{stored} is not JSON ({error}); download it again") from error
-        if not isinstance(given, dict):
-            raise ValueError(f"{stored} holds no settings of a model; download it again")
+        given = read_settings(stored)
         kind = given.get("model_type")
-        if kind not in CONFIG_MAPPING:
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
             own = ", and its own code (trust_remote_code) is not run here" if "auto_map" in given else ""
             raise ValueError(
                 f"{name} has model_type {kind!r} in its config.json, which transformers {transformers.__version__} does "
                 f"not know{own}{did_you_mean(str(kind), list(CONFIG_MAPPING))}. A newer transformers may, or load the model "
                 "yourself and give the object: LLM(model)"
             )
+        checkpoint.check_folder(stored.parent)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each architecture checks its settings in its own way
@@ -185,13 +214,16 @@ def read_config(name: str, path: str) -> Any:
         raise UnsupportedModel(f"{name} is an encoder-decoder; outrider runs decoder-only causal language models")
     if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         raise UnsupportedModel(f"{name} is a {config.model_type}, of which transformers has no causal language model")
+    config._attn_implementation = None  # a repository may name a kernel of the hub here, which is code
     return config
 
 
 def tokenizer_of(path: str) -> Any | None:
-    """The tokenizer, or None: a model without one can still continue token ids."""
+    """The tokenizer, or None: a model without one can still continue token ids. Raises OwnCode for one that is code."""
     try:
-        found = AutoTokenizer.from_pretrained(path)
+        found = of_folder(path)
+    except OwnCode:
+        raise
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
         return None
     # for a folder without tokenizer files, transformers makes an empty tokenizer that encodes every text as no token

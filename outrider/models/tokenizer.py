@@ -9,10 +9,39 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from outrider.core.files import read_settings
+from outrider.models.checkpoint import check_folder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FILE = "tokenizer.json"
+
+
+class OwnCode(ValueError):
+    """A tokenizer that is code in its folder. outrider runs no code of a model."""
+
+
+def of_folder(path: str) -> Any:
+    """The tokenizer that transformers reads from a folder, or from a name on the hub. Nobody is asked, and no code of it runs.
+
+    Raises OwnCode, naming the file; OSError, ValueError and others of transformers if there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    check_folder(Path(path))  # transformers makes a configuration first
+    named = Path(path) / "tokenizer_config.json"
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        here = named.is_file() and "auto_map" in read_settings(named)
+        if not here and "trust_remote_code" not in str(error):
+            raise
+        raise OwnCode(
+            f"{named} names code of its own (auto_map), and outrider runs no code of a model. If "
+            "the repository also has a tokenizer.json, delete auto_map and tokenizer_class from the file; or give the tokenizer "
+            'of another folder: LLM(model, tokenizer="FOLDER")'
+        ) from error
 
 
 def around(backend: Tokenizer, settings: Mapping[str, str | None]) -> PreTrainedTokenizerFast:

@@ -210,7 +210,7 @@ def _loaded(model: Any, dtype: torch.dtype, tokenizer: Any | None) -> tuple[Any,
 
     def read(kind: Any, **options: Any) -> Any:
         try:
-            return kind.from_pretrained(path, **options, **more)
+            return kind.from_pretrained(path, trust_remote_code=False, **options, **more)
         except Exception as error:  # transformers and the readers of files raise many kinds
             raise ValueError(
                 f"transformers {version('transformers')} cannot load {model} ({type(error).__name__}: {error}). Without "

@@ -21,6 +21,8 @@ _ROUNDED = {"int8": "Q8_0", "int4": "Q4_0"}
 KINDS = ("float32", "bfloat16", "float16", *_ROUNDED)
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LANES = 16
+MOST = 2**31 - 1
+"""Native code counts in 32 bits."""
 _MIXED = -1
 
 
@@ -51,9 +53,9 @@ class Packed:
         sizes = [w.shape[0] for w in weights]
         if paired and (len(weights) != 2 or sizes[0] != sizes[1]):
             raise ValueError("paired packing takes two matrices of one shape: gate and up")
-        self.n = 2 * _rounded(sizes[0]) if paired else sum(sizes)
+        self.n = 2 * rounded(sizes[0]) if paired else sum(sizes)
         self.formats = tuple(dict.fromkeys(formats))
-        panels = _rounded(self.n) // _LANES
+        panels = rounded(self.n) // _LANES
         self._bias = torch.zeros(panels * _LANES) if any(b is not None for b in biases) else None
         if len(self.formats) > 1:
             if not paired and any(size % _LANES for size in sizes[:-1]):
@@ -81,7 +83,7 @@ class Packed:
 
     def _point(self, paired: bool) -> None:
         """Make the struct over the buffers, or over the parts. paired: the panels of the parts alternate."""
-        panels, bias = _rounded(self.n) // _LANES, _pointer(self._bias)
+        panels, bias = rounded(self.n) // _LANES, _pointer(self._bias)
         if self.parts:
             self._pointers = (ctypes.c_void_p * len(self.parts))(*(ctypes.addressof(p.struct) for p in self.parts))
             parts = ctypes.addressof(self._pointers), len(self.parts), int(paired)
@@ -105,20 +107,34 @@ class Packed:
         """Keeps the buffers, without a copy. Raises ValueError for buffers that are not of these settings."""
         self = cls.__new__(cls)
         self.formats, self.n, self.k = tuple(settings["formats"]), settings["n"], settings["k"]
+        what = f"a matrix {self.n} x {self.k} in {', '.join(map(str, self.formats))}"
+        if not all(type(size) is int and 0 < size <= MOST for size in (self.n, self.k)):
+            raise ValueError(f"{what}: it must have 1 to {MOST} outputs and inputs")
         self.parts = [
             cls.from_state(part, {n.removeprefix(f"{i}."): t for n, t in buffers.items() if n.startswith(f"{i}.")})
             for i, part in enumerate(settings["parts"])
         ]
         self._data, self._bias = buffers.get("data", torch.empty(0, dtype=torch.uint8)), buffers.get("bias")
+        panels = rounded(self.n) // _LANES
+        self._check_parts(what, panels, bool(settings["paired"]))
         self._point(settings["paired"])
-        sizes = {"data": 0 if self.parts else max(self.struct.panels * self.struct.panel_bytes, 1)}
-        sizes |= {} if self._bias is None else {"bias": self.struct.panels * _LANES}
-        got = {"data": self._data.numel()} | ({} if self._bias is None else {"bias": self._bias.numel()})
+        sizes = {"data": (0 if self.parts else max(panels * self.struct.panel_bytes, 1), torch.uint8)}
+        sizes |= {} if self._bias is None else {"bias": (panels * _LANES, torch.float32)}
+        got = {"data": (self._data.numel(), self._data.dtype)}
+        got |= {} if self._bias is None else {"bias": (self._bias.numel(), self._bias.dtype)}
         if got != sizes:
-            raise ValueError(
-                f"a matrix {self.n} x {self.k} in {', '.join(self.formats)} has buffers {sizes}, got {got}"
-            )
+            raise ValueError(f"{what} has buffers {sizes}, got {got}")
         return self
+
+    def _check_parts(self, what: str, panels: int, paired: bool) -> None:
+        """Raise ValueError unless the parts, if there are any, have the panels of the whole."""
+        held = [rounded(p.n) // _LANES for p in self.parts]
+        if not self.parts:
+            return
+        cut = any(p.n % _LANES for p in self.parts[:-1]) and not paired
+        if any(p.k != self.k or p.parts for p in self.parts) or sum(held) != panels or cut or paired * len({*held}) > 1:
+            sizes = ", ".join(f"{p.n} x {p.k}" for p in self.parts)
+            raise ValueError(f"{what} cannot have parts of {sizes}")
 
     @property
     def bytes(self) -> int:
@@ -182,7 +198,8 @@ def _fill(to: PackedStruct, w: Tensor | Blocks, first: int, paired: bool) -> Non
         library().pack(to, w.data_ptr(), _SOURCES[w.dtype], len(w), *strides, first, int(paired))
 
 
-def _rounded(n: int) -> int:
+def rounded(n: int) -> int:
+    """Outputs with those that fill the last panel."""
     return (n + _LANES - 1) // _LANES * _LANES
 
 

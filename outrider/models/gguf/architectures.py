@@ -96,6 +96,13 @@ def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         what = "differs from layer to layer" if isinstance(value, list) else f"is {value!r}"
         raise ValueError(f"{file.paths[0]}: {file.architecture}.{key} {what}; outrider needs one positive number")
+    positions = "context" in key or "window" in key
+    most = len(file.tensors) if key == "block_count" else 2**31 - 1 if positions else file.largest
+    if value > most:
+        raise ValueError(
+            f"{file.paths[0]}: {file.architecture}.{key} is {value}, and the file has {len(file.tensors)} tensors of at most "
+            f"{file.largest} rows or columns; it is not consistent"
+        )
     return value
 
 

@@ -62,6 +62,11 @@ class GGUFFile:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", ""))
 
+    @cached_property
+    def largest(self) -> int:
+        """The rows or columns of the tensor that has most."""
+        return max(max(t.shape) for t in self.tensors.values())
+
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture: `get("block_count")` is `llama.block_count` of a llama."""
         return self.metadata.get(f"{self.architecture}.{key}", default)

@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outrider.core.files import read_settings
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
-from outrider.models.checkpoint import header
+from outrider.models.checkpoint import check_numbers, header
 from outrider.models.llama_weights import LlamaSettings, LlamaWeights
 from outrider.models.packs.modules import give_packed_, packed_in
 from outrider.models.tokenizer import LazyTokenizer, settings_of
@@ -94,11 +95,13 @@ def is_pack(folder: str | Path) -> bool:
 def load_manifest(folder: Path) -> Pack:
     """Raises BadPack for a pack that these kernels or this version of transformers cannot read."""
     try:
-        given = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        given = read_settings(folder / MANIFEST)
         values: dict[str, Any] = {
             f.name: given[f.name] for f in fields(Pack) if f.name in given or f.name not in _LATER
         }
         values["end_ids"] = tuple(values["end_ids"])
+        if not all(type(i) is int and i >= 0 for i in values["end_ids"]):
+            raise ValueError(f"end_ids are tokens, got {values['end_ids']}")
         pack = Pack(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadPack(f"{folder / MANIFEST} cannot be read ({error!r})") from error
@@ -203,7 +206,7 @@ def bytes_of(model: PreTrainedModel) -> int:
 def source_of(folder: Path) -> tuple[str | None, str]:
     """What a pack was made of, if that is still here and the manifest says so, and the precision."""
     try:
-        given = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        given = read_settings(folder / MANIFEST)
         source, weights = str(given["source"]), str(given["weights"])
     except (OSError, ValueError, KeyError, TypeError):
         return None, ""
@@ -223,13 +226,15 @@ class LazyConfig:
     """The configuration of transformers, which is made when anything is asked of it. folder: has its config.json."""
 
     def __init__(self, folder: Path) -> None:
-        self._given = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        self.given = read_settings(folder / CONFIG)
 
     @functools.cached_property
     def complete(self) -> PretrainedConfig:
         from transformers import CONFIG_MAPPING
 
-        return CONFIG_MAPPING[self._given["model_type"]].from_dict(self._given)
+        config = CONFIG_MAPPING[self.given["model_type"]].from_dict(self.given)
+        config._attn_implementation = None  # see `pretrained.read_config`
+        return config
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -260,9 +265,14 @@ def start(folder: Path, pack: Pack, *, tokenizer: bool = True, modules: bool = F
                 lazy = LazyTokenizer(folder, pack.tokenizer)
 
         matrices, tensors = _read_parts(folder, pack, meanwhile)
+        shapes = {n: (m.n, m.k) for n, m in matrices.items()} | {n: t.shape for n, t in tensors.items()}
+        check_numbers(folder / CONFIG, config.given, shapes)
         if pack.native is None or modules:
             return Start(_restored(config.complete, pack, matrices, tensors), config, lazy)
-        return Start(LlamaWeights.of_pack(pack.native, matrices, tensors), config, lazy)
+        made = LlamaWeights.of_pack(pack.native, matrices, tensors)
+        if (length := config.given.get("max_position_embeddings")) != made.settings.max_length:
+            raise ValueError(f"max_length is {made.settings.max_length}, and {CONFIG} says {length}")
+        return Start(made, config, lazy)
     except BadPack:
         raise
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors
@@ -289,11 +299,14 @@ def _read_parts(
 def _restored(
     config: PretrainedConfig, pack: Pack, matrices: Mapping[str, native.Packed], tensors: Mapping[str, Tensor]
 ) -> PreTrainedModel:
-    model = _skeleton(config)
+    model = skeleton(config)
     give_packed_(model, matrices)
     for name, t in tensors.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
+        place = module._buffers.get(leaf, module._parameters.get(leaf))
+        if place is not None and place.shape != t.shape:
+            raise ValueError(f"{name} is {list(t.shape)}, and {CONFIG} asks for {list(place.shape)}")
         if leaf in module._buffers:
             module._buffers[leaf] = t
         else:
@@ -308,7 +321,7 @@ def _restored(
     return model.eval()
 
 
-def _skeleton(config: Any) -> PreTrainedModel:
+def skeleton(config: Any) -> PreTrainedModel:
     """The modules without memory for their weights."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -319,7 +332,7 @@ def _skeleton(config: Any) -> PreTrainedModel:
 
 def _check_skeleton(model: PreTrainedModel, known: Set[str]) -> None:
     """Raise NotRestorable if the model needs a tensor that is in no pack. known: names of tensors, and of packed modules."""
-    empty = _skeleton(copy.deepcopy(model.config))
+    empty = skeleton(copy.deepcopy(model.config))
     lost = [n for n, _ in empty.named_buffers(remove_duplicate=False) if not known & {n, n.rpartition(".")[0]}]
     lost += [f"{n}.{k}" for n, m in empty.named_modules() for k, v in m.__dict__.items() if isinstance(v, Tensor)]
     if lost or type(empty) is not type(model):
