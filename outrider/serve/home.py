@@ -18,7 +18,7 @@ from outrider.serve.service import Service
 def install(app: FastAPI, service: Service) -> None:
     """Add the page to an application."""
     tokenizer = service.llm.tokenizer
-    told = {"chat": bool(tokenizer and tokenizer.chat_template), "key": service.settings.api_key is not None}
+    told = {"chat": bool(tokenizer and tokenizer.chat_template), "key": bool(service.settings.api_keys)}
     page = assemble(ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js", json.dumps(told), connect=True)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
