@@ -109,7 +109,7 @@ def test_a_model_without_a_template_continues_the_text(visit: Any) -> None:
 
 
 def test_a_key_is_asked_for_once(visit: Any) -> None:
-    with serving(builtin(), Settings(model_name="code", api_key="secret")) as live, visit(live.url) as seen:
+    with serving(builtin(), Settings(model_name="code", api_keys=("secret",))) as live, visit(live.url) as seen:
         page = seen.page
         page.locator("#problem", has_text="key is missing").wait_for()
         assert page.locator("#chat").is_hidden()
