@@ -264,25 +264,31 @@ def _tell_hindsight(backend: Any, prompts: list[Prompt], sampling: dict[str, Any
 
 
 def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) -> None:
-    """Write the requested files, with the limits of the machine."""
+    """Write the requested files. Then measure the limits of the machine, and write them again with these."""
     from outrider.bench.local import Local
+    from outrider.bench.report import page
 
     file, html = files.json_file, files.html
     if file is None and html is None:
         return
+
+    def write() -> None:
+        if file is not None:
+            run.save(file)
+        if html is not None:
+            page.write(run, html)
+
+    write()
+    if file is not None:
+        print(paint(f"The measurement is in {file}. Make a page of it: outrider report {file}", DIM))
+    if html is not None:
+        print(paint(f"The page is {html}.", DIM))
     if isinstance(backend, Local) and not interrupted:
         from outrider.bench.roofline import measure_limits
 
-        with suppress(KeyboardInterrupt), working("measuring the limits of the machine"):
+        with suppress(KeyboardInterrupt), working("measuring the limits of this machine, for the page; ctrl-C ends it"):
             measure_limits(run, backend.llms)
-    if file is not None:
-        run.save(file)
-        print(paint(f"The measurement is in {file}. Make a page of it: outrider report {file}", DIM))
-    if html is not None:
-        from outrider.bench.report import page
-
-        page.write(run, html)
-        print(paint(f"The page is {html}.", DIM))
+        write()
 
 
 def _progress(run: Run, backend: Backend, prompts: list[Prompt], file: Path | None) -> Iterator[list[Sample]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.options import Debug, option
-from outrider.cli.terminal import DIM, YELLOW, loading, paint, printable, readable
+from outrider.cli.terminal import YELLOW, paint, printable, readable, working
 
 if TYPE_CHECKING:
     from outrider.explain import ExplainedRun
@@ -47,7 +47,7 @@ def explain(
     with readable(debug):
         if trace is None and (model is not None or recorded):
             raise ValueError("--model and --recorded belong to a trace; name one: outrider explain RUN.jsonl")
-        with loading("the run"):
+        with working(f"explaining {'a built-in run' if trace is None else trace}"):
             from dataclasses import replace
 
             from outrider.explain import builtin
@@ -64,9 +64,8 @@ def explain(
         write(run, out)
         for note in run.notes:
             print(paint(f"note: {printable(note)}", YELLOW))
-        print(out)
-        if not no_open and not webbrowser.open(out.resolve().as_uri()):
-            print(paint("No browser was found here; open the file in one.", DIM))
+        opened = not no_open and webbrowser.open(out.resolve().as_uri())
+        print(f"The page is {out}." + ("" if opened else " Open it in a browser."))
 
 
 def _own(file: Path, model: str | None, recorded: bool) -> ExplainedRun:

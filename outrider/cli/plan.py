@@ -112,7 +112,7 @@ def plan(
         for file in (json_file, out):
             if file is not None and not file.absolute().parent.is_dir():
                 raise FileNotFoundError(f"there is no folder {file.absolute().parent} to write {file.name} to")
-        with working("simulating"):
+        with working(f"simulating {demand.qps:g} requests a second on {model.hardware}"):
             from outrider.plan.answer import answer
 
             made, inputs = _plan(model, demand, engine, targets, seed, whole_fleet)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.options import Debug, option
-from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, printable, readable
+from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, printable, readable, working
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -50,6 +50,7 @@ def replay(
         _ = text.step(step), text.prompt
         with loading(found.header.model):
             llm = trace_model(found, model)
+        with working(f"computing step {step} again"):
             from outrider.trace import replay as again
 
             result = again(found, llm.decoder, step, text.id)
@@ -182,7 +183,7 @@ def _label(node: ExplainedNode, result: Replay, show: Any) -> Any:
     """The token, whether it was accepted, and why. Below an accepted token: the likeliest next tokens of the target."""
     from rich.text import Text as Styled
 
-    late = node.depth > len(result.written)
+    late = node.judged and len(result.written) < min(node.depth, len(result.path))
     mark = "·" if late or not node.judged else "✓" if node.accepted else "✗"
     label = Styled(show(node.token), style="bold" if node.accepted else "")
     if node.node:

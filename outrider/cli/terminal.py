@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
@@ -74,14 +75,23 @@ def loading(what: str) -> AbstractContextManager[Any]:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-    return working(f"loading {what}")
+    return nullcontext() if plain(sys.stderr) else working(f"loading {what}")
 
 
 def working(what: str) -> AbstractContextManager[Any]:
-    """Show a spinner on a terminal, nothing elsewhere."""
+    """Say what runs for seconds, on standard error: a spinner on a terminal, a line elsewhere."""
     from rich.console import Console
 
-    return nullcontext() if plain(sys.stderr) else Console(stderr=True).status(f"{what} ...")
+    if not plain(sys.stderr):
+        return Console(stderr=True).status(f"{what} ...")
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    return nullcontext()
+
+
+def home(path: Path) -> str:
+    """A path as people write it: `~` for the home folder."""
+    path = path.absolute()
+    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
 
 
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:

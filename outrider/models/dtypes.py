@@ -44,5 +44,5 @@ def parse_dtype(given: str | torch.dtype) -> str:
         return name
     if name in QUANTIZATIONS:
         raise ValueError(f"{name} is no dtype to compute in; for weights of {name} give quantization={name!r}")
-    hint = f"; did you mean {_ALIASES[name]!r}?" if name in _ALIASES else did_you_mean(name, DTYPES)
+    hint = f" (did you mean {_ALIASES[name]!r}?)" if name in _ALIASES else did_you_mean(name, DTYPES)
     raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}{hint}")

@@ -379,6 +379,20 @@ def test_limits_are_measured_for_files(tmp_path: Path, asked: list[int]) -> None
     assert "reading weights" in html
 
 
+def test_the_page_is_there_before_anything_more_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, seen = tmp_path / "run.html", list[str]()
+
+    def measure(run: Run, llms: object) -> None:
+        seen.append(page.read_text())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(limits, "measure_limits", measure)
+    done = bench("--method", "suffix", "-r", "1", "-n", "4", "--html", str(page))
+    assert done.exit_code == 0, done.output
+    assert "<html" in seen[0][:200]
+    assert "measuring the limits of this machine" in done.stderr
+
+
 def test_hindsight_says_what_was_possible() -> None:
     done = CliRunner().invoke(
         cli.app,

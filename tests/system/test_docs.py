@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
+import webbrowser
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,19 @@ BANNED = {
     r"nought": "zero",
     r"forete(ll|lls|lling)|foretold": "predict",
     r"rows? equal": "batch invariant",
+}
+
+
+# Command lines of the pages that are parsed and not run, by a pattern, and why.
+NOT_RUN = {
+    r"\./|\bMODEL\b|\bHEAD\b|\bNAME\b|gguf|my-|mine\.json|folder/|requests\.jsonl|speculative_config\.json|texts\.jsonl": "files "
+    "of the reader",
+    r"^(serve|deploy|chat|run|top|batch)\b": "a server or a conversation; tests/system/test_serve_cli.py runs them",
+    r"^(bench|tune|calibrate|certify|train|demo|report|plan|export|layers|pack)\b": "a minute of measurement, or its result",
+    r"http://|Qwen/": "another machine",
+    r"bigram": "the drafter of its page is not installed",
+    r"^(pull|rm)\b": "changes the cache of the user",
+    r"^doctor\b": "its exit status depends on the machine",
 }
 
 
@@ -111,6 +127,82 @@ def test_help_is_written_like_the_pages(command: str) -> None:
         assert not banned(text), f"outrider {command} --help: {text!r}: write instead: {banned(text)}"
         long = [sentence for words, sentence in sentences(text) if words > LONGEST_SENTENCE]
         assert not long, f"outrider {command} --help: more than {LONGEST_SENTENCE} words: {long}"
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """The words after `outrider` of each command in a shell text, with pipes and `&&` between commands."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if not re.match(r"\s*(\$ )?([A-Z_]+=\S+ )*outrider \S|.*[|&] outrider ", line):
+            continue
+        words = shlex.split(line, comments=True)
+        for part in " ".join("\n" if w in ("|", "&&", ";") else shlex.quote(w) for w in words).split("\n"):
+            words = shlex.split(part.partition(" '>' ")[0])
+            while words and (words[0] == "$" or "=" in words[0]):
+                words.pop(0)
+            if words[:1] == ["outrider"]:
+                yield words[1:]
+
+
+def shell_text(page: Path) -> str:
+    """The fenced blocks of a page that are no code of another language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
+    return "\n".join(block for language, block in blocks if language in ("", "sh", "bash", "console"))
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command line as the program does, and run nothing. Raises what the program would show."""
+    assert words[0] in COMMANDS, f"there is no command {words[0]}"
+    with suppress(typer.Exit):  # of --help
+        COMMANDS[words[0]].make_context(words[0], words[1:])
+
+
+@pytest.mark.parametrize(
+    "line", ["serv x", "serve MODEL --tree-wdth 3", "generate x -k three", "chat a b c", "batch in"]
+)
+def test_a_wrong_command_line_is_seen(line: str) -> None:
+    [words] = command_lines(f"cat x | outrider {line} > out   # {line}")
+    with pytest.raises(Exception, match=r"no command|No such option|valid integer|unexpected extra|issing"):
+        parse(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_command_lines_parse(page: Path) -> None:
+    """Each command line that a page shows has a command, options and arguments that exist, and values that convert."""
+    for words in command_lines(shell_text(page)):
+        parse(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_in_the_text_exist(page: Path) -> None:
+    """`outrider COMMAND --option` between words: the command and the option exist."""
+    for code in re.findall(r"`outrider ([^`]+)`", FENCE.sub("", page.read_text())):
+        words = shlex.split(code)
+        if words[0] in ("...", "--help", "--version"):
+            continue
+        known = {option for one in COMMANDS[words[0]].params for option in one.opts} | {"-h", "--help", "--help-all"}
+        assert {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} <= known, (
+            f"{name(page)}: {code}"
+        )
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_examples_of_the_help_parse(command: str) -> None:
+    found = [*command_lines(COMMANDS[command].epilog or "")]
+    assert found
+    for words in found:
+        parse(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_quick_command_lines_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the page, in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(webbrowser, "open", lambda url: False)
+    for words in command_lines(shell_text(page)):
+        line = shlex.join(words)
+        if not any(re.search(pattern, line) for pattern in NOT_RUN):
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, f"{name(page)}: outrider {line}\n{done.output}"
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -133,13 +133,13 @@ def test_without_the_native_kernels(saved: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_wrong_names_of_precisions_and_devices(saved: Path) -> None:
-    with pytest.raises(ValueError, match="got 'bf16'; did you mean 'bfloat16'"):
+    with pytest.raises(ValueError, match=r"got 'bf16' \(did you mean 'bfloat16'"):
         load(saved, dtype="bf16")
-    with pytest.raises(ValueError, match="got 'flaot32'; did you mean 'float32'"):
+    with pytest.raises(ValueError, match=r"got 'flaot32' \(did you mean 'float32'"):
         load(saved, dtype="flaot32")
     with pytest.raises(ValueError, match="give quantization='int8'"):
         load(saved, dtype="int8")
-    with pytest.raises(ValueError, match="None, 'int8' or 'int4', got 'int3'; did you mean 'int"):
+    with pytest.raises(ValueError, match=r"None, 'int8' or 'int4', got 'int3' \(did you mean 'int"):
         load(saved, quantization="int3")
     with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'gpu'"):
         load(saved, device="gpu")
@@ -149,7 +149,7 @@ def test_wrong_names_of_precisions_and_devices(saved: Path) -> None:
 
 
 def test_names_that_lead_nowhere(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ValueError, match="no built-in model 'builtin:cod'; did you mean 'builtin:code'"):
+    with pytest.raises(ValueError, match=r"no built-in model 'builtin:cod' \(did you mean 'builtin:code'\?\); there"):
         load("builtin:cod")
     for name in (str(tmp_path / "nowhere"), "./nowhere", "~/no/where", "a/b/c"):
         with pytest.raises(
@@ -194,7 +194,7 @@ def test_configurations_that_cannot_run(folder: Path) -> None:
     config = folder / "config.json"
     whole = config.read_text()
     for changes, error, message in (
-        ({"model_type": "lama"}, ValueError, "model_type 'lama' .* does not know; did you mean 'llama'"),
+        ({"model_type": "lama"}, ValueError, r"model_type 'lama' .* does not know \(did you mean 'llama'"),
         ({"model_type": None}, ValueError, "model_type None"),
         ({"model_type": "own", "auto_map": {}}, ValueError, "its own code .* is not run here.*give the object: LLM"),
         ({"model_type": "t5"}, UnsupportedModel, "an encoder-decoder"),
