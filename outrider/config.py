@@ -131,9 +131,11 @@ class SpeculativeConfig(BaseModel):
         if self.verifier not in VERIFIERS:
             raise ValueError(f"unknown verifier {self.verifier!r}{did_you_mean(self.verifier, VERIFIERS)}")
         for method in self.methods:
-            if find(method).needs_model and self.model is None:
-                example = "FOLDER" if find(method).heads else "builtin:code-draft"
-                raise ValueError(f'method "{method}" needs a model: {{"method": "{method}", "model": "{example}"}}')
+            # for a head, the package may have one for the model, which is not known here
+            if find(method).needs_model and not find(method).heads and self.model is None:
+                raise ValueError(
+                    f'method "{method}" needs a model: {{"method": "{method}", "model": "builtin:code-draft"}}'
+                )
         for key, about in type(self).model_fields.items():
             own = owner(key) if about.default is None and getattr(self, key) is not None else None
             if own and own.name not in self.methods and not (own.auto and AUTO in self.methods):

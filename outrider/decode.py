@@ -76,8 +76,9 @@ class Sequence:
     limit: int = field(default=0, init=False)  # output tokens at most
     logprobs: list[dict[int, float]] = field(default_factory=list, init=False)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list, init=False)
-    # Of the prompt while it is read, for the prefix cache: [token, feature] of each chunk.
+    # Of the tokens from `features_from` on, for the prefix cache: [token, feature] of each chunk and step.
     features: list[torch.Tensor] = field(default_factory=list, init=False)
+    features_from: int = field(default=0, init=False)
 
     # What it took. Times are `perf_counter` seconds.
     cached: int = field(default=0, init=False)  # prompt tokens that the prefix cache had
@@ -224,8 +225,11 @@ class PrefixSource(Protocol):
         """
         ...
 
-    def keep(self, cache: SlotCache, slot: int, tokens: abc.Sequence[int], features: torch.Tensor | None) -> None:
-        """Remember a slot, which holds `tokens`. features: float [token, feature] of the tapped layers, None without taps."""
+    def keep(
+        self, cache: SlotCache, slot: int, tokens: abc.Sequence[int], features: torch.Tensor | None, first: int = 0
+    ) -> int:
+        """Remember a slot, which holds `tokens`. features: float [token, feature] of the tapped layers, from token `first` on;
+        None without taps. Returns the place of the first token whose features a later call may need."""
         ...
 
     def parting(self, tokens: abc.Sequence[int]) -> int:
@@ -355,7 +359,7 @@ class Decoder:
         What it holds is read again. Its text goes on as if nothing had happened, because noise is keyed by position.
         """
         sequence.slot = self.free.pop()
-        sequence.features.clear()
+        sequence.features, sequence.features_from = [], 0
         if not sequence.written:
             sequence.prompt_logprobs.clear()
         self.sequences[sequence.slot] = sequence
@@ -437,20 +441,28 @@ class Decoder:
                     logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)
                 ]
         held = self.cache.length[sequence.slot]
-        if self.prefixes is not None and (held == last or self.cache.states):
-            features = torch.cat(sequence.features) if sequence.features else None
-            self.prefixes.keep(self.cache, sequence.slot, tokens[:held], features)
+        if held == last or self.cache.states:
+            self.remember(sequence)
         if held == last:
             self.waiting.remove(sequence)
-            sequence.features.clear()
             if wanted is not None:
                 sequence.prompt_logprobs.insert(0, None)  # nothing predicts the first token
                 del sequence.prompt_logprobs[len(sequence.prompt) :]
             if sequence.prefill_only:
                 sequence.end("length")
 
+    def remember(self, sequence: Sequence) -> None:
+        """Let the prefix cache have what is read of a sequence that has a slot."""
+        if self.prefixes is None:
+            return
+        held, first = sequence.tokens[: self.cache.length[sequence.slot]], sequence.features_from
+        features = torch.cat(sequence.features) if sequence.features else None
+        needed = self.prefixes.keep(self.cache, sequence.slot, held, features, first)
+        if features is not None:
+            sequence.features, sequence.features_from = [features[needed - first :].clone()], needed
+
     def _started(self, sequence: Sequence, first: int, features: torch.Tensor) -> None:
-        """Hand a chunk's features to the drafter, and keep them for the prefix cache until the prompt is read."""
+        """Hand a chunk's features to the drafter, and keep them until the prefix cache has them."""
         if self.prefixes is not None:
             sequence.features.append(features)
         self.drafter.start(sequence.slot, sequence.tokens, first, features)
@@ -505,6 +517,8 @@ class Decoder:
             held = nodes[: len(new)]
             features = None if out.features is None else out.features[b, held]
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
+            if features is not None and self.prefixes is not None:
+                sequence.features.append(features)
             sequence.step_done(len(trees[b]) - 1, commit)
             commits.append(commit)
         self.cache.commit([sequence.slot for sequence in live], [commit.nodes for commit in commits])

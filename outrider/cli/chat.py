@@ -1,150 +1,190 @@
-"""`outrider chat`: a conversation in the terminal. The window title counts the accepted draft tokens as they come."""
+"""`outrider chat` and `outrider run`: a conversation in the terminal, with a model in this process or with a server."""
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
 import secrets
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, TextIO
-from urllib.parse import urlsplit
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import typer
 
-from outrider.bench.sse import events
-from outrider.cli.options import ApiKey, Debug, option
-from outrider.cli.terminal import DIM, paint, printable, readable
+from outrider.cli.backends import Backend, LocalBackend, ServerBackend
+from outrider.cli.conversation import Conversation, tell
+from outrider.cli.http_client import Client
+from outrider.cli.keyboard import Keyboard, message
+from outrider.cli.options import ApiKey, Debug, LoadOptions, SpeculationOptions, option
+from outrider.cli.terminal import RED, loading, readable
+from outrider.core.files import state_folder
+
+SERVER = "http://127.0.0.1:8000"
 
 
-class Talk:
-    """A conversation with a server. Raises ConnectionError if none answers, ValueError for what the server refuses."""
+@dataclass(frozen=True)
+class TalkOptions:
+    """How answers are written and shown."""
 
-    def __init__(self, url: str, model: str | None, api_key: str | None, **options: Any) -> None:
-        parts = urlsplit(url if "//" in url else "http://" + url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not the address of a server; an example: http://127.0.0.1:8000")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._open = lambda: kind(parts.hostname or "", parts.port, timeout=600)
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
-        self._options = options
-        self.messages: list[dict[str, str]] = []
-        self.model = model or self._ask("GET", "/v1/models")["data"][0]["id"]
-        self._template = True  # until the server says that the model has no chat template
+    system: Annotated[str | None, option("Conversation", "The system message.")] = None
+    temperature: Annotated[float, option("Conversation", "0 is greedy.", "--temperature", "-t")] = 0.7
+    max_tokens: Annotated[
+        int | None,
+        option(
+            "Conversation", "Tokens of an answer, at most; without it, as many as fit.", "--max-tokens", "-n", min=1
+        ),
+    ] = None
+    seed: Annotated[int | None, option("Conversation", "Without it, a seed is drawn.")] = None
+    stats: Annotated[
+        bool, option("Conversation", "Show speed and accepted draft tokens after each answer.", "--stats", "--verbose")
+    ] = False
 
-    def run(self, system: str | None, seed: int, lines: TextIO, prompt: bool) -> None:
-        """Read messages, one a line, and show the answers, until there are no more lines."""
-        if system:
-            self.messages.append({"role": "system", "content": system})
-        print(paint(f"{self.model}, seed {seed}; ctrl-D ends", DIM))
-        while True:
-            if prompt:
-                print(paint("> ", DIM), end="", flush=True)
-            if not (line := lines.readline()):
-                break
-            if line.strip():
-                self._options["seed"] = seed
-                self.say(line.rstrip("\n"))
+    def conversation(self, backend: Backend) -> Conversation:
+        """A new conversation. Raises ValueError for what no backend would take."""
+        from outrider.params import SamplingParams
 
-    def say(self, text: str) -> None:
-        """Send a message. Show the answer as it comes, then a line of facts about it."""
-        self.messages.append({"role": "user", "content": text})
-        answer, finish, facts = "", "nothing", ""
-        for event in self._events():
-            for choice in event.get("choices", ()):
-                piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                answer += piece
-                sys.stdout.write(printable(piece))
-                finish = choice.get("finish_reason") or finish
-            if (now := event.get("so_far")) and sys.stdout.isatty():
-                title = f"{now['tokens']} tokens, {now['accepted']} of {now['drafted']} draft tokens accepted"
-                sys.stdout.write(f"\x1b]0;{title}\x07")
-            if event.get("usage"):
-                facts = _facts(event, finish)
-            sys.stdout.flush()
-        print("\n" + paint(facts or finish, DIM))
-        self.messages.append({"role": "assistant", "content": answer})
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        """The events of an answer: of a chat, or of a plain text completion if the model has no chat template."""
-        stream = {"include_usage": True, "continuous_usage_stats": True}
-        body = {"model": self.model, "stream": True, "stream_options": stream, **self._options}
-        if self._template:
-            try:
-                yield from self._stream("/v1/chat/completions", {**body, "messages": self.messages})
-                return
-            except ValueError as error:
-                if "no chat template" not in str(error):
-                    raise
-                self._template = False
-                print(paint("this model has no chat template, so it continues the text of the conversation", DIM))
-        text = "\n".join(m["content"] for m in self.messages)
-        yield from self._stream("/v1/completions", {**body, "prompt": text})
-
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        connection, response = self._send("POST", path, body)
-        try:
-            for event in events(iter(lambda: response.read1(1 << 16), b"")):
-                if "error" in event:
-                    raise ValueError(event["error"]["message"])
-                yield event
-        finally:
-            connection.close()
-
-    def _ask(self, method: str, path: str) -> dict[str, Any]:
-        connection, response = self._send(method, path, None)
-        try:
-            return json.loads(response.read())
-        finally:
-            connection.close()
-
-    def _send(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        connection = self._open()
-        try:
-            connection.request(method, self._base + path, None if body is None else json.dumps(body), self._headers)
-            response = connection.getresponse()
-        except OSError as error:
-            raise ConnectionError(
-                f"no server answers at {connection.host}:{connection.port} ({error}); start one: outrider serve builtin:code"
-            ) from error
-        if response.status != 200:
-            try:
-                raise ValueError(json.loads(response.read())["error"]["message"])
-            except (KeyError, json.JSONDecodeError):
-                raise ValueError(f"{connection.host} answers {response.status} to {path}") from None
-        return connection, response
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        options = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": seed}
+        SamplingParams(**options)
+        return Conversation(backend, options, system=self.system, stats=self.stats)
 
 
-def _facts(event: dict[str, Any], finish: str) -> str:
-    """One line about an answer, from its last event. `metrics` and `guarantee` may be absent: other servers lack them."""
-    metrics = event.get("metrics") or {}
-    parts = [f"{event['usage']['completion_tokens']} tokens"]
-    if speed := metrics.get("tokens_per_second"):
-        parts.append(f"{speed:.1f} tokens/s")
-    if spec := metrics.get("speculative_decoding"):
-        accepted, drafted = spec["num_accepted_draft_tokens"], spec["num_draft_tokens"]
-        parts.append(f"acceptance length {spec['mean_acceptance_length']:.2f}")
-        parts.append(f"{accepted} of {drafted} draft tokens accepted")
-    return ", ".join([*parts, finish, *([event["guarantee"]] if "guarantee" in event else [])])
+History = Annotated[
+    bool,
+    option(
+        "Conversation",
+        "Keep what is typed for the arrow keys of the next start.",
+        "--history/--no-history",
+        envvar="OUTRIDER_HISTORY",
+    ),
+]
 
 
 def chat(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where a server listens.")] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, option("Model", "A model of the server; without it, the first.", "--model", "-m")
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help=f"Where a server listens; without --model, {SERVER}.")
     ] = None,
-    system: Annotated[str | None, option("Model", "The system message.")] = None,
-    temperature: Annotated[float, option("Sampling", "0 is greedy.", "--temperature", "-t")] = 0.7,
-    max_tokens: Annotated[int, option("Sampling", "Tokens of an answer, at most.", "--max-tokens", "-n")] = 512,
-    seed: Annotated[int | None, option("Sampling", "Without it, a seed is drawn.")] = None,
+    model: Annotated[
+        str | None,
+        option(
+            "Model",
+            "Start this model here: a folder, a GGUF file, a hub name or a built-in model. With URL: a model of the server.",
+            "--model",
+            "-m",
+        ),
+    ] = None,
+    *,
+    loaded: LoadOptions,
+    speculation: SpeculationOptions,
+    talk: TalkOptions,
+    history: History = True,
     api_key: ApiKey = None,
     debug: Debug = False,
 ) -> None:
-    """Chat with a server in the terminal. Each line is a message; ctrl-D ends. The title shows the accepted draft tokens."""
+    """Chat with a model or with a server in the terminal.
+
+    /help lists the commands. Ctrl-C stops an answer, ctrl-D ends. In a pipe, each line is a message.
+    """
     with readable(debug):
-        talk = Talk(url, model, api_key, temperature=temperature, max_tokens=max_tokens, seed=seed)
-        talk.run(system, secrets.randbits(32) if seed is None else seed, sys.stdin, os.isatty(0))
+        if url is None and model is not None:
+            with _here(model, loaded, speculation) as backend:
+                _talk(talk.conversation(backend), history)
+            return
+        if (loaded, speculation) != (LoadOptions(), SpeculationOptions()):
+            raise ValueError(
+                "a server decides how its model is loaded and drafted for; give these options to outrider serve, or start "
+                "the model here: outrider chat -m MODEL"
+            )
+        client = Client(url or SERVER, api_key)
+        _talk(talk.conversation(ServerBackend(client, model)), history)
+
+
+def run(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]", help="One message. The command ends with its answer.")
+    ] = None,
+    *,
+    loaded: LoadOptions,
+    speculation: SpeculationOptions,
+    talk: TalkOptions,
+    history: History = True,
+    debug: Debug = False,
+) -> None:
+    """Chat with a model, or get one answer: to PROMPT, to a text that is piped in, or to both.
+
+    A pipe behind the command gets only the text of the answer.
+    """
+    with readable(debug):
+        asked = None
+        if prompt or not sys.stdin.isatty():
+            piped = "" if sys.stdin.isatty() else sys.stdin.read()
+            asked = "\n\n".join(text for text in (" ".join(prompt or ()), piped.strip()) if text)
+            if not asked:
+                raise ValueError("there is no message; give one: outrider run MODEL 'Why is the sky blue?'")
+        with _here(model, loaded, speculation) as backend:
+            conversation = talk.conversation(backend)
+            if asked is None:
+                _talk(conversation, history)
+            elif conversation.say(asked):
+                raise typer.Exit(130)
+
+
+def _talk(conversation: Conversation, history: bool) -> None:
+    """Handle what is typed, or the lines of a pipe, until there is no more."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            if line.strip() and not conversation.handle(line.rstrip("\n")):
+                break
+        return
+    keyboard = Keyboard(state_folder() / "chat_history" if history else None)
+    name, seed = conversation.backend.name, conversation.options["seed"]
+    tell(f"{name}, seed {seed}. /help lists the commands, ctrl-D ends.")
+    while True:
+        try:
+            text = message(keyboard.line)
+            if text is None:
+                print()
+                return
+            if not text.strip():
+                continue
+            keyboard.remember(text)
+            if not conversation.handle(text):
+                return
+            print()
+        except KeyboardInterrupt:
+            print()
+            tell("ctrl-D or /bye ends")
+        except (ValueError, OSError, RuntimeError) as error:  # the conversation goes on
+            tell(f"error: {' '.join(str(error).split())}", RED)
+
+
+@contextmanager
+def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> Iterator[Backend]:
+    """A model in this process, for the length of a block."""
+    config, prediction = speculation.config(model), speculation.predicted_text()
+    with loading(model):
+        from outrider.engine import Engine
+        from outrider.llm import LLM
+        from outrider.models.load import has_chat_template
+        from outrider.serve.templates import set_chat_template
+
+        if not model.startswith("builtin:") and not has_chat_template(model):
+            raise ValueError(no_template(model))
+        llm = LLM(model, speculative_config=config, max_num_seqs=1, **asdict(loaded))
+        note = set_chat_template(llm, None)
+        engine = Engine(llm)
+    for line in [*llm.notes, *([note] if note else [])]:
+        tell(line)
+    with closing(engine):
+        yield LocalBackend(engine, prediction)
+
+
+def no_template(model: str) -> str:
+    """Why a model cannot chat, and what it can do."""
+    return (
+        f"{model} is a base model: it has no chat template, so it cannot chat. It continues a text: "
+        f'outrider generate "Once upon a time" -m {model}'
+    )

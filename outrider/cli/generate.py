@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.chat import no_template
 from outrider.cli.options import (
     CHAT,
     WIDE,
@@ -62,7 +63,10 @@ def generate(
         config = speculation.config(model.model)
         with loading(model.model):
             from outrider.llm import LLM
+            from outrider.models.load import has_chat_template
 
+            if chat and not has_chat_template(model.model):
+                raise ValueError(no_template(model.model))
             params = sampling.params(secrets.randbits(32), speculation.predicted_text())
             llm = LLM(**asdict(model), speculative_config=config, max_num_seqs=1, trace=trace.recorder("tokens"))
         if _stream(llm, given.decode(errors="replace"), params, chat=chat):

@@ -13,7 +13,7 @@ from outrider.cli.batch import batch
 from outrider.cli.bench import bench
 from outrider.cli.calibrate import calibrate
 from outrider.cli.certify import certify
-from outrider.cli.chat import chat
+from outrider.cli.chat import chat, run
 from outrider.cli.deploy import deploy
 from outrider.cli.explain import explain
 from outrider.cli.export import export
@@ -183,7 +183,18 @@ add(
     "outrider report before.json after.json",
 )
 add(top, "outrider top", "outrider top http://127.0.0.1:8000 --window 60", "outrider top --once")
-add(chat, "outrider chat", "outrider chat http://127.0.0.1:8000 -t 0 -n 64")
+add(
+    chat,
+    "outrider chat -m builtin:smollm2-135m",
+    'outrider chat -m model.gguf -d small.gguf --system "Be brief."',
+    "outrider chat http://127.0.0.1:8000 -t 0 -n 64",
+)
+add(
+    run,
+    "outrider run builtin:smollm2-135m",
+    'outrider run model.gguf "Why is the sky blue?"',
+    'cat notes.txt | outrider run model.gguf "Sum this up:" > summary.txt',
+)
 
 
 def main() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 from collections import deque
-from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
+from outrider.cli.http_client import Client
 from outrider.cli.options import ApiKey, Debug, option
 from outrider.cli.terminal import console, plain, printable, readable
 
@@ -37,7 +35,7 @@ def top(
 
         ticks, hello = deque[dict[str, Any]](maxlen=KEPT), dict[str, Any]()
         live = None if once or plain(sys.stdout) else Live(console=console(), auto_refresh=False)
-        with closing(_events(url, api_key)) as events:
+        with closing(Client(url, api_key, 30).events("GET", "/dashboard/events")) as events:
             try:
                 if live:
                     live.start()
@@ -57,29 +55,6 @@ def top(
                 if live:
                     live.stop()
         raise ConnectionError(f"the server at {url} has ended the stream; it stops, or it has too many viewers")
-
-
-def _events(url: str, key: str | None) -> Generator[dict[str, Any], None, None]:
-    from outrider.bench.sse import events
-
-    where = urlsplit(url if "//" in url else f"http://{url}")
-    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    connection = kind(where.netloc, timeout=30)
-    try:
-        try:
-            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            connection.request("GET", where.path.rstrip("/") + "/dashboard/events", headers=headers)
-            response = connection.getresponse()
-        except OSError as error:
-            raise ConnectionError(
-                f"no server answers at {url} ({error}); start one: outrider serve builtin:code"
-            ) from error
-        if response.status != 200:
-            hint = "; give its key with --api-key or OUTRIDER_API_KEY" if response.status == 401 else ""
-            raise ValueError(f"{url} answers {response.status} to /dashboard/events{hint}")
-        yield from events(iter(lambda: response.read1(1 << 16), b""))
-    finally:
-        connection.close()
 
 
 def _weighed(one: dict[str, Any]) -> str:

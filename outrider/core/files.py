@@ -27,6 +27,11 @@ def read_settings(file: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", given)
 
 
+def state_folder() -> Path:
+    """$XDG_STATE_HOME/outrider, or ~/.local/state/outrider."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "outrider"
+
+
 @contextmanager
 def written_whole(path: Path) -> Generator[Path, None, None]:
     """A path beside `path` to write a file to. The file takes the place of `path` if the block ends without an error.

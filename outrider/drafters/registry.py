@@ -164,6 +164,11 @@ def _made(method: DraftMethod, setup: DrafterSetup) -> Drafter:
             open_head(model)  # raises for a kind that cannot be run
             what = f"a head of the kind {kind!r}" if method.heads else "a trained head, not a draft model"
             raise ValueError(f'{model} is {what}: {{"method": "{model_method(model)}", "model": "{model}"}}')
+    if model is None and method.heads and not _brings(method.name)(setup):
+        raise ValueError(
+            f'method "{method.name}" needs the folder of a trained head, {{"method": "{method.name}", "model": "FOLDER"}}: '
+            f"this package has none for {setup.target.name}"
+        )
     return method.make(setup)
 
 

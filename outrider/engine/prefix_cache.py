@@ -73,10 +73,13 @@ class PrefixCache:
         features = [block.features for block in path if block.features is not None]
         return count, torch.cat(features) if features else None
 
-    def keep(self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        """Remember the whole blocks of a slot, which holds `tokens`, and their features [token, feature].
+    def keep(
+        self, cache: SlotCache, slot: int, tokens: Sequence[int], features: Tensor | None = None, first: int = 0
+    ) -> int:
+        """Remember the whole blocks of a slot, which holds `tokens`, and their features [token, feature] from token `first` on.
 
-        With states, the rest of the tokens is a block as well, and the last block gets the states.
+        With states, the rest of the tokens is a block as well, and the last block gets the states. Returns where the block
+        that is not whole begins: a later call needs the features from there on.
         """
         path = self._path(tokens)
         at = path[-1] if path else self.root
@@ -90,8 +93,10 @@ class PrefixCache:
             at = ends[0]
         for start in range(sum(len(block.key) for block in path), stop, BLOCK):
             end = min(start + BLOCK, stop)
+            if features is not None and start < first:
+                break  # blocks before were dropped, and their features are gone
             layers = [(k[slot, :, start:end].clone(), v[slot, :, start:end].clone()) for k, v in cache.layers]
-            own = None if features is None else features[start:end].clone()
+            own = None if features is None else features[start - first : end - first].clone()
             block = _Block(at, tuple(tokens[start:end]), layers, own)
             if block.bytes > self.limit:
                 break
@@ -109,6 +114,7 @@ class PrefixCache:
             self._used.move_to_end(block)
         while self.bytes > self.limit:
             self._drop(next(iter(self._used)))
+        return len(tokens) - len(tokens) % BLOCK
 
     def parting(self, tokens: Sequence[int]) -> int:
         """How many of these tokens earlier texts begin with, in whole blocks, whether their states were kept or not."""

@@ -186,9 +186,8 @@ class Scheduler:
         if self.running.get(slot) is sequence:
             del self.running[slot]
             self._note_loss(sequence)
-            if self.prefixes is not None and not self.decoder.drafter.taps and finish in ("stop", "length"):
-                held = self.decoder.cache.length[slot]
-                self.prefixes.keep(self.decoder.cache, slot, sequence.tokens[:held])
+            if finish != "error":  # a conversation goes on after an answer that was stopped, too
+                self.decoder.remember(sequence)
             self.decoder.release(slot)
         sequence.drafted_by = self.method(sequence)
         if sequence.drafted_by != "none":

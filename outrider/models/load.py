@@ -297,6 +297,21 @@ def tokenizer_named(name: str) -> Any:
     return of_folder(_path(name))
 
 
+def has_chat_template(name: str) -> bool:
+    """Whether a model has a chat template, found without its weights. Raises what `load` raises for a name that means none."""
+    if name in DOWNLOADS:
+        return True
+    if name in SYNTHETIC:
+        return False
+    if files := _gguf_files(name):
+        from outrider.models.gguf import reader
+
+        return bool(reader.read(files).metadata.get("tokenizer.chat_template"))
+    from outrider.models import pretrained
+
+    return bool(getattr(pretrained.tokenizer_of(_path(name)), "chat_template", None))
+
+
 def files_of(name: str, dtype: str) -> Path:
     """The folder or GGUF file of a model that another program is to load, with dense weights on the CPU. A hub name stays.
 

@@ -150,9 +150,18 @@ OPTIONS = {
         "Server": "--api-key",
     },
     "chat": {
-        "Model": "--model/-m --system",
-        "Sampling": "--temperature/-t --max-tokens/-n --seed",
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
+        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
+        "--prediction --corpus --verifier --speculative-config",
+        "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
         "Server": "--api-key",
+        "Output": "--debug",
+    },
+    "run": {
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
+        "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
+        "--prediction --corpus --verifier --speculative-config",
+        "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
         "Output": "--debug",
     },
 }

@@ -17,6 +17,7 @@ from outrider.control import Fixed
 from outrider.core.types import Budget
 from outrider.drafters import BaseDrafter, NgramDrafter, NoDraft, Tapped, Wrong
 from outrider.engine import Engine
+from outrider.engine.prefix_cache import BLOCK
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
 
@@ -117,3 +118,28 @@ def test_prefix_cache_and_preemption() -> None:
         assert eng.roster.failures == 0
     assert not drafter.seen
     assert [t.output for t in texts] == plain_texts(BUILTIN.model, [j.sequence for j in jobs])
+
+
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new() -> None:
+    """Answers bring their features to the prefix cache, too: those that ended, and those that a reader stopped."""
+    drafter = tapped(Wrong())
+    llm = LLM(BUILTIN, drafter=drafter, max_num_seqs=1)
+    with closing(Engine(llm)) as eng:
+        assert eng.prefixes is not None
+        said, cached, known = PROMPT[:21], [], [0]
+        for turn in range(4):
+            stopped = turn == 1
+            limit = 400 if stopped else 30
+            job = read(request(said, SamplingParams(max_tokens=limit, seed=turn, temperature=0.8, ignore_eos=True)))
+            eng.submit([job.sequence])
+            if stopped:
+                while len(job.tokens) < 30:
+                    job.next()
+                eng.cancel([job.sequence])
+            cached.append(job.result().cached)
+            held = len(job.sequence.tokens) - 1
+            known.append(held - held % BLOCK)
+            said = [*job.sequence.tokens, *PROMPT[30 : 35 + turn]]
+            assert eng.prefixes.parting(said) == known[-1]
+        assert eng.roster.failures == 0
+    assert cached == known[:-1]

@@ -76,7 +76,7 @@ def test_other_engines_are_named_the_head() -> None:
 
 def test_what_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'"method": "eagle", "model": "FOLDER"'):
-        SpeculativeConfig.of({"method": "eagle"})
+        make(method="eagle")
     with pytest.raises(ValueError, match=r'is a trained head, not a draft model: \{"method": "eagle"'):
         make(method="draft_model", model=HEAD)
     with pytest.raises(ValueError, match="there is no folder no/such"):
@@ -100,9 +100,17 @@ def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch:
         return list(make_drafters(ask, target, rows=1, max_length=64, device="cpu"))
 
     assert "eagle" not in drafters()
+    by_name = SpeculativeConfig.of({"method": "eagle"})
+    with pytest.raises(ValueError, match="this package has none for builtin:small"):
+        make_drafters(by_name, target, rows=1, max_length=64, device="cpu")
     monkeypatch.setattr("outrider.drafters.heads.shipped.HEADS", tmp_path)
     copied("eagle31", tmp_path).rename(tmp_path / "small")
     assert "eagle" in drafters()
+    assert list(make_drafters(by_name, target, rows=1, max_length=64, device="cpu")) == ["eagle"]
+    with pytest.raises(
+        ValueError, match='"medusa" needs the folder of a trained head'
+    ):  # the package's is of another kind
+        make_drafters(SpeculativeConfig.of({"method": "medusa"}), target, rows=1, max_length=64, device="cpu")
     assert own_head("builtin:small") == tmp_path / "small"
     assert own_head("builtin:other") is own_head("small") is own_head("builtin:") is None
 

@@ -1,0 +1,223 @@
+"""A conversation: messages, answers as they come, and the commands that begin with a slash. One loop for every backend."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from outrider.cli.backends import Backend
+from outrider.cli.terminal import DIM, paint, printable
+from outrider.cli.wrap import WordWrap
+from outrider.core.suggest import did_you_mean
+
+HELP = """\
+/help or /?             this list
+/bye                    end; ctrl-D does the same
+/clear                  forget the conversation, keep the system message
+/system TEXT            set the system message; without TEXT there is none
+/set PARAMETER VALUE    temperature, top_p, top_k, min_p, repetition_penalty,
+                        presence_penalty, frequency_penalty, max_tokens, stop,
+                        seed; without VALUE the default
+/show                   the model, the system message and the parameters
+/save FILE, /load FILE  write the conversation to a file, go on with one
+/stats on, /stats off   speed and accepted draft tokens after each answer
+\"\"\"                     begins and ends a message of several lines
+ctrl-C                  stops the answer and keeps the conversation"""
+_PARAMETERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
+    "stop", "seed",
+)  # fmt: skip
+
+
+class Conversation:
+    """Messages with a backend. What a person types goes to `handle`."""
+
+    def __init__(
+        self, backend: Backend, options: dict[str, Any], *, system: str | None, stats: bool, wrap: bool = True
+    ) -> None:
+        """options: of `SamplingParams`; the n-th answer has the seed of the options plus n, so a conversation can be had
+        again. system: the system message. stats: a line of figures after each answer. wrap: break lines between words,
+        where the output is a terminal."""
+        self.backend, self.stats, self.wrap = backend, stats, wrap
+        self.options, self._defaults = {k: v for k, v in options.items() if v is not None}, dict(options)
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self._answers = 0
+        self._figures = "there is no answer yet"
+        self._commands: dict[str, Callable[[str], object]] = {
+            "/help": lambda _: print(HELP), "/?": lambda _: print(HELP), "/clear": self._clear, "/system": self._system,
+            "/set": self._set, "/show": self._show, "/save": self._save, "/load": self._load, "/stats": self._stats,
+        }  # fmt: skip
+
+    def handle(self, text: str) -> bool:
+        """Obey a command, or answer a message. Returns whether the conversation goes on.
+
+        Raises ValueError, ConnectionError or OSError if that cannot be done; the conversation is then as it was.
+        """
+        if not text.startswith("/") or "\n" in text:
+            self.say(text)
+            return True
+        name, _, rest = text.partition(" ")
+        if name in ("/bye", "/exit"):
+            return False
+        if name not in self._commands:
+            known = did_you_mean(name, [*self._commands, "/bye"])
+            raise ValueError(
+                f'there is no {name}; /help lists the commands, and a message with / in front stands in """{known}'
+            )
+        self._commands[name](rest.strip())
+        return True
+
+    def say(self, text: str) -> bool:
+        """Send a message and show the answer as it comes. Returns whether ctrl-C stopped it; its text is kept."""
+        self.messages.append({"role": "user", "content": text})
+        options = {**self.options, "seed": (self.options["seed"] + self._answers) % 2**63}
+        answer, finish, last, stopped = "", None, dict[str, Any](), False
+        out = WordWrap(sys.stdout) if self.wrap and sys.stdout.isatty() else None
+        try:
+            with closing(self.backend.answer(self.messages, options)) as events:
+                for event in events:
+                    for choice in event.get("choices", ()):
+                        piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                        finish = choice.get("finish_reason") or finish
+                        answer += piece
+                        (out or sys.stdout).write(printable(piece))
+                    sys.stdout.flush()
+                    last = event if event.get("usage") else last
+        except KeyboardInterrupt:
+            stopped = True
+        except Exception:
+            self.messages.pop()
+            raise
+        finally:
+            if out is not None:
+                out.end()
+            if stopped or (answer and not answer.endswith("\n")):
+                print(flush=True)
+        if not answer and stopped:
+            self.messages.pop()
+        else:
+            self.messages.append({"role": "assistant", "content": answer})
+            self._answers += 1
+        self._figures = _figures(last, options["seed"]) if last else "the answer was stopped, so it has no figures"
+        self._tell(answer, finish, stopped, last)
+        return stopped
+
+    def _tell(self, answer: str, finish: str | None, stopped: bool, last: dict[str, Any]) -> None:
+        """What a person should know of an answer, beside its text. It never stands in a pipe of texts."""
+        limit = self.options.get("max_tokens")
+        if stopped:
+            note = "stopped"
+        elif finish == "length" and limit and last.get("usage", {}).get("completion_tokens", limit) >= limit:
+            note = f"cut at {limit} tokens; /set max_tokens {2 * limit} allows more"
+        elif finish == "length":
+            note = "the conversation fills the model's context; /clear starts anew"
+        elif finish not in ("stop", None):
+            note = f"the answer ended early: {finish}"
+        else:
+            note = "" if answer.strip() else "the model wrote nothing"
+        for line in (note, self._figures if self.stats else ""):
+            if line:
+                tell(line)
+
+    # -- commands -------------------------------------------------------------------------------------------------------
+
+    def _clear(self, rest: str) -> None:
+        self.messages = [m for m in self.messages if m["role"] == "system"]
+        tell("the conversation is forgotten")
+
+    def _system(self, rest: str) -> None:
+        rest = rest.strip('"')
+        self.messages = [m for m in self.messages if m["role"] != "system"]
+        if rest:
+            self.messages.insert(0, {"role": "system", "content": rest})
+        tell("the system message is set" if rest else "there is no system message")
+
+    def _set(self, rest: str) -> None:
+        from outrider.params import SamplingParams
+
+        name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
+        if name not in _PARAMETERS:
+            raise ValueError(f"/set has no {name!r}{did_you_mean(name, _PARAMETERS)}; it has {', '.join(_PARAMETERS)}")
+        try:
+            given = json.loads(value) if value else self._defaults.get(name)
+        except ValueError:
+            given = value  # a word
+        options = {k: v for k, v in {**self.options, name: given}.items() if v is not None}
+        try:
+            SamplingParams(**options)
+        except TypeError:
+            raise ValueError(f"{value!r} is no value for {name}") from None
+        self.options = options
+        self._answers = 0 if name == "seed" else self._answers
+        tell(f"{name} is {json.dumps(given) if given is not None else 'off'}")
+
+    def _show(self, rest: str) -> None:
+        rows = {"model": self.backend.name, "messages": str(sum(m["role"] != "system" for m in self.messages))}
+        rows["system"] = next((m["content"] for m in self.messages if m["role"] == "system"), "none")
+        rows |= {name: json.dumps(value) for name, value in self.options.items()}
+        width = max(map(len, rows))
+        print("\n".join(f"{name:{width}}  {printable(value)}" for name, value in rows.items()))
+
+    def _save(self, rest: str) -> None:
+        file = _file("/save", rest)
+        if file.exists():
+            _read(file)  # raises for another file, which stays as it is
+        text = json.dumps({"model": self.backend.name, "messages": self.messages}, ensure_ascii=False, indent=1)
+        file.write_text(text + "\n", encoding="utf-8")
+        tell(f"{len(self.messages)} messages are in {file}")
+
+    def _load(self, rest: str) -> None:
+        file = _file("/load", rest)
+        self.messages = _read(file)
+        tell(f"{len(self.messages)} messages from {file}")
+
+    def _stats(self, rest: str) -> None:
+        if rest not in ("on", "off", ""):
+            raise ValueError(
+                f"/stats is on or off, got {rest!r}; without a word it shows the figures of the last answer"
+            )
+        self.stats = rest == "on" if rest else self.stats
+        tell(f"figures are {rest}" if rest else self._figures)
+
+
+def tell(text: str, code: str = DIM) -> None:
+    """Show a line that is not the model's: never in a pipe of texts, and on a terminal wrapped between words."""
+    to, width = sys.stdout if sys.stdout.isatty() else sys.stderr, shutil.get_terminal_size().columns
+    shown = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) if to.isatty() else text
+    print(paint(shown, code, to), file=to, flush=True)
+
+
+def _file(command: str, given: str) -> Path:
+    if not given:
+        raise ValueError(f"{command} needs the name of a file, as in {command} talk.json")
+    return Path(given).expanduser()
+
+
+def _read(file: Path) -> list[dict[str, str]]:
+    """The messages of a file that /save wrote. Raises OSError or ValueError."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["messages"]
+        return [{"role": str(m["role"]), "content": str(m["content"])} for m in found]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} is no saved conversation; /save writes one") from None
+
+
+def _figures(event: dict[str, Any], seed: int) -> str:
+    """One line about an answer, from its last event. `metrics` and `guarantee` may be absent: other servers lack them."""
+    metrics, usage = event.get("metrics") or {}, event["usage"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    parts = [f"{usage['completion_tokens']} tokens"]
+    if speed := metrics.get("tokens_per_second"):
+        parts.append(f"{speed:.1f} tokens/s")
+    parts.append(f"prompt of {usage['prompt_tokens']}, {usage['prompt_tokens'] - cached} of them new")
+    if spec := metrics.get("speculative_decoding"):
+        accepted, drafted = spec["num_accepted_draft_tokens"], spec["num_draft_tokens"]
+        parts.append(f"acceptance length {spec['mean_acceptance_length']:.2f}")
+        parts.append(f"{accepted} of {drafted} draft tokens accepted")
+    return ", ".join([*parts, f"seed {seed}", *([event["guarantee"]] if "guarantee" in event else [])])

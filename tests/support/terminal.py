@@ -1,0 +1,83 @@
+"""A command in a terminal of 80 columns, as a person has it: what it shows is waited for, and keys are typed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+
+HANG = 60  # seconds; nothing here depends on how fast the machine is
+
+
+class Terminal:
+    """Use it in a `with` block. shown: everything so far, with "\\n" for a new line."""
+
+    def __init__(self, *words: str, **environment: str) -> None:
+        self._leader, follower = pty.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+        kept = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS", "LINES")}
+
+        def at_a_terminal() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "outrider", *words], stdin=follower, stdout=follower, stderr=follower,
+            env={**kept, "TERM": "xterm", "NO_COLOR": "1", **environment}, start_new_session=True, preexec_fn=at_a_terminal,
+        )  # fmt: skip
+        os.close(follower)
+        self._bytes = b""
+
+    @property
+    def shown(self) -> str:
+        text = re.sub(r"\x1b\[\?2004[hl]\r?", "", self._bytes.decode(errors="replace"))  # whether pastes are marked
+        return text.replace("\r\n", "\n")
+
+    def wait_for(self, text: str, count: int = 1) -> str:
+        """Read until the text was shown so often. Returns what was shown."""
+        return self.wait_until(lambda shown: shown.count(text) >= count, repr(text))
+
+    def wait_until(self, good: Callable[[str], bool], what: str = "that") -> str:
+        """Read until what was shown is good. Returns it."""
+        end = time.monotonic() + HANG
+        while not good(self.shown):
+            assert time.monotonic() < end, f"{what} was not shown in {self.shown!r}"
+            assert self._read(), f"{what} was not shown, and the command has ended: {self.shown!r}"
+        return self.shown
+
+    def type(self, keys: str) -> None:
+        os.write(self._leader, keys.encode())
+
+    def ended(self) -> int:
+        """Read to the end. Returns the exit code."""
+        while self._read():
+            pass
+        return self.process.wait(HANG)
+
+    def _read(self) -> bool:
+        if not select.select([self._leader], [], [], HANG)[0]:
+            raise AssertionError(f"the command hangs: {self.shown!r}")
+        try:
+            part = os.read(self._leader, 64)  # a full terminal holds the writer back
+        except OSError:  # the other side is closed
+            part = b""
+        self._bytes += part
+        return bool(part)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(HANG)
+        os.close(self._leader)

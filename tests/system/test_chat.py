@@ -1,0 +1,151 @@
+"""`outrider chat -m` and `outrider run` as a person has them: at a terminal, in a pipe, and beside a server."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from serving import builtin, serving
+from terminal import Terminal
+from typer.testing import CliRunner
+
+import outrider
+from outrider.cli import main as cli
+from outrider.cli.backends import LocalBackend, ServerBackend
+from outrider.cli.conversation import Conversation
+from outrider.cli.http_client import Client
+from outrider.engine import Engine
+from outrider.models.load import DATA
+from outrider.serve.templates import set_chat_template
+
+CODE = "builtin:code"
+HERE = ("-m", CODE, "--seed", "5")
+
+
+def invoke(*words: str, stdin: str | None = None):
+    return CliRunner().invoke(cli.app, list(words), input=stdin)
+
+
+def conversation(backend: Any) -> Conversation:
+    options = {"temperature": 0.8, "max_tokens": 24, "seed": 3}
+    return Conversation(backend, options, system="Be brief.", stats=False)
+
+
+def test_a_model_here_answers_as_a_server_does() -> None:
+    """The same template, sampling and seeds: each answer of a conversation is the same text."""
+    typed, said = ("sort a list", "reverse it", "/set top_k 20", "and now?"), []
+    for local in (True, False):
+        llm = builtin(1, {"method": "auto"})
+        with contextlib.ExitStack() as stack:
+            if local:
+                backend: Any = LocalBackend(stack.enter_context(contextlib.closing(Engine(llm))))
+            else:
+                backend = ServerBackend(Client(stack.enter_context(serving(llm)).url), None)
+            talk = conversation(backend)
+            for text in typed:
+                talk.handle(text)
+        said.append(talk.messages)
+    assert said[0] == said[1]
+    assert len(said[0]) == 7
+
+
+def test_the_second_turn_reads_only_what_is_new() -> None:
+    llm = outrider.LLM(CODE, speculative_config={"method": "auto"}, max_num_seqs=1)
+    set_chat_template(llm, None)
+    with contextlib.closing(Engine(llm)) as engine:
+        talk = conversation(backend := LocalBackend(engine))
+        talk.handle("sort a list of numbers by their last digit, and explain why that is stable")
+        talk.messages.append({"role": "user", "content": "go on"})
+        *_, last = backend.answer(talk.messages, {"max_tokens": 4, "seed": 1})
+    usage = last["usage"]
+    # of the text before, at most the end of a block and the last token, which was never read, are read again
+    new = len(llm.encode("\n# go on")) + 16
+    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] <= new + 8
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 32
+
+
+def test_a_person_at_a_terminal(tmp_path: Path) -> None:
+    """Several lines pasted as one message, an answer stopped and gone on from, a hint for ctrl-C, an end for ctrl-D."""
+    with Terminal("chat", *HERE, "-t", "0", XDG_STATE_HOME=str(tmp_path)) as terminal:
+        assert f"{CODE}, seed 5. /help lists the commands, ctrl-D ends.\n" in terminal.wait_for(">>> ")
+        terminal.type("\x1b[200~import os\nimport sys\x1b[201~\n")
+        terminal.wait_until(
+            lambda shown: len(shown.partition("import sys\n")[2]) > 300
+        )  # it writes as many tokens as fit
+        terminal.type("\x03")
+        terminal.wait_for("stopped\n\n>>> ")
+        terminal.type("\x03")
+        terminal.wait_for("ctrl-D or /bye ends\n>>> ")
+        terminal.type("/show\n")
+        assert re.search(r"messages +2\n", terminal.wait_for("seed  "))
+        terminal.wait_for(">>> ", 4)
+        terminal.type("/nonsense\n")
+        terminal.wait_for("error: there is no /nonsense; /help lists the commands")
+        terminal.type("\x04")
+        assert terminal.ended() == 0
+        assert "Traceback" not in terminal.shown
+        written = terminal.shown.partition("import sys\n")[2].partition("stopped\n")[0]
+        assert all(cell_len(line) <= 80 for line in written.split("\n"))
+    history = tmp_path / "outrider" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert history.read_text() == "import os\nimport sys\n/show\n/nonsense\n"
+    with Terminal("run", CODE, "-n", "4", XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.wait_for(">>> ")
+        terminal.type("\x1b[A\x1b[A\n")  # arrow up, twice
+        terminal.wait_for("seed  ")
+        terminal.type("/bye\n")
+        assert terminal.ended() == 0
+    kept = history.read_text()
+    with Terminal("run", CODE, "-n", "4", "--no-history", XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.wait_for(">>> ")
+        terminal.type("/bye\n")
+        assert terminal.ended() == 0
+    assert history.read_text() == kept
+
+
+def test_run_answers_a_prompt_and_a_pipe() -> None:
+    words = ("run", CODE, "--seed", "5", "-n", "8")
+    one = invoke(*words, "sort", "a", "list", stdin="")
+    assert one.exit_code == 0
+    assert one.stdout
+    assert one.stderr.endswith("cut at 8 tokens; /set max_tokens 16 allows more\n")
+    assert invoke(*words, "sort a list", stdin="").stdout == one.stdout
+    assert invoke(*words, stdin="sort a list\n").stdout == one.stdout
+    both = invoke(
+        *words,
+        "sort",
+        stdin="a list\n",
+    )
+    assert both.exit_code == 0
+    assert invoke(*words, stdin="sort\n\na list").stdout == both.stdout
+    nothing = invoke("run", CODE, stdin="")
+    assert nothing.exit_code == 2
+    assert "there is no message" in nothing.stderr
+
+
+def test_a_pipe_of_messages_gets_texts_alone() -> None:
+    done = invoke(
+        "chat", *HERE, "-n", "8", "--stats", stdin="sort a list\n\n/set max_tokens 4\nreverse it\n/bye\nnever\n"
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("exact-tokens") == 2
+    assert not re.search("exact-tokens|max_tokens|seed|>>>", done.stdout)
+    assert invoke("chat", *HERE, stdin="/nonsense\n").exit_code == 2
+
+
+@pytest.mark.parametrize("words", [("chat", "-m"), ("run",), ("generate", "Hi", "--chat", "-m")])
+def test_a_base_model_is_refused_before_it_is_loaded(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*given: Any, **more: Any) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr("outrider.llm.load", load)
+    folder = str(DATA / "code-draft")
+    done = invoke(*words, folder, stdin="Hi\n")
+    assert done.exit_code == 2
+    shown = " ".join(done.stderr.split())
+    assert "is a base model: it has no chat template" in shown
+    assert f'outrider generate "Once upon a time" -m {folder}' in shown
