@@ -72,6 +72,7 @@ def test_a_page_of_another_site_is_refused_where_no_key_is_asked_for(method: str
             "http://localhost:3000",
             "https://127.0.0.1:8000",
             "localhost:8000",
+            "http://[",
         ):
             assert code(ask(settings, method=method, origin=origin)) == (403, "cross_origin"), origin
         assert code(ask(settings, method=method, sec_fetch_site="cross-site", sec_fetch_mode="no-cors"))[0] == 403
