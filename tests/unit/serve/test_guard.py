@@ -151,7 +151,6 @@ def test_the_name_of_a_file_has_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(file.parent)
     for name in (str(file), "small.Q8_0.gguf", "./small.Q8_0.gguf", "../secret/small.Q8_0.gguf"):
         settings = ServerOptions(model=name).settings()
-        assert (settings.model_name, settings.aliases) == ("small.Q8_0", ())
+        assert settings.model_name == "small.Q8_0"
         assert public_name(name) == "small.Q8_0.gguf"
     assert served_name(str(tmp_path / "secret")) == served_name(".") == "secret"
-    assert ServerOptions(model="builtin:code").settings().aliases == ("builtin:code",)
