@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -67,7 +66,7 @@ class ServerOptions(BaseModel):
             raise ValueError("an API key is empty; leave out --api-key for a server without one")
         return Settings(
             model_name=self.served_model_name or served_name(self.model),
-            aliases=() if self.served_model_name or Path(self.model).exists() else (self.model,),
+            aliases=() if self.served_model_name else (self.model,),
             api_keys=keys,
             hosts=answered_hosts(self.host, keys, self.allowed_host),
             monitor_port=self.monitor_port,

@@ -124,8 +124,9 @@ class Guard:
         """Whether a page of another site asks. A link to a page is followed; what a page loads by itself is not."""
         origin = headers.get("origin")
         if origin is not None:
-            same = urlsplit(origin).netloc == headers.get("host") and "://" in origin
-            return not same and not {origin, "*"} & set(self.settings.cors)
+            return origin.partition("://")[2] != headers.get("host", "-") and not {origin, "*"} & set(
+                self.settings.cors
+            )
         apart = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
         return apart and headers.get("sec-fetch-mode") != "navigate"
 

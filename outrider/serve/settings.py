@@ -69,7 +69,8 @@ def served_name(name: str) -> str:
 
 def public_name(name: str) -> str:
     """A model's name without the folders of this machine: what clients may see."""
-    return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
+    path = os.path.isabs(name) or os.path.exists(name)
+    return os.path.basename(os.path.abspath(name)) if path else name
 
 
 def answered_hosts(host: str, keys: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:

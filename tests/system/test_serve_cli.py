@@ -6,12 +6,16 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from serving import Live, builtin, serving
 from typer.testing import CliRunner
@@ -21,6 +25,9 @@ from outrider.cli import main as cli
 from outrider.cli.backends import ServerBackend
 from outrider.cli.conversation import Conversation
 from outrider.cli.http_client import Client
+from outrider.cli.serve import ready_lines
+from outrider.serve import assembly
+from outrider.serve.settings import Settings
 
 COMMAND = [sys.executable, "-m", "outrider"]
 
@@ -93,6 +100,80 @@ def test_mistakes_are_one_line(options: list[str], words: str) -> None:
     result = CliRunner().invoke(cli.app, options)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "assemble", lambda *_: pytest.fail("it loads the model first"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options in (["--port", port], ["--port", "0", "--monitor-port", port]):
+            result = CliRunner().invoke(cli.app, ["serve", "builtin:code", *options])
+            assert result.exit_code == 2
+            said = " ".join(result.output.split())
+            assert (
+                said == f"error: cannot listen at 127.0.0.1:{port}: Address already in use; --port 0 takes a free port"
+            )
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
+    chat: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready_lines(Settings(model_name="m", api_keys=("k",) if chat else ()), "::1", 8000, chat, "ctrl-C")
+    curl, pages, watched = capsys.readouterr().out.splitlines()
+    at = "http://[::1]:8000"
+    assert curl.startswith(f"curl -N {at}/v1/{'chat/' if chat else ''}completions ")
+    assert ("Bearer" in curl) == chat
+    body = json.loads(curl[curl.index("'{") + 1 : -1])
+    assert {"model", "max_tokens", "stream", "messages" if chat else "prompt"} == set(body)
+    for path, line in (("/dashboard", pages), ("/explain", pages), ("/health", watched), ("/metrics", watched)):
+        assert at + path in line
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl makes the certificate")
+def test_it_speaks_https_takes_keys_of_a_file_and_has_a_port_for_monitoring(tmp_path: Path) -> None:
+    cert, key, keys = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "keys"
+    _certificate(cert, key)
+    keys.write_text("first\nsecond\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monitor = free.getsockname()[1]
+    options = ["--port", "0", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--api-key-file", str(keys)]
+    command = [*COMMAND, "serve", "builtin:code", *options, "--monitor-port", str(monitor), "--log-file", os.devnull]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            found = re.search(r"https://127\.0\.0\.1:\d+", process.stdout.readline())
+            assert found is not None
+            trusted = ssl.create_default_context(cafile=str(cert))
+            with httpx.Client(verify=trusted, timeout=60) as client:
+                for path in ("/v1/models", "/metrics"):
+                    sent = {"authorization": "Bearer second"}
+                    assert client.get(found[0] + path, headers=sent).status_code == 200
+                    assert client.get(found[0] + path).status_code == 401
+                watched = f"https://127.0.0.1:{monitor}"
+                assert client.get(watched + "/health").status_code == 200
+                assert client.get(watched + "/v1/models", headers=sent).status_code == 404
+        finally:
+            process.terminate()
+
+
+def _certificate(cert: Path, key: Path) -> None:
+    """A certificate of 127.0.0.1 that signs itself."""
+    options = [
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test",
+    ]
+    options += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", "req", *options], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,43 @@ def test_a_full_queue_says_when_to_come_back_and_clients_take_turns() -> None:
     assert [line.pop().seed for _ in range(len(line))] == [7, 5, 4, 1, 2]
 
 
+def test_an_owner_of_all_slots_gives_one_to_another_who_waits_and_no_text_changes() -> None:
+    target = Gated()
+    requests = [request([1, 2, n + 1], LONG.with_(max_tokens=30), n) for n in range(5)]
+    expected = plain_texts(TARGET, requests)
+    eng = engine(target, rows=3, max_queue=8)
+    greedy = [read(r, owner="a", client=f"user {n}") for n, r in enumerate(requests[:4])]
+    submit(eng, greedy[:1])
+    greedy[0].next()
+    submit(eng, greedy[1:])
+    other = read(requests[4], owner="b", client="last in the line")
+    submit(eng, [other])
+    target.gate.set()
+    results = [job.result() for job in (*greedy, other)]
+    assert [r.output for r in results] == expected
+    assert eng.stats.preemptions == 1
+    assert other.sequence.done < max(job.sequence.done for job in greedy)
+    settled(eng)
+
+
+def test_an_owner_may_not_fill_the_queue() -> None:
+    target = Gated()
+    eng = engine(target, rows=1, max_queue=4)
+    jobs = [read(request([1], LONG, n), owner="a") for n in range(4)]
+    submit(eng, jobs[:1])
+    jobs[0].next()
+    submit(eng, jobs[1:])
+    with pytest.raises(QueueFull):
+        submit(eng, [read(request([1], LONG), owner="a", client="another user")])
+    last = read(request([1], LONG), owner="b")
+    submit(eng, [last])
+    eng.cancel([job.sequence for job in (*jobs, last)])
+    target.gate.set()
+    for job in (*jobs, last):
+        job.result()
+    settled(eng)
+
+
 def test_cancelled_and_late_jobs_leave_and_disturb_nobody() -> None:
     target = Gated()
     eng = engine(target, rows=2)

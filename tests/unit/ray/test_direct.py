@@ -15,6 +15,7 @@ pytest.importorskip("aiohttp")
 
 from outrider.ray.calls import Call, ReplicaLost, Start
 from outrider.ray.direct import TICKET, Connections, Listener, Place, Tickets
+from outrider.serve import connection
 
 Lost = asyncio.Future[None]
 
@@ -150,6 +151,22 @@ def test_listeners_say_what_is_taken_and_finish_what_runs() -> None:
             body = b"".join([p async for p in parts if isinstance(p, bytes)])
             assert body.endswith(b"part 399;")
             await closing
+
+    run(test)
+
+
+def test_a_listener_has_the_limits_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "connection_limit", lambda _: 4)
+
+    async def test() -> None:
+        listener = Listener(Replica(), "127.0.0.1")
+        streams = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(6)]
+        for _, writer in streams:
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n")
+        ends = await asyncio.gather(*(reader.read() for reader, _ in streams), return_exceptions=True)
+        assert all(end == b"" or isinstance(end, ConnectionError) for end in ends)
+        await listener.close()
 
     run(test)
 

@@ -333,3 +333,21 @@ def test_calls_carry_what_prompts_begin_with(lives: list[Live]) -> None:
     assert calls[0].prompt == PROMPT
     assert calls[2].prompt.startswith(calls[1].prompt[:-2])
     assert all(c.prompt for c in calls)
+
+
+def test_a_replica_is_told_whose_request_it_is_and_a_client_cannot_say_it(lives: list[Live]) -> None:
+    app = front(lives[:1], api_keys=("one", "two"))
+    sent = {"authorization": "Bearer two", "x-outrider-owner": "key 0"}
+    assert post(app, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1}, headers=sent).status_code == 200
+    replicas = app.replicas
+    assert isinstance(replicas, LocalReplicas)
+    [call] = replicas.calls
+    assert [v for k, v in call.headers if k == b"x-outrider-owner"] == [b"key 1"]
+
+
+def test_a_front_checks_hosts_and_origins_for_its_replicas(lives: list[Live]) -> None:
+    app = front(lives[:1], hosts=("localhost", "front"))
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    assert post(app, "/v1/completions", body).status_code == 200
+    assert post(app, "/v1/completions", body, headers={"host": "evil.example"}).status_code == 403
+    assert post(app, "/v1/completions", body, headers={"origin": "http://evil.example"}).status_code == 403

@@ -306,3 +306,23 @@ def test_a_text_prediction_needs_a_tokenizer_as_in_the_library() -> None:
             assert response.status_code == 400
             assert response.json()["error"]["message"] == str(error.value)
             assert ask(live, prompt=[5], max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_no_answer_tells_the_folder_of_a_model() -> None:
+    path = "/srv/secret/small.Q8_0.gguf"
+    llm = LLM(replace(load("builtin:code"), name=path))
+    assert llm.tokenizer is not None
+    llm.tokenizer.chat_template = None
+    with serving(llm, Settings(model_name="small.Q8_0")) as live:
+        asked = [
+            httpx.get(live.url + "/v1/models"),
+            httpx.get(live.url + "/v1/models/other"),
+            httpx.get(live.url + "/metrics"),
+            httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, timeout=60),
+            httpx.post(live.url + "/v1/completions", json={"prompt": PROMPT, "model": path}),
+            httpx.post(live.url + "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}),
+        ]
+    assert [got.status_code for got in asked] == [200, 404, 200, 200, 404, 400]
+    for got in asked[:4] + asked[5:]:
+        assert "small.Q8_0" in got.text
+        assert "secret" not in got.text, got.text

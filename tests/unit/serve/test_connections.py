@@ -54,7 +54,7 @@ class Live:
         http: Any = config.http
         self.reception: Reception = http.args[0][None]
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
             assert self.thread.is_alive()
@@ -102,8 +102,8 @@ def asked(live: Live, path: str = "/") -> httpx.Response:
 def test_a_head_is_limited_in_bytes(live: Live, head: bytes) -> None:
     flood = sent(live, head)
     with contextlib.suppress(ConnectionError):
-        for _ in range(64):
-            flood.sendall(b"a" * (1 << 16))
+        for _ in range(4):  # less than an address may hold
+            flood.sendall(b"a" * (1 << 15))
         flood.sendall(b" HTTP/1.1\r\n\r\n")
     found = answer(flood)
     assert b"HTTP/1.1 200" not in found
@@ -116,7 +116,7 @@ def test_many_small_fields_and_trailers_are_a_head_too(live: Live) -> None:
     for start in (b"GET /version HTTP/1.1\r\n", HALF + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"):
         flood = sent(live, start)
         with contextlib.suppress(ConnectionError):
-            for n in range(400):
+            for n in range(110):
                 flood.sendall(b"".join(b"x-%d: %s\r\n" % (100 * n + i, b"v" * 20) for i in range(100)))
             flood.sendall(b"\r\n")
         assert b"HTTP/1.1 200" not in answer(flood)

@@ -326,6 +326,15 @@ def test_another_sites_page_cannot_start_a_trial(live: Live) -> None:
     assert httpx.request("DELETE", f"{live.url}/dashboard/trial", headers=own).status_code == 200
 
 
+def test_pictures_of_another_sites_page_take_no_seat(live: Live) -> None:
+    picture = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}
+    for path in ("/dashboard/poll?viewer=x", "/dashboard/events"):
+        for method in ("GET", "POST"):
+            assert httpx.request(method, live.url + path, headers=picture).status_code in (403, 405)
+    assert httpx.get(f"{live.url}/dashboard/poll?viewer=x").status_code == 405
+    assert not live.app.state.dashboard.viewers
+
+
 def test_a_plain_server_has_nothing_to_compare() -> None:
     with serving(builtin(config={"method": "none"})) as live:
         refused = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8})
