@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.bench.report.format import count
 from outrider.certify.certificate import CertificatePart, Conclusion, Finding
 from outrider.certify.failures import add_failures, broken
 from outrider.certify.knobs import PENALTIES, chosen, penalties
@@ -311,7 +312,7 @@ class Contract:
         part = CertificatePart(
             kind=self.name,
             conclusion=Conclusion.HOLDS if tested else Conclusion.NOT_TESTED,
-            sentence=f"The contract holds: {len(tested)} checks of parameters and bookkeeping.",
+            sentence=f"The contract holds: {count(len(tested), 'check')} of parameters and bookkeeping.",
             power="Each check writes a few texts with a value that must change them. A rare mistake may stay unseen.",
             tested={"checks": ", ".join(r["key"] for r in tested)},
             skipped=[f"{r['key']}: {r['skipped']}" for r in records if r["skipped"] and not r.get("refused")],
@@ -321,12 +322,11 @@ class Contract:
             part.sentence = "The contract was not tested: no check could be run."
         unrun = len(self.checks()) - len(records)
         if unrun > 0:
-            part.skipped.append(f"{unrun} checks were not reached")
+            part.skipped.append(f"{count(unrun, 'check')} not reached")
         if bad:
             part.conclusion = Conclusion.DIFFERS
-            part.sentence = (
-                f"Differs: {len(bad)} of {len(tested)} checks of the contract fail: {', '.join(r['key'] for r in bad)}."
-            )
+            failed = ", ".join(r["key"] for r in bad)
+            part.sentence = f"Differs: {len(bad)} of {count(len(tested), 'check')} of the contract: {failed}."
             part.findings = [
                 Finding(title=f"{r['key']} fails", cause=r["cause"], evidence="\n".join(r["wrong"][:4])) for r in bad
             ]

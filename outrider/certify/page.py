@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -32,9 +33,19 @@ def render(certificate: Certificate, changes: list[str] | None = None) -> str:
     folder = FileSystemLoader(Path(__file__).parent / "template")
     env = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     html = env.get_template("certificate.html").render(
-        c=certificate, colours=COLOURS, titles=TITLES, changes=changes, Conclusion=Conclusion
+        c=certificate, subject=words(certificate.subject), colours=COLOURS, titles=TITLES, changes=changes
     )
     return visible(html)
+
+
+def words(subject: str) -> str:
+    """The name of a subject, without the JSON that may stand at its end: `{"k": 4}` becomes `k 4`."""
+    name, brace, rest = subject.partition("{")
+    try:
+        given = json.loads(brace + rest) if brace else {}
+    except ValueError:
+        return subject
+    return name + ", ".join(f"{key} {value}" for key, value in given.items())
 
 
 def write(certificate: Certificate, path: Path, changes: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from outrider.params import SamplingParams
 
 _SHOWN = 20  # differences of a trial that are kept
 COMPANIONS = (0, 3)
-PLAIN, ALONE = "no parameter", "alone"
+PLAIN, ALONE = "the defaults", "alone"
 
 
 class Seeded:

@@ -145,7 +145,7 @@ def _figures(plan: ServingPlan, chosen: Forecast, plain: Forecast, speedup: floa
     ]  # fmt: skip
     if (cost := plan.cost_per_million(chosen)) is not None:
         formula = f"replica hours x {plan.price:g} for a replica and hour"
-        found.append(PlanFigure("cost of a million output tokens", f"{cost:.3g}", formula))
+        found.append(PlanFigure("cost of a million output tokens", f"{cost:.3g} in the currency of --price", formula))
     return found
 
 

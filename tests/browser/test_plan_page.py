@@ -22,10 +22,10 @@ HARM = '</script><img src=x onerror="document.title=1">'
 @pytest.fixture(scope="module")
 def found() -> PlanAnswer:
     """A plan whose costs grow steeply with the batch, so that drafts lose there."""
-    rounds = [[n, k, 0, 0.01 + 0.001 * n * (k + 1)] for n in (1, 16) for k in (0, 4)]
+    rounds = [[n, k, 0, 0.01 + 0.001 * n * (k + 1)] for n in (1, 16) for k in (0, 16)]
     costs = MeasuredCosts(rounds, [[0, 0, 0.0], [256, 0, 0.02]])
     demand = Demand(8.0, Lengths.of("64", ""), Lengths.of("40", ""))
-    plan = ServingPlan(demand, costs, constant(0.7, 4), ReplicaLimits(16, 1e6, 256))
+    plan = ServingPlan(demand, costs, constant(0.7, 16), ReplicaLimits(16, 1e6, 256), price=2.0)
     return answer(plan, [PlanFigure("hardware", HARM, "made")], 1, sweep=True)
 
 
@@ -36,7 +36,14 @@ def plan_url(found: PlanAnswer, tmp_path_factory: pytest.TempPathFactory) -> str
     return file.as_uri()
 
 
-@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 800}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"color_scheme": "dark", "viewport": {"width": 1400, "height": 900}},
+        {"viewport": {"width": 390, "height": 800}},
+    ],
+)
 def test_the_page(plan_url: str, found: PlanAnswer, visit: Any, options: dict[str, Any]) -> None:
     with visit(plan_url, **options) as seen:
         page = seen.page
@@ -46,6 +53,10 @@ def test_the_page(plan_url: str, found: PlanAnswer, visit: Any, options: dict[st
             .endswith("speculate: 1 replica" if found.policy == "plain" else "by load")
         )
         assert HARM in page.locator("#subline").inner_text()
+        assert "in the currency of --price" in page.locator("#facts").inner_text()
+        assert page.locator("#map tr").first.locator("th").count() == 17
+        if page.viewport_size["width"] >= 1280:  # whole, and beside its words
+            assert page.locator("#map").evaluate("node => node.scrollWidth <= node.clientWidth")
         assert page.title() == "A plan for speculative decoding"
         losing = sum(speed < 1 for row in found.table for speed in row.by_depth[1:])
         assert losing > 0

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.bench.report.format import count
 from outrider.calibrate import make_planner, planned
 from outrider.certify.causes import warped
 from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Way, Writing, failed
@@ -104,7 +105,7 @@ class EngineSubject(Subject):
         depth = self.config.budget.depth
         own = [Way("as configured", {"depth": depth})]
         if self.config.enabled:
-            own += [Way(f"{n} draft tokens", {"depth": n}) for n in (1, 2, 7) if n != depth]
+            own += [Way(count(n, "draft token"), {"depth": n}) for n in (1, 2, 7) if n != depth]
             if VERIFIERS[self.config.verifier].trees and self.config.verifier == "match":
                 own.append(Way("trees of width 2", {"depth": 3, "width": 2}))
         end = self.end_ids[0] if self.end_ids else 0

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.bench.report.format import count
 from outrider.certify.causes import warped
 from outrider.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing, failed
 from outrider.certify.subjects.engine import weights_hash
@@ -78,7 +79,7 @@ class TransformersSubject(Subject):
         ways = [Way("as configured")]
         if self.assistant is not None:
             fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-            ways += [Way(f"{n} draft tokens", {"num_assistant_tokens": n, **fixed}) for n in (1, 4)]
+            ways += [Way(count(n, "draft token"), {"num_assistant_tokens": n, **fixed}) for n in (1, 4)]
         return ways
 
     def write(self, jobs: Sequence[Job], way: Way) -> list[Writing]:

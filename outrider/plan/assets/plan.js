@@ -33,7 +33,7 @@ function top() {
     [seconds(chosen.latency), "latency of an answer, 90th percentile"],
     [seconds(chosen.ttft), "to the first token, 90th percentile"],
     [percent(chosen.load), "of its capacity in use"],
-    plan.cost === null ? [short(plan.replica_hours), "replica hours for a million output tokens"] : [short(plan.cost), "cost of a million output tokens"],
+    plan.cost === null ? [short(plan.replica_hours), "replica hours for a million output tokens"] : [short(plan.cost), "cost of a million output tokens, in the currency of --price"],
   ];
   byId("facts").replaceChildren(...facts.map(([value, name]) => el("div", { class: "fact" }, el("b", {}, value), el("span", {}, name))));
   byId("notes").replaceChildren(...plan.notes.map((note) => el("li", {}, note)));

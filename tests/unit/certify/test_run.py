@@ -10,7 +10,7 @@ import pytest
 from broken import ToyEngine
 
 from outrider.certify.certificate import Certificate, CertificatePart, Conclusion, Finding, compare
-from outrider.certify.page import render
+from outrider.certify.page import render, words
 from outrider.certify.run import CertifyTrial, TrialJournal, run_kinds
 from outrider.certify.statistical import Statistical
 
@@ -148,6 +148,19 @@ def test_the_page_shows_texts_as_text() -> None:
     assert "a &amp; b" in page
     assert "\x1b" not in page
     assert "&lt;b&gt;changed" in page
+
+
+def test_the_page_speaks_in_words() -> None:
+    made = certificate(statistical=Conclusion.HOLDS)
+    made.subject = 'transformers 5, code, {"assistant_model": "draft", "k": 4}'
+    made.parts[0].figures = {"p_values": {"two tokens": 0.25}, "tests_level": 0.001}
+    page = render(made)
+    assert "<title>Certificate: transformers 5, code, assistant_model draft, k 4</title>" in page
+    assert '<p class="subject">transformers 5, code, assistant_model draft, k 4</p>' in page
+    assert '<th scope="row">two tokens</th><td>0.25</td>' in page
+    assert "<strong>Total variation</strong> says" in page
+    assert words("a server, {half") == "a server, {half"
+    assert words("smollm2") == "smollm2"
 
 
 def test_the_table_of_published_certificates_is_that_of_their_files() -> None:
