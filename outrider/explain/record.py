@@ -79,8 +79,15 @@ def main(
         plain = record(_llm(llm.loaded, files[2], None), files[2], greedy)
     about = [
         ("A sentence", f"Temperature 0: the likeliest token is written. {draft_name} drafts."),
-        ("With noise", f"Temperature {temperature}: noise lets other tokens win. {draft_name} drafts trees with the same noise."),
-        ("A bad draft", f"The first sentence again, but {bad_name} drafts. The planner tries, sees that it does not pay, and stops: {_lengths(bad)}. The tries cost time; the text is the same."),
+        (
+            "With noise",
+            f"Temperature {temperature}: noise lets other tokens win. {draft_name} drafts trees with the same noise.",
+        ),
+        (
+            "A bad draft",
+            f"The first sentence again, but {bad_name} drafts. The planner tries, sees that it does not pay, and stops: "
+            f"{_lengths(bad)}. The tries cost time; the text is the same.",
+        ),
     ]
     requests = [
         replace(one.requests[0], id=n, title=title, about=words)
