@@ -171,6 +171,10 @@ def test_the_same_sentence_with_a_bad_draft_has_the_same_text(page_url: str, vis
             texts.append(page.locator("#run-text").evaluate("node => node.textContent"))
         assert texts[0] == texts[1]
         assert "steps had no draft" in page.locator("#run-about").inner_text()
+        weighed = next(n for n, step in enumerate(builtin().requests[2].steps) if step.note)
+        page.locator("#run-stage").focus()
+        for key in ("Home", *["ArrowDown"] * weighed):
+            page.keyboard.press(key)
         assert "What was weighed" in page.locator("#run-note").inner_text()
 
 
