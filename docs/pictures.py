@@ -38,8 +38,9 @@ def explain(browser: Any) -> None:
             page.goto(file.as_uri())
             page.wait_for_selector("body[data-ready=yes]")
             page.evaluate("document.querySelector('nav').style.setProperty('position', 'static')")
+            page.get_by_role("radio", name="With noise").click()
             page.locator("#run-stage").focus()
-            for key in ("Home", "ArrowDown", "ArrowDown", "ArrowLeft"):
+            for key in ("Home", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowLeft"):
                 page.keyboard.press(key)
             page.evaluate("document.activeElement.blur()")
             page.wait_for_timeout(400)

@@ -22,24 +22,30 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.trace import Detail, Recorder, read
 
-PROMPT = "The sky is blue because"
-SHAPE = {"num_speculative_tokens": 4, "tree_width": 2, "tree_nodes": 6, "controller": "fixed"}
+PROMPT = "The seven days of the week are"
+CHAIN = {"num_speculative_tokens": 3, "controller": "fixed"}
+TREE = {"num_speculative_tokens": 4, "tree_width": 2, "tree_nodes": 6, "controller": "fixed"}
 REPEATS = 3  # of each run; the quickest one counts
 
 
-def record(llm: LLM, file: Path, sampling: SamplingParams) -> ExplainedRun:
+def record(llm: LLM, file: Path, sampling: SamplingParams, repeats: int = REPEATS) -> ExplainedRun:
     """The quickest of some runs with all its probabilities. llm: writes its trace to `file`."""
-    before = len(read(file).texts) if file.exists() else 0
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         llm.generate(PROMPT, sampling)
     trace = read(file)
     run = explained(trace, llm.tokenizer)
-    quickest = min(run.requests[before:], key=lambda request: sum(sum(step.seconds) for step in request.steps))
+    quickest = min(run.requests, key=lambda request: sum(sum(step.seconds) for step in request.steps))
     return with_model(replace(run, requests=[quickest]), trace, llm)
 
 
-def _llm(model: Any, file: Path, config: dict[str, object] | None, **settings: Any) -> LLM:
-    return LLM(model, speculative_config=config, max_num_seqs=1, trace=Recorder(file, Detail.TOKENS), **settings)
+def _llm(model: Any, file: Path, config: dict[str, object] | None, calibrate: bool = False) -> LLM:
+    return LLM(
+        model,
+        speculative_config=config,
+        max_num_seqs=1,
+        trace=Recorder(file, Detail.TOKENS),
+        calibrate=calibrate,
+    )
 
 
 def _lengths(run: ExplainedRun) -> str:
@@ -55,25 +61,33 @@ def main(
     draft_name: Annotated[str, typer.Option(help="What the page calls the draft model.")],
     bad_model: str = "builtin:code-draft",
     bad_name: str = "a small model that has read Python only",
-    dtype: str = "auto",
     temperature: float = 0.8,
     seed: int = 1,
-    max_tokens: int = 46,
+    max_tokens: int = 45,
     out: Path = BUILTIN,
 ) -> None:
     greedy = SamplingParams(temperature=0, seed=seed, max_tokens=max_tokens)
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{n}.jsonl" for n in range(3)]
-        llm = _llm(model, files[0], {"model": draft, **SHAPE}, dtype=dtype)
+        files = [Path(folder) / f"{n}.jsonl" for n in range(4)]
+        llm = _llm(model, files[0], {"model": draft, **CHAIN})
         run = record(llm, files[0], greedy)
-        noisy = record(llm, files[0], replace(greedy, temperature=temperature))
+        tree = _llm(llm.loaded, files[3], {"model": draft, **TREE})
+        noisy = record(tree, files[3], replace(greedy, temperature=temperature))
         costs = measure(llm.decoder.target, llm.drafters, costs_of(llm.config, llm.loaded), WHOLE)
-        bad = record(_llm(llm.loaded, files[1], {"model": bad_model}, calibrate=True), files[1], greedy)
+        # Once: the next request begins with what the planner has learnt.
+        bad = record(_llm(llm.loaded, files[1], {"model": bad_model}, calibrate=True), files[1], greedy, 1)
         plain = record(_llm(llm.loaded, files[2], None), files[2], greedy)
     about = [
         ("A sentence", f"Temperature 0: the likeliest token is written. {draft_name} drafts."),
-        ("With noise", f"Temperature {temperature}: noise lets other tokens win. {draft_name} drafts, with the same noise."),
-        ("A bad draft", f"The first sentence again, but {bad_name} drafts. The planner weighs each draft: {_lengths(bad)}."),
+        (
+            "With noise",
+            f"Temperature {temperature}: noise lets other tokens win. {draft_name} drafts trees with the same noise.",
+        ),
+        (
+            "A bad draft",
+            f"The first sentence again, but {bad_name} drafts. The planner tries, sees that it does not pay, and stops: "
+            f"{_lengths(bad)}. The tries cost time; the text is the same.",
+        ),
     ]
     requests = [
         replace(one.requests[0], id=n, title=title, about=words)

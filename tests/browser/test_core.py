@@ -347,23 +347,23 @@ def test_bytes_are_those_of_the_cache(javascript: Call) -> None:
 
 def test_the_built_in_run_obeys_the_rule_of_match(javascript: Call) -> None:
     """The target's token has the largest log p + noise among the likeliest, with noise that the page computes itself."""
-    [request] = builtin().requests
     calls, places = [], []
-    for step in request.steps:
-        assert step.likely is not None
-        assert step.tokens is not None
-        assert step.path is not None
-        drawn = [*(step.tokens[n] for n in step.path[1:]), step.token][: step.committed]
-        for depth, (node, token) in enumerate(zip(step.path, drawn, strict=False)):
-            for candidate, p in step.likely[node]:
-                calls.append(("noise", "gumbel", [request.seed, 0, step.step, step.position + depth, candidate]))
-                places.append((step.step, depth, token, candidate, p))
-    scores: dict[tuple[int, int, int], dict[int, float]] = {}
-    for (at, depth, token, candidate, p), noise in zip(places, javascript(calls), strict=True):
-        scores.setdefault((at, depth, token), {})[candidate] = torch.tensor(p).log().item() + noise
-    known = {key: found for key, found in scores.items() if key[2] in found}
-    assert len(known) > 0.9 * len(scores) > 50
-    for (_, _, token), found in known.items():
+    for request in builtin().requests:
+        for step in request.steps:
+            assert step.likely is not None
+            assert step.tokens is not None
+            assert step.path is not None
+            drawn = [*(step.tokens[n] for n in step.path[1:]), step.token][: step.committed]
+            for depth, (node, token) in enumerate(zip(step.path, drawn, strict=False)):
+                for candidate, p in step.likely[node]:
+                    calls.append(("noise", "gumbel", [request.seed, 0, step.step, step.position + depth, candidate]))
+                    places.append(((request.id, step.step, depth, token), candidate, p, request.temperature > 0))
+    scores: dict[tuple[int, int, int, int | None], dict[int, float]] = {}
+    for (key, candidate, p, noisy), noise in zip(places, javascript(calls), strict=True):
+        scores.setdefault(key, {})[candidate] = torch.tensor(p).log().item() + noisy * noise
+    known = {key: found for key, found in scores.items() if key[3] in found}
+    assert len(known) > 0.9 * len(scores) > 100
+    for (*_, token), found in known.items():
         assert max(found, key=found.__getitem__) == token
 
 

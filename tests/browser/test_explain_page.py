@@ -171,13 +171,18 @@ def test_the_same_sentence_with_a_bad_draft_has_the_same_text(page_url: str, vis
             texts.append(page.locator("#run-text").evaluate("node => node.textContent"))
         assert texts[0] == texts[1]
         assert "steps had no draft" in page.locator("#run-about").inner_text()
+        weighed = next(n for n, step in enumerate(builtin().requests[2].steps) if step.note)
+        page.locator("#run-stage").focus()
+        for key in ("Home", *["ArrowDown"] * weighed):
+            page.keyboard.press(key)
         assert "What was weighed" in page.locator("#run-note").inner_text()
 
 
 OUTSIDE = """([inner, outer]) => [...document.querySelectorAll(outer)].flatMap((box) => {
   const around = box.getBoundingClientRect();
   return [...box.querySelectorAll(inner)].map((node) => node.getBoundingClientRect()).filter((r) =>
-    r.left < around.left - 1 || r.right > around.right + 1 || r.top < around.top - 1 || r.bottom > around.bottom + 1 || r.width < 8)
+    r.left < around.left - 1 || r.right > around.right + 1 || r.top < around.top - 1 || r.bottom > around.bottom + 1
+    || r.width < 8)
     .map((r) => [r.left, r.right, around.left, around.right]);
 })"""
 
@@ -260,7 +265,12 @@ def test_match_is_taught_before_the_coin(page_url: str, visit: Any) -> None:
     """The rule of the run comes first, with its proof; no button looks chosen that is none."""
     with visit(page_url) as seen:
         words = seen.page.locator("#lossless").inner_text()
-        assert words.index("The draft only predicts the draw") < words.index("Proof.") < words.index("flip a coin") < words.index("min(1, p")
+        assert (
+            words.index("The draft only predicts the draw")
+            < words.index("Proof.")
+            < words.index("flip a coin")
+            < words.index("min(1, p")
+        )
         assert seen.page.locator("#lossless button.main, #lossless [aria-checked=true]").count() == 0
 
 

@@ -10,7 +10,7 @@ import { weightsView } from "./weights.js";
 
 const data = JSON.parse(byId("data").textContent);
 const drafted = data.requests.reduce((sum, request) => sum + request.steps.length, 0);
-const temperature = data.requests[0] ? `, temperature ${data.requests[0].temperature}` : "";
+const temperature = data.requests.length === 1 ? `, temperature ${data.requests[0].temperature}` : "";
 byId("about").textContent = visible(
   `${data.title}: ${data.model}, drafted for by ${data.drafter}; verifier ${data.verifier} (${data.guarantee})${temperature}; ${count(drafted, "step")}, recorded on ${data.date.slice(0, 10)} by outrider ${data.outrider}.`,
 );

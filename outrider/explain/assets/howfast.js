@@ -13,7 +13,8 @@ const DASHES = [null, "7 3", "2 3", "9 3 2 3"];
 
 export function speedView(data) {
   const body = byId("speed-body");
-  const steps = data.requests.flatMap((request) => request.steps);
+  const same = data.requests.filter((request) => !request.title || request === data.requests[0]); // named runs have different drafts
+  const steps = same.flatMap((request) => request.steps);
   const measured = survivalOf(steps);
   const curves = [...data.costs, { name: "Ideal: more tokens cost nothing", source: "a bound that no hardware reaches", nodes: [[1, 1]], draft: null }];
   let now = { alpha: 0.8, depth: 2, width: 1, c: curves[0].draft ?? 0.1, batch: 1, curve: 0, shape: "alpha" };

@@ -185,13 +185,13 @@ export function losslessView() {
       if (rule === "right") kept += made.accepted;
     }
     draws += n;
-    says.textContent = `${draws.toLocaleString("en-US")} draws by each rule. The coin kept ${percent(kept / draws)} of the draft tokens. The black lines are p, what the target wants.`;
+    says.textContent = `${draws.toLocaleString("en-US")} draws by each rule. The coin kept ${percent(kept / draws)} of the draft tokens. The short lines are p, what the target wants.`;
     count();
   };
 
   const again = [];
   const buttons = [1, 100, AT_ONCE].map((n) => el("button", { type: "button", "data-draws": n, onclick: () => sample(n) }, `Draw ${n.toLocaleString("en-US")} more`));
-  const clear = el("button", { type: "button", onclick: () => { reset(); draw(); says.textContent = "No draws. The black lines are p, what the target wants."; } }, "Clear");
+  const clear = el("button", { type: "button", onclick: () => { reset(); draw(); says.textContent = "No draws. The short lines are p, what the target wants."; } }, "Clear");
   const setup = (act) => (value) => { act(value); load(); };
   body.append(
     el("div", { class: "card" },

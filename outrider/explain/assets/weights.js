@@ -25,7 +25,7 @@ export function weightsView(data) {
       : `${tokens} tokens one by one read all weights${size} ${tokens} times. One pass over ${tokens} tokens reads them once: ${short(once)} times as long as one token.`;
   };
   body.append(
-    el("h2", {}, "As cheap as one"),
+    el("h2", {}, "Almost as cheap as one"),
     slider({ id: "weights-tokens", name: "Tokens", min: 1, max: MOST, step: 1, value: 5, show: (n) => count(n, "token"), change: draw }).node,
     bars, says,
     el("p", { class: "small soft" }, `Each block is one reading of the weights, as wide as it takes time. ${curve.name}: ${curve.source}.`),
