@@ -74,6 +74,12 @@ def test_ports_and_labels_agree() -> None:
     assert options_of(COMMANDS["pod"])["metrics_prefix"] == "vllm"  # the names that the endpoint picker reads
 
 
+def test_the_secret_is_the_servers_key() -> None:
+    params = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    assert [one["name"] for one in CONTAINER["env"]] == [p.envvar for p in params if p.name == "api_key"]
+    assert CONTAINER["env"][0]["valueFrom"]["secretKeyRef"]["optional"] is True  # a pod starts without it, too
+
+
 def test_there_is_time_to_drain() -> None:
     sleep, seconds = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
     assert sleep == "sleep"

@@ -219,6 +219,12 @@ def test_pages_that_the_code_names_exist() -> None:
                 assert (ROOT / page).exists(), f"{name(file)} names {page}"
 
 
+@pytest.mark.parametrize("page", PROSE, ids=name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    files = re.findall(r"`((?:outrider|tests|benchmarks|recipes|docs)/[\w./-]+)`", page.read_text())
+    assert not [file for file in files if not (ROOT / file).exists()]
+
+
 def test_the_page_of_licences_names_each_file_with_data() -> None:
     named = set(re.findall(r"^\| (`[^|]*`) \|", (DOCS / "licences.md").read_text(), re.M))
     paths = {path for cell in named for path in re.findall(r"`([^`]+)`", cell)}
