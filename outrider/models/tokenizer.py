@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FILE = "tokenizer.json"
+_TRIAL = "a \U0010ffff"  # the libraries see some faults of a file only when they encode
 
 
 class OwnCode(ValueError):
@@ -35,7 +36,9 @@ def of_folder(path: str) -> Any:
     check_ids(Path(path) / FILE)
     named = Path(path) / "tokenizer_config.json"
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        made = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        made(_TRIAL)
+        return made
     except OSError:
         raise
     except Exception as error:  # its readers check their files in their own ways
@@ -101,6 +104,7 @@ class LazyTokenizer:
         check_ids(folder / FILE)
         try:
             self._backend = Tokenizer.from_file(str(folder / FILE))
+            self._backend.encode(_TRIAL)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{folder / FILE} cannot be read ({error})") from error
         self.settings = dict(settings)

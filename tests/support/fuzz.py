@@ -234,7 +234,8 @@ def _load_block(folder: Path) -> None:
 def _target(made: list[Any] = []) -> Any:  # noqa: B006
     from heads import small_target
 
-    made or made.append(small_target())
+    if not made:
+        made.append(small_target())
     return made[0]
 
 

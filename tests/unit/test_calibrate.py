@@ -237,7 +237,7 @@ def test_of_two_measurements_the_faster_one_is_kept(monkeypatch: pytest.MonkeyPa
         return CostModel(dict(key), seconds, {"draft": draft})
 
     monkeypatch.setattr(module, "measure", measured)
-    config = SpeculativeConfig()
+    config = SpeculativeConfig.model_validate({})
     costs(config, target, models)
     again = costs(config, target, models, whole=True)
     assert again.target == {1: 4.0, 2: 4.5, 4: 4.5, 16: 9.0}
@@ -248,7 +248,7 @@ def test_of_two_measurements_the_faster_one_is_kept(monkeypatch: pytest.MonkeyPa
 def test_steps_that_contradict_a_measurement_correct_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = CostModel({}, {1: 0.04, 4: 0.05, 16: 0.09}, {})
     monkeypatch.setattr(module, "measure", lambda model, models, key, *more: replace(slow, key=dict(key)))
-    target, config = loaded(), SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    target, config = loaded(), SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 3})
     for pace, stored in ((0.95, 0.04), (1.6, 0.04), (0.5, 0.02), (0.48, 0.02), (1.6, 0.02)):
         planner = make_planner(config, target, {"ngram": Wrong()})
         for _ in range(200):

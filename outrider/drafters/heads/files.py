@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,8 @@ REFUSED = {
     "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",
     "hydra": "Hydra heads are not read by any engine",
 }
-_Target, _Head = TypeVar("_Target"), TypeVar("_Head")
+_Target = TypeVar("_Target")
+_Head = TypeVar("_Head")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _MEDUSA_BLOCK = re.compile(r"(medusa_heads\.)?\d+\.\d+\.linear\.weight")
@@ -68,7 +69,7 @@ class HeadFolder:
         return {_plain(name): t for name, t in found.items()}
 
 
-_Given = str | Path | HeadFolder
+_Given: TypeAlias = str | Path | HeadFolder
 
 
 def head_kind(folder: str | Path) -> str | None:

@@ -267,6 +267,24 @@ def test_a_bias_is_of_floats() -> None:
 
 
 @needs_kernels
+def test_sizes_that_wrap_around_in_64_bits_are_refused() -> None:
+    settings, buffers = Packed([torch.ones(16, 32)], "float32").state()
+    with pytest.raises(ValueError, match="it must have 1 to 2147483647 outputs and inputs"):
+        Packed.from_state({**settings, "k": 32 + 2**58}, buffers)  # its panels have as many bytes, modulo 2^64
+
+
+def test_a_tokenizer_that_fails_when_it_encodes_is_refused_when_it_is_read(folder: Path) -> None:
+    Tokenizer(models.BPE({"a": 0}, [], unk_token="gone")).save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read"):
+        LazyTokenizer(folder, {})
+    Tokenizer(models.BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
+    assert tokenizer_named(str(folder))("a")["input_ids"] == [0]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": [1]}))
+    with pytest.raises(ValueError, match=r"the tokenizer of .* cannot be read"):
+        tokenizer_named(str(folder))
+
+
+@needs_kernels
 def test_parts_have_the_panels_of_the_whole() -> None:
     from outrider.kernels.blocks import Blocks
 
