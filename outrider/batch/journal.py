@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO
@@ -58,12 +59,13 @@ class Journal:
             raise ValueError(f"line {key} has an answer already")
         written = dumps(row)
         head = f'{{"key": "{key}", "row": '.encode()
-        self._places[key] = (self._file.seek(0, os.SEEK_END) + len(head), len(written))
-        self._file.write(head + written + b"}\n")
-        self._file.flush()  # a killed process keeps it
-        if monotonic() - self._synced > 1:  # and so does a lost machine, but for a second
-            os.fsync(self._file.fileno())
-            self._synced = monotonic()
+        with _naming(self.path):
+            self._places[key] = (self._file.seek(0, os.SEEK_END) + len(head), len(written))
+            self._file.write(head + written + b"}\n")
+            self._file.flush()  # a killed process keeps it
+            if monotonic() - self._synced > 1:  # and so does a lost machine, but for a second
+                os.fsync(self._file.fileno())
+                self._synced = monotonic()
 
     def row(self, key: str) -> dict[str, Any]:
         """The answer of a line. Raises KeyError if it has none."""
@@ -71,7 +73,7 @@ class Journal:
 
     def finish(self, lines: Sequence[BatchLine]) -> None:
         """Write the output and remove the journal. Raises KeyError if a valid line has no answer."""
-        with written_whole(self.output) as made, made.open("wb") as file:
+        with _naming(self.output), written_whole(self.output) as made, made.open("wb") as file:
             for line in lines:
                 raw = self._raw(line.key) if line.code is None else dumps(line.row)
                 file.write(raw + b"\n")
@@ -82,7 +84,8 @@ class Journal:
 
     def close(self) -> None:
         """Let another process continue."""
-        self._file.close()
+        with suppress(OSError):  # of what is still to write; `add` has said so
+            self._file.close()
 
     def _raw(self, key: str) -> bytes:
         start, size = self._places[key]
@@ -98,20 +101,27 @@ class Journal:
         for number, raw in enumerate(self._file):
             try:
                 value = json.loads(raw) if raw.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = None
             if number == 0 and not (value is None and first.startswith(raw)):
                 self._check(value, header)
-            if value is None:
+            if not raw.endswith(b"\n"):
                 break
             if number:
-                head = f'{{"key": "{value["key"]}", "row": '.encode()
-                self._places[value["key"]] = (end + len(head), len(raw) - len(head) - len(b"}\n"))
+                key = value.get("key") if isinstance(value, dict) else None
+                head = f'{{"key": "{key}", "row": '.encode()
+                if not (isinstance(key, str) and isinstance(value.get("row"), dict) and raw.startswith(head)):
+                    raise ValueError(
+                        f"{self.path}, line {number + 1}: this is no answer of a batch. Delete the line, and its request is "
+                        "answered again; or delete the file to start anew"
+                    )
+                self._places[key] = (end + len(head), len(raw) - len(head) - len(b"}\n"))
             end += len(raw)
-        self._file.truncate(end)
-        if end == 0:
-            self._file.write(first)
-            self._file.flush()
+        with _naming(self.path):
+            self._file.truncate(end)
+            if end == 0:
+                self._file.write(first)
+                self._file.flush()
 
     def _check(self, found: Any, wanted: dict[str, Any]) -> None:
         if found == wanted:
@@ -124,3 +134,13 @@ class Journal:
         raise ValueError(
             f"{self.path} was begun with {was}; start with that again to continue, or delete the file to start anew"
         )
+
+
+@contextmanager
+def _naming(path: Path) -> Generator[None, None, None]:
+    """Give an error of the disk the file's name, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        how = f"{error.strerror}; nothing that was answered is lost: make room, and run the same command again"
+        raise OSError(error.errno, how, str(path)) from error

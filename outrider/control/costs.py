@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import accumulate
 
 from outrider.core.interpolate import interpolate
@@ -19,6 +19,7 @@ _SHAPE = 24.0  # and a correction of the curve
 _PART = 0.25  # weight of a step over several nodes in the pace: the curve may explain it
 _DOUBT = 2.0  # steps that the measurement counts for
 _GROSS = 0.8  # bound on the logarithm of seconds taken over seconds believed: a machine pauses now and then
+_FASTER, _ENOUGH = 0.8, 48  # the pace from which a measurement is wrong, and the steps that prove it
 _UNKNOWN = (0.02, 0.1, 0.05)  # first, level and read of a drafter that was not measured, in plain steps
 
 
@@ -50,6 +51,18 @@ class CostModel:
         """Seconds of a draft for one sequence; 0 without levels, and for a drafter that costs nothing."""
         cost = self.drafters.get(name)
         return 0.0 if cost is None or not levels else cost.first + cost.level * levels
+
+    def faster(self, other: CostModel) -> CostModel:
+        """The faster of two measurements, size by size: other programs can only slow a step down."""
+        target = {n: min(seconds, other.target.get(n, seconds)) for n, seconds in self.target.items()}
+        sizes = sorted(target)
+        for few, many in zip(sizes[-2::-1], sizes[:0:-1], strict=True):  # more nodes never take less
+            target[few] = min(target[few], target[many])
+        drafters = {
+            name: DraftCost(*map(min, astuple(cost), astuple(other.drafters.get(name, cost))))
+            for name, cost in self.drafters.items()
+        }
+        return CostModel(self.key, target, drafters)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -87,10 +100,13 @@ class Costs:
     """The costs of a cost model, corrected by what steps take.
 
     The target has a pace, which all its steps share, and a curve over nodes. Each drafter has a pace of its own.
+
+    keep: is called once with the corrected costs if the steps are much faster than the measurement: another program ran then. A
+    machine that is slow now is no reason to forget what it can do.
     """
 
-    def __init__(self, model: CostModel) -> None:
-        self.model = model
+    def __init__(self, model: CostModel, keep: Callable[[CostModel], None] | None = None) -> None:
+        self.model, self._keep, self._steps = model, keep, 0
         self._base = [model.forward(n) for n in SIZES]
         self._curve = list(self._base)
         self._logs, self._seen = [0.0] * 5, [0.0] * 5  # corrections at 1, 4, 16, 64 and 256 nodes
@@ -132,6 +148,10 @@ class Costs:
         """A step over so many nodes took so long without its draft."""
         if seconds <= 0:
             return
+        self._steps += 1
+        if self._keep is not None and self._steps % _ENOUGH == 0 and self.pace.factor < _FASTER:
+            self._keep(self._corrected())
+            self._keep = None
         ratio = seconds / self.forward(nodes)
         self.pace.learn(ratio, nodes == 1)
         log, (at, share) = min(max(math.log(ratio), -_GROSS), _GROSS), _power(nodes)
@@ -153,6 +173,12 @@ class Costs:
     def drift(self) -> dict[str, float]:
         """Seconds taken over seconds measured: of a plain step, and of each drafter."""
         return {"target": self.pace.factor, **{name: pace.factor for name, pace in self.paces.items()}}
+
+    def _corrected(self) -> CostModel:
+        """A drafter that did not draft was measured beside the same program as the target."""
+        paces = {name: self.paces.get(name, self.pace).factor for name in self.model.drafters}
+        drafters = {n: DraftCost(*(paces[n] * part for part in astuple(c))) for n, c in self.model.drafters.items()}
+        return CostModel(self.model.key, {n: self.forward(n) for n in self.model.target}, drafters)
 
     def _pace(self, name: str) -> float:
         pace = self.paces.get(name)

@@ -48,6 +48,11 @@ class NativeDecoder:
     """
 
     def __init__(self, model: ModelStruct, layers: Any, numbers: Sequence[int], keep: object) -> None:
+        if model.rotary > model.dim or model.kv_heads < 1 or model.heads % model.kv_heads:
+            raise ValueError(
+                f"{model.kv_heads} heads of keys must divide {model.heads} heads, and {model.rotary} numbers of a head of "
+                f"{model.dim} cannot be rotated"
+            )
         self.model, self.layers, self.numbers, self._keep = model, layers, numbers, keep
         model.layers, model.count = ctypes.addressof(layers), len(numbers)
         library = native.library()

@@ -224,7 +224,7 @@ def tokenizer_of(path: str) -> Any | None:
         found = of_folder(path)
     except OwnCode:
         raise
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
+    except (OSError, ValueError):
         return None
     # for a folder without tokenizer files, transformers makes an empty tokenizer that encodes every text as no token
     return found if len(found) > len(found.all_special_ids) else None

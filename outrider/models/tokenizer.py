@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import RLock
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FILE = "tokenizer.json"
+_TRIAL = "a \U0010ffff"  # the libraries see some faults of a file only when they encode
 
 
 class OwnCode(ValueError):
@@ -25,23 +28,47 @@ class OwnCode(ValueError):
 def of_folder(path: str) -> Any:
     """The tokenizer that transformers reads from a folder, or from a name on the hub. Nobody is asked, and no code of it runs.
 
-    Raises OwnCode, naming the file; OSError, ValueError and others of transformers if there is no tokenizer.
+    Raises OwnCode, naming the file; OSError or ValueError if there is no tokenizer.
     """
     from transformers import AutoTokenizer
 
     check_folder(Path(path))  # transformers makes a configuration first
+    check_ids(Path(path) / FILE)
     named = Path(path) / "tokenizer_config.json"
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except ValueError as error:
+        made = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        made(_TRIAL)
+        return made
+    except OSError:
+        raise
+    except Exception as error:  # its readers check their files in their own ways
         here = named.is_file() and "auto_map" in read_settings(named)
         if not here and "trust_remote_code" not in str(error):
-            raise
+            raise ValueError(f"the tokenizer of {path} cannot be read ({type(error).__name__}: {error})") from error
         raise OwnCode(
-            f"{named} names code of its own (auto_map), and outrider runs no code of a model. If "
-            "the repository also has a tokenizer.json, delete auto_map and tokenizer_class from the file; or give the tokenizer "
-            'of another folder: LLM(model, tokenizer="FOLDER")'
+            f"{named} names code of its own (auto_map), and outrider runs no code of a model. If the repository also has a "
+            "tokenizer.json, delete auto_map and tokenizer_class from the file; or give the tokenizer of another folder: "
+            'LLM(model, tokenizer="FOLDER")'
         ) from error
+
+
+def check_ids(file: Path) -> None:
+    """Raise ValueError for a tokenizer.json whose numbers no vocabulary of its length has, if the file is there.
+
+    The library keeps a place for every id below the largest one. It ends the process if there is no memory for them.
+    """
+    if not file.is_file() or not re.search(rb"\d{8}", raw := file.read_bytes()):
+        return
+    try:
+        places = [v for k, v in json.loads(raw).items() if k != "truncation"]
+        while places:
+            value = places.pop()
+            if isinstance(value, (dict, list)):
+                places.extend(value.values() if isinstance(value, dict) else value)
+            elif isinstance(value, int) and value > max(len(raw), 10**7):
+                raise ValueError(f"it has the number {value}, and {len(raw)} bytes")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is no vocabulary: {error}; download it again") from error
 
 
 def around(backend: Tokenizer, settings: Mapping[str, str | None]) -> PreTrainedTokenizerFast:
@@ -74,8 +101,10 @@ class LazyTokenizer:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str | None]) -> None:
+        check_ids(folder / FILE)
         try:
             self._backend = Tokenizer.from_file(str(folder / FILE))
+            self._backend.encode(_TRIAL)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{folder / FILE} cannot be read ({error})") from error
         self.settings = dict(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,39 @@ def test_a_controller_of_ones_own_says_how_long() -> None:
     assert planner.lengths is not None
     assert planner.budgets([0])[0].depth == 3
     assert {"target", "draft"} <= set(costs_of(SpeculativeConfig.of(None), target))
+
+
+def test_of_two_measurements_the_faster_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs can only slow a step down."""
+    target, models = loaded(), {"draft": drafter()}
+    given = iter(
+        [
+            ({1: 4.0, 4: 5.0, 16: 9.0}, DraftCost(0.1, 0.3, 0.2)),
+            ({1: 7.0, 2: 8.0, 4: 4.5, 16: 20.0}, DraftCost(0.2, 0.1, 0.2)),
+        ]
+    )
+
+    def measured(model: Any, models: Any, key: Any, *more: Any) -> CostModel:
+        seconds, draft = next(given)
+        return CostModel(dict(key), seconds, {"draft": draft})
+
+    monkeypatch.setattr(module, "measure", measured)
+    config = SpeculativeConfig.model_validate({})
+    costs(config, target, models)
+    again = costs(config, target, models, whole=True)
+    assert again.target == {1: 4.0, 2: 4.5, 4: 4.5, 16: 9.0}
+    assert again.drafters == {"draft": DraftCost(0.1, 0.1, 0.2)}
+    assert costs(config, target, models) == again, "and it is stored"
+
+
+def test_steps_that_contradict_a_measurement_correct_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = CostModel({}, {1: 0.04, 4: 0.05, 16: 0.09}, {})
+    monkeypatch.setattr(module, "measure", lambda model, models, key, *more: replace(slow, key=dict(key)))
+    target, config = loaded(), SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 3})
+    for pace, stored in ((0.95, 0.04), (1.6, 0.04), (0.5, 0.02), (0.48, 0.02), (1.6, 0.02)):
+        planner = make_planner(config, target, {"ngram": Wrong()})
+        for _ in range(200):
+            planner.costs.observe_forward(1, 0.04 * pace)
+        kept = costs(config, target, {})
+        assert kept.target[1] == pytest.approx(stored, rel=0.1), f"steps of {pace} of what was measured"
+    assert kept.target[16] == pytest.approx(0.045, rel=0.1), "all sizes were measured beside the same program"

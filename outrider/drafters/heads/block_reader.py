@@ -21,7 +21,7 @@ from outrider.drafters.heads.checks import (
     token_ids,
 )
 from outrider.drafters.heads.config import plain_rope, rotary_of, tap_of
-from outrider.drafters.heads.files import DFLASH, DSPARK, HeadFolder, open_head
+from outrider.drafters.heads.files import DFLASH, DSPARK, HeadFolder, open_head, settings_named
 from outrider.models.load import Loaded
 
 _ENCODER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
@@ -77,6 +77,7 @@ class BlockWeights:
     token_ids: Tensor
 
 
+@settings_named
 def read_block(folder: str | Path | HeadFolder, target: Loaded) -> BlockWeights:
     """Read a DFlash or a DSpark drafter. Raises ValueError, naming both sides, for what does not fit."""
     opened = folder if isinstance(folder, HeadFolder) else open_head(folder)

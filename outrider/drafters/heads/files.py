@@ -6,19 +6,19 @@ The kind is decided by the settings and the names of the tensors, in the order o
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider.core.files import read_settings
 from outrider.models.checkpoint import header
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
@@ -32,6 +32,8 @@ REFUSED = {
     "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",
     "hydra": "Hydra heads are not read by any engine",
 }
+_Target = TypeVar("_Target")
+_Head = TypeVar("_Head")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _MEDUSA_BLOCK = re.compile(r"(medusa_heads\.)?\d+\.\d+\.linear\.weight")
@@ -67,17 +69,18 @@ class HeadFolder:
         return {_plain(name): t for name, t in found.items()}
 
 
+_Given: TypeAlias = str | Path | HeadFolder
+
+
 def head_kind(folder: str | Path) -> str | None:
     """The kind of a head's folder: one of KINDS or REFUSED. None for anything else, such as the folder of a whole model."""
     path = Path(folder).expanduser()
     if not path.is_dir() or not (path / "config.json").is_file():
         return None
     try:
-        settings = json.loads((path / "config.json").read_text())
+        settings = read_settings(path / "config.json")
         files = _files(path)
-        if not isinstance(settings, dict) or not files:
-            return None
-        return _kind(settings, _names(files))
+        return _kind(settings, _names(files)) if files else None
     except (ValueError, OSError):
         return None  # whoever loads it as a model says what is wrong
 
@@ -91,12 +94,7 @@ def open_head(folder: str | Path) -> HeadFolder:
         )
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; the folder of a head holds one, and model.safetensors beside it")
-    try:
-        settings = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise ValueError(f"{path / 'config.json'} is no JSON ({error}); download it again") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path / 'config.json'} holds a {type(settings).__name__}; a head's settings are an object")
+    settings = read_settings(path / "config.json")
     files = _files(path)
     if not files:
         raise ValueError(f"{path} has no weights; a head's folder holds model.safetensors or pytorch_model.bin")
@@ -110,7 +108,28 @@ def open_head(folder: str | Path) -> HeadFolder:
     if kind in REFUSED:
         raise ValueError(f"{path} is a head of the kind {kind!r}, which outrider does not run: {REFUSED[kind]}")
     nested = settings.get("transformer_layer_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"{path / 'config.json'}: transformer_layer_config is no object; download it again")
     return HeadFolder(path, kind, {**nested, **settings}, frozenset(names))
+
+
+def settings_named(read: Callable[[_Given, _Target], _Head]) -> Callable[[_Given, _Target], _Head]:
+    """A reader of heads that raises ValueError, naming config.json, for a setting of another type than heads have."""
+
+    @wraps(read)
+    def named(folder: _Given, target: _Target) -> _Head:
+        try:
+            return read(folder, target)
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # a number that is a list, a dictionary that is a text...
+            path = folder.path if isinstance(folder, HeadFolder) else Path(folder)
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{path / 'config.json'} has a setting that no head has ({why}); download it again"
+            ) from error
+
+    return named
 
 
 def _kind(settings: Mapping[str, Any], names: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -157,7 +176,7 @@ def _files(path: Path) -> list[Path]:
         index = path / name
         if index.is_file():
             try:
-                files = sorted({path / str(f) for f in json.loads(index.read_text())["weight_map"].values()})
+                files = sorted({path / str(f) for f in read_settings(index)["weight_map"].values()})
             except (ValueError, KeyError, AttributeError) as error:
                 raise ValueError(f"{index} is no index of weights ({error}); download it again") from error
             if missing := [f.name for f in files if not f.is_file()]:

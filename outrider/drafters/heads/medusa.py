@@ -20,7 +20,7 @@ from outrider.core.sampling import TokenSubset
 from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.heads.checks import check_target, log, target_width
-from outrider.drafters.heads.files import MEDUSA, HeadFolder, open_head
+from outrider.drafters.heads.files import MEDUSA, HeadFolder, open_head, settings_named
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linear, Linears, precision_of
 from outrider.drafters.heads.selftest import examine_parallel
@@ -46,6 +46,7 @@ class MedusaWeights:
     logit_scale: float = 1.0
 
 
+@settings_named
 def read_medusa(folder: str | Path | HeadFolder, target: Loaded) -> MedusaWeights:
     """Read the layout of FasterDecoding and TGI, or that of vLLM. Raises ValueError, naming both sides, for what does not fit."""
     opened = folder if isinstance(folder, HeadFolder) else open_head(folder)

@@ -23,7 +23,7 @@ from outrider.drafters.heads.checks import (
 )
 from outrider.drafters.heads.config import FINAL_NORM, HeadConfig, default_taps, tap_of
 from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, open_head
+from outrider.drafters.heads.files import EAGLE1, EAGLE3, PEAGLE, HeadFolder, open_head, settings_named
 from outrider.models.load import Loaded
 
 _SGLANG_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
@@ -56,6 +56,7 @@ class EagleWeights:
         return head
 
 
+@settings_named
 def read_eagle(folder: str | Path | HeadFolder, target: Loaded) -> EagleWeights:
     """Read a head of EAGLE-3, EAGLE-3.1, P-EAGLE or EAGLE-1 for a target.
 

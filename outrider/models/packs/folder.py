@@ -226,13 +226,17 @@ class LazyConfig:
     """The configuration of transformers, which is made when anything is asked of it. folder: has its config.json."""
 
     def __init__(self, folder: Path) -> None:
-        self.given = read_settings(folder / CONFIG)
+        self._file = folder / CONFIG
+        self.given = read_settings(self._file)
 
     @functools.cached_property
     def complete(self) -> PretrainedConfig:
         from transformers import CONFIG_MAPPING
 
-        config = CONFIG_MAPPING[self.given["model_type"]].from_dict(self.given)
+        try:
+            config = CONFIG_MAPPING[self.given["model_type"]].from_dict(self.given)
+        except Exception as error:  # each architecture checks its settings in its own way
+            raise BadPack(f"{self._file} makes no configuration ({error!r})") from error
         config._attn_implementation = None  # see `pretrained.read_config`
         return config
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import sys
 from pathlib import Path
@@ -157,3 +159,34 @@ def test_a_cluster_that_does_not_start_is_one_line(address: str, said: str, monk
     monkeypatch.setitem(sys.modules, "ray.data", ray.data)
     with pytest.raises(ConnectionError, match=f"timed out during startup.*{said}"):
         connect(address)
+
+
+@pytest.mark.parametrize(
+    "bad", [b"5\n", b'{"row": {}}\n', b'{"key": 3, "row": {}}\n', b'{"key": "a", "row": []}\n', b"{]\n"]
+)
+def test_a_broken_line_of_the_journal_is_named(bad: bytes, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "out.jsonl", MADE)
+    for key in ("a" * 16, "b" * 16):
+        journal.add(key, {"id": key})
+    journal.close()
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(b"".join([*lines[:2], bad, *lines[2:]]))
+    with pytest.raises(ValueError, match=r"out.jsonl.partial, line 3: this is no answer of a batch. Delete the line"):
+        Journal(tmp_path / "out.jsonl", MADE)
+    journal.path.write_bytes(b"".join(lines))  # as the message says
+    assert len(Journal(tmp_path / "out.jsonl", MADE)) == 2
+
+
+def test_a_full_disk_names_the_file_and_the_same_command_continues(tmp_path: Path) -> None:
+    class Full(io.BufferedWriter):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    journal = Journal(tmp_path / "out.jsonl", MADE)
+    journal.add("a" * 16, {"id": "a"})
+    sound, journal._file = journal._file, Full(io.FileIO(journal.path, "a"))  # pyright: ignore
+    with pytest.raises(OSError, match=r"No space left on device; .* run the same command again: .*out.jsonl.partial"):
+        journal.add("b" * 16, {"id": "b"})
+    journal.close()
+    sound.close()
+    assert "a" * 16 in Journal(tmp_path / "out.jsonl", MADE)

@@ -207,3 +207,13 @@ def test_rounded_activations_are_not_taken_for_another_attention(tmp_path: Path)
     assert isinstance(rounded, HFModel)
     assert isinstance(plain, HFModel)
     assert (rounded._tolerance(), plain._tolerance()) == (0.25, 5e-4)
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count", "attention.key_length"])
+def test_numbers_beyond_the_tensors_are_refused_before_anything_is_made_of_them(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(tiny("llama"), file, metadata={f"llama.{key}": 2**31})
+    with pytest.raises(
+        ValueError, match=rf"llama.{key} is 2147483648, and the file has 21 tensors of at most \d+ rows"
+    ):
+        load(file)

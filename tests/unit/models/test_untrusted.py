@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import tiny
+from heads import GOLDEN, small_target
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
+from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.reader import read_eagle
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
 from outrider.models import pretrained
@@ -22,7 +27,7 @@ from outrider.models.load import load, tokenizer_named
 from outrider.models.load import pack as write_pack
 from outrider.models.packs import folder as packs
 from outrider.models.packs.folder import CONFIG, MANIFEST, WEIGHTS, BadPack
-from outrider.models.tokenizer import OwnCode
+from outrider.models.tokenizer import LazyTokenizer, OwnCode
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +267,24 @@ def test_a_bias_is_of_floats() -> None:
 
 
 @needs_kernels
+def test_sizes_that_wrap_around_in_64_bits_are_refused() -> None:
+    settings, buffers = Packed([torch.ones(16, 32)], "float32").state()
+    with pytest.raises(ValueError, match="it must have 1 to 2147483647 outputs and inputs"):
+        Packed.from_state({**settings, "k": 32 + 2**58}, buffers)  # its panels have as many bytes, modulo 2^64
+
+
+def test_a_tokenizer_that_fails_when_it_encodes_is_refused_when_it_is_read(folder: Path) -> None:
+    Tokenizer(models.BPE({"a": 0}, [], unk_token="gone")).save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read"):
+        LazyTokenizer(folder, {})
+    Tokenizer(models.BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
+    assert tokenizer_named(str(folder))("a")["input_ids"] == [0]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": [1]}))
+    with pytest.raises(ValueError, match=r"the tokenizer of .* cannot be read"):
+        tokenizer_named(str(folder))
+
+
+@needs_kernels
 def test_parts_have_the_panels_of_the_whole() -> None:
     from outrider.kernels.blocks import Blocks
 
@@ -271,3 +294,44 @@ def test_parts_have_the_panels_of_the_whole() -> None:
     for lie in ({"n": 96}, {"n": 32}, {"k": 64}):
         with pytest.raises(ValueError, match="cannot have parts of 32 x 32, 32 x 32"):
             Packed.from_state({**settings, **lie}, buffers)
+
+
+# -- heads and tokenizers -------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_a_head_cannot_rotate_more_numbers_than_its_heads_have(tmp_path: Path) -> None:
+    """The frequencies come from the settings alone, and native code writes as many numbers as there are."""
+    folder = Path(shutil.copytree(GOLDEN / "eagle3", tmp_path / "head"))
+    target = small_target()
+    EagleModel(read_eagle(folder, target), target.model, 64)
+    file = folder / CONFIG
+    given = json.loads(file.read_text())
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 4.0}
+    inner = given.get("transformer_layer_config", given)
+    inner.update(rope_parameters=rope)
+    file.write_text(json.dumps(given))
+    with pytest.raises(ValueError, match="cannot be rotated"):
+        EagleModel(read_eagle(folder, target), target.model, 64)
+
+
+@pytest.mark.parametrize("name", ["transformer_layer_config", "max_position_embeddings", "rope_parameters"])
+def test_a_setting_of_another_type_names_the_file(name: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "eagle3", tmp_path / "head"))
+    given = json.loads((folder / CONFIG).read_text())
+    inner = given if name in given else given["transformer_layer_config"]
+    change(folder / CONFIG, **({name: [1]} if inner is given else {"transformer_layer_config": {**inner, name: [1]}}))
+    with pytest.raises(ValueError, match=r"config.json"):
+        read_eagle(folder, small_target())
+
+
+def test_a_tokenizer_with_a_huge_id_is_refused_before_the_library_takes_memory_for_it(tmp_path: Path) -> None:
+    words = Tokenizer(models.BPE({"a": 0, "12345678": 1}, []))
+    words.save(str(tmp_path / "tokenizer.json"))
+    LazyTokenizer(tmp_path, {})  # digits in a word are no number
+    given = json.loads((tmp_path / "tokenizer.json").read_text())
+    given["model"]["vocab"]["a"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(given))
+    for read in (lambda: LazyTokenizer(tmp_path, {}), lambda: tokenizer_named(str(tmp_path))):
+        with pytest.raises((ValueError, FileNotFoundError), match=r"tokenizer.json is no vocabulary|no config.json"):
+            read()
