@@ -15,11 +15,13 @@ from outrider.cli.calibrate import calibrate
 from outrider.cli.certify import certify
 from outrider.cli.chat import chat, run
 from outrider.cli.deploy import deploy
+from outrider.cli.doctor import doctor
 from outrider.cli.explain import explain
 from outrider.cli.export import export
 from outrider.cli.generate import demo, generate
 from outrider.cli.help import brief
-from outrider.cli.models import layers, models, pack
+from outrider.cli.methods import methods
+from outrider.cli.models import layers, list_, models, pack, pull, rm
 from outrider.cli.options import grouped
 from outrider.cli.plan import plan
 from outrider.cli.replay import replay
@@ -64,7 +66,9 @@ def outrider(
 def add(command: Callable[..., Any], *examples: str, usual: str = "") -> None:
     """Add a command, with its examples at the end of its help page. usual: the options of a page that does not show all."""
     epilog = "[bold]Examples[/bold]\n" + "\n".join(examples) if examples else None
-    app.command(epilog=epilog, cls=brief(*usual.split()) if usual else None)(grouped(command))
+    app.command(command.__name__.rstrip("_"), epilog=epilog, cls=brief(*usual.split()) if usual else None)(
+        grouped(command)
+    )
 
 
 add(
@@ -90,7 +94,12 @@ add(
     'outrider generate "def f(x):" -m ./my-model --speculative-config '
     '\'{"method": "layer_skip", "layers": "layers.json"}\'',
 )
-add(models, "outrider models", "outrider models --check Qwen/Qwen3-8B", "outrider models --remove all")
+add(models, "outrider models", "outrider models --check Qwen/Qwen3-8B")
+add(pull, "outrider pull builtin:smollm2-135m", "outrider pull Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf")
+add(list_, "outrider list")
+add(rm, "outrider rm builtin:smollm2-135m", "outrider rm all -y")
+add(methods, "outrider methods")
+add(doctor, "outrider doctor")
 add(
     pack,
     "outrider pack ./my-model --quantization int8 -o ./my-model-int8",

@@ -1,21 +1,22 @@
-"""`outrider models`, `outrider pack` and `outrider layers`. Imports torch only when a command runs."""
+"""`outrider models`, `list`, `pull`, `rm`, `pack` and `layers`. Imports torch only when a command runs."""
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from outrider.cli.options import CODE, Debug, Model, PrecisionOptions, option
-from outrider.cli.terminal import DIM, console, loading, paint, readable
+from outrider.cli.terminal import DIM, home, loading, paint, readable, working
+from outrider.core.suggest import did_you_mean
 
-if TYPE_CHECKING:
-    from outrider.models.builtin.download import Download
+HUB = "in the hub's cache"
 
 
 def layers(
@@ -53,12 +54,6 @@ def layers(
 
 
 def models(
-    remove: Annotated[
-        list[str] | None,
-        option(
-            "Cache", "Remove this from the cache folder; `all` removes everything. May be repeated.", metavar="NAME"
-        ),
-    ] = None,
     check: Annotated[
         str | None,
         option(
@@ -71,62 +66,88 @@ def models(
     json_: Annotated[bool, option("Output", "Print the answer to --check as JSON.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
-    """List the built-in models, whether they are here, and what the cache folder holds; or check any model."""
+    """List the models that are here, as `outrider list` does; or check any model."""
     with readable(debug):
-        if check is not None:
-            with loading(check):
-                from outrider.testing.compatibility import as_json
-                from outrider.testing.compatibility import check as checked
-
-                found = checked(check)
-            print(as_json(found) if json_ else "\n".join(found.lines()))
-            raise typer.Exit(0 if found.runs else 1)
-        with loading("the list"):
-            from outrider.models.builtin.download import DOWNLOADS
-            from outrider.models.load import BUILTIN, DATA, SYNTHETIC
-            from outrider.models.packs import store
-        if remove:
-            _remove(remove)
+        if check is None:
+            _list()
             return
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
+        with loading(check):
+            from outrider.testing.compatibility import as_json
+            from outrider.testing.compatibility import check as checked
 
-        table = Table(title="Built-in models", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("name", no_wrap=True)
-        for head in ("parameters", "on disk", "vocabulary", "context"):
-            table.add_column(head, justify="right", no_wrap=True)
-        table.add_column("what")
-        for name, what in BUILTIN.items():
-            folder = DATA / name.removeprefix("builtin:")
-            weights = folder / "model.safetensors"
-            if not weights.exists() or not (folder / "config.json").exists():
-                table.add_row(name, "-", "-", "-", "-", f"{what} [red](its files are missing)[/red]")
-                continue
-            config = json.loads((folder / "config.json").read_text())
-            size = sum(f.stat().st_size for f in folder.iterdir())
-            numbers = [f"{_parameters(weights) / 1e6:.2f} M", _size(size)]
-            numbers += [str(config["vocab_size"]), str(config["max_position_embeddings"])]
-            table.add_row(name, *numbers, what)
-        for name, model in DOWNLOADS.items():
-            numbers = [f"{model.parameters / 1e6:.2f} M", _size(model.size), str(model.vocabulary), str(model.context)]
-            table.add_row(name, *numbers, f"{model.title}, {model.licence} ({_where(model)})")
-        console().print(table)
-        print(
-            f"The same function as builtin:code at the cost of a larger model, for measurements: {', '.join(SYNTHETIC)}"
-        )
-        print(f'Use one: outrider generate "def main():" --model {CODE}')
-        print(f"In the cache folder {store.folder().parent}: {_held(store.folder().parent)}")
-        if packs := store.packs():
-            table = Table(title="Packed weights", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-            for head, side in (("name", "left"), ("weights", "left"), ("on disk", "right"), ("last used", "left")):
-                table.add_column(head, justify=side, no_wrap=True)  # pyright: ignore[reportArgumentType]
-            table.add_column("source", overflow="fold")
-            for pack in sorted(packs, key=lambda p: -p.used):
-                day = datetime.fromtimestamp(pack.used).strftime("%Y-%m-%d %H:%M")
-                table.add_row(pack.name, pack.weights, _size(pack.bytes), day, pack.source)
-            console().print(table)
-            print(f"The cache keeps at most {_size(store.limit())} of them ({store.LIMIT} changes that)")
-            print(f"Remove one: outrider models --remove {packs[0].name}")
+            found = checked(check)
+        print(as_json(found) if json_ else "\n".join(found.lines()))
+        raise typer.Exit(0 if found.runs else 1)
+
+
+def list_(debug: Debug = False) -> None:
+    """List the models that are here: name, size, where. Built-in, fetched and packed ones, and those of the hub's cache."""
+    with readable(debug):
+        _list()
+
+
+def pull(
+    model: Annotated[
+        str, typer.Argument(metavar="NAME", help="A built-in model, a hub name, or owner/name:file.gguf on the hub.")
+    ],
+    debug: Debug = False,
+) -> None:
+    """Fetch a model now, so that the first use needs no network."""
+    with readable(debug), working(f"looking for {model}"):
+        from outrider.models.builtin.download import DOWNLOADS, fetch
+        from outrider.models.gguf.files import gguf_files
+        from outrider.models.load import BUILTIN, DATA
+
+        if model in DOWNLOADS:
+            where = fetch(DOWNLOADS[model])
+        elif model in BUILTIN:
+            where = DATA / model.removeprefix("builtin:")
+        elif model.startswith(("builtin:", ".", "~", "/")) or model.count("/") != 1:
+            raise ValueError(
+                f"{model} is no name to fetch; give {', '.join(DOWNLOADS)}, owner/name or owner/name:FILE.gguf"
+            )
+        elif files := gguf_files(model):
+            where = files[0]
+        else:
+            from huggingface_hub import snapshot_download
+
+            where = Path(
+                snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+            )
+    print(f"{model} is here:\n  {home(where)}")
+
+
+def rm(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="Names as `outrider list` shows them; all: fetched and packed."),
+    ],
+    yes: Annotated[bool, option("Cache", "Do not ask.", "--yes", "-y")] = False,
+    debug: Debug = False,
+) -> None:
+    """Remove models from the cache folders. Nothing outside of them is ever removed."""
+    with readable(debug):
+        with loading("the list"):
+            cached = [one for one in _held() if one.remove is not None]
+        chosen = list[Held]()
+        for name in names:
+            found = [one for one in cached if one.name == name or (name == "all" and one.kind != HUB)]
+            if not found and name != "all":
+                known = [one.name for one in cached]
+                raise ValueError(
+                    f"the caches hold no {name!r}{did_you_mean(name, known)}; `outrider list` shows what they hold. A file of "
+                    "your own is yours to remove"
+                )
+            chosen += found
+        if not yes:
+            for one in chosen:
+                print(f"{one.name}  {_size(one.bytes)}\n  {home(one.path)}")
+            if chosen and not typer.confirm("Remove this?"):
+                raise typer.Exit(1)
+        for one in chosen:
+            assert one.remove is not None
+            one.remove()
+            print(f"removed {one.name} ({_size(one.bytes)})")
 
 
 def pack(
@@ -147,46 +168,95 @@ def pack(
         print(f"{out}: {_size(size)}. Use it: outrider chat -m {out}")
 
 
-def _where(model: Download) -> str:
-    from outrider.models.builtin.download import find
+@dataclass(frozen=True)
+class Held:
+    """A model that is here. bytes: what it takes. remove: takes it out of its cache folder; None if it is in none."""
 
-    here = find(model)
-    return "fetched on first use" if here is None else "cached" if here == model.cached else "installed"
-
-
-def _held(folder: Path) -> str:
-    """The kinds of files in the cache folder, with their number and size."""
-    kinds = {
-        "fetched models": folder.glob("models/*.gguf"),
-        "files of packed weights": folder.glob("packs/*/*"),
-        "measured costs": folder.glob("cost-*.json"),
-    }
-    sizes = {kind: [file.stat().st_size for file in files] for kind, files in kinds.items()}
-    parts = [f"{len(each)} {kind} ({_size(sum(each))})" for kind, each in sizes.items() if each]
-    return ", ".join(parts) or "nothing"
+    name: str
+    bytes: int
+    kind: str
+    path: Path
+    what: str = ""
+    remove: Callable[[], object] | None = None
 
 
-def _remove(names: list[str]) -> None:
-    """Remove packs by name, and fetched models by their built-in name."""
-    from outrider.models.builtin.download import DOWNLOADS
+def _held() -> list[Held]:
+    """The models that are here, except those in folders of the user."""
+    from outrider.models.builtin.download import DOWNLOADS, find
+    from outrider.models.load import BUILTIN, DATA
     from outrider.models.packs import store
 
-    for name in names:
-        fetched = [m for n, m in DOWNLOADS.items() if name in (n, "all") and m.cached.exists()]
-        for model in fetched:
-            model.cached.unlink()
-            print(f"removed {model.cached} ({_size(model.size)})")
-        if not fetched or name == "all":
-            for pack in store.remove(name):
-                print(f"removed {pack.name} ({_size(pack.bytes)})")
+    found = list[Held]()
+    for name, what in BUILTIN.items():
+        folder = DATA / name.removeprefix("builtin:")
+        sizes = [file.stat().st_size for file in folder.glob("*")]
+        state = "in the package" if (folder / "model.safetensors").exists() else "its files are missing"
+        found.append(Held(name, sum(sizes), state, folder, what))
+    for name, model in DOWNLOADS.items():
+        if (here := find(model)) is not None:
+            remove = here.unlink if here == model.cached else None
+            found.append(
+                Held(
+                    name,
+                    model.size,
+                    "fetched" if remove else "installed",
+                    here,
+                    f"{model.title}, {model.licence}",
+                    remove,
+                )
+            )
+    for pack in sorted(store.packs(), key=lambda p: -p.used):
+        used = f"last used {datetime.fromtimestamp(pack.used):%Y-%m-%d}, from {home(Path(pack.source))}"
+        where = store.folder() / pack.name
+        found.append(
+            Held(pack.name, pack.bytes, f"packed {pack.weights}", where, used, partial(store.remove, pack.name))
+        )
+    return found + _of_the_hub()
+
+
+def _of_the_hub() -> list[Held]:
+    """The models in Hugging Face's cache folder."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return []
+    return [
+        Held(
+            repo.repo_id,
+            repo.size_on_disk,
+            HUB,
+            repo.repo_path,
+            remove=cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute,
+        )
+        for repo in sorted(cache.repos, key=lambda repo: repo.repo_id)
+        if repo.repo_type == "model"
+    ]
+
+
+def _list() -> None:
+    with loading("the list"):
+        from outrider.models.builtin.download import DOWNLOADS
+        from outrider.models.load import SYNTHETIC
+        from outrider.models.packs import store
+
+        held = _held()
+    width = max(len(one.name) for one in held)
+    for one in held:
+        print(f"{one.name:<{width}}  {_size(one.bytes):>9}  {one.kind}")
+        for line in (one.what, home(one.path)):
+            if line:
+                print(paint(f"  {line}", DIM))
+    names = {one.name for one in held}
+    for name, model in DOWNLOADS.items():
+        if name not in names:
+            print(f"{name:<{width}}  {_size(model.size):>9}  not here; outrider pull {name}")
+    print(f"\nbuiltin:code at the cost of a larger model, for measurements:\n  {', '.join(SYNTHETIC)}")
+    packed = f"Packs take {_size(store.limit())} at most; {store.LIMIT} changes that."
+    print(f"Remove one from a cache: outrider rm NAME. {packed}")
+    print(f'Use one: outrider generate "def main():" -m {CODE}')
 
 
 def _size(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def _parameters(weights: Path) -> int:
-    """Stored numbers of a safetensors file, from its header."""
-    with weights.open("rb") as f:
-        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

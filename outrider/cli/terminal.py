@@ -47,7 +47,7 @@ def readable(debug: bool) -> Iterator[None]:
         show_warnings(debug)
         try:
             yield
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, typer.Abort):
             print(paint("interrupted", RED, sys.stderr), file=sys.stderr)
             raise typer.Exit(130) from None
         # typer.Exit is a RuntimeError.
@@ -90,7 +90,6 @@ def working(what: str) -> AbstractContextManager[Any]:
 
 def home(path: Path) -> str:
     """A path as people write it: `~` for the home folder."""
-    path = path.absolute()
     return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
 
 

@@ -78,6 +78,7 @@ class DraftMethod:
     per_request: a request to a server can choose it, whatever the server's own method is.
     auto: whether the method "auto" uses it for this target; None if never.
     candidates: the configurations that `outrider tune` tries, by name. tune_hint: what it needs to try one.
+    requires: what must be there besides the model, in a few words; a draft model or a head need not be named.
     vllm, sglang, llama_cpp, trt_llm: how these engines run it; None if they cannot.
     """
 
@@ -95,10 +96,17 @@ class DraftMethod:
     auto: Callable[[DrafterSetup], bool] | None = None
     candidates: Callable[[TuneInputs], Mapping[str, dict[str, Any]]] | None = None
     tune_hint: str = ""
+    requires: str = ""
     vllm: EngineExport | None = None
     sglang: EngineExport | None = None
     llama_cpp: EngineExport | None = None
     trt_llm: EngineExport | None = None
+
+    @property
+    def needs(self) -> str:
+        """What must be there besides the model, in a few words; `nothing`, or how to give it."""
+        model = "-d FOLDER, a trained head" if self.heads else "-d MODEL"
+        return self.requires or (model if self.needs_model else "nothing")
 
     def tune_candidates(self, inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
         """The configurations to try, by name."""

@@ -323,6 +323,7 @@ _ROWS = (
         auto=_brings_mtp,
         candidates=lambda i: {"mtp": {"method": "mtp"}} if i.mtp else {},
         tune_hint="the model's checkpoint holds no MTP layer",
+        requires="an MTP layer in the checkpoint",
         vllm=exports.VLLM_MTP,
         sglang=exports.SGLANG_MTP,
     ),
@@ -385,6 +386,7 @@ _ROWS = (
             for weights in LOWER_PRECISION.get(i.weights, ())
         },
         tune_hint="no weights are cheaper to read than the model's own",
+        requires="a CPU, and weights of more than 4 bits",
     ),
     DraftMethod(
         "layer_skip",
@@ -394,6 +396,7 @@ _ROWS = (
         keys=("layers", "assistant_early_exit"),
         candidates=lambda i: {"layer_skip": {"method": "layer_skip", "layers": i.layers}} if i.layers else {},
         tune_hint="name the layers, --layers FILE",
+        requires='"layers", as outrider layers finds them',
     ),
     DraftMethod(
         "prediction",
@@ -408,6 +411,7 @@ _ROWS = (
         auto=lambda setup: True,
         candidates=lambda i: {"prediction": {"method": "prediction"}} if i.predictions else {},
         tune_hint="no prompt has a prediction",
+        requires="--prediction FILE, or one in each request",
     ),
     DraftMethod(
         "suffix",

@@ -382,7 +382,7 @@ def _keep(name: str, raw: PreTrainedModel, loaded: Loaded, seconds: float) -> No
     if store.keep(name, size, lambda: _contents_of(raw, loaded)):
         warnings.warn(
             f"keeping the packed weights ({size / 1e9:.2f} GB), so the next start is quicker. To remove them: "
-            f"`outrider models --remove {name}`; {store.LIMIT}=0 keeps none",
+            f"`outrider rm {name}`; {store.LIMIT}=0 keeps none",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -157,8 +157,8 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_models_lists_the_pair() -> None:
     text = run("models").stdout
-    assert all(word in text for word in ("builtin:code", SMALL, "parameters", "8192", "2048", "MB"))
-    assert all(word in text for word in ("builtin:smollm2-135m", "Apache-2.0", "In the cache folder"))
+    assert all(word in text for word in ("builtin:code", SMALL, "in the package", "MB", "builtin:smollm2-135m"))
+    assert run("list").stdout == text
 
 
 def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,15 +170,15 @@ def test_a_pack_is_written_used_listed_and_removed(tmp_path: Path, monkeypatch: 
     plain = run("generate", PROMPT, *DRAWN, "--quantization", "int8", "--method", "none").stdout
     again = run("generate", PROMPT, *("-m", str(packed)), *DRAWN[2:], "--method", "none").stdout
     assert plain == again
-    assert run("models", "--remove", "smaller").exit_code == 2
+    assert run("rm", "smaller").exit_code == 2
     kept = tmp_path / "cache" / "outrider" / "packs" / "smaller-0123"
     packed.rename(kept.parent.mkdir(parents=True) or kept)
-    listed = run("models").stdout
-    assert "smaller-0123" in listed
-    assert "outrider models --remove smaller-0123" in listed
-    assert "removed smaller-0123" in run("models", "--remove", "smaller-0123").stdout
+    assert "smaller-0123" in run("list").stdout
+    assert run("rm", "smaller-0123", stdin="n\n").exit_code == 1
+    assert kept.exists()
+    assert "removed smaller-0123" in run("rm", "smaller-0123", stdin="y\n").stdout
     assert not kept.exists()
-    assert run("models", "--remove", "all").exit_code == 0
+    assert run("rm", "all", "-y").exit_code == 0
 
 
 def test_demo_compares_and_reports(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def remove(name: str) -> list[CachedPack]:
     if not chosen and name != "all":
         names = [p.name for p in known]
         raise ValueError(
-            f"the cache has no pack {name!r}{did_you_mean(name, names)}; `outrider models` lists them, and `all` removes all"
+            f"the cache has no pack {name!r}{did_you_mean(name, names)}; `outrider list` shows them, and `all` removes all"
         )
     for pack in chosen:
         _remove(folder() / pack.name)

@@ -44,9 +44,24 @@ OPTIONS = {
         "Output": "--out --debug",
     },
     "models": {
-        "Cache": "--remove",
         "Check": "--check",
         "Output": "--json --debug",
+    },
+    "pull": {
+        "Output": "--debug",
+    },
+    "list": {
+        "Output": "--debug",
+    },
+    "rm": {
+        "Cache": "--yes/-y",
+        "Output": "--debug",
+    },
+    "methods": {
+        "Output": "--debug",
+    },
+    "doctor": {
+        "Output": "--debug",
     },
     "pack": {
         "Output": "--out/-o --debug",
