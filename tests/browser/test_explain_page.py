@@ -50,6 +50,24 @@ def test_the_policy_allows_no_other_script(page_url: str, visit: Any) -> None:
         seen.problems.clear()
 
 
+def test_the_weights_are_read_once_for_a_pass(page_url: str, visit: Any) -> None:
+    with visit(page_url) as seen:
+        blocks = seen.page.locator("#weights-body .bar")
+        for tokens in (1, 5, 8):
+            slide(seen.page, "weights-tokens", tokens)
+            assert [bar.locator("i").count() for bar in blocks.all()] == [tokens, 1]
+        assert "8 times" in seen.page.locator("#weights-body [role=status]").inner_text()
+
+
+def test_no_formula_comes_before_its_words(page_url: str, visit: Any) -> None:
+    """Letters of formulas stand in the folded parts, where they are explained; a token of a pass is a token, not a row."""
+    with visit(page_url) as seen:
+        assert re.findall(r"[αγ]|V\(M\)|\brows?\b", seen.page.inner_text("body")) == []
+        seen.page.locator("#speed-body summary").click()
+        words = seen.page.locator("#speed-body details").inner_text()
+        assert words.index("α: how often") < words.index("tokens a step = 1")
+
+
 def caption(page: Any) -> str:
     return page.locator("#run-caption").inner_text()
 
