@@ -28,7 +28,7 @@ from outrider.models.base import LanguageModel, Output
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 from outrider.outputs import CompletionOutput, Delta, SpeculativeMetrics
-from outrider.params import SamplingParams
+from outrider.params import BadParameter, SamplingParams
 from outrider.verify import VERIFIERS
 
 _NO_DRAFT = NoDraft()
@@ -295,25 +295,27 @@ class Decoder:
         """Raise ValueError if the request cannot run. Returns how many tokens may be written."""
         p, n = request.params, len(request.prompt)
         if not n:
-            raise ValueError("the prompt is empty; a model continues at least one token (its begin token will do)")
+            message = "the prompt is empty; a model continues at least one token (its begin token will do)"
+            raise BadParameter(message, "prompt")
         for name, tokens in (("prompt", request.prompt), ("continued", request.continued)):
             if wrong := [t for t in tokens if not 0 <= t < self.target.vocab_size]:
-                raise ValueError(
-                    f"{name} token {wrong[0]} is outside the vocabulary of {self.target.vocab_size} tokens"
-                )
+                vocab = self.target.vocab_size
+                raise BadParameter(f"{name} token {wrong[0]!s:.20} is outside the vocabulary of {vocab} tokens", name)
         p.check_vocab(self.target.vocab_size)
         if n >= self.max_length:
-            raise ValueError(
+            message = (
                 f"the prompt has {n} tokens and the model holds {self.max_length} of prompt and output; shorten it"
             )
+            raise BadParameter(message, "prompt")
         if request.prefill_only:
             if request.continued:
                 raise ValueError("a text of no tokens cannot be continued; raise max_tokens")
             return 0
         if p.max_tokens is not None and n + p.max_tokens > self.max_length:
-            raise ValueError(
-                f"prompt ({n} tokens) plus max_tokens ({p.max_tokens}) is more than the {self.max_length} that fit; "
-                f"use max_tokens={self.max_length - n} or less"
+            raise BadParameter(
+                f"prompt ({n} tokens) plus max_tokens ({p.max_tokens!s:.20}) is more than the {self.max_length} that fit; "
+                f"use max_tokens={self.max_length - n} or less",
+                "max_tokens",
             )
         return self.max_length - n if p.max_tokens is None else p.max_tokens
 

@@ -205,6 +205,11 @@ class LLM:
         encoded = self.loaded.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
+    def encoded(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters with token ids for the texts in bad_words and prediction. Raises ValueError as `requests` does."""
+        bad = [form for word in params.bad_words for form in self._bad_word(word)]
+        return params.with_(bad_words=bad, prediction=self._prediction(params.prediction))
+
     def _params(self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * count

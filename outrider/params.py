@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+# Below this temperature a text is greedy. Logits divided by less would not fit into a float.
+GREEDY_BELOW = 1e-6
+
+
+class BadParameter(ValueError):
+    """A parameter is out of range. name: its name. The message says what is allowed."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when a text ends.
 
-    temperature: 0 is greedy.
+    temperature: 0 is greedy. A value below 1e-6 becomes 0.
     top_k, top_p, min_p: filters. top_k 0 or -1, top_p 1.0 and min_p 0.0 are off.
     repetition_penalty: counts the tokens of prompt and output; 1.0 is off.
     presence_penalty, frequency_penalty: count the tokens of the output; 0.0 is off.
@@ -29,7 +40,7 @@ class SamplingParams:
     logprobs, prompt_logprobs: how many alternatives to report, from the model's own distribution.
     stops: `stop` as a tuple; derived.
 
-    Raises ValueError for a value out of range. The message says what is allowed.
+    Raises BadParameter, a ValueError, for a value out of range. The message says what is allowed.
     """
 
     temperature: float = 1.0
@@ -59,7 +70,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, allowed: str) -> None:
             if not ok:
-                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+                raise BadParameter(f"{name} must be {allowed}, got {getattr(self, name)!r:.80}", name)
 
         check(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or more")
         check(isinstance(self.top_k, int) and self.top_k >= -1, "top_k", "0 (off) or a positive whole number")
@@ -71,9 +82,8 @@ class SamplingParams:
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more, or None")
         check(self.min_tokens >= 0, "min_tokens", "0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens"
-            )
+            more = f"min_tokens={self.min_tokens!s:.20} is more than max_tokens={self.max_tokens!s:.20}"
+            raise BadParameter(f"{more}; raise max_tokens", "min_tokens")
         check(self.n >= 1, "n", "1 or more")
         check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None")
         check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more, or None")
@@ -83,8 +93,11 @@ class SamplingParams:
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a whole number of at most 64 bits, or None")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if any(not isinstance(s, str) or not s for s in stops):
-            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}; for token ids use stop_token_ids")
+            got = f"{self.stop!r:.80}"
+            raise BadParameter(f"stop must be non-empty strings, got {got}; for token ids use stop_token_ids", "stop")
         object.__setattr__(self, "stops", stops)
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def greedy(self) -> bool:
@@ -107,4 +120,5 @@ class SamplingParams:
         for name, ids in named.items():
             wrong = [t for t in ids if not 0 <= int(t) < vocab_size]
             if wrong:
-                raise ValueError(f"{name} holds {wrong[:5]}, outside the vocabulary of {vocab_size} tokens")
+                holds = f"{wrong[:5]!s:.80}"
+                raise BadParameter(f"{name} holds {holds}, outside the vocabulary of {vocab_size} tokens", name)

@@ -10,47 +10,53 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from time import thread_time
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.compiling import CompilerProcess, TooSlow
+from outrider.core.schema import unenforced
+
 # Limits of a schema, a regular expression or a list of choices.
 MAX_BYTES, MAX_DEPTH, MAX_CHOICES = 64 << 10, 32, 1000
 _CACHE = 64 << 20  # bytes of compiled grammars that are kept
+# The masks of one text may take so many seconds, and so many more for each. A usual mask takes a fraction of a millisecond; a
+# grammar that can be read in many ways may take seconds, and all texts wait for it.
+_SECONDS, _SECONDS_EACH = 1.0, 0.02
+_FOLLOWED = 24  # tokens that a new grammar is tried with
 
 
 def available() -> bool:
     return importlib.util.find_spec("xgrammar") is not None
 
 
-class Grammars:
-    """Compiles grammars for one tokenizer. Every method raises ValueError for a grammar that cannot be compiled.
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that is valid as far as one can see, and not compiled yet. The functions that make one raise ValueError.
 
-    vocab_size: the model's. end_ids: the tokens that end a text. One of them is written when the grammar is complete.
-    Raises ImportError without xgrammar, and ValueError if the model has no end token or no tokenizer.
+    what: how messages call it. method: of xgrammar's compiler. arguments: of the method.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
-        if not available():
-            raise ImportError("grammars need xgrammar; install it with: pip install 'outrider[grammar]'")
-        if tokenizer is None or not end_ids:
-            raise ValueError("a grammar needs a tokenizer and an end token, and this model lacks one of them")
-        import xgrammar
+    what: str
+    method: str
+    arguments: tuple[str, ...] = ()
 
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids))
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE)
-        self._matcher = xgrammar.GrammarMatcher
-        self.vocab_size, self.end_ids = vocab_size, tuple(end_ids)
-
-    def json(self) -> Any:
+    @staticmethod
+    def json() -> Grammar:
         """Any JSON value that is an object or an array."""
-        return self._compiler.compile_builtin_json_grammar()
+        return Grammar("JSON", "compile_builtin_json_grammar")
 
-    def schema(self, schema: dict[str, Any] | bool | str) -> Any:
-        """JSON that fits a schema. Limits: MAX_BYTES, MAX_DEPTH."""
+    @staticmethod
+    def schema(schema: dict[str, Any] | bool | str) -> Grammar:
+        """JSON that fits a schema. Limits: MAX_BYTES, MAX_DEPTH, and keywords that take effect."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         _small(text, "the schema")
         try:
@@ -61,40 +67,118 @@ class Grammars:
             raise ValueError(
                 f"the schema is nested deeper than {MAX_DEPTH} levels; use $defs and $ref for what repeats"
             )
-        return self._compiled("the schema", self._compiler.compile_json_schema, text)
+        _counts(parsed, "the schema")
+        return Grammar("the schema", "compile_json_schema", (text,))
 
-    def regex(self, pattern: str) -> Any:
+    @staticmethod
+    def regex(pattern: str) -> Grammar:
         """A text that a regular expression matches as a whole."""
         _small(pattern, "the regular expression")
-        return self._compiled("the regular expression", self._compiler.compile_regex, pattern)
+        return Grammar("the regular expression", "compile_regex", (pattern,))
 
-    def choice(self, choices: Sequence[str]) -> Any:
+    @staticmethod
+    def choice(choices: Sequence[str]) -> Grammar:
         """One of the given texts."""
         if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"choice is 1 to {MAX_CHOICES} strings that are not empty")
         _small("".join(choices), "the list of choices")
         rule = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
-        return self._compiled("the list of choices", self._compiler.compile_grammar, rule)
+        return Grammar("the list of choices", "compile_grammar", (rule,))
 
-    def tag(self, tag: dict[str, Any]) -> Any:
+    @staticmethod
+    def tag(tag: dict[str, Any], schemas: Sequence[Any]) -> Grammar:
         """A structural tag of xgrammar: fixed text around JSON that fits schemas."""
-        text = json.dumps(tag)
-        _small(text, "the schemas of the tools")
+        text, what = json.dumps(tag), "the schemas of the tools"
+        _small(text, what)
         if _depth(tag) > MAX_DEPTH:
-            raise ValueError(f"the schemas of the tools are nested deeper than {MAX_DEPTH} levels")
-        return self._compiled("the schemas of the tools", self._compiler.compile_structural_tag, text)
+            raise ValueError(f"{what} are nested deeper than {MAX_DEPTH} levels")
+        for schema in schemas:
+            _counts(schema, what)
+        return Grammar(what, "compile_structural_tag", (text,))
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps what was used last.
+
+    vocab_size: the model's. end_ids: the tokens that end a text. One of them is written when the grammar is complete.
+    info: the tokenizer, for a `CompilerProcess`. Threads may share it.
+    Raises ImportError without xgrammar, and ValueError if the model has no end token or no tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
+        if not available():
+            raise ImportError("grammars need xgrammar; install it with: pip install 'outrider[grammar]'")
+        if tokenizer is None or not end_ids:
+            raise ValueError("a grammar needs a tokenizer and an end token, and this model lacks one of them")
+        import xgrammar
+
+        self._info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids)
+        )
+        self._xgrammar = xgrammar
+        self.vocab_size, self.end_ids = vocab_size, tuple(end_ids)
+        self._kept, self._held, self._lock = OrderedDict[Grammar, Any](), 0, Lock()
+
+    @cached_property
+    def info(self) -> str:
+        return self._info.serialize_json()
+
+    def known(self, grammar: Grammar) -> Any:
+        """The compiled grammar, if it is kept; None otherwise."""
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return self._kept.get(grammar)
+
+    def compiled(self, grammar: Grammar, process: CompilerProcess | None = None, seconds: float = 0.0) -> Any:
+        """Compile a grammar, in the process if there is one. seconds: of the process.
+
+        Raises TooSlow after them, and ValueError for a grammar that cannot be compiled or allows nothing.
+        """
+        made = self.known(grammar)
+        if made is not None:
+            return made
+        try:
+            if process is None:
+                compiler = self._xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+                made = getattr(compiler, grammar.method)(*grammar.arguments)
+            else:
+                text = process.compile(grammar.method, list(grammar.arguments), seconds)
+                made = self._xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+        except ChildProcessError:
+            raise
+        except TooSlow as slow:
+            raise TooSlow(f"{grammar.what} cannot be used: {slow}") from None
+        except Exception as error:  # xgrammar raises RuntimeError, and says where in its own source
+            why = re.sub(r"^.*?[.]cc:[0-9]+: ", "", str(error)).strip()
+            raise ValueError(f"{grammar.what} cannot be used: {why}") from None
+        self._follow(made, grammar.what)
+        with self._lock:
+            if grammar not in self._kept:
+                self._kept[grammar] = made
+                self._held += made.memory_size_bytes
+            while self._held > _CACHE and len(self._kept) > 1:
+                self._held -= self._kept.popitem(last=False)[1].memory_size_bytes
+        return made
+
+    def _follow(self, compiled: Any, what: str) -> None:
+        """Raise ValueError for a grammar that no text fits, and for one whose masks take too long."""
+        mask, text = self.mask(compiled), list[int]()
+        while len(text) < _FOLLOWED and not (text and text[-1] in self.end_ids):
+            allowed = mask.allowed(text, 0, []).nonzero().flatten()
+            if mask.slow:
+                raise ValueError(
+                    f"{what} cannot be used: it can be read in too many ways; write it without nested repeats"
+                )
+            if not len(allowed):
+                break
+            text.append(int(allowed[len(allowed) // 2]))
+        if not text:
+            raise ValueError(f"{what} cannot be used: no text fits, because it refers to itself without an end")
 
     def mask(self, compiled: Any) -> GrammarMask:
         """The state of one text under a compiled grammar."""
-        return GrammarMask(self._matcher(compiled), self.vocab_size, self.end_ids)
-
-    def _compiled(self, what: str, compile_: Any, text: str) -> Any:
-        try:
-            return compile_(text)
-        except Exception as error:  # xgrammar raises RuntimeError, and says where in its own source
-            raise ValueError(
-                f"{what} cannot be used: {re.sub(r'^.*?[.]cc:[0-9]+: ', '', str(error)).strip()}"
-            ) from None
+        return GrammarMask(self._xgrammar.GrammarMatcher(compiled), self.vocab_size, self.end_ids)
 
 
 class GrammarMask:
@@ -102,6 +186,7 @@ class GrammarMask:
 
     def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._matcher = matcher
+        self.slow, self._asked, self._seconds = False, 0, 0.0  # of processor time
         self._read = 0  # committed tokens the matcher has read
         self._bits = torch.zeros(1, (vocab_size + 31) // 32, dtype=torch.int32)
         self._vocab_size = vocab_size
@@ -110,7 +195,20 @@ class GrammarMask:
         self._known: dict[tuple[int, ...], Tensor] = {}  # draft tokens after the committed ones -> the mask there
 
     def allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
-        """bool [vocab]: what may follow `tokens[start:]` and then `extra`. `tokens` are committed, `extra` are draft tokens."""
+        """bool [vocab]: what may follow `tokens[start:]` and then `extra`. `tokens` are committed, `extra` are draft tokens.
+
+        Nothing may follow once the masks of this text have taken too long, which ends it with an error.
+        """
+        if self.slow:
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
+        started = thread_time()
+        found = self._allowed(tokens, start, extra)
+        self._asked += 1
+        self._seconds += thread_time() - started
+        self.slow = self._seconds > _SECONDS + _SECONDS_EACH * self._asked
+        return found
+
+    def _allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:
         if start + self._read < len(tokens):
             for token in tokens[start + self._read :]:
                 if not self._matcher.is_terminated():
@@ -140,6 +238,12 @@ class GrammarMask:
 def _small(text: str, what: str) -> None:
     if len(text.encode()) > MAX_BYTES:
         raise ValueError(f"{what} has {len(text.encode())} bytes and may have {MAX_BYTES}")
+
+
+def _counts(schema: Any, what: str) -> None:
+    found = unenforced(schema)
+    if found is not None:
+        raise ValueError(f"{what} cannot be used: it has {found}")
 
 
 def _depth(value: Any) -> int:

@@ -8,6 +8,7 @@ cannot be drawn. Greedy decoding is a distribution with all its mass on the lowe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -107,15 +108,15 @@ def draw(scores: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tens
     """int64 [batch]: one draw from softmax(scores) of each row, by the Gumbel-max trick: argmax(scores + Gumbel noise).
 
     scores: float [batch, vocab], log probabilities up to a constant per row. position: int64 [batch]. The lowest index
-    wins a tie. -1 if a row has NaN or only -inf. `kernels.cpu.argmax_gumbel` is the same for one row.
+    wins a tie. -1 if a row has NaN, inf or only -inf. `kernels.cpu.argmax_gumbel` is the same for one row.
     """
     return _largest(scores + noise.gumbel(stream, position, scores.shape[-1]))
 
 
 def _largest(scores: Tensor) -> Tensor:
-    """int64 [batch]: the lowest index of the largest score; -1 if a row has NaN or only -inf."""
+    """int64 [batch]: the lowest index of the largest score; -1 if a row has NaN, inf or only -inf."""
     best = scores.max(-1)
-    return torch.where(best.values > _NO, best.indices, -1)  # the comparison is false for NaN too
+    return torch.where(best.values.isfinite(), best.indices, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +172,7 @@ class LogitsWarper:
             out = torch.stack([truncate(x, h.params) if on else x for x, h, on in rows])
         if any(self.greedy):
             best = logits.max(-1, keepdim=True)
-            hot = torch.full_like(logits, _NO).scatter_(-1, best.indices, torch.where(best.values > _NO, 0.0, _NO))
+            hot = torch.full_like(logits, _NO).scatter_(-1, best.indices, torch.where(best.values.isfinite(), 0.0, _NO))
             hot = torch.where(best.values.isnan(), best.values, hot)
             out = torch.where(torch.tensor(self.greedy, device=out.device)[:, None], hot, out)
         return out
@@ -185,7 +186,7 @@ class LogitsWarper:
         position: Tensor,
         subset: TokenSubset | None = None,
     ) -> Tensor:
-        """int64 [batch]: one draw per row, see `sampling.draw`. -1 if the logits hold NaN or no token is allowed.
+        """int64 [batch]: one draw per row, see `sampling.draw`. -1 if the logits hold NaN or inf, or no token is allowed.
 
         subset: as in `processed`. The noise is that of its tokens, and the result is one of them."""
         if for_device(logits.device).argmax_gumbel is not None:
@@ -240,8 +241,8 @@ class LogitsWarper:
             token = argmax(scores) if self.greedy[b] else argmax_gumbel(scores, *key, temperature=temperature, ids=ids)
         except ValueError:  # NaN
             return -1
-        if self.active[b] and scores[token] == _NO:
-            return -1  # everything was forbidden
+        if not math.isfinite(scores[token].item()):
+            return -1  # everything was forbidden, or the logits hold inf
         return token if subset is None else int(subset.ids[token])
 
     def simple(self, row: int) -> bool:

@@ -97,7 +97,7 @@ class LazyTokenizer:
     """Encodes and decodes as the tokenizer of transformers that `around` makes, which it makes when anything else is asked.
 
     folder: with the backend's tokenizer.json. settings: what `settings_of` gave. Raises ValueError for a file that cannot be
-    read. Threads may share it.
+    read. Threads may share it, and the one that was made is theirs at once: a long text keeps nobody waiting.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str | None]) -> None:
@@ -113,24 +113,27 @@ class LazyTokenizer:
 
     @property
     def complete(self) -> PreTrainedTokenizerFast:
-        with self._lock:
-            if self._complete is None:
-                self._complete = around(self._backend, self.settings)
-            return self._complete
+        if self._complete is None:
+            with self._lock:
+                if self._complete is None:
+                    self._complete = around(self._backend, self.settings)
+        return self._complete
 
     def __call__(self, text: Any, *, add_special_tokens: bool = True, **more: Any) -> Any:
         """As transformers' own. Quick for one text and no other arguments; then there are only `input_ids`."""
-        with self._lock:
-            if self._complete is not None or more or not isinstance(text, str):
-                return self.complete(text, add_special_tokens=add_special_tokens, **more)
-            return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
+        if self._complete is None and not more and isinstance(text, str):
+            with self._lock:
+                if self._complete is None:
+                    return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
+        return self.complete(text, add_special_tokens=add_special_tokens, **more)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **more: Any) -> Any:
         """As transformers' own. Quick for a list of ids and no other arguments."""
-        with self._lock:
-            if self._complete is not None or more or not _are_ids(token_ids):
-                return self.complete.decode(token_ids, skip_special_tokens, **more)
-            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if self._complete is None and not more and _are_ids(token_ids):
+            with self._lock:
+                if self._complete is None:
+                    return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.complete.decode(token_ids, skip_special_tokens, **more)
 
     def get_vocab(self) -> dict[str, int]:
         with self._lock:

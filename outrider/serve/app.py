@@ -15,11 +15,12 @@ from starlette.responses import Response
 from outrider._version import __version__
 from outrider.serve import dashboard, errors, home, responses_route
 from outrider.serve.answering import EventResponse, unless_gone
+from outrider.serve.bodies import BoundedRoute
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import Guard
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.pending import PendingAnswer
-from outrider.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, plain
 from outrider.serve.service import Service
 from outrider.serve.settings import public_name
 
@@ -71,6 +72,7 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         redoc_url=None,
         responses=ERRORS,
     )
+    app.router.route_class = BoundedRoute
     errors.install(app)
 
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
@@ -115,11 +117,19 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refused("give a prompt or messages, one of them")
-        tokens = await service.encode(body.prompt if body.messages is None else body.messages)
-        answer = {"count": len(tokens), "max_model_len": service.engine.decoder.max_length, "tokens": tokens}
-        return json_response(
-            {**answer, "token_strs": [service.decode([t]) for t in tokens] if body.return_token_strs else None}
-        )
+        encoder, messages = service.encoder, body.messages
+        if body.prompt is not None:
+            tokens = await encoder.prompt(body.prompt, encoder.most_tokenized)
+        else:
+            tokens = await encoder.chat(lambda: plain(messages or []), most=encoder.most_tokenized)
+
+        def answer() -> Response:
+            texts = {t: service.decode([t]) for t in set(tokens)} if body.return_token_strs else {}
+            strings = [texts[t] for t in tokens] if body.return_token_strs else None
+            found = {"count": len(tokens), "max_model_len": encoder.max_length, "tokens": tokens}
+            return json_response({**found, "token_strs": strings})
+
+        return await encoder.run(answer, len(tokens))
 
     @app.post("/detokenize", responses={200: {"description": "The text", "content": OBJECT}})
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -130,7 +140,8 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
             raise Refused(f"token {wrong[0]} is outside the vocabulary of {vocab} tokens", param="tokens")
         if llm.tokenizer is None:
             raise Refused("this model has no tokenizer")
-        return json_response({"prompt": service.decode(body.tokens)})
+        decode = service.decode
+        return await service.encoder.run(lambda: json_response({"prompt": decode(body.tokens)}), len(body.tokens))
 
     @app.get("/health", responses={200: {"description": "The engine runs", "content": OBJECT}})
     async def health() -> Response:

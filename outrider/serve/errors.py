@@ -72,10 +72,14 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 def invalid_body(errors: Sequence[Any]) -> Refused:
     """The error for a body that pydantic refuses. errors: its own, at least one."""
     first = errors[0]
+    if first["type"] == "json_invalid":
+        return Refused(f"the body is not JSON: {first['ctx']['error']}, at character {first['loc'][-1]}")
     where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[0].isupper())
     many = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
-    return Refused(f"{where}: {message}{many}" if where else message + many, param=where or None)
+    if where:
+        return Refused(f"{where}: {message}{many}", param=where)
+    return Refused(message + many, param=getattr(first.get("ctx", {}).get("error"), "name", None))
 
 
 def install(app: FastAPI) -> None:

@@ -56,7 +56,7 @@ class PendingAnswer:
         except EngineStopped as stopped:
             raise Refused(str(stopped), 503, code="stopped") from stopped
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise Refused(str(error), param=getattr(error, "name", None)) from error
 
     @property
     def headers(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class PendingAnswer:
             if reason == LATE:
                 raise Refused(f"nothing was written: {reason}; allow more time", 408, code="timeout")
             raise Refused(f"nothing was written: {reason}", 503, code="aborted", retry=1)
-        return self.writer.whole(results)
+        return await asyncio.to_thread(self.writer.whole, results)  # many log-probabilities take long
 
     async def stream(self, options: StreamOptions | None, interval: float | None) -> AsyncIterator[bytes]:
         """Server-sent events, up to `[DONE]`. interval: see `Pace`."""
@@ -99,7 +99,9 @@ class PendingAnswer:
         async for index, delta in self.deltas():
             choice = choices[index]
             # The engine has read the prompt before its first delta.
-            if not choice.is_open and (chunk := choice.open(self.sequences[index].prompt_logprobs)):
+            if not choice.is_open and (
+                chunk := await asyncio.to_thread(choice.open, self.sequences[index].prompt_logprobs)
+            ):
                 yield chunk
             choice.count(delta)
             for part in pace.cut(delta, self.writer.shows_tokens):

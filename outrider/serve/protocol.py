@@ -11,14 +11,33 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from outrider.core.stopping import content_text
-from outrider.params import SamplingParams
+from outrider.params import BadParameter, SamplingParams
 from outrider.serve.settings import Settings
 
-Ids = list[int]
+# Validation stops at the first wrong item. An error for each of a million items would take minutes.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+MAX_UNKNOWN = 100  # keys that no field has
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,39})(\.\d{1,40})?([eE][+-]?\d{1,3})?")  # of JSON, and not a long one
+
+
+def few(given: Any) -> Any:
+    """A field before its validation. Raises ValueError for an object of very many entries."""
+    if isinstance(given, dict) and len(given) > 8192:
+        raise ValueError(f"{len(given)} entries are too many")
+    return given
 
 
 class RequestBody(BaseModel):
@@ -72,7 +91,7 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     json_object: bool | None = None
 
 
@@ -81,7 +100,7 @@ class Prediction(BaseModel):
 
     model_config = ConfigDict(strict=True)
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: str | Objects
 
 
 class CommonRequest(RequestBody):
@@ -101,12 +120,12 @@ class CommonRequest(RequestBody):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(few)] = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
-    bad_words: list[str] | None = None
+    bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
@@ -124,7 +143,7 @@ class CommonRequest(RequestBody):
     timeout: float | None = Field(None, gt=0, description="seconds; then the text ends where it is")
     detailed_metrics: bool | None = Field(None, description="also the counts of each step")
     return_token_ids: bool | None = Field(None, description="the token ids of prompt and output, too")
-    continued_tokens: int | Ids | list[Ids] | None = Field(
+    continued_tokens: int | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None = Field(
         None,
         description="an answer that was cut off goes on: the token ids of each choice so far, or how many tokens at the end "
         "of the prompt they are; with the seed and the other fields of the first request the text is the same",
@@ -166,12 +185,17 @@ class CommonRequest(RequestBody):
         for name, value in data.items():
             if isinstance(value, str) and _NUMBER.fullmatch(value) and _is_number(cls, name):
                 data[name] = json.loads(value)
+        unknown = [key for key in data if key not in cls.model_fields and key not in HARMLESS]
+        if len(unknown) > MAX_UNKNOWN:
+            raise ValueError(
+                f"the request has {len(unknown)} fields that do not exist; {MAX_UNKNOWN} are ignored, no more"
+            )
         known = [name for name in cls.model_fields if len(name) > 4]
-        for key in data:
-            if key not in cls.model_fields and key not in HARMLESS:
-                close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-                if close:
-                    raise ValueError(f"there is no field {key!r}; did you mean {close[0]!r}?")
+        longest = 2 * max(map(len, known))
+        for key in unknown:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85) if len(key) < longest else []
+            if close:
+                raise BadParameter(f"there is no field {key!r}; did you mean {close[0]!r}?", key)
         return data
 
     @property
@@ -182,16 +206,20 @@ class CommonRequest(RequestBody):
     def params(self, max_tokens: int | None, logprobs: int | None, settings: Settings) -> SamplingParams:
         """The sampling parameters. Raises ValueError for invalid values, and for more than a limit of the server."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        _at_most(len(stops), settings.max_stops, "stop strings")
-        _at_most(max(map(len, stops), default=0), settings.max_stop_length, "characters in a stop string")
-        _at_most(logprobs or 0, settings.max_logprobs, "logprobs of one token")
-        _at_most(getattr(self, "prompt_logprobs", None) or 0, settings.max_logprobs, "prompt_logprobs of one token")
+        longest = settings.max_stop_length
+        _at_most(len(stops), settings.max_stops, "stop strings", "stop")
+        _at_most(max(map(len, stops), default=0), longest, "characters in a stop string", "stop")
+        _at_most(logprobs or 0, settings.max_logprobs, "logprobs of one token", "logprobs")
+        shown = getattr(self, "prompt_logprobs", None) or 0
+        _at_most(shown, settings.max_logprobs, "prompt_logprobs of one token", "prompt_logprobs")
         for name in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids"):
-            _at_most(len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}")
+            _at_most(len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}", name)
+        _at_most(max(map(len, self.bad_words or ()), default=0), longest, "characters in a bad word", "bad_words")
         bias = {}
         for token, value in (self.logit_bias or {}).items():
-            if not token.isdecimal() or not -100 <= value <= 100:
-                raise ValueError(f"logit_bias maps token ids to numbers in [-100, 100], got {token[:20]!r}: {value}")
+            if not re.fullmatch("[0-9]{1,19}", token) or not -100 <= value <= 100:
+                got = f"{token[:20]!r}: {value:g}"
+                raise BadParameter(f"logit_bias maps token ids to numbers in [-100, 100], got {got}", "logit_bias")
             bias[int(token)] = value
         given = {
             "top_p": self.top_p,
@@ -233,7 +261,7 @@ HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_pena
 class CompletionRequest(CommonRequest):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
@@ -271,12 +299,12 @@ class CompletionRequest(CommonRequest):
 class ChatRequest(CommonRequest):
     """POST /v1/chat/completions"""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -286,26 +314,13 @@ class ChatRequest(CommonRequest):
         """How many alternatives to report for each token; None for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
-    @property
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages, each content as one string: chat templates need that. Raises ValueError for other content."""
-        out = []
-        for number, message in enumerate(self.messages):
-            if not isinstance(message.get("role"), str):
-                raise ValueError(f"messages.{number} has no role")
-            content = message.get("content")
-            out.append(
-                {**message, "content": text_of(content, f"messages.{number}.content") if content is not None else ""}
-            )
-        return out
-
 
 class TokenizeRequest(RequestBody):
     """POST /tokenize: a prompt, or messages."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    messages: Objects | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -314,7 +329,20 @@ class DetokenizeRequest(RequestBody):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+
+def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, each content as one string: chat templates need that. Raises ValueError for other content."""
+    out = []
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"messages.{number} has no role")
+        content = message.get("content")
+        out.append(
+            {**message, "content": text_of(content, f"messages.{number}.content") if content is not None else ""}
+        )
+    return out
 
 
 def text_of(content: Any, where: str) -> str:
@@ -332,6 +360,6 @@ def _is_number(model: type[BaseModel], name: str) -> bool:
     return field is not None and field.annotation in (int | None, float | None)
 
 
-def _at_most(count: int, limit: int, what: str) -> None:
+def _at_most(count: int, limit: int, what: str, name: str) -> None:
     if count > limit:
-        raise ValueError(f"{count} {what} are too many; this server takes {limit}")
+        raise BadParameter(f"{str(count)[:20]} {what} are too many; this server takes {limit}", name)

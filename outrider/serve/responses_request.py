@@ -6,12 +6,12 @@ See https://platform.openai.com/docs/api-reference/responses/create. What the se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from outrider.serve.errors import Refused
-from outrider.serve.protocol import ChatRequest, CommonRequest
+from outrider.serve.protocol import ChatRequest, CommonRequest, Objects, Texts, few
 
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _LOGPROBS = "message.output_text.logprobs"
@@ -38,19 +38,19 @@ class TextConfig(BaseModel):
 class ResponsesRequest(CommonRequest):
     """POST /v1/responses"""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="false: the answer cannot be continued by its id")
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    include: list[str] | None = None
+    include: Texts | None = None
     top_logprobs: int | None = Field(None, ge=0)
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(few)] = None
     background: bool | None = Field(None, description="only false is accepted")
     conversation: Any = Field(None, description="only null is accepted")
     prompt: Any = Field(None, description="only null is accepted")

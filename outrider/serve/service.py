@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from threading import Lock
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 
-from outrider.core.grammar import GrammarMask, Grammars, available
+from outrider.core.compiling import CompilerProcess, TooSlow
+from outrider.core.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.decode import Sequence, draw_seed
 from outrider.engine import Engine
 from outrider.llm import LLM
 from outrider.params import SamplingParams
+from outrider.serve.encoding import WIDE, Encoder
 from outrider.serve.errors import Refused
 from outrider.serve.logs import log
 from outrider.serve.pending import PendingAnswer
-from outrider.serve.protocol import ChatRequest, CommonRequest, CompletionRequest, ResponseFormat, StructuredOutputs
+from outrider.serve.protocol import (
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    ResponseFormat,
+    StructuredOutputs,
+    plain,
+)
 from outrider.serve.responses import ResponseWriter, Shown
 from outrider.serve.settings import Settings
-from outrider.serve.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered, spelled_out
+from outrider.serve.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered
 from outrider.serve.trial import OFF, Trial
 
-T = TypeVar("T")
 MaskMaker = Callable[[], GrammarMask]
-COMPILE_TIMEOUT = 10.0  # seconds for a grammar
+# A grammar is tried for the first time. If that is too short, it is compiled anew, beside the short ones, for the second.
+COMPILE_SECONDS = (1.0, 10.0)
+MAX_COMPILING = 16  # grammars that wait
 
 
 class Service:
@@ -39,13 +50,11 @@ class Service:
         self.started = int(time())
         self.trial: Trial | None = None  # that gives requests an arm
         self._grammars: Grammars | None = None
-        # One thread only: a tokenizer is not safe in two threads at once.
-        self._encoder = ThreadPoolExecutor(1, "outrider-encode")
-        self._compiler = ThreadPoolExecutor(2, "outrider-grammar")
-
-    async def encode(self, prompt: Any, **options: Any) -> list[int]:
-        """The token ids of a text, of chat messages or of {"prompt_token_ids": ...}. Does not block the event loop."""
-        return await self._try(self._encoder, lambda: self._encode(prompt, **options))
+        self._compiling, self._first = 0, Lock()  # grammars that wait; for the first of them
+        self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
+        # What is not compiled quickly is compiled elsewhere, so that a slow grammar keeps no other one waiting.
+        self._compilers = [ThreadPoolExecutor(1, "outrider-grammar") for _ in COMPILE_SECONDS]
+        self._processes = list[CompilerProcess]()
 
     def decode(self, tokens: abc.Sequence[int]) -> str:
         """The text of token ids; empty without a tokenizer."""
@@ -81,7 +90,7 @@ class Service:
                 raise Refused("prompt is an empty list", param="prompt")
             if len(given) * (body.n or 1) > self.settings.max_choices:
                 raise Refused(f"one request may ask for {self.settings.max_choices} texts here", param="n")
-            prompts = [await self.encode(p) for p in given]
+            prompts = [await self.encoder.prompt(p) for p in given]
             max_tokens, logprobs = 16 if body.max_tokens is None else body.max_tokens, body.logprobs
             echo, ids, details = bool(body.echo), bool(body.return_token_ids), bool(body.detailed_metrics)
             shown = Shown(logprobs, body.prompt_logprobs, echo, ids, details)
@@ -94,26 +103,30 @@ class Service:
             params = body.params(max_tokens or None, logprobs, self.settings).with_(prompt_logprobs=shown.of_prompt)
             params = params.with_(skip_special_tokens=params.skip_special_tokens and not special)
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise Refused(str(error), param=getattr(error, "name", None)) from error
         prompts, before = _continued(body, prompts, params.n)
-        requests = await self._try(
-            self._encoder, lambda: self._requests(prompts, before, params, mask, max_tokens == 0)
-        )
-        if self.settings.log_prompts:
-            log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
         chat = isinstance(body, ChatRequest)
-        writer = ResponseWriter(
-            ("chatcmpl-" if chat else "cmpl-") + request_id,
-            int(time()),
-            self.settings.model_name,
-            chat,
-            self.engine.decoder.guarantee,
-            self.decode,
-            shown,
-            [request.prompt for request in requests],
-            params.n,
-            reader,
-        )
+
+        def begin() -> tuple[list[Sequence], ResponseWriter]:
+            requests = self._requests(prompts, before, params, mask, max_tokens == 0)
+            if self.settings.log_prompts:
+                log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
+            return requests, ResponseWriter(
+                ("chatcmpl-" if chat else "cmpl-") + request_id,
+                int(time()),
+                self.settings.model_name,
+                chat,
+                self.engine.decoder.guarantee,
+                self.decode,
+                shown,
+                [request.prompt for request in requests],
+                params.n,
+                reader,
+            )
+
+        told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
+        size = told + sum(map(len, prompts)) * params.n
+        requests, writer = await self.encoder.run(begin, size)
         pending = PendingAnswer(self.engine, writer)
         seconds = min(body.timeout or math.inf, self.settings.request_timeout)
         trial, arm = self.trial, None
@@ -121,7 +134,8 @@ class Service:
             trial.assign(arm, requests)
             depth = 0 if arm == OFF else None
         try:
-            pending.submit(requests, client, body.method, depth, seconds, owner)
+            give = pending.submit
+            await self.encoder.run(lambda: give(requests, client, body.method, depth, seconds, owner), size)
         except Refused:
             if trial is not None and arm is not None:
                 trial.drop(requests)
@@ -136,8 +150,11 @@ class Service:
     def close(self) -> None:
         """End the engine and the threads."""
         self.engine.close()
-        self._encoder.shutdown(cancel_futures=True)
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self.encoder.close()
+        for pool in self._compilers:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
 
     def _tools(self, body: CommonRequest) -> tuple[ToolOffer | None, Callable[[], ToolCallReader] | None, bool]:
         """The tools on offer, a maker of readers for their calls, and whether those must see special tokens."""
@@ -168,7 +185,12 @@ class Service:
 
         Raises ValueError for what the model cannot do.
         """
-        made = list[Sequence]()
+        made, room = list[Sequence](), WIDE * self.engine.decoder.max_length
+        if isinstance(
+            params.prediction, str
+        ):  # only drafts are made of it, and what cannot be written is never drafted
+            params = params.with_(prediction=params.prediction[:room])
+        params = self.llm.encoded(params)
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
             made += self.llm.requests({"prompt_token_ids": prompt}, drawn)
@@ -184,24 +206,8 @@ class Service:
         return made
 
     async def _chat(self, body: ChatRequest) -> list[int]:
-        try:
-            messages = spelled_out(body.plain_messages)
-        except ValueError as error:
-            raise Refused(str(error), param="messages") from error
         tools = None if body.tool_choice == "none" else body.tools
-        return await self.encode(messages, tools=tools, chat=body.chat_template_kwargs or {})
-
-    def _encode(self, prompt: Any, tools: Any = None, chat: dict[str, Any] | None = None) -> list[int]:
-        if not isinstance(prompt, list) or self.llm.tokenizer is None or not self.llm.tokenizer.chat_template:
-            return self.llm.encode(prompt)
-        template = self.llm.tokenizer.apply_chat_template
-        # chat_template_kwargs are variables of the template, never arguments of the function.
-        options = {k: v for k, v in (chat or {}).items() if k not in inspect.signature(template).parameters}
-        try:
-            encoded = template(prompt, tools=tools, add_generation_prompt=True, return_dict=True, **options)
-        except Exception as error:  # a template is a program and fails in its own ways
-            raise ValueError(f"the model's chat template does not take these messages: {error}") from error
-        return list(encoded["input_ids"])
+        return await self.encoder.chat(lambda: plain(body.messages), tools, body.chat_template_kwargs)
 
     async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker | None:
         """A maker of masks, one for each text, if the request asks for a grammar or forces a tool call."""
@@ -218,46 +224,60 @@ class Service:
                 "this server has no grammars; install them with: pip install 'outrider[grammar]'",
                 param="tool_choice" if forced else "response_format",
             )
-        return await self._try(self._compiler, lambda: self._compiled(form, own, forced), COMPILE_TIMEOUT)
-
-    def _compiled(
-        self, form: ResponseFormat | None, own: StructuredOutputs | None, forced: ToolOffer | None
-    ) -> MaskMaker:
-        """Compile the one of the three that is given. Raises ValueError for a grammar that is not valid."""
-        if self._grammars is None:
-            vocab_size = self.engine.decoder.target.vocab_size
-            self._grammars = Grammars(self.llm.tokenizer, vocab_size, self.llm.loaded.end_ids)
+        param = "tools" if forced else "structured_outputs" if own else "response_format"
+        grammar = await self.encoder.run(lambda: self._asked(form, own, forced), param=param)
+        made = self._grammars and self._grammars.known(grammar)
+        if made is None:
+            if self._compiling >= MAX_COMPILING:
+                message = f"{MAX_COMPILING} grammars wait to be compiled, which is all that the server takes"
+                raise Refused(message, 429, code="queue_full", retry=int(COMPILE_SECONDS[-1]))
+            self._compiling += 1
+            try:
+                made = await self._compiled(grammar)
+            except ValueError as error:
+                raise Refused(str(error), param=param) from error
+            finally:
+                self._compiling -= 1
         grammars = self._grammars
+        assert grammars is not None
+        return lambda: grammars.mask(made)
+
+    async def _compiled(self, grammar: Grammar) -> Any:
+        """Compile a grammar in a process that is ended when it takes too long. Raises ValueError."""
+
+        def act(lane: int) -> Any:
+            with self._first:
+                if self._grammars is None:
+                    vocab_size = self.engine.decoder.target.vocab_size
+                    self._grammars = Grammars(self.llm.tokenizer, vocab_size, self.llm.loaded.end_ids)
+                    self._processes = [CompilerProcess(self._grammars.info) for _ in COMPILE_SECONDS]
+            return self._grammars.compiled(grammar, self._processes[lane], COMPILE_SECONDS[lane])
+
+        loop = asyncio.get_running_loop()
+        for lane, pool in enumerate(self._compilers[:-1]):
+            with suppress(TooSlow):
+                return await loop.run_in_executor(pool, act, lane)
+        return await loop.run_in_executor(self._compilers[-1], act, len(self._compilers) - 1)
+
+    def _asked(self, form: ResponseFormat | None, own: StructuredOutputs | None, forced: ToolOffer | None) -> Grammar:
+        """The grammar of the one of the three that is given. Raises ValueError for one that is not valid."""
         if forced is not None:
-            made = grammars.tag(forced.grammar(self.tool_format or PLAIN))
-        elif own is not None:
+            return Grammar.tag(forced.grammar(self.tool_format or PLAIN), [forced.tools[n] for n in forced.names])
+        if own is not None:
             if sum([own.json_ is not None, own.regex is not None, own.choice is not None, bool(own.json_object)]) != 1:
                 raise ValueError("structured_outputs takes one of json, regex, choice and json_object")
             if own.regex is not None:
-                made = grammars.regex(own.regex)
-            elif own.choice is not None:
-                made = grammars.choice(own.choice)
-            else:
-                made = grammars.json() if own.json_ is None else grammars.schema(own.json_)
-        else:
-            assert form is not None
-            given = form.json_schema.schema_ if form.json_schema else None
-            if form.type == "json_schema" and given is None:
-                raise ValueError(
-                    'response_format is {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
-                )
-            made = grammars.json() if given is None else grammars.schema(given)
-        return lambda: grammars.mask(made)
-
-    async def _try(self, pool: ThreadPoolExecutor, act: Callable[[], T], timeout: float | None = None) -> T:
-        """Run in a thread of a pool. A ValueError becomes Refused. timeout: seconds."""
-        try:
-            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, act), timeout)
-        except TimeoutError:
-            raise Refused(f"the grammar needs more than {COMPILE_TIMEOUT:g} s to compile; make it smaller") from None
-        except (ValueError, RecursionError) as error:
-            said = str(error).replace(self.llm.loaded.name, self.settings.model_name)  # its name here may be a path
-            raise Refused(said or "nested too deeply") from error
+                return Grammar.regex(own.regex)
+            if own.choice is not None:
+                return Grammar.choice(own.choice)
+            return Grammar.json() if own.json_ is None else Grammar.schema(own.json_)
+        assert form is not None
+        given = form.json_schema.schema_ if form.json_schema else None
+        if form.type == "json_schema" and given is None:
+            raise ValueError(
+                'response_format is {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+            )
+        return Grammar.json() if given is None else Grammar.schema(given)
 
 
 def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,14 +270,20 @@ class ToolCallReader:
         return text
 
 
-def spelled_out(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with the arguments of earlier calls as objects: chat templates need objects."""
+def spelled_out(
+    messages: Sequence[dict[str, Any]], check: Callable[[bytes], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """The messages, with the arguments of earlier calls as objects: chat templates need objects.
+
+    check: raises ValueError for arguments that are too large to be read.
+    """
 
     def loaded(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
             return call
         try:
+            check(function["arguments"].encode())
             arguments = _JSON.decode(function["arguments"] or "{}")
         except (ValueError, RecursionError):
             return call

@@ -22,6 +22,7 @@ from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPas
 from outrider.drafters.combine.guard import Broken, check, legal, lend, trusted
 from outrider.drafters.combine.merge import NodeList, SharedTaps, draft_confidence, join, own_commit, select
 from outrider.drafters.lookup.mixture import Match
+from outrider.params import BadParameter
 
 NONE = "none"
 
@@ -83,7 +84,8 @@ class PlannedDrafter(BaseDrafter):
     def check_method(self, method: str) -> None:
         """Raise ValueError for a method that is not there."""
         if method != NONE and method not in self.methods:
-            raise ValueError(f"there is no drafter {method!r} here; use one of: none, {', '.join(self.methods)}")
+            known = ", ".join(self.methods)
+            raise BadParameter(f"there is no drafter {method[:80]!r} here; use one of: none, {known}", "method")
 
     def method(self, slot: int) -> str:
         """The name of a sequence's method."""

@@ -123,6 +123,31 @@ def test_a_row_is_the_same_in_any_batch() -> None:
         assert alone[0] == tokens[i] == (together[i] + noise([i]).gumbel(Stream.TOKEN, at[:1], V)[0]).argmax()
 
 
+@pytest.mark.parametrize("temperature", [9.9e-7, 1e-38, 1e-40, 5e-324])
+def test_a_temperature_that_no_float_can_divide_by_is_greedy(temperature: float) -> None:
+    params, logits = SamplingParams(temperature=temperature), 30 * draws(1)[0]
+    assert params.greedy
+    warp = LogitsWarper([history(params, [0], 1)])
+    best = int(logits.argmax())
+    key = (1, Stream.TOKEN.value, 2, 3)
+    assert warp.draw_row(0, logits, (), key) == best
+    assert warp.draw(logits[None], [[]], noise([1]), Stream.TOKEN, torch.tensor([3])).tolist() == [best]
+    assert int(distribution(params, logits, [0]).argmax()) == best
+    assert not SamplingParams(temperature=1e-6).greedy
+    assert distribution(SamplingParams(temperature=1e-6), logits, [0])[best] == 1
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)])
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_logits_that_are_not_numbers_are_no_token(params: SamplingParams, wrong: float) -> None:
+    logits = draws(1)[0]
+    logits[7] = wrong
+    warp = LogitsWarper([history(params, [0], 1)])
+    assert warp.draw_row(0, logits, (), (1, Stream.TOKEN.value, 2, 3)) == -1
+    assert warp.draw(logits[None], [[]], noise([1]), Stream.TOKEN, torch.tensor([3])).tolist() == [-1]
+    assert warp._draw(logits[None], [[]], noise([1]), Stream.TOKEN, torch.tensor([3]), None).tolist() == [-1]
+
+
 def test_no_distribution_gives_no_token() -> None:
     good = draws(1)[0]
     for bad in (torch.full((V,), float("nan")), torch.cat([good[:-1], torch.tensor([float("nan")])])):

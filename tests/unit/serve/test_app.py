@@ -14,7 +14,7 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
-from outrider.core.grammar import Grammars
+from outrider.core.grammar import Grammar, Grammars
 from outrider.decode import Sequence
 
 PROMPTS = ["def quicksort(xs):\n", "import os\nimport sys\n\n\nclass Config:\n", "for i in range(10):\n    print(i)\n"]
@@ -145,7 +145,8 @@ def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(l
             out = plain.generate(body["prompt"], SamplingParams(**named))[0].outputs[0]
             expected.append((out.text, out.finish_reason))
         else:
-            made = grammars.regex(grammar["regex"]) if "regex" in grammar else grammars.choice(grammar["choice"])
+            asked = Grammar.regex(grammar["regex"]) if "regex" in grammar else Grammar.choice(grammar["choice"])
+            made = grammars.compiled(asked)
             [asked] = plain.requests(body["prompt"], SamplingParams(**named))
             mask = grammars.mask(made)
             [row] = plain.scheduler.generate(
@@ -304,28 +305,29 @@ BAD = [
     ({"prompt": "x", "temperature": "warm"}, "temperature", "temperature"),
     ({"prompt": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
     ({"prompt": "x", "max_tokens": 0}, "greater than or equal to 1", "max_tokens"),
-    ({"prompt": "x", "max_tokens": 10**6}, "use max_tokens=", None),
-    ({"prompt": "x " * 3000}, "shorten it", None),
-    ({"prompt": ""}, "the prompt is empty", None),
+    ({"prompt": "x", "max_tokens": 10**6}, "use max_tokens=", "max_tokens"),
+    ({"prompt": "x " * 3000}, "shorten it", "prompt"),
+    ({"prompt": ""}, "the prompt is empty", "prompt"),
     ({"prompt": []}, "empty list", "prompt"),
-    ({"prompt": [99999999]}, "outside the vocabulary", None),
-    ({"prompt": [-1], "echo": True}, "outside the vocabulary", None),
-    ({"prompt": [2**64], "echo": True}, "outside the vocabulary", None),
+    ({"prompt": [99999999]}, "outside the vocabulary", "prompt"),
+    ({"prompt": [-1], "echo": True}, "outside the vocabulary", "prompt"),
+    ({"prompt": [2**64], "echo": True}, "outside the vocabulary", "prompt"),
     ({"prompt": "x", "n": 17}, "16 texts", "n"),
-    ({"prompt": "x", "stop": ["a"] * 17}, "17 stop strings", None),
-    ({"prompt": "x", "stop": "a" * 300}, "300 characters", None),
-    ({"prompt": "x", "logprobs": 21}, "21 logprobs", None),
-    ({"prompt": "x", "logit_bias": {"x": 1}}, "token ids", None),
-    ({"prompt": "x", "logit_bias": {"99999999": 1}}, "outside the vocabulary", None),
-    ({"prompt": "x", "temprature": 1}, "did you mean 'temperature'", None),
+    ({"prompt": "x", "stop": ["a"] * 17}, "17 stop strings", "stop"),
+    ({"prompt": "x", "stop": "a" * 300}, "300 characters", "stop"),
+    ({"prompt": "x", "logprobs": 21}, "21 logprobs", "logprobs"),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, "token ids", "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"99999999": 1}}, "outside the vocabulary", "logit_bias"),
+    ({"prompt": "x", "temprature": 1}, "did you mean 'temperature'", "temprature"),
     ({"prompt": "x", "num_speculative_tokens": 17}, "at most 16", "num_speculative_tokens"),
-    ({"prompt": "x", "method": "magic"}, "no drafter 'magic'", None),
-    ({"prompt": "x", "seed": 2**70}, "64 bits", None),
-    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema", None),
-    ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "foo", None),
-    ({"prompt": "x", "structured_outputs": {"regex": "(a"}}, "not closed", None),
-    ({"prompt": "x", "structured_outputs": {}}, "takes one of", None),
-    ({"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 70_000]}}}, "bytes", None),
+    ({"prompt": "x", "method": "magic"}, "no drafter 'magic'", "method"),
+    ({"prompt": "x", "seed": 2**70}, "64 bits", "seed"),
+    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema", "response_format"),
+    ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "foo",
+     "response_format"),
+    ({"prompt": "x", "structured_outputs": {"regex": "(a"}}, "not closed", "structured_outputs"),
+    ({"prompt": "x", "structured_outputs": {}}, "takes one of", "structured_outputs"),
+    ({"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 70_000]}}}, "bytes", "structured_outputs"),
     ({"prompt": "\ud800"}, "surrogate", None),
     ({"messages": []}, "prompt", "prompt"),
 ]  # fmt: skip

@@ -264,7 +264,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": "x", "n": 2}, "one text", "n"),
     ({"input": "x", "response_format": {"type": "json_object"}}, "calls it text", "response_format"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing", "text"),
-    ({"input": "x", "instrutions": "y"}, "did you mean 'instructions'", None),
+    ({"input": "x", "instrutions": "y"}, "did you mean 'instructions'", "instrutions"),
     ({"input": "x", "temperature": -1}, "greater than or equal to 0", "temperature"),
     ({"input": "x", "previous_response_id": "resp_1"}, "the last 20 in memory", "previous_response_id"),
 ]

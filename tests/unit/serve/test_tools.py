@@ -240,7 +240,7 @@ def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeyp
         ({"tools": [{}]}, "tools"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, None),
         ({"tools": [{"function": {"name": "a", "parameters": {"type": "object", "properties": {"x": {"type": "foo"}}}}}],
-          "tool_choice": "required"}, None),
+          "tool_choice": "required"}, "tools"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_of_tools_is_refused(live: Live, more: dict, param: str | None) -> None:

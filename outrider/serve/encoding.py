@@ -1,0 +1,137 @@
+"""From prompts to token ids, beside the event loop and within limits.
+
+Short work has a thread of its own, so that it never waits for a long prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections import abc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, TypeVar
+
+from outrider.llm import LLM
+from outrider.serve.bodies import check_size
+from outrider.serve.errors import Refused
+from outrider.serve.tools import spelled_out
+
+T = TypeVar("T")
+LONG = 16 << 10  # characters; what has more is long work
+WIDE = 32  # characters for each token that fits; text with more is looked at in part first
+MAX_TOKENIZE = 256 << 10  # characters of /tokenize, if the model holds less
+
+
+class Encoder:
+    """The tokenizer and the chat template of a model. max_length: tokens that it holds."""
+
+    def __init__(self, llm: LLM, max_length: int, name: str) -> None:
+        """name: by which clients call the model. Its own name, which may be a path, is in no answer."""
+        self.llm, self.max_length, self.name = llm, max_length, name
+        self._short = self._long = ThreadPoolExecutor(1, "outrider-encode")
+        if getattr(llm.tokenizer, "is_fast", False):  # others are not safe in two threads at once
+            self._long = ThreadPoolExecutor(1, "outrider-encode-long")
+            llm.encode("x")  # the first call may change settings
+
+    async def run(self, act: Callable[[], T], size: int = 0, param: str | None = None) -> T:
+        """Run in a thread. size: characters, or tokens, that it works on. A ValueError becomes Refused, for a parameter."""
+        pool = self._long if size > LONG else self._short
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, act)
+        except (ValueError, RecursionError) as error:
+            said = str(error).replace(self.llm.loaded.name, self.name)
+            raise Refused(said or "nested too deeply", param=getattr(error, "name", param)) from error
+
+    async def prompt(self, given: str | abc.Mapping[str, Any], most: int | None = None) -> list[int]:
+        """The ids of a text or of {"prompt_token_ids": ...}. most: characters of a text; None: what the model can hold.
+
+        Raises Refused.
+        """
+        if not isinstance(given, str):
+            return await self.run(lambda: self.llm.encode(given), len(given.get("prompt_token_ids", ())), "prompt")
+
+        def act() -> list[int]:
+            self._check(given, most)
+            return self.llm.encode(given)
+
+        return await self.run(act, len(given), "prompt")
+
+    async def chat(
+        self,
+        messages: Callable[[], list[dict[str, Any]]],
+        tools: Any = None,
+        variables: dict[str, Any] | None = None,
+        most: int | None = None,
+    ) -> list[int]:
+        """The ids of chat messages. messages: makes them. variables: of the template. Raises Refused."""
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            return await self.run(lambda: self.llm.encode(messages()), LONG + 1, "messages")
+        template = tokenizer.apply_chat_template
+        for name in variables or ():  # they are variables of the template, never arguments of the function
+            if name == "messages" or name in inspect.signature(template).parameters:
+                message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
+                raise Refused(message, param="chat_template_kwargs")
+        split = self._long is not self._short  # a tokenizer without a fast backend may not write its template as text
+
+        def render() -> Any:
+            made = spelled_out(messages(), check_size)
+            try:
+                return template(
+                    made,
+                    tools=tools,
+                    add_generation_prompt=True,
+                    tokenize=not split,
+                    return_dict=not split,
+                    **(variables or {}),
+                )
+            except Exception as error:  # a template is a program and fails in its own ways
+                raise ValueError(f"the model's chat template does not take these messages: {error!s:.500}") from error
+
+        rendered = await self.run(render, param="messages")
+        if not split:
+            return list(rendered["input_ids"])
+
+        def act() -> list[int]:
+            self._check(rendered, most)
+            return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+        return await self.run(act, len(rendered), "messages")
+
+    @property
+    def most_tokenized(self) -> int:
+        """Characters that `/tokenize` takes."""
+        return max(MAX_TOKENIZE, WIDE * self.max_length)
+
+    def close(self) -> None:
+        """End the threads."""
+        for pool in (self._short, self._long):
+            pool.shutdown(cancel_futures=True)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token."""
+        vocab = getattr(self.llm.tokenizer, "get_vocab", None)
+        return max(map(len, vocab()), default=1) if vocab is not None else sys.maxsize
+
+    def _check(self, text: str, most: int | None) -> None:
+        """Raise ValueError for a text with too many characters, or one that cannot fit. Encodes little of it."""
+        if self.llm.tokenizer is None:
+            return
+        if most is not None:
+            if len(text) > most:
+                raise ValueError(
+                    f"the text has {len(text)} characters, and {most} are encoded at once; send it in parts"
+                )
+            return
+        room = self.max_length
+        if len(text) <= room:
+            return
+        too_long = f"the prompt has {len(text)} characters and the model holds {room} tokens; shorten it"
+        if len(text) > room * self._longest:
+            raise ValueError(f"{too_long}. No token has more than {self._longest} characters")
+        if len(text) > WIDE * room and len(self.llm.encode(text[: WIDE * room // 2])) > 2 * room:
+            raise ValueError(f"{too_long}. Its first half alone does not fit")
