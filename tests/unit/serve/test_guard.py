@@ -39,6 +39,11 @@ def ask(
     return asyncio.run(go())
 
 
+def made(**given: Any) -> Settings:
+    """The settings of options."""
+    return ServerOptions.model_validate({"model": "m", **given}).settings()
+
+
 def code(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json().get("error", {}).get("code")
 
@@ -55,7 +60,7 @@ def test_a_keyless_server_of_this_machine_answers_to_its_own_names_only(path: st
 
 def test_which_servers_ask_for_their_names() -> None:
     def hosts(**given: Any) -> tuple[str, ...]:
-        return ServerOptions(model="m", **given).settings().hosts
+        return made(**given).hosts
 
     assert set(hosts(host="127.0.0.1")) == {"localhost", "127.0.0.1", "::1"} == set(hosts(host="::1"))
     assert "evil.example" in hosts(host="localhost", allowed_host=["Evil.example"])
@@ -99,9 +104,9 @@ def test_there_may_be_several_keys_and_each_is_an_owner() -> None:
     assert ask(settings, authorization="Bearer two").json() == {"owner": "key 1"}
     for wrong in ("Bearer three", "Bearer onetwo", "Bearer one,two", "Bearer ", "one"):
         assert code(ask(settings, authorization=wrong)) == (401, "invalid_api_key")
-    assert ServerOptions(model="m", api_key=["a", "b"]).settings().api_keys == ("a", "b")
+    assert made(api_key=["a", "b"]).api_keys == ("a", "b")
     with pytest.raises(ValueError, match="is empty"):
-        ServerOptions(model="m", api_key=["a", " "]).settings()
+        made(api_key=["a", " "])
 
 
 def test_without_a_key_an_address_is_an_owner_and_only_a_front_may_say_another() -> None:
@@ -150,7 +155,7 @@ def test_the_name_of_a_file_has_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     file.write_bytes(b"")
     monkeypatch.chdir(file.parent)
     for name in (str(file), "small.Q8_0.gguf", "./small.Q8_0.gguf", "../secret/small.Q8_0.gguf"):
-        settings = ServerOptions(model=name).settings()
+        settings = made(model=name)
         assert settings.model_name == "small.Q8_0"
         assert public_name(name) == "small.Q8_0.gguf"
     assert served_name(str(tmp_path / "secret")) == served_name(".") == "secret"
