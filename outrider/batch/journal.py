@@ -110,7 +110,8 @@ class Journal:
             if number:
                 key = value.get("key") if isinstance(value, dict) else None
                 head = f'{{"key": "{key}", "row": '.encode()
-                if not (isinstance(key, str) and isinstance(value.get("row"), dict) and raw.startswith(head)):
+                row = value.get("row") if isinstance(value, dict) else None
+                if not (isinstance(key, str) and isinstance(row, dict) and raw.startswith(head)):
                     raise ValueError(
                         f"{self.path}, line {number + 1}: this is no answer of a batch. Delete the line, and its request is "
                         "answered again; or delete the file to start anew"

@@ -52,13 +52,10 @@ class ServerBackend:
 
 
 class LocalBackend:
-    """A model in this process, with the engine of a server: what it has read is not read again.
+    """A model in this process, with the engine of a server: what it has read is not read again."""
 
-    prediction: a text that the answers will mostly repeat.
-    """
-
-    def __init__(self, engine: Engine, prediction: str | None = None) -> None:
-        self._engine, self._prediction = engine, prediction
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.name = engine.llm.loaded.name
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -66,7 +63,7 @@ class LocalBackend:
         from outrider.params import SamplingParams
         from outrider.serve.responses import metrics, usage
 
-        params = SamplingParams(**{"max_tokens": None, "prediction": self._prediction, **options})
+        params = SamplingParams(**{"max_tokens": None, **options})
         [sequence] = self._engine.llm.requests(messages, params)
         deltas: SimpleQueue[Delta] = SimpleQueue()
         sequence.sink = deltas.put

@@ -164,7 +164,7 @@ def _talk(conversation: Conversation, history: bool) -> None:
 @contextmanager
 def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> Iterator[Backend]:
     """A model in this process, for the length of a block."""
-    config, prediction = speculation.config(model), speculation.predicted_text()
+    config = speculation.config(model)
     with loading(model):
         from outrider.engine import Engine
         from outrider.llm import LLM
@@ -179,7 +179,7 @@ def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> I
     for line in [*llm.notes, *([note] if note else [])]:
         tell(line)
     with closing(engine):
-        yield LocalBackend(engine, prediction)
+        yield LocalBackend(engine)
 
 
 def no_template(model: str) -> str:

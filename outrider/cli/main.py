@@ -197,12 +197,14 @@ add(
     "outrider chat -m builtin:smollm2-135m",
     'outrider chat -m model.gguf -d small.gguf --system "Be brief."',
     "outrider chat http://127.0.0.1:8000 -t 0 -n 64",
+    usual="-m -d -k --method --quantization --system -t -n --seed --stats",
 )
 add(
     run,
     "outrider run builtin:smollm2-135m",
     'outrider run model.gguf "Why is the sky blue?"',
     'cat notes.txt | outrider run model.gguf "Sum this up:" > summary.txt',
+    usual="-d -k --method --quantization --system -t -n --seed --stats",
 )
 
 
