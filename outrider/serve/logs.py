@@ -19,6 +19,10 @@ def clean(text: str) -> str:
 class LineFormatter(logging.Formatter):
     """One line for each record. The lines of a traceback are indented, so none of them looks like a record."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        record.exc_text = None  # another handler may have kept its own lines there
+        return super().format(record)
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = clean(record.message)
         return super().formatMessage(record)

@@ -27,7 +27,8 @@ SIGNS = ['"✓"', '"✗"', '"Ⅱ"', '"="', ""]
 def ask(live: Live, n: int = 1, **more: Any) -> None:
     for _ in range(n):
         body = {"model": "code", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **more}
-        headers = {"authorization": f"Bearer {live.service.settings.api_keys[0]}"}
+        keys = live.service.settings.api_keys
+        headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
         httpx.post(f"{live.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
 
 

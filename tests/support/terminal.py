@@ -50,7 +50,8 @@ class Terminal:
         """Read until what was shown is good. Returns it."""
         end = time.monotonic() + HANG
         while not good(self.shown):
-            assert time.monotonic() < end, f"{what} was not shown in {self.shown!r}"
+            if time.monotonic() > end:  # a guard against a command that hangs
+                raise AssertionError(f"{what} was not shown in {self.shown!r}")
             assert self._read(), f"{what} was not shown, and the command has ended: {self.shown!r}"
         return self.shown
 

@@ -72,11 +72,11 @@ OPTIONS = {
         "--tool-call-parser",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
-        "Server": "--host --port --api-key",
+        "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--pad-stream --cors-origin --log-prompts",
-        "Output": "--log-file --metrics-prefix --trace --trace-detail --otlp-traces-endpoint --debug",
+        "Output": "--log-file --metrics-prefix --monitor-port --trace --trace-detail --otlp-traces-endpoint --debug",
     },
     "deploy": {
         "Model": "--model/-m --served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template "
@@ -84,7 +84,7 @@ OPTIONS = {
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
         "Cluster": "--address --name --start-timeout",
-        "Server": "--host --port --api-key",
+        "Server": "--host --port --allowed-host --api-key --api-key-file --ssl-certfile --ssl-keyfile",
         "Replicas": "--replicas --min-replicas --max-replicas --target-requests --upscale-delay --downscale-delay --cpus "
         "--gpus --fronts --prefix-weight --patience",
         "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
@@ -167,7 +167,7 @@ OPTIONS = {
     "chat": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
-        "--prediction --corpus --verifier --speculative-config",
+        "--corpus --verifier --speculative-config",
         "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
         "Server": "--api-key",
         "Output": "--debug",
@@ -175,7 +175,7 @@ OPTIONS = {
     "run": {
         "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes "
-        "--prediction --corpus --verifier --speculative-config",
+        "--corpus --verifier --speculative-config",
         "Conversation": "--system --temperature/-t --max-tokens/-n --seed --stats/--verbose --history",
         "Output": "--debug",
     },

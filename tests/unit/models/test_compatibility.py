@@ -110,7 +110,7 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="fetches none"):
         check(str(tmp_path / "model.gguf"))
     (tmp_path / "config.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="no settings"):
+    with pytest.raises(ValueError, match="must hold settings"):
         check(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):

@@ -271,7 +271,9 @@ def loaded(source: Path, **more) -> Loaded:
 
 
 def test_a_second_start_quantises_nothing(source: Path, cache: Path, quantised: list[int]) -> None:
-    with pytest.warns(RuntimeWarning, match=r"keeping the packed weights.*--remove llama-.*OUTRIDER_PACK_CACHE_GB=0"):
+    with pytest.warns(
+        RuntimeWarning, match=r"keeping the packed weights.*`outrider rm llama-.*OUTRIDER_PACK_CACHE_GB=0"
+    ):
         first = load(source, quantization="int8")
     assert quantised
     quantised.clear()

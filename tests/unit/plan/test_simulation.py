@@ -167,6 +167,9 @@ class CountingDecoder:
         self.sequences[sequence.slot] = sequence
         self.waiting.append(sequence)
 
+    def remember(self, sequence) -> None:
+        """It has no prefix cache."""
+
     def release(self, slot: int) -> None:
         sequence = self.sequences.pop(slot)
         if sequence in self.waiting:

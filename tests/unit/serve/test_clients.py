@@ -132,7 +132,7 @@ REFUSED = [
     ({"use_beam_search": True}, "temperature=0", "use_beam_search"),
     ({"max_tokens": 0}, "add echo or prompt_logprobs", "max_tokens"),
     ({"max_tokens": 0, "echo": True, "min_tokens": 2}, "raise max_tokens", "max_tokens"),
-    ({"prompt_logprobs": 21}, "21 prompt_logprobs", None),
+    ({"prompt_logprobs": 21}, "21 prompt_logprobs", "prompt_logprobs"),
 ]
 
 
