@@ -248,7 +248,7 @@ def _run(app: Any, made: Assembly, host: str, sockets: list[socket.socket], what
     """Serve at sockets that are bound; the first is for clients. what: is said when it is ready."""
     import uvicorn
 
-    from outrider.serve.connection import http_config
+    from outrider.serve.connection import WAITING, http_config
 
     service, settings, port = made.service, made.service.settings, sockets[0].getsockname()[1]
 
@@ -257,6 +257,8 @@ def _run(app: Any, made: Assembly, host: str, sockets: list[socket.socket], what
 
         async def startup(self, sockets: list[Any] | None = None) -> None:
             await super().startup(sockets)
+            for one in sockets or ():
+                one.listen(WAITING)  # in the kernel; asyncio takes few of them at a time
             if self.started:
                 print(what)
                 ready_lines(settings, host, port, made.chats, "ctrl-C")

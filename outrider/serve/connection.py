@@ -28,6 +28,8 @@ _ABORT = "outrider.abort"
 HEAD = 64 << 10  # bytes of the head of a request
 HEAD_SECONDS = 10.0  # from accept, or from the first byte of a further head, to its end
 IDLE = 30  # seconds that a connection may stay without a request
+ACCEPTED = 64  # connections that asyncio accepts in one go: each takes time from the answers that are written
+WAITING = 2048  # connections that wait in the kernel meanwhile
 FILES = 64  # files that the process may open beside connections
 MONITORS = 32  # connections to the port for `/health` and `/metrics`
 
@@ -301,6 +303,7 @@ def http_config(app: Any, settings: Settings, **more: Any) -> uvicorn.Config:
             },
         ),
         "ws": "none",
+        "backlog": ACCEPTED,
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
