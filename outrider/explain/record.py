@@ -23,7 +23,7 @@ from outrider.params import SamplingParams
 from outrider.trace import Detail, Recorder, read
 
 PROMPT = "The seven days of the week are"
-CHAIN = {"num_speculative_tokens": 2, "controller": "fixed"}
+CHAIN = {"num_speculative_tokens": 3, "controller": "fixed"}
 TREE = {"num_speculative_tokens": 4, "tree_width": 2, "tree_nodes": 6, "controller": "fixed"}
 REPEATS = 3  # of each run; the quickest one counts
 
