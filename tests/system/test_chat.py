@@ -85,6 +85,7 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
         terminal.wait_for(">>> ", 4)
         terminal.type("/nonsense\n")
         terminal.wait_for("error: there is no /nonsense; /help lists the commands")
+        terminal.wait_until(lambda shown: shown.endswith(">>> "))  # before that, the terminal takes ctrl-D for itself
         terminal.type("\x04")
         assert terminal.ended() == 0
         assert "Traceback" not in terminal.shown
