@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 
 
-class Backend(Protocol):
+class ChatBackend(Protocol):
     """Writes answers. name: of the model."""
 
     name: str
@@ -37,7 +37,7 @@ class ServerBackend:
         self._template = True  # until the server says that the model has none
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """See `Backend`. A model without a chat template continues the text of the conversation."""
+        """See `ChatBackend`. A model without a chat template continues the text of the conversation."""
         body = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **options}
         if self._template:
             try:
@@ -59,7 +59,7 @@ class LocalBackend:
         self.name = engine.llm.loaded.name
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """See `Backend`."""
+        """See `ChatBackend`."""
         from outrider.params import SamplingParams
         from outrider.serve.responses import metrics, usage
 

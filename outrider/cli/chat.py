@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.backends import Backend, LocalBackend, ServerBackend
+from outrider.cli.backends import ChatBackend, LocalBackend, ServerBackend
 from outrider.cli.conversation import Conversation, tell
 from outrider.cli.http_client import Client
 from outrider.cli.keyboard import Keyboard, message
@@ -39,7 +39,7 @@ class TalkOptions:
         bool, option("Conversation", "Show speed and accepted draft tokens after each answer.", "--stats", "--verbose")
     ] = False
 
-    def conversation(self, backend: Backend) -> Conversation:
+    def conversation(self, backend: ChatBackend) -> Conversation:
         """A new conversation. Raises ValueError for what no backend would take."""
         from outrider.params import SamplingParams
 
@@ -162,7 +162,7 @@ def _talk(conversation: Conversation, history: bool) -> None:
 
 
 @contextmanager
-def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> Iterator[Backend]:
+def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> Iterator[ChatBackend]:
     """A model in this process, for the length of a block."""
     config = speculation.config(model)
     with loading(model):

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.backends import Backend
+from outrider.cli.backends import ChatBackend
 from outrider.cli.terminal import DIM, paint, printable
 from outrider.cli.wrap import WordWrap
 from outrider.core.suggest import did_you_mean
@@ -39,7 +39,7 @@ class Conversation:
     """Messages with a backend. What a person types goes to `handle`."""
 
     def __init__(
-        self, backend: Backend, options: dict[str, Any], *, system: str | None, stats: bool, wrap: bool = True
+        self, backend: ChatBackend, options: dict[str, Any], *, system: str | None, stats: bool, wrap: bool = True
     ) -> None:
         """options: of `SamplingParams`; the n-th answer has the seed of the options plus n, so a conversation can be had
         again. system: the system message. stats: a line of figures after each answer. wrap: break lines between words,
