@@ -47,7 +47,7 @@ def measure(shape: Heads, context: int, nodes: int, rounds: int) -> dict[str, li
     """Seconds of a call by precision, one number a round."""
     layers = max(1, MEMORY // (8 * shape.kv_heads * context * shape.dim))
     query = torch.randn(1, nodes, shape.heads, shape.dim)
-    plan = native.Plan([0], [context - nodes], nodes)
+    plan = native.AttentionPlan([0], [context - nodes], nodes)
     stored = {}
     for name, dtype in KV_CACHE_DTYPES.items():
         pairs = [

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import headline
+from benchmarks.pairs import synthetic
 
 WORKER = """
 import json, sys, time, warnings
@@ -30,7 +31,7 @@ for line in sys.stdin:
         for key in [k for k in made if k[0] != size]:
             del made[key]
         config = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4, "controller": "fixed"}
-        made[size, drafts, batch] = LLM(f"builtin:code-{size}", speculative_config=config if drafts else None,
+        made[size, drafts, batch] = LLM(size, speculative_config=config if drafts else None,
                                         max_num_seqs=batch, max_model_len=256)
     params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)] * batch
     start = time.perf_counter()
@@ -68,14 +69,15 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="folder of a checkout")
     parser.add_argument("new", type=Path, help="folder of another")
     args = parser.parse_args()
+    models = {size: str(synthetic(size)) for size, *_ in CASES}
     old, new = Checkout(args.old), Checkout(args.new)
     for size, drafts, batch, tokens, repeats in CASES:
         for side in (old, new):
-            side.write(size, drafts, batch, 6)
+            side.write(models[size], drafts, batch, 6)
         ratios = list[float]()
         for turn in range(repeats):
             sides = (old, new) if turn % 2 else (new, old)
-            found = {side: side.write(size, drafts, batch, tokens) for side in sides}
+            found = {side: side.write(models[size], drafts, batch, tokens) for side in sides}
             if found[old][1] != found[new][1]:
                 sys.exit(f"{size}, batch {batch}: the texts differ")
             ratios.append(found[old][0] / found[new][0])

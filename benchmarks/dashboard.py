@@ -26,8 +26,8 @@ import httpx
 import numpy as np
 
 from benchmarks.machine import facts
-from outrider.bench.sse import events
-from outrider.bench.stats import interval
+from outrider.core.http import events
+from outrider.core.intervals import interval
 
 
 def cpu_seconds(pid: int) -> float:

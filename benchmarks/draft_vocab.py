@@ -26,17 +26,18 @@ import torch
 from benchmarks import RESULTS, headline
 from benchmarks.real.texts import texts
 from benchmarks.report import markdown
-from outrider.bench.tune.replay_target import KnownTextTarget
 from outrider.control import Fixed
+from outrider.core.params import SamplingParams
 from outrider.core.types import Step
-from outrider.decode import Decoder, Sequence
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.reduction import DraftReduction
+from outrider.engine.decoder import Decoder
+from outrider.engine.llm import LLM
+from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler
-from outrider.llm import LLM
+from outrider.lab.tune.replay_target import KnownTextTarget
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 
 LENGTH = 2048
 WORKLOADS = ("code", "chat", "summary", "translation")
@@ -61,7 +62,7 @@ class Row:
     def admit(self, request: Sequence, text: list[int]) -> None:
         self.known.text = text
         left = replace(request.params, max_tokens=len(text) - len(request.prompt), ignore_eos=True)
-        self.row = self.decoder.admit(Sequence(request.id, request.prompt, left, request.seed))
+        self.row = self.decoder.start(Request(request.id, request.prompt, left, request.seed))
         while self.row in self.decoder.waiting:
             self.decoder.prefill(self.row)
 
@@ -84,7 +85,7 @@ def written(target: Loaded, row: Row, request: Sequence, depth: int) -> list[int
     """Prompt and answer: the text that plain decoding writes."""
     decoder = Decoder(target.model, row.decoder.drafter, controller=Fixed(depth), rows=1, max_length=LENGTH,
                       end_ids=target.end_ids)  # fmt: skip
-    [made] = Scheduler(decoder, raises=True).generate([request.fresh()])
+    [made] = Scheduler(decoder, raises=True).generate([request])
     return made.tokens
 
 
@@ -144,7 +145,7 @@ def main() -> None:
         for number, prompt in enumerate(texts(work, chat, args.texts)):
             for heat in args.temperatures:
                 params = SamplingParams(temperature=heat, max_tokens=args.tokens)
-                request = Sequence(number, llm.encode(prompt.content), params, seed=number)
+                request = Request(number, llm.encode(prompt.content), params, seed=number)
                 text = written(target, rows[0], request, args.depth)
                 for row in rows:
                     row.admit(request, text)

@@ -26,13 +26,14 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks import headline
-from outrider.bench.tune.replay_target import force_text
 from outrider.control import Fixed
-from outrider.decode import Decoder, Sequence
+from outrider.core.params import SamplingParams
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, SuffixDrafter, TokenRecyclingDrafter
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
+from outrider.lab.tune.replay_target import force_text
 from outrider.models.base import BaseModel, LanguageModel, Output
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 
 MODULES = (
     "bisect", "heapq", "textwrap", "shlex", "fnmatch", "string", "colorsys", "sched", "queue", "copy", "contextlib",
@@ -179,7 +180,7 @@ def run(
     numbers = [int(n) for n in shape.split("x")] if shape else [0]
     decoder = Decoder(target, drafter_of(name, target.vocab_size), controller=Fixed(*numbers), rows=1, max_length=None)
     params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
-    row = decoder.admit(Sequence(0, prompt, params, prediction=told))
+    row = decoder.start(Request(0, prompt, params, prediction=told))
     total = {"tokens": 0.0, "steps": 0.0, "drafted": 0.0, "seconds": 0.0, "drafting": 0.0}
     while row.finish is None:
         reading, started = bool(decoder.waiting), perf_counter()

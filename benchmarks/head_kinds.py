@@ -19,13 +19,12 @@ from benchmarks.report import rich_table
 from outrider.core.types import Budget, Commit
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads.block import BlockDrafter
-from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights
-from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.config import BlockConfig, HeadConfig
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.mtp import MtpModel, MtpWeights
 from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import EagleWeights
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.load import load
@@ -86,11 +85,11 @@ def sides(depth: int, draft_vocab: int, folder: Path) -> list[Side]:
     ends = {"norm.weight": (size,), "lm_head.weight": (draft_vocab, size), "fc.weight": (size, 3 * size)}
     paired = ends | layer_of(0, 2 * size) | {"layers.0.hidden_norm.weight": (size,)}
     eagle = EagleDrafter(
-        EagleModel(EagleWeights(HeadConfig(**common), made(paired), ids), target, 2048, "none"), 1, 2048
+        EagleModel(HeadWeights(HeadConfig(**common), made(paired), ids), target, 2048, "none"), 1, 2048
     )
     settings = HeadConfig(**common, num_layers=2, mask_token_id=5, parallel_drafts=depth)
     shapes = paired | layer_of(1, size) | {"mask_hidden": (1, 1, 3 * size)}
-    peagle = PEagleDrafter(EagleWeights(settings, made(shapes), ids), target, 1, 2048, "none")
+    peagle = PEagleDrafter(HeadWeights(settings, made(shapes), ids), target, 1, 2048, "none")
     found = [
         Side("EAGLE-3", named, target, eagle, 3 * size, eagle.model.weight_bytes),  # type: ignore[attr-defined]
         Side("P-EAGLE, 2 layers", named, target, peagle, 3 * size, peagle.model.weight_bytes),
@@ -118,7 +117,7 @@ def dspark(
         "confidence_head.proj.weight": (1, size),
         "confidence_head.proj.bias": (1,),
     }
-    head = BlockWeights(config, made(shapes | norms | tables), ids)
+    head = HeadWeights(config, made(shapes | norms | tables), ids)
     drafter = BlockDrafter(head, target, 1, 2048, "none")
     return Side(f"DSpark, {depth} slots", named, target, drafter, 3 * size, drafter.model.weight_bytes)
 

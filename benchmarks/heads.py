@@ -26,7 +26,7 @@ from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import EagleWeights
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.kernels import cpu as native
 from outrider.models.base import BaseModel, LanguageModel
 from outrider.testing.contract import GREEDY, context
@@ -76,7 +76,7 @@ class Embedding(BaseModel):
         return self.table[tokens].float()
 
 
-def made(shape: Shape, draft_vocab: int) -> EagleWeights:
+def made(shape: Shape, draft_vocab: int) -> HeadWeights[HeadConfig]:
     """A head of EAGLE-3.1 with random weights."""
     config = HeadConfig(
         hidden_size=shape.hidden,
@@ -95,13 +95,13 @@ def made(shape: Shape, draft_vocab: int) -> EagleWeights:
     with torch.device("meta"):
         names = {n: t.shape for n, t in Eagle(config).state_dict().items() if "embed" not in n}
     tensors = {n: (torch.randn(s) * 0.02).bfloat16() for n, s in names.items()}
-    return EagleWeights(config, tensors, torch.arange(draft_vocab) * (shape.vocab // draft_vocab))
+    return HeadWeights(config, tensors, torch.arange(draft_vocab) * (shape.vocab // draft_vocab))
 
 
 class Timed:
     """A drafter on a text, and the seconds of its parts."""
 
-    def __init__(self, head: EagleWeights, target: LanguageModel, quantization: str) -> None:
+    def __init__(self, head: HeadWeights, target: LanguageModel, quantization: str) -> None:
         self.model = EagleModel(head, target, 2048, quantization)
         self.drafter = EagleDrafter(self.model, 1, 2048)
         self.size = len(self.model.taps) * head.config.target_hidden_size

@@ -24,14 +24,16 @@ from typing import Any
 from benchmarks import RESULTS, WORK, headline, machine
 from benchmarks.pairs import fingerprint
 from benchmarks.prompts import humaneval
-from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
-from outrider.decode import Decoder, Sequence
-from outrider.drafters import Drafter, ModelDrafter, NoDraft, Noisy, Wrong, make_drafter
+from outrider.core.params import SamplingParams
+from outrider.drafters import Drafter, ModelDrafter, NoDraft, make_drafter
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler
 from outrider.models.cache import KV_CACHE_DTYPES
 from outrider.models.load import Loaded, load
-from outrider.params import SamplingParams
+from outrider.testing.stubs import Noisy, Wrong
 
 TEXTS = 8  # a round
 LENGTH = 640  # of prompt and text
@@ -106,7 +108,7 @@ def requests_of(prompts: abc.Sequence[list[int]], turn: int, tokens: int, temper
         first, second = prompts[n % len(prompts)], prompts[(n // len(prompts) + n) % len(prompts)]
         prompt = first if n < len(prompts) else [*second, *first][-(LENGTH - tokens - 1) :]
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-        out.append(Sequence(n, prompt, params, seed=n))
+        out.append(Request(n, prompt, params, seed=n))
     return out
 
 

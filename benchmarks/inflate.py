@@ -1,4 +1,4 @@
-"""Writes a Llama of any size that computes the function of a small one (outrider/models/builtin/scale_up.py says how), and drafts
+"""Writes a Llama of any size that computes the function of a small one (benchmarks/scale_up.py says how), and drafts
 for it.
 
     python -m benchmarks.inflate builtin:code --size 0.5B --out work/bench/0.5B --dtype bfloat16 --check
@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks import ROOT, headline
 from benchmarks.prompts import humaneval
-from outrider.models.builtin.scale_up import SIZES, Inflater, Size, rms
+from benchmarks.scale_up import SIZES, Inflater, Size, rms
 
 
 def inflate(

@@ -1,10 +1,10 @@
 """Never slower: the planner with drafters that cannot help, against plain decoding, on a model worth speeding up.
 
-    python -m benchmarks.never_slower                                       builtin:code-160M, some minutes
+    python -m benchmarks.never_slower                                       synthetic 160M, some minutes
     python -m benchmarks.never_slower --cases wrong noisy --texts 2 --tokens 512
 
-In each case plain decoding and the planner write the same texts, in turns of a few tokens (outrider.bench.interleave). Costs are
-measured as at load. Asked: 0.99 of plain. `after_256` leaves out the first 256 tokens of each text.
+In each case plain decoding and the planner write the same texts, in turns of a few tokens (outrider.lab.bench.interleave).
+Costs are measured as at load. Asked: 0.99 of plain. `after_256` leaves out the first 256 tokens of each text.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from typing import Any
 import numpy as np
 
 from benchmarks import RESULTS, headline, machine
+from benchmarks.pairs import synthetic
 from benchmarks.report import markdown
-from outrider.bench.interleave import TimedRun, interleave
-from outrider.bench.stats import interval
-from outrider.calibrate import measure as measure_costs
 from outrider.control import Costs, Planner
+from outrider.core.intervals import interval
+from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Sequence
 from outrider.drafters import PlannedDrafter
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.stubs import Noisy, Wrong
+from outrider.engine.calibrate import measure as measure_costs
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
+from outrider.lab.bench.interleave import TimedRun, interleave
 from outrider.models.load import Loaded, load
-from outrider.params import SamplingParams
+from outrider.testing.stubs import Noisy, Wrong
 
 FIRST, STRETCH, LENGTH, LIMIT = 256, 16, 2048, Budget(8)
 PROMPT = '"""Tools for reading and writing tables."""\n\nimport csv\n\n\ndef read_table(path):\n'
@@ -61,10 +63,10 @@ def measure(
     drafting = PlannedDrafter({"draft": drafter}, planner, target.model.vocab_size)
     fast = Decoder(target.model, drafting, controller=planner, rows=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    interleave({"plain": TimedRun(plain, Sequence(0, prompt, replace(params, max_tokens=STRETCH)))})
+    interleave({"plain": TimedRun(plain, Request(0, prompt, replace(params, max_tokens=STRETCH)))})
     groups, whole = list[Any](), np.zeros(2)
     for seed in range(texts):
-        request = Sequence(seed, prompt, params, seed)
+        request = Request(seed, prompt, params, seed)
         done = interleave({"plain": TimedRun(plain, request), "fast": TimedRun(fast, request)}, STRETCH)
         if done["plain"].row.output != done["fast"].row.output:
             raise AssertionError("a text is not plain decoding's")
@@ -82,13 +84,14 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.never_slower", description=headline(__doc__))
-    parser.add_argument("--model", default="builtin:code-160M")
+    parser.add_argument("--model", help="default: builtin:code at the cost of 160 million weights")
     parser.add_argument("--draft", default="builtin:code-draft")
     parser.add_argument("--cases", nargs="+")
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=768)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    args.model = args.model or str(synthetic("160M"))
     target, records = load(args.model, device="cpu"), list[dict[str, Any]]()
     today = datetime.now(UTC).date().isoformat()
     out = args.out or RESULTS / f"{today}-never-slower.json"

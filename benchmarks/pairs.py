@@ -85,6 +85,11 @@ def made(name: str, source: str, *arguments: str) -> Path:
     return folder
 
 
+def synthetic(size: str, stored: str = "bfloat16") -> Path:
+    """The built-in code model at the cost of a larger one."""
+    return made(f"code-{size}-{stored}", "builtin:code", "--size", size, "--dtype", stored)
+
+
 def pair(size: str, stored: str, source: str, rate: float = 0.8, trained: str | None = None) -> Pair:
     """The target of this size and its drafts. size: 1.1B; or 1.1B:6, that shape with six layers. trained: another small
     model that shares the vocabulary, named so."""

@@ -23,8 +23,8 @@ from unittest import mock
 import httpx
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from outrider.ray import cluster
-from outrider.ray.options import DeployOptions
+from outrider.serve.ray import cluster
+from outrider.serve.ray.options import DeployOptions
 
 SYSTEM = (
     "You are the assistant of a small library. Be brief and friendly. Say where a book stands, who wrote it and when, and "
@@ -98,18 +98,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16)
     given = parser.parse_args()
-    cluster.join(cluster.LOCAL, 2.0)
     urls, deployed = dict[str, str](), None
     for name in ("prefix", "chance"):
         engines = {"replicas": 2, "cpus": 0.5, "engines": f"{name}-engines"}
         options = DeployOptions.model_validate(
             {"model": given.model, "speculative_config": {"method": "none"}, **engines}
         )
+        cluster.join_for(options, cluster.LOCAL)
         with ExitStack() as stack:
             if name == "chance":
-                stack.enter_context(mock.patch("outrider.ray.deployments.PrefixRouter", RandomRouter))
+                stack.enter_context(mock.patch("outrider.serve.ray.deployments.PrefixRouter", RandomRouter))
             port = cluster.free_port("127.0.0.1", 0)
-            deployed = cluster.start(options, name, "127.0.0.1", port, own=True, timeout=300)
+            deployed = cluster.start(options.with_(port=port), name, own=True, timeout=300)
         urls[name] = f"http://127.0.0.1:{port}"
     try:
         found = {name: Found() for name in urls}

@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks import RESULTS, headline
 from benchmarks.report import markdown
-from outrider.bench.tune.recorded import RecordedText, read
-from outrider.bench.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
 from outrider.control import CostModel, DraftCost, Planner
 from outrider.drafters.registry import METHODS, chain_kind
+from outrider.lab.tune.recorded import RecordedText, read
+from outrider.lab.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 LOOKUP = 3e-4

@@ -43,13 +43,13 @@ from benchmarks import RESULTS, ROOT, headline
 from benchmarks.machine import facts
 from benchmarks.prompts import humaneval
 from benchmarks.serve import Sample, ask
-from outrider.bench.stats import percentile
-from outrider.plan.acceptance_curve import AcceptanceCurve, AnswerAcceptance, find_curve
-from outrider.plan.serving_costs import MeasuredCosts, by_length
-from outrider.plan.serving_plan import LatencyTargets, ServingPlan
-from outrider.plan.simulation import ReplicaLimits, simulate
-from outrider.plan.workload import Arrival, Demand, Lengths
-from outrider.trace import Trace, read
+from outrider.engine.trace import Trace, read
+from outrider.lab.bench.stats import percentile
+from outrider.lab.plan.acceptance_curve import AcceptanceCurve, AnswerAcceptance, find_curve
+from outrider.lab.plan.serving_costs import MeasuredCosts, by_length
+from outrider.lab.plan.serving_plan import LatencyTargets, ServingPlan
+from outrider.lab.plan.simulation import ReplicaLimits, simulate
+from outrider.lab.plan.workload import Arrival, Demand, Lengths
 
 SLOTS, CHUNK = 8, 64
 SIZES = (1, 2, 4, 8)  # of the batches that are timed

@@ -22,16 +22,16 @@ from benchmarks import DATA, headline
 from benchmarks.edits import edits
 from benchmarks.prompts import humaneval
 from benchmarks.real.texts import CODE, EDIT
-from outrider.bench.tune.recorded import STATED, RecordedText, Recorder, read, record, save
-from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.control.beliefs import PRIORS, match_cell
-from outrider.decode import Decoder
-from outrider.decode import Sequence as Text
+from outrider.core.params import SamplingParams
 from outrider.drafters import make_drafter
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.confidence import SCALES
+from outrider.engine.decoder import Decoder
+from outrider.engine.decoder import Sequence as Text
+from outrider.lab.tune.recorded import STATED, RecordedText, Recorder, read, record, save
 from outrider.models.load import load
-from outrider.params import SamplingParams
 
 LENGTH, TOGETHER = 2048, 8
 LOOKUPS = ("suffix",)

@@ -27,14 +27,15 @@ from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.control import Fixed
 from outrider.control.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
+from outrider.core.params import SamplingParams
 from outrider.core.tree import depth
 from outrider.core.types import Budget, Siblings, Step
-from outrider.decode import Decoder, Sequence
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 
 LENGTH = 1024
 WIDTH = 8
@@ -129,7 +130,7 @@ def run(
     engine = Decoder(target.model, drafter, arm.verifier, Fixed(budget.depth, budget.width, budget.nodes), rows=1,
                      max_length=LENGTH)  # fmt: skip
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    requests = [Sequence(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
+    requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
     return [step for step, _ in Scheduler(engine, raises=True).run(requests) if step is not None]
 
 

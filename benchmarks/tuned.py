@@ -1,6 +1,6 @@
 """What `outrider tune` chooses, against a long race of the settings that may be better.
 
-    python -m benchmarks.tuned                                        four workloads on builtin:code-160M: an hour
+    python -m benchmarks.tuned                                        four workloads on synthetic 160M: an hour
     python -m benchmarks.tuned --workloads prose --prompts 3 --repeats 1
 
 Workloads: code (HumanEval), prose and edit (a text, and a file with one change asked for, as prompts of the built-in model),
@@ -21,13 +21,14 @@ from typing import Any
 
 from benchmarks import RESULTS, headline, machine
 from benchmarks.edits import edit_workload
+from benchmarks.pairs import synthetic
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
-from outrider.bench import stats
-from outrider.bench.prompts import Prompt
-from outrider.bench.tune.race import Candidate, Racer
-from outrider.bench.tune.search import Search
 from outrider.cli.tune import candidates
+from outrider.lab.bench import stats
+from outrider.lab.bench.prompts import Prompt
+from outrider.lab.tune.race import Candidate, Racer
+from outrider.lab.tune.search import Search
 from outrider.models.load import Loaded, load
 
 RIVALS = 4  # settings of the replay that race beside tune's choice
@@ -56,13 +57,21 @@ def prompts_of(workload: str, tokenizer: Any, count: int) -> tuple[list[Prompt],
     return [Prompt(str(n), workload, text) for n, text in enumerate(texts)], 1.5 if workload == "nonsense" else 0.0
 
 
-def compare(target: Loaded, workload: str, prompts: int, tokens: int, repeats: int, seconds: float) -> dict[str, Any]:
+def compare(
+    target: Loaded, workload: str, prompts: int, tokens: int, repeats: int, seconds: float, draft: str | None
+) -> dict[str, Any]:
     """One workload: tune, then the race."""
     read, temperature = prompts_of(workload, target.tokenizer, prompts)
     sampling = {"temperature": temperature, "max_tokens": tokens, "seed": 0, "ignore_eos": True}
     start = perf_counter()
-    methods = candidates(target, None, None, None, False)
-    search = Search(Racer(target, sampling), read, methods, whole={"method": "auto"}, seconds=seconds)
+    methods = candidates(target, draft, None, None, False)
+    search = Search(
+        Racer(target, sampling),
+        read,
+        methods,
+        whole={"method": "auto"} | ({"model": draft} if draft else {}),
+        seconds=seconds,
+    )
     for _ in search.run():
         pass
     tuning, chosen = perf_counter() - start, search.answer
@@ -89,7 +98,7 @@ def compare(target: Loaded, workload: str, prompts: int, tokens: int, repeats: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned", description=headline(__doc__))
-    parser.add_argument("--model", default="builtin:code-160M")
+    parser.add_argument("--model", help="default: builtin:code at the cost of 160 million weights")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
@@ -97,13 +106,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="that tune may measure for")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    draft = None if args.model else "builtin:code-draft"
+    args.model = args.model or str(synthetic("160M"))
     today, records = datetime.now(UTC).date().isoformat(), list[dict[str, Any]]()
     out, target = args.out or RESULTS / f"{today}-tuned.json", load(args.model, device="cpu")
     if out.exists():  # workloads may be measured one by one
         old = json.loads(out.read_text(encoding="utf-8"))["workloads"]
         records = [r for r in old if r["workload"] not in args.workloads]
     for workload in args.workloads:
-        records.append(compare(target, workload, args.prompts, args.tokens, args.repeats, args.seconds))
+        records.append(compare(target, workload, args.prompts, args.tokens, args.repeats, args.seconds, draft))
         print(records[-1], flush=True)
         made = {"date": today, "machine": machine.facts(), "model": args.model}
         out.write_text(json.dumps({**made, "workloads": records}, indent=1) + "\n", encoding="utf-8")

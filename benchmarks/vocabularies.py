@@ -23,14 +23,15 @@ from benchmarks import RESULTS, headline
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
 from outrider.control import Fixed
-from outrider.decode import Decoder, Sequence
+from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.vocabulary import Pairing, Vocabulary
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.models.load import Loaded, load
-from outrider.params import SamplingParams
 
 LENGTH = 1024
 
@@ -48,7 +49,7 @@ def arms(draft: Loaded, own: Loaded | None, both: Pairing) -> dict[str, tuple[Ca
     found: dict[str, tuple[Callable[[], Drafter], str]] = {
         "tli, match": (translated("tli"), "match"),
         "slem, match": (translated("slem"), "match"),
-        "chosen as it goes, match": (translated(None), "match"),
+        "by temperature, match": (translated(None), "match"),
         "tli, rejection": (translated("tli"), "rejection"),
         "slem, rejection": (translated("slem"), "rejection"),
     }
@@ -66,7 +67,7 @@ def run(
     drafter, verifier = made[0](), made[1]
     engine = Decoder(target.model, drafter, verifier, Fixed(depth), rows=1, max_length=LENGTH)
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    requests = [Sequence(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
+    requests = [Request(n, list(p), params, seed=n) for n, p in enumerate(prompts)]
     steps = [
         s for s, _ in Scheduler(engine, raises=True).run(requests) if s is not None and s.budgets[0].depth == depth
     ]

@@ -6,9 +6,9 @@
 
 The targets are the built-in model inflated (benchmarks.inflate), the draft model is the built-in draft as trained. Workloads:
 `code` (HumanEval), four categories of Spec-Bench, and `edits` (benchmarks.edits: the answer is forced, the forwards are
-paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.bench.interleave), after a text that
-warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone; `auto`
-measures costs for a second, as it does when an LLM is first made, and keeps what its planner learns. efficiency: time of
+paid). For each prompt plain decoding and the methods take turns, a few tokens each (outrider.lab.bench.interleave), after a text
+that warms up and is not counted; texts are the same under all of them, which is checked. Drafters see their own request alone.
+`auto` measures costs for a second, as it does when an LLM is first made, and keeps what its planner learns. efficiency: time of
 the two models' forwards over the whole time. Only edits come with a prediction. layer_skip drafts with the layers that a search
 finds on other HumanEval prompts, and only where the target has no more layers than its source: those that inflation adds do
 nothing, to skip them would be cheating.
@@ -34,16 +34,17 @@ from benchmarks.edits import ForcedTarget, edit_workload
 from benchmarks.pairs import PRECISIONS, pair, source_folder
 from benchmarks.prompts import humaneval
 from benchmarks.report import markdown
-from outrider.bench.interleave import TimedRun, interleave
-from outrider.bench.stats import interval
-from outrider.calibrate import make_planner, planned
-from outrider.config import SpeculativeConfig
-from outrider.control import Controller, Fixed
-from outrider.decode import Decoder, Sequence
-from outrider.drafters import Drafter, NoDraft, make_drafters
+from outrider.control import Fixed
+from outrider.core.intervals import interval
+from outrider.core.params import SamplingParams
+from outrider.drafters import NoDraft, make_drafters
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.self_speculation import LayerSearch, search_layers
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
+from outrider.engine.runtime import build
+from outrider.lab.bench.interleave import TimedRun, interleave
 from outrider.models.load import Loaded, load
-from outrider.params import SamplingParams
 
 LENGTH = 2048
 LONGER = 4  # times the tokens of the others: the answer to an edit is a file
@@ -111,12 +112,14 @@ class Runner:
             if given.get("method") == "layer_skip":
                 given |= {"layers": self.layers.layers, "num_speculative_tokens": self.layers.depth}
             config = SpeculativeConfig.of(given)
-            drafters = make_drafters(config, self.target, rows=1, max_length=LENGTH, device="cpu")
-            drafter: Drafter = next(iter(drafters.values()), NoDraft())
-            controller: Controller = Fixed(*config.budget.parts)
+            roster = None
             if method == "auto":
-                controller = make_planner(config, self.target, drafters)
-                drafter = planned(config, self.target, drafters, controller)
+                roster = build(self.target, config, rows=1, max_length=LENGTH, device="cpu").roster
+            if roster is not None:
+                drafter, controller = roster, roster.planner
+            else:
+                drafters = make_drafters(config, self.target, rows=1, max_length=LENGTH, device="cpu")
+                drafter, controller = next(iter(drafters.values()), NoDraft()), Fixed(*config.budget.parts)
             model = self.forced if forced else self.target.model
             self._made[method, forced] = Decoder(model, drafter, controller=controller, rows=1, max_length=LENGTH)
         return self._made[method, forced]
@@ -128,7 +131,7 @@ class Runner:
         if text.answer is not None:
             self.forced.text, tokens = text.prompt + text.answer, min(LONGER * tokens, len(text.answer))
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-        request = Sequence(0, text.prompt, params, seed, prediction=text.prediction)
+        request = Request(0, text.prompt, params, seed, prediction=text.prediction)
         return interleave({m: TimedRun(self.decoder(m, forced), request) for m in methods})
 
 

@@ -1,10 +1,10 @@
-"""Put every causal language model class of transformers through its checks, and write docs/models.md from the results.
+"""Put every causal language model class of transformers through its checks; write the page and the package's table of them.
 
-    python docs/models.py [--only llama gpt2] [--again] [--page]
+    python -m docs.models [--only llama gpt2] [--again] [--page]
 
 Each class runs in a process of its own, at low priority and with a time limit. Each result is kept in docs/models.json at
 once, so a run that was stopped goes on where it was. --only: these model types. --again: also what has a result of this
-transformers. --page: run nothing, write the page.
+transformers. --page: run nothing, write docs/models.md and outrider/data/classes.json, which `outrider models --check` reads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from outrider.testing.coverage import UNAVAILABLE, ClassReport, report_of
-from outrider.testing.tiny_models import whole_config
+from outrider.cli.compatibility import TABLE
+from tests.support.coverage import RUNS, UNAVAILABLE, ClassReport, report_of
+from tests.support.tiny_models import whole_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
@@ -82,7 +83,7 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Every model class of transformers",
         "",
-        f"This page is made by `python docs/models.py`, with transformers {results['transformers']}. Do not edit it.",
+        f"This page is made by `python -m docs.models`, with transformers {results['transformers']}. Do not edit it.",
         "",
         "Each causal language model class was made as a tiny random model. Its logits were compared with those of its own",
         "forward, and its texts with those of `generate`.",
@@ -135,6 +136,14 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def table(results: dict[str, Any]) -> str:
+    """What outrider/data/classes.json says of the classes that run, a line for each."""
+    names = ("path", "guarantee", "note", "whole", "differing", "of")
+    runs = sorted((m for m in results["models"].values() if m["status"] == RUNS), key=lambda m: m["name"])
+    rows = (f'"{m["name"]}": {json.dumps({name: m[name] for name in names if name in m})}' for m in runs)
+    return f'{{"transformers": "{results["transformers"]}", "classes": {{\n' + ",\n".join(rows) + "\n}}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TYPE")
@@ -154,6 +163,7 @@ def main() -> None:
             RESULTS.write_text(json.dumps(known, indent=1) + "\n")
             print(f"{found['name']}: {found['status']} {found.get('path', '')} {found.get('reason', '')}", flush=True)
     PAGE.write_text(page(known))
+    TABLE.write_text(table(known))
 
 
 if __name__ == "__main__":

@@ -51,12 +51,15 @@ def explain(browser: Any) -> None:
 
 def dashboard(browser: Any) -> None:
     """The dashboard of a server in the middle of a comparison."""
+    sys.path.insert(0, str(IMAGES.parents[1]))
+    from benchmarks.pairs import synthetic
+
     command = [
         sys.executable,
         "-m",
         "outrider",
         "serve",
-        "builtin:code-160M",
+        str(synthetic("160M")),
         "--port",
         "0",
         "--served-model-name",

@@ -17,18 +17,22 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "reference"
 # page -> (what it is about, its modules in reading order)
 PAGES: dict[str, tuple[str, list[str]]] = {
-    "api": ("load a model, sample, read outputs", ["llm", "params", "config", "outputs", "integrations.transformers"]),
+    "api": (
+        "load a model, sample, read outputs",
+        ["engine.llm", "core.params", "drafters.config", "core.outputs", "integrations.transformers"],
+    ),
     "loop": (
         "the loop, the planner and its costs",
         [
-            "decode",
+            "engine.decoder",
+            "engine.runtime",
             "control.planner",
             "control.price",
             "control.beliefs",
             "control.costs",
             "control.fixed",
             "drafters.combine.planned",
-            "calibrate",
+            "engine.calibrate",
         ],
     ),
     "core": ("records, trees, noise, sampling", ["core.types", "core.tree", "core.noise", "core.sampling"]),
@@ -53,19 +57,22 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         ["models.base", "models.cache", "models.attention", "models.load"],
     ),
     "engine": ("many requests at once", ["engine.engine"]),
-    "trace": ("record, read, replay", ["trace.recorder", "trace.records", "trace.reader", "trace.replay"]),
+    "trace": (
+        "record, read, replay",
+        ["engine.trace.recorder", "engine.trace.records", "engine.trace.reader", "engine.trace.replay"],
+    ),
     "engines": ("exports to other engines", ["integrations.engines", "integrations.engines.setting"]),
     "plan": (
         "plan other machines: hardware, costs, acceptance, the simulator",
         [
             "core.hardware",
-            "plan.planned_model",
-            "plan.acceptance_curve",
-            "plan.serving_costs",
-            "plan.workload",
-            "plan.simulation",
-            "plan.serving_plan",
-            "plan.answer",
+            "lab.plan.planned_model",
+            "lab.plan.acceptance_curve",
+            "lab.plan.serving_costs",
+            "lab.plan.workload",
+            "lab.plan.simulation",
+            "lab.plan.serving_plan",
+            "lab.plan.answer",
         ],
     ),
     "testing": ("contract test, toy model, oracle", ["testing.contract", "testing.toy", "testing.oracle"]),

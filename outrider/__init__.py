@@ -12,26 +12,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from outrider import _deprecated
 from outrider._version import __version__
 
 if TYPE_CHECKING:
-    from outrider.config import SpeculativeConfig
+    from outrider.core.outputs import CompletionOutput, Delta, RequestOutput, SpeculativeMetrics
+    from outrider.core.params import SamplingParams
     from outrider.core.types import Guarantee
+    from outrider.drafters.config import SpeculativeConfig
+    from outrider.engine.llm import LLM
     from outrider.integrations.transformers import custom_generate
-    from outrider.llm import LLM
-    from outrider.outputs import CompletionOutput, Delta, RequestOutput, SpeculativeMetrics
-    from outrider.params import SamplingParams
 
 _HOME = {
-    "LLM": "llm",
-    "CompletionOutput": "outputs",
-    "Delta": "outputs",
+    "LLM": "engine.llm",
+    "CompletionOutput": "core.outputs",
+    "Delta": "core.outputs",
     "Guarantee": "core.types",
-    "RequestOutput": "outputs",
-    "SamplingParams": "params",
-    "SpeculativeConfig": "config",
-    "SpeculativeMetrics": "outputs",
+    "RequestOutput": "core.outputs",
+    "SamplingParams": "core.params",
+    "SpeculativeConfig": "drafters.config",
+    "SpeculativeMetrics": "core.outputs",
     "custom_generate": "integrations.transformers",
 }
 
@@ -47,9 +46,6 @@ __all__ = [
     "__version__",
     "custom_generate",
 ]
-
-
-_deprecated.install()
 
 
 def __getattr__(name: str) -> Any:

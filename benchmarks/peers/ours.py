@@ -11,16 +11,17 @@ import torch
 
 from benchmarks.pairs import drafts_of
 from benchmarks.side import Run, serve
-from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
-from outrider.decode import Decoder, Sequence
+from outrider.core.params import SamplingParams
 from outrider.drafters import ModelDrafter, make_drafter
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 
 MAX_LENGTH = 1024
 
@@ -105,7 +106,7 @@ class Ours:
         decoder = self.decoder(method)
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         clock, text, steps = [], [], []
-        for step, moved in Scheduler(decoder, raises=True).run([Sequence(0, prompt, params, seed)]):
+        for step, moved in Scheduler(decoder, raises=True).run([Request(0, prompt, params, seed)]):
             if step is None:
                 continue
             clock.append(perf_counter())

@@ -31,9 +31,9 @@ from benchmarks.real.served import served
 from benchmarks.real.sides import METHODS, WEIGHTS, Llama, Ours
 from benchmarks.real.start import measure, measure_llama
 from benchmarks.real.texts import WORKLOADS, texts
-from outrider.bench.prompts import Prompt
+from outrider.core.params import SamplingParams
+from outrider.lab.bench.prompts import Prompt
 from outrider.models.identity import weight_files
-from outrider.params import SamplingParams
 
 PARTS = ("texts", "forward", "start", "served")
 WARM = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

@@ -16,7 +16,7 @@ from benchmarks.real.journal import Journal
 from benchmarks.real.sides import PLAIN
 from benchmarks.real.texts import WORKLOADS
 from benchmarks.report import markdown
-from outrider.bench.stats import CONFIDENCE, DRAWS, Interval
+from outrider.core.intervals import CONFIDENCE, DRAWS, Interval
 
 LEAST = 8  # decoded tokens of a text that counts; shorter ones say nothing about a speed
 LLAMA = "llama.cpp"

@@ -11,13 +11,13 @@ from typing import Any, Self
 
 from benchmarks.identity import differing
 from benchmarks.peers.llama_server import LlamaServer
-from outrider.bench.interleave import TimedRun, interleave
-from outrider.bench.local import SampleRecorder
-from outrider.bench.run import Sample
+from outrider.core.params import SamplingParams
+from outrider.engine.llm import LLM
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.llm import LLM
+from outrider.lab.bench.interleave import TimedRun, interleave
+from outrider.lab.bench.local import SampleRecorder
+from outrider.lab.bench.run import Sample
 from outrider.models.load import load
-from outrider.params import SamplingParams
 
 STRETCH = 8  # tokens that a method writes before the next one's turn
 PREFIX_BYTES = 2**31

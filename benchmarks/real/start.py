@@ -82,8 +82,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     args = parser.parse_args()
     from benchmarks.real.sides import WEIGHTS
-    from outrider.llm import LLM
-    from outrider.params import SamplingParams
+    from outrider.core.params import SamplingParams
+    from outrider.engine.llm import LLM
 
     before = peak()["peak_bytes"]
     llm = LLM(args.model, device="cpu", max_model_len=512, max_num_seqs=1, **WEIGHTS[args.weights])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.cli.http_client import Client
 
 if TYPE_CHECKING:
+    from outrider.core.outputs import Delta
     from outrider.engine import Engine
-    from outrider.outputs import Delta
+    from outrider.engine.llm import LLM
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -54,20 +56,19 @@ class ServerBackend:
 class LocalBackend:
     """A model in this process, with the engine of a server: what it has read is not read again."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.name = engine.llm.loaded.name
+    def __init__(self, llm: LLM, engine: Engine) -> None:
+        self._llm, self._engine = llm, engine
+        self.name = llm.loaded.name
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """See `ChatBackend`."""
-        from outrider.params import SamplingParams
-        from outrider.serve.responses import metrics, usage
+        from outrider.core.params import SamplingParams
+        from outrider.serve.openai.responses import metrics, usage
 
         params = SamplingParams(**{"max_tokens": None, **options})
-        [sequence] = self._engine.llm.requests(messages, params)
+        [request] = self._llm.requests(messages, params)
         deltas: SimpleQueue[Delta] = SimpleQueue()
-        sequence.sink = deltas.put
-        self._engine.submit([sequence])
+        [sequence] = self._engine.submit([replace(request, sink=deltas.put)])
         try:
             ended = False
             while not ended:
@@ -80,7 +81,7 @@ class LocalBackend:
         if sequence.finish.finish == "error":
             raise RuntimeError(f"the answer was not written: {sequence.finish.reason}")
         yield {
-            "choices": [{"finish_reason": sequence.finish.finish, "seed": sequence.seed}],
+            "choices": [{"finish_reason": sequence.finish.finish, "seed": request.seed}],
             "usage": usage([sequence], 1),
             "metrics": metrics([sequence], False),
             "guarantee": self._engine.decoder.guarantee.value,

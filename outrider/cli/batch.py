@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import CODE, Debug, LoadOptions, Model, SpeculationOptions, option
+from outrider.cli.options import CODE, Debug, Model, SpeculationOptions, option, validated
 from outrider.cli.terminal import RED, loading, paint, plain, readable
+from outrider.serve.options import BatchOptions
 
 if TYPE_CHECKING:
-    from outrider.batch.answer import BatchOptions
-    from outrider.batch.journal import Journal
-    from outrider.batch.lines import BatchLine
+    from outrider.serve.batch.journal import Journal
+    from outrider.serve.batch.lines import BatchLine
 
 _SHOWN = 5  # problems that are named on the terminal; the output has all
 
@@ -28,18 +28,9 @@ def batch(
     ],
     out: Annotated[Path, option("Output", "The file of answers, in the order of the requests.", "--out", "-o")],
     model: Model = CODE,
-    served_model_name: Annotated[
-        str | None, option("Model", "What the requests call the model; without it, the model's own name.")
-    ] = None,
-    chat_template: Annotated[
-        Path | None, option("Model", "A file with a chat template, in place of the model's.")
-    ] = None,
     *,
     speculation: SpeculationOptions,
-    loading_options: LoadOptions,
-    max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None,
-    max_num_seqs: Annotated[int, option("Engine", "Sequences in a batch of the engine, at most.", min=1)] = 8,
-    seed: Annotated[int, option("Sampling", "Gives each request without a seed its own, from its custom_id.")] = 0,
+    given: Annotated[dict[str, Any], BatchOptions],
     ray: Annotated[
         str | None,
         option(
@@ -61,26 +52,14 @@ def batch(
             raise ValueError("--replicas and --cpus are those of a cluster; add --ray ADDRESS, or leave them out")
         with loading(model):
             try:
-                from outrider.batch.answer import BatchOptions
+                import outrider.serve.batch.answer  # noqa: F401
             except ImportError as error:
                 raise ValueError(
                     f"packages of the server are missing ({error.name}); pip install 'outrider[serve]'"
                 ) from None
-            from outrider.batch.journal import Journal
-            from outrider.batch.lines import scan
-        options = BatchOptions(
-            model=model,
-            speculative_config=config,
-            dtype=loading_options.dtype,
-            device=loading_options.device,
-            quantization=loading_options.quantization,
-            kv_cache_dtype=loading_options.kv_cache_dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            served_model_name=served_model_name,
-            chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
-            seed=seed,
-        )
+            from outrider.serve.batch.journal import Journal
+            from outrider.serve.batch.lines import scan
+        options = validated(BatchOptions, model=model, speculative_config=config, **given)
         if not input_file.is_file():
             raise FileNotFoundError(f"there is no file {input_file}; give a file of requests, one JSON object a line")
         if out.absolute() == input_file.absolute() or (out.exists() and out.samefile(input_file)):
@@ -113,8 +92,8 @@ def batch(
 def _here(
     path: Path, lines: list[BatchLine], options: BatchOptions, shown: BatchProgress
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    from outrider.batch.answer import BatchAnswerer
-    from outrider.batch.lines import read
+    from outrider.serve.batch.answer import BatchAnswerer
+    from outrider.serve.batch.lines import read
 
     with loading(options.model):
         answerer = BatchAnswerer(options)
@@ -127,14 +106,15 @@ def _here(
 def _there(
     path: Path, lines: list[BatchLine], options: BatchOptions, address: str, replicas: int, cpus: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    from outrider.batch import cluster
-    from outrider.batch.lines import read
+    from outrider.serve.batch import cluster
+    from outrider.serve.batch.lines import read
+    from outrider.serve.ray.cluster import join, leave
 
-    cluster.connect(address)
+    join(address, "--ray", ", or leave out --ray")
     try:
         yield from cluster.answers(read(path, lines), options, replicas, cpus)
     finally:
-        cluster.disconnect()
+        leave()
 
 
 def _failed(lines: list[BatchLine], journal: Journal) -> list[str]:

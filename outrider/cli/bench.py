@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.options import (
-    WIDE,
+    CODE,
     Debug,
     DraftModel,
     LoadOptions,
@@ -31,9 +29,9 @@ from outrider.cli.terminal import DIM, RED, YELLOW, console, loading, paint, pla
 from outrider.drafters.registry import AUTO, model_method
 
 if TYPE_CHECKING:
-    from outrider.bench.prompts import Prompt
-    from outrider.bench.run import Run, Sample, Setting
-    from outrider.bench.schedule import Backend
+    from outrider.lab.bench.prompts import Prompt
+    from outrider.lab.bench.run import Run, Sample, Setting
+    from outrider.lab.bench.schedule import Backend
 
 # Seconds.
 SAVE_EVERY = 5.0
@@ -67,7 +65,7 @@ class SettingOptions:
 
     model: Annotated[
         str | None,
-        option("What", f"A model; default {WIDE}. For a server: the model's name there.", "--model", "-m"),
+        option("What", f"A model; default {CODE}. For a server: the model's name there.", "--model", "-m"),
     ] = None
     method: Annotated[
         list[str] | None, option("What", "A drafting method to compare with plain decoding. May be repeated.")
@@ -80,7 +78,7 @@ class SettingOptions:
 
     def configs(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
         """Names and configurations. remote: of a server. Raises ValueError for a draft model without its method."""
-        model, draft, methods = self.model or WIDE, self.draft_model, self.method
+        model, draft, methods = self.model or CODE, self.draft_model, self.method
         drafting = model_method(draft)
         if methods is None and self.speculative_config is None:
             methods = [] if remote else [drafting] if draft or own_draft(model) else [AUTO]
@@ -177,35 +175,29 @@ def bench(
             raise ValueError("--hindsight replays drafts of this process; leave it out with --base-url")
         configs = what.configs(bool(server.urls))
         sampling = workload.sampling(top_p=top_p, top_k=top_k)
-        from outrider.bench.prompts import read
-        from outrider.bench.schedule import check_resumable
+        from outrider.lab.bench.prompts import read
+        from outrider.lab.bench.schedule import check_resumable
 
         read_prompts, notes = read(prompts, workload.num_prompts)
         old = _interrupted_run(files)
-        with loading("the client" if server.urls else what.model or WIDE):
-            from outrider.bench.run import PromptRecord, Run
-            from outrider.kernels.machine import machine
+        with loading("the client" if server.urls else what.model or CODE):
+            from outrider.lab.bench.run import Run
 
             if server.urls:
                 backend, settings, name = _servers(server, configs, what.model, sampling)
-                lengths = [None] * len(read_prompts)
+                lengths = None
             else:
-                name = what.model or WIDE
-                backend, settings = _local(name, configs, sampling, concurrency, asdict(loading_options))
+                name = what.model or CODE
+                backend, settings = _local(name, configs, sampling, concurrency, dict(loading_options))
                 lengths = [backend.num_tokens(prompt) for prompt in read_prompts]
-            run = Run(
-                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                command=shlex.join(["outrider", *sys.argv[1:]]),
-                model=name,
-                machine={key: str(value) for key, value in machine().items()},
-                sampling=sampling,
+            run = Run.begun(
+                name,
+                settings,
+                read_prompts,
+                sampling,
+                lengths,
                 repeats=repeats or (1 if server.urls else 3),
                 concurrency=concurrency,
-                settings=settings,
-                prompts=[
-                    PromptRecord(id=p.id, category=p.category, text=p.text, tokens=n)
-                    for p, n in zip(read_prompts, lengths, strict=True)
-                ],
             )
         if old is not None:
             check_resumable(old, run)
@@ -215,17 +207,19 @@ def bench(
                 "a server that remembers its answers (suffix, auto) finds each of them from the second repeat on, and looks "
                 "too fast; use more prompts instead of --repeats"
             )
-        code = _measure(run, backend, read_prompts, notes, files)
+        code = run_and_report(run, backend, read_prompts, notes, files)
+        if code == 130:
+            _report_interrupt(run, files.json_file)
         if hindsight and run.complete:
             _tell_hindsight(backend, read_prompts, sampling)
         raise typer.Exit(code)
 
 
-def _measure(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], files: FileOptions) -> int:
-    """Measure with a progress bar, save, show. Returns the exit code."""
+def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], files: FileOptions) -> int:
+    """Measure with a progress bar, save, show. Returns the exit code, 130 after ctrl-C."""
     file = files.json_file
-    from outrider.bench.report.terminal import show
-    from outrider.bench.summary import summary
+    from outrider.lab.bench.report.terminal import show
+    from outrider.lab.bench.summary import summary
 
     interrupted = False
     try:
@@ -243,7 +237,6 @@ def _measure(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], fi
         show(run, console())
         _write_files(run, backend, files, interrupted)
     if interrupted:
-        _report_interrupt(run, file)
         return 130
     if not answered:
         why = next((s.error for s in run.samples), "there was no request")
@@ -256,7 +249,7 @@ def _measure(run: Run, backend: Any, prompts: list[Prompt], notes: list[str], fi
 def _tell_hindsight(backend: Any, prompts: list[Prompt], sampling: dict[str, Any]) -> None:
     """Say what was possible with the drafters of each setting."""
     with working("recording what the drafters would have proposed"):
-        from outrider.bench.hindsight import hindsight
+        from outrider.lab.bench.hindsight import hindsight
 
         found = hindsight(backend.llms, prompts, sampling)
     for one in found:
@@ -265,8 +258,8 @@ def _tell_hindsight(backend: Any, prompts: list[Prompt], sampling: dict[str, Any
 
 def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) -> None:
     """Write the requested files. Then measure the limits of the machine, and write them again with these."""
-    from outrider.bench.local import Local
-    from outrider.bench.report import page
+    from outrider.lab.bench.local import Local
+    from outrider.lab.bench.report import page
 
     file, html = files.json_file, files.html
     if file is None and html is None:
@@ -284,7 +277,7 @@ def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) 
     if html is not None:
         print(paint(f"The page is {html}.", DIM))
     if isinstance(backend, Local) and not interrupted:
-        from outrider.bench.roofline import measure_limits
+        from outrider.lab.bench.roofline import measure_limits
 
         with suppress(KeyboardInterrupt), working("measuring the limits of this machine, for the page; ctrl-C ends it"):
             measure_limits(run, backend.llms)
@@ -296,7 +289,7 @@ def _progress(run: Run, backend: Backend, prompts: list[Prompt], file: Path | No
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from outrider.bench.schedule import groups, measure
+    from outrider.lab.bench.schedule import groups, measure
 
     total = len(groups(prompts, run.concurrency)) * len(run.settings) * run.repeats
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
@@ -313,7 +306,7 @@ def _progress(run: Run, backend: Backend, prompts: list[Prompt], file: Path | No
 
 
 def _status(samples: list[Sample]) -> str:
-    from outrider.bench.stats import rate
+    from outrider.lab.bench.stats import rate
 
     found = rate([s for s in samples if s.error is None])
     speed = "failed" if found is None else f"{found.value:.0f} tokens/s"
@@ -336,7 +329,7 @@ def _interrupted_run(files: FileOptions) -> Run | None:
     file = files.json_file
     if file is None or not file.exists():
         return None
-    from outrider.bench.run import Run
+    from outrider.lab.bench.run import Run
 
     old = Run.load(file)
     if files.resume:
@@ -366,8 +359,8 @@ def _named(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def _local(
     model: str, configs: list[tuple[str, dict[str, Any]]], sampling: dict[str, Any], slots: int, options: dict[str, Any]
 ) -> tuple[Any, list[Setting]]:
-    from outrider.bench.local import Local
-    from outrider.bench.run import Setting
+    from outrider.lab.bench.local import Local
+    from outrider.lab.bench.run import Setting
 
     settings = [Setting(name="plain"), *(Setting(name=name, speculative_config=config) for name, config in configs)]
     return Local.load(settings, model, sampling, slots, **options), settings
@@ -377,8 +370,8 @@ def _servers(
     server: ServerOptions, configs: list[tuple[str, dict[str, Any]]], model: str | None, sampling: dict[str, Any]
 ) -> tuple[Any, list[Setting], str]:
     """The backend, the settings, and the names of the models."""
-    from outrider.bench.remote import Remote, address
-    from outrider.bench.run import Setting
+    from outrider.lab.bench.remote import Remote, address
+    from outrider.lab.bench.run import Setting
 
     if len(server.urls) > 2:
         raise ValueError(f"give --base-url once or twice, got {len(server.urls)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -34,15 +33,16 @@ def calibrate(
         config = parse_speculative_config(speculative_config)
         with loading(model):
             from outrider.core.files import cache_folder
-            from outrider.llm import LLM
+            from outrider.engine.llm import LLM
 
-            llm = LLM(model, speculative_config=config, calibrate=True, **asdict(load))
-        if llm.planner is None or llm.planner.lengths is not None:
+            llm = LLM(model, speculative_config=config, calibrate=True, **dict(load))
+        roster = llm.runtime.roster
+        if roster is None or roster.planner.lengths is not None:
             raise ValueError(
                 f"{config} uses no measured costs: nothing drafts, or its controller is fixed. "
                 'Measure for example {"method": "auto"}'
             )
-        costs = llm.planner.costs.model
+        costs = roster.planner.costs.model
         plain = costs.forward(1)
         print(f"A plain step, which writes one token, takes {1000 * plain:.1f} ms.")
         for nodes, seconds in sorted(costs.target.items()):

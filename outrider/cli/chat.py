@@ -6,7 +6,6 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
@@ -18,46 +17,39 @@ from outrider.cli.keyboard import Keyboard, message
 from outrider.cli.options import ApiKey, Debug, LoadOptions, SpeculationOptions, option
 from outrider.cli.terminal import RED, loading, readable
 from outrider.core.files import state_folder
+from outrider.serve.options import Options, setting
 
 SERVER = "http://127.0.0.1:8000"
 
 
-@dataclass(frozen=True)
-class TalkOptions:
+class TalkOptions(Options):
     """How answers are written and shown."""
 
-    system: Annotated[str | None, option("Conversation", "The system message.")] = None
-    temperature: Annotated[float, option("Conversation", "0 is greedy.", "--temperature", "-t")] = 0.7
-    max_tokens: Annotated[
-        int | None,
-        option(
-            "Conversation", "Tokens of an answer, at most; without it, as many as fit.", "--max-tokens", "-n", min=1
-        ),
-    ] = None
-    seed: Annotated[int | None, option("Conversation", "Without it, a seed is drawn.")] = None
-    stats: Annotated[
-        bool, option("Conversation", "Show speed and accepted draft tokens after each answer.", "--stats", "--verbose")
-    ] = False
+    system: str | None = setting(None, "Conversation", "The system message.")
+    temperature: float = setting(0.7, "Conversation", "0 is greedy.", "--temperature", "-t")
+    max_tokens: int | None = setting(
+        None, "Conversation", "Tokens of an answer, at most; without it, as many as fit.", "--max-tokens", "-n", ge=1
+    )
+    seed: int | None = setting(None, "Conversation", "Without it, a seed is drawn.")
+    stats: bool = setting(
+        False, "Conversation", "Show speed and accepted draft tokens after each answer.", "--stats", "--verbose"
+    )
+    history: bool = setting(
+        True,
+        "Conversation",
+        "Keep what is typed for the arrow keys of the next start.",
+        "--history/--no-history",
+        envvar="OUTRIDER_HISTORY",
+    )
 
     def conversation(self, backend: ChatBackend) -> Conversation:
         """A new conversation. Raises ValueError for what no backend would take."""
-        from outrider.params import SamplingParams
+        from outrider.core.params import SamplingParams
 
         seed = secrets.randbits(32) if self.seed is None else self.seed
         options = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": seed}
         SamplingParams(**options)
         return Conversation(backend, options, system=self.system, stats=self.stats)
-
-
-History = Annotated[
-    bool,
-    option(
-        "Conversation",
-        "Keep what is typed for the arrow keys of the next start.",
-        "--history/--no-history",
-        envvar="OUTRIDER_HISTORY",
-    ),
-]
 
 
 def chat(
@@ -77,7 +69,6 @@ def chat(
     loaded: LoadOptions,
     speculation: SpeculationOptions,
     talk: TalkOptions,
-    history: History = True,
     api_key: ApiKey = None,
     debug: Debug = False,
 ) -> None:
@@ -88,7 +79,7 @@ def chat(
     with readable(debug):
         if url is None and model is not None:
             with _here(model, loaded, speculation) as backend:
-                _talk(talk.conversation(backend), history)
+                _talk(talk, backend)
             return
         if (loaded, speculation) != (LoadOptions(), SpeculationOptions()):
             raise ValueError(
@@ -96,7 +87,7 @@ def chat(
                 "the model here: outrider chat -m MODEL"
             )
         client = Client(url or SERVER, api_key)
-        _talk(talk.conversation(ServerBackend(client, model)), history)
+        _talk(talk, ServerBackend(client, model))
 
 
 def run(
@@ -110,7 +101,6 @@ def run(
     loaded: LoadOptions,
     speculation: SpeculationOptions,
     talk: TalkOptions,
-    history: History = True,
     debug: Debug = False,
 ) -> None:
     """Chat with a model, or get one answer: to PROMPT, to a text that is piped in, or to both.
@@ -125,22 +115,22 @@ def run(
             if not asked:
                 raise ValueError("there is no message; give one: outrider run MODEL 'Why is the sky blue?'")
         with _here(model, loaded, speculation) as backend:
-            conversation = talk.conversation(backend)
             if asked is None:
-                _talk(conversation, history)
-            elif conversation.say(asked):
+                _talk(talk, backend)
+            elif talk.conversation(backend).say(asked):
                 raise typer.Exit(130)
 
 
-def _talk(conversation: Conversation, history: bool) -> None:
+def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
     """Handle what is typed, or the lines of a pipe, until there is no more."""
+    conversation = talk.conversation(backend)
     if not sys.stdin.isatty():
         for line in sys.stdin:
             if line.strip() and not conversation.handle(line.rstrip("\n")):
                 break
         return
-    keyboard = Keyboard(state_folder() / "chat_history" if history else None)
-    name, seed = conversation.backend.name, conversation.options["seed"]
+    keyboard = Keyboard(state_folder() / "chat_history" if talk.history else None)
+    name, seed = backend.name, conversation.options["seed"]
     tell(f"{name}, seed {seed}. /help lists the commands, ctrl-D ends.")
     while True:
         try:
@@ -167,19 +157,19 @@ def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> I
     config = speculation.config(model)
     with loading(model):
         from outrider.engine import Engine
-        from outrider.llm import LLM
+        from outrider.engine.llm import LLM
         from outrider.models.load import has_chat_template
         from outrider.serve.templates import set_chat_template
 
         if not model.startswith("builtin:") and not has_chat_template(model):
             raise ValueError(no_template(model))
-        llm = LLM(model, speculative_config=config, max_num_seqs=1, **asdict(loaded))
+        llm = LLM(model, speculative_config=config, max_num_seqs=1, **dict(loaded))
         note = set_chat_template(llm, None)
-        engine = Engine(llm)
+        engine = Engine(llm.runtime)
     for line in [*llm.notes, *([note] if note else [])]:
         tell(line)
     with closing(engine):
-        yield LocalBackend(engine)
+        yield LocalBackend(llm, engine)
 
 
 def no_template(model: str) -> str:

@@ -139,7 +139,7 @@ class Conversation:
         tell("the system message is set" if rest else "there is no system message")
 
     def _set(self, rest: str) -> None:
-        from outrider.params import SamplingParams
+        from outrider.core.params import SamplingParams
 
         name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
         if name not in _PARAMETERS:

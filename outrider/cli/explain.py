@@ -12,8 +12,8 @@ from outrider.cli.options import Debug, option
 from outrider.cli.terminal import YELLOW, paint, printable, readable, working
 
 if TYPE_CHECKING:
-    from outrider.explain import ExplainedRun
-    from outrider.trace import Trace
+    from outrider.engine.trace import Trace
+    from outrider.lab.explain import ExplainedRun
 
 
 def explain(
@@ -50,9 +50,9 @@ def explain(
         with working(f"explaining {'a built-in run' if trace is None else trace}"):
             from dataclasses import replace
 
-            from outrider.explain import builtin
-            from outrider.explain.facts import machine_curves
-            from outrider.explain.page import write
+            from outrider.lab.explain import builtin
+            from outrider.lab.explain.facts import machine_curves
+            from outrider.pages.page import write
 
             if trace is None:
                 run = builtin()
@@ -70,8 +70,8 @@ def explain(
 
 def _own(file: Path, model: str | None, recorded: bool) -> ExplainedRun:
     """The run of a trace, with what the model can tell if it is to be loaded."""
-    from outrider.explain import explained, with_model
-    from outrider.trace import Detail, read
+    from outrider.engine.trace import Detail, read
+    from outrider.lab.explain import explained, with_model
 
     trace = read(file)
     if recorded or trace.header.detail is Detail.COUNTS:

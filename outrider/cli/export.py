@@ -50,7 +50,7 @@ def export(
     """
     with readable(debug):
         with loading("the export"):
-            from outrider.config import SpeculativeConfig
+            from outrider.drafters.config import SpeculativeConfig
             from outrider.integrations.engines import ENGINES, named
             from outrider.integrations.engines.handover import hand_over, write_files
 

@@ -1,4 +1,4 @@
-"""`outrider generate` and `outrider demo`. Imports torch only when a command runs."""
+"""`outrider generate`. Imports torch only when a command runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import secrets
 import sys
 from collections import Counter
-from dataclasses import asdict
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,26 +13,22 @@ import typer
 
 from outrider.cli.chat import no_template
 from outrider.cli.options import (
-    CHAT,
-    WIDE,
+    CODE,
     Debug,
-    DraftModel,
-    ModelOptions,
-    NumSpeculativeTokens,
+    LoadOptions,
+    Model,
     PromptSpeculationOptions,
     SamplingOptions,
-    SpeculationOptions,
     TraceOptions,
     option,
-    own_draft,
 )
-from outrider.cli.terminal import DIM, GREEN, console, loading, paint, plain, printable, readable
+from outrider.cli.terminal import DIM, GREEN, loading, paint, plain, printable, readable
 
 if TYPE_CHECKING:
+    from outrider.core.params import SamplingParams
     from outrider.core.types import Step
-    from outrider.decode import Sequence
-    from outrider.llm import LLM
-    from outrider.params import SamplingParams
+    from outrider.engine.llm import LLM
+    from outrider.engine.request import Sequence
 
 
 def generate(
@@ -45,11 +39,13 @@ def generate(
             help="The text to continue. - reads it from standard input, without the last newline.",
         ),
     ],
-    model: ModelOptions,
+    model: Model = CODE,
+    *,
+    loaded: LoadOptions,
+    max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None,
     speculation: PromptSpeculationOptions,
     sampling: SamplingOptions,
     chat: Annotated[bool, option("Output", "Send the prompt as a user's chat message.", "--chat")] = False,
-    *,
     trace: TraceOptions,
     debug: Debug = False,
 ) -> None:
@@ -60,91 +56,21 @@ def generate(
     """
     with readable(debug):
         given = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
-        config = speculation.config(model.model)
-        with loading(model.model):
-            from outrider.llm import LLM
+        config = speculation.config(model)
+        with loading(model):
+            from outrider.engine.llm import LLM
             from outrider.models.load import has_chat_template
 
-            if chat and not has_chat_template(model.model):
-                raise ValueError(no_template(model.model))
+            if chat and not has_chat_template(model):
+                raise ValueError(no_template(model))
             params = sampling.params(secrets.randbits(32), speculation.predicted_text())
-            llm = LLM(**asdict(model), speculative_config=config, max_num_seqs=1, trace=trace.recorder("tokens"))
-        if _stream(llm, given.decode(errors="replace"), params, chat=chat):
+            options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded)}
+            llm = LLM(model, speculative_config=config, trace=trace.recorder("tokens"), **options)
+        if stream(llm, given.decode(errors="replace"), params, chat=chat):
             raise typer.Exit(130)
 
 
-def demo(
-    model: Annotated[
-        str | None,
-        option(
-            "Model",
-            f"A folder, a GGUF file, a hub name or a built-in model. Default: {CHAT}, if it is here.",
-            "--model",
-            "-m",
-        ),
-    ] = None,
-    draft_model: DraftModel = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    tokens: Annotated[int, option("Measurement", "Tokens of each text.", min=1)] = 128,
-    repeats: Annotated[int, option("Measurement", "Runs of each text, plain and speculative.", min=1)] = 2,
-    json_file: Annotated[
-        Path | None, option("Output", "Also write all numbers to a file.", "--json", metavar="FILE")
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Compare plain and speculative decoding on several prompts: the speed, and whether the texts are identical.
-
-    The two take turns in one process with the same weights. This takes about a minute. Exit code 1: a text differs.
-
-    Without --model, it uses builtin:smollm2-135m and its trained head, if that model is on this machine. Nothing is downloaded.
-    Else it uses builtin:code at the cost of 160 million weights. builtin:code itself is too small for a speedup.
-    """
-    with readable(debug):
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {json_file.absolute().parent} to write {json_file.name} to")
-        from outrider.drafters.heads.shipped import own_head
-        from outrider.models.builtin.download import DOWNLOADS, find
-
-        chosen, model = model, model or (WIDE if find(DOWNLOADS[CHAT]) is None else CHAT)
-        head = own_head(model) if draft_model is None else None
-        draft_model = draft_model if head is None else str(head)
-        draft_model = draft_model or own_draft(model)
-        method = "suffix" if draft_model is None else None  # one cause for one effect
-        options = SpeculationOptions(method, draft_model, num_speculative_tokens)
-        config = options.config(model)
-        with loading(model):
-            from outrider.cli import demo as show
-            from outrider.llm import LLM
-
-            # as the model was published; in the 4 bits of its file a token costs so little that a draft hardly pays
-            precision = "bfloat16" if chosen is None and model == CHAT else "auto"
-            llm = LLM(model, dtype=precision, speculative_config=config, max_num_seqs=1)
-        what = config.get("model") or f"the method {config['method']}"
-        what = what if head is None else "its trained head"
-        print(paint(f"{llm.loaded.name} generates, {what} drafts up to {llm.config.budget.depth} tokens ahead.", DIM))
-        if model == WIDE:
-            print(paint("It computes the same function as builtin:code, with as many weights as its name says.", DIM))
-        if chosen is None and model == WIDE:
-            print(
-                paint(
-                    f"{CHAT}, a real chat model with a trained head, is not on this machine. To fetch its 98 MB:", DIM
-                )
-            )
-            print(paint(f"outrider chat -m {CHAT}", DIM))
-        print()
-
-        def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool) -> None:
-            if _stream(llm, prompt, params, chat):
-                raise KeyboardInterrupt
-            print()
-
-        command = " ".join(["outrider", *sys.argv[1:]])
-        code = show.run(llm, console(), stream, tokens=tokens, repeats=repeats, file=json_file, command=command)
-        print('Next: outrider generate "def fibonacci(n):" --temperature 0.8')
-        raise typer.Exit(code)
-
-
-def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> bool:
+def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> bool:
     """Write the text as it comes, then the summary line. Returns whether ctrl-C ended it."""
     bare, speculates = plain(sys.stdout), llm.config.enabled
     used = StepsByDrafter(llm.method)

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.bench.sse import events
+from outrider.core.http import address, error_message, error_text, events
 
 
 class Client:
@@ -19,12 +19,10 @@ class Client:
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
-        parts = urlsplit(url if "//" in url else "http://" + url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not the address of a server; an example: http://127.0.0.1:8000")
+        parts = urlsplit(address(url))
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._open = lambda: kind(parts.hostname or "", parts.port, timeout=timeout)
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._base = parts.path
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -43,7 +41,7 @@ class Client:
         try:
             for event in events(iter(lambda: response.read1(1 << 16), b"")):
                 if "error" in event:
-                    raise ValueError(event["error"]["message"])
+                    raise ValueError(error_text(event["error"]))
                 yield event
         finally:
             connection.close()
@@ -59,10 +57,7 @@ class Client:
                 f"no server answers at {where} ({error}); start one: outrider serve builtin:code"
             ) from error
         if response.status != 200:
-            try:
-                message = json.loads(response.read())["error"]["message"]
-            except (KeyError, TypeError, ValueError):
-                message = f"{connection.host} answers {response.status} to {path}"
+            message = error_message(response.read()) or f"{connection.host} answers {response.status} to {path}"
             hint = "; give the key with --api-key or OUTRIDER_API_KEY" if response.status == 401 else ""
             connection.close()
             raise ValueError(message + hint)

@@ -14,11 +14,12 @@ from outrider.cli.bench import bench
 from outrider.cli.calibrate import calibrate
 from outrider.cli.certify import certify
 from outrider.cli.chat import chat, run
+from outrider.cli.demo import demo
 from outrider.cli.deploy import deploy
 from outrider.cli.doctor import doctor
 from outrider.cli.explain import explain
 from outrider.cli.export import export
-from outrider.cli.generate import demo, generate
+from outrider.cli.generate import generate
 from outrider.cli.help import brief
 from outrider.cli.methods import methods
 from outrider.cli.models import layers, list_, models, pack, pull, rm
@@ -28,7 +29,6 @@ from outrider.cli.replay import replay
 from outrider.cli.report import report
 from outrider.cli.serve import serve
 from outrider.cli.terminal import environment, show_warnings
-from outrider.cli.top import top
 from outrider.cli.train import train
 from outrider.cli.tune import tune
 
@@ -191,7 +191,6 @@ add(
     "outrider report run.json --out page.html",
     "outrider report before.json after.json",
 )
-add(top, "outrider top", "outrider top http://127.0.0.1:8000 --window 60", "outrider top --once")
 add(
     chat,
     "outrider chat -m builtin:smollm2-135m",

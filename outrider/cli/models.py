@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ def layers(
             from outrider.drafters.model.self_speculation import SAMPLE, search_layers
             from outrider.models.load import load
 
-            loaded = load(model, **asdict(precision))
+            loaded = load(model, **dict(precision))
         if loaded.tokenizer is None:
             raise ValueError(f"{loaded.name} has no tokenizer, so it cannot read a text; choose a model with one")
         ids = [loaded.tokenizer(text)["input_ids"] for text in samples or [SAMPLE]]
@@ -72,12 +72,11 @@ def models(
             _list()
             return
         with loading(check):
-            from outrider.testing.compatibility import as_json
-            from outrider.testing.compatibility import check as checked
+            from outrider.cli import compatibility
 
-            found = checked(check)
-        print(as_json(found) if json_ else "\n".join(found.lines()))
-        raise typer.Exit(0 if found.runs else 1)
+            found = compatibility.check(check)
+        print(json.dumps(found) if json_ else "\n".join(compatibility.lines(check, found)))
+        raise typer.Exit(0 if found["runs"] else 1)
 
 
 def list_(debug: Debug = False) -> None:
@@ -164,7 +163,7 @@ def pack(
         with loading(model):
             from outrider.models.load import pack as write
 
-            size = write(model, out, **asdict(precision))
+            size = write(model, out, **dict(precision))
         print(f"{out}: {_size(size)}. Use it: outrider chat -m {out}")
 
 
@@ -238,7 +237,6 @@ def _of_the_hub() -> list[Held]:
 def _list() -> None:
     with loading("the list"):
         from outrider.models.builtin.download import DOWNLOADS
-        from outrider.models.load import SYNTHETIC
         from outrider.models.packs import store
 
         held = _held()
@@ -252,9 +250,8 @@ def _list() -> None:
     for name, model in DOWNLOADS.items():
         if name not in names:
             print(f"{name:<{width}}  {_size(model.size):>9}  not here; outrider pull {name}")
-    print(f"\nbuiltin:code at the cost of a larger model, for measurements:\n  {', '.join(SYNTHETIC)}")
     packed = f"Packs take {_size(store.limit())} at most; {store.LIMIT} changes that."
-    print(f"Remove one from a cache: outrider rm NAME. {packed}")
+    print(f"\nRemove one from a cache: outrider rm NAME. {packed}")
     print(f'Use one: outrider generate "def main():" -m {CODE}')
 
 

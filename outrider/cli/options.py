@@ -1,31 +1,36 @@
 """The options that commands share, and the way a command takes a group of them. Imports nothing large.
 
-A group is a dataclass. Each field is one option: its annotation is typer's, with type, heading and help text. `grouped` lets a
-command take a group as one argument, and typer sees the fields.
+A group is a dataclass, whose fields have typer's annotations, or one of `outrider.serve.options`. `grouped` lets a command take a
+group as one argument, and typer sees the fields.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from outrider.drafters.registry import AUTO, METHODS, owner
+from outrider.serve.options import LoadOptions as LoadOptions
+from outrider.serve.options import Options, setting, shown
+from outrider.serve.options import PrecisionOptions as PrecisionOptions
 
 if TYPE_CHECKING:
-    from outrider.params import SamplingParams
-    from outrider.trace import Recorder
+    from outrider.core.params import SamplingParams
+    from outrider.engine.trace import Recorder
 
+Kind = TypeVar("Kind", bound=Options)
 CODE, CODE_DRAFT = "builtin:code", "builtin:code-draft"
-WIDE = "builtin:code-160M"
 CHAT = "builtin:smollm2-135m"
-"""The built-in model at the cost of 160 million weights. builtin:code itself is too small for a speedup."""
+"""A real model with a trained head, for the demo. builtin:code itself is too small for a speedup."""
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -36,31 +41,66 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let typer see each field of a command's option groups as a parameter of its own.
 
-    The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two
-    groups have a field of the same name.
+    A group is a dataclass or `Options`. For `Annotated[dict, X]` a command gets what was given for X, to make it with more.
+    The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two groups
+    have a field of the same name.
     """
     hints = get_type_hints(command, include_extras=True)
-    parameters, groups = list[Parameter](), dict[str, Any]()
+    parameters, groups = list[Parameter](), dict[str, tuple[Callable[..., Any], list[str]]]()
     for name, parameter in signature(command).parameters.items():
-        if not is_dataclass(hints[name]):
+        make, kind = (
+            (_dict, hints[name].__metadata__[0]) if get_origin(hints[name]) is Annotated else 2 * (hints[name],)
+        )
+        if isinstance(kind, type) and issubclass(kind, Options):
+            taken = [_parameter(field, one) for field, one in shown(kind).items()]
+        elif is_dataclass(kind):
+            types = get_type_hints(kind, include_extras=True)
+            defaults = [(f.name, Parameter.empty if f.default is MISSING else f.default) for f in fields(kind)]
+            taken = [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=types[n]) for n, d in defaults]
+        else:
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
             continue
-        groups[name] = group = hints[name]
-        types = get_type_hints(group, include_extras=True)
-        for field in fields(group):
-            default = Parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])
-            )
+        parameters += taken
+        groups[name] = make, [one.name for one in taken]
 
     @wraps(command)
     def run(**given: Any) -> Any:
-        made = {name: group(**{f.name: given.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        made = {name: make(**{field: given.pop(field) for field in names}) for name, (make, names) in groups.items()}
         return command(**given, **made)
 
     run.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _dict(**given: Any) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _parameter(name: str, field: FieldInfo) -> Parameter:
+    """An option as typer wants it. A list has no default there: without one it is left out."""
+    extra: Any = field.json_schema_extra
+    kind: Any = extra["kind"] or field.annotation
+    default = field.get_default(call_default_factory=True)
+    if default == []:
+        kind, default = kind | None, None
+    names = (f"--{name.replace('_', '-')}",) if kind is bool and not extra["names"] else ()
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, _option(field, *names)])
+
+
+def _option(field: FieldInfo, *names: str) -> Any:
+    """The option of typer for a field."""
+    extra: Any = field.json_schema_extra
+    return option(extra["panel"], field.description or "", *extra["names"], *names, **extra["typer"])
+
+
+def validated(kind: type[Kind], **given: Any) -> Kind:
+    """Options of this kind. Raises ValueError in words for what is wrong with them."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        said = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": Value error, ") for e in error.errors()]
+        raise ValueError("; ".join(said)) from None
 
 
 # -- single options -------------------------------------------------------------------------------------------------------
@@ -69,30 +109,6 @@ _MODEL = "A folder, a GGUF file, a hub name or a built-in model."
 Model = Annotated[str, option("Model", _MODEL, "--model", "-m")]
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
 ModelInstead = Annotated[str | None, option("Model", "The same as the argument MODEL.", "--model", "-m")]
-Dtype = Annotated[str, option("Model", "auto (as in the checkpoint), float32, bfloat16 or float16.")]
-Device = Annotated[str, option("Model", "auto, cpu or cuda.")]
-Quantization = Annotated[str | None, option("Model", "int8 or int4 weights, on the CPU.")]
-KvCacheDtype = Annotated[
-    str, option("Model", "Keys and values: auto (float32 on the CPU), bfloat16, or int8 with 28 % of the memory.")
-]
-DraftModel = Annotated[
-    str | None,
-    option(
-        "Speculation",
-        "A small model, or the folder of a trained head, that drafts.",
-        "--draft-model",
-        "-d",
-    ),
-]
-NumSpeculativeTokens = Annotated[
-    int | None,
-    option(
-        "Speculation",
-        "Draft tokens in a row, at most; without it, as many as help.",
-        "--num-speculative-tokens",
-        "-k",
-    ),
-]
 ApiKey = Annotated[
     str | None, option("Server", "The key of the server; better set by the variable.", envvar="OUTRIDER_API_KEY")
 ]
@@ -102,67 +118,36 @@ Debug = Annotated[bool, option("Output", "Show the traceback of an error.", "--d
 # -- groups ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PrecisionOptions:
-    """How the weights of a model are kept. The names are those of `load`."""
-
-    dtype: Dtype = "auto"
-    quantization: Quantization = None
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a model is loaded. The names are those of `load` and `LLM`."""
-
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-    quantization: Quantization = None
-    kv_cache_dtype: KvCacheDtype = "auto"
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """A model and how it is loaded. The names are those of `LLM`."""
-
-    model: Model = CODE
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-    quantization: Quantization = None
-    kv_cache_dtype: KvCacheDtype = "auto"
-    max_model_len: Annotated[int | None, option("Model", "Tokens of prompt and output together, at most.")] = None
-
-
 _SHAPE = ("num_speculative_tokens", "tree_width", "tree_nodes", "verifier")
 
 
-@dataclass(frozen=True)
-class SpeculationOptions:
+class SpeculationOptions(Options):
     """How to speculate: single options, or one JSON object in their place."""
 
-    method: Annotated[
-        str | None, option("Speculation", "How to draft; `outrider methods` lists the ways. Default: auto.")
-    ] = None
-    draft_model: DraftModel = None
-    num_speculative_tokens: NumSpeculativeTokens = None
-    tree_width: Annotated[
-        int, option("Speculation", "Children of a node in the draft tree, at most; 1 is a chain.")
-    ] = 1
-    tree_nodes: Annotated[int | None, option("Speculation", "Draft tokens in a step, at most.")] = None
-    corpus: Annotated[
-        list[str] | None,
-        option("Speculation", "A file or folder of texts for suffix. May be repeated.", metavar="PATH"),
-    ] = None
-    verifier: Annotated[
-        str,
-        option(
-            "Speculation",
-            "match: the same tokens as plain decoding. rejection, block, traversal: the same distribution of texts.",
-        ),
-    ] = "match"
-    speculative_config: Annotated[
-        str | None,
-        option("Speculation", "All of this as JSON or a file, in place of these options.", metavar="JSON|FILE"),
-    ] = None
+    method: str | None = setting(None, "Speculation", "How to draft; `outrider methods` lists the ways. Default: auto.")
+    draft_model: str | None = setting(
+        None, "Speculation", "A small model, or the folder of a trained head, that drafts.", "--draft-model", "-d"
+    )
+    num_speculative_tokens: int | None = setting(
+        None,
+        "Speculation",
+        "Draft tokens in a row, at most; without it, as many as help.",
+        "--num-speculative-tokens",
+        "-k",
+    )
+    tree_width: int = setting(1, "Speculation", "Children of a node in the draft tree, at most; 1 is a chain.")
+    tree_nodes: int | None = setting(None, "Speculation", "Draft tokens in a step, at most.")
+    corpus: list[str] | None = setting(
+        None, "Speculation", "A file or folder of texts for suffix. May be repeated.", metavar="PATH"
+    )
+    verifier: str = setting(
+        "match",
+        "Speculation",
+        "match: the same tokens as plain decoding. rejection, block, traversal: the same distribution of texts.",
+    )
+    speculative_config: str | None = setting(
+        None, "Speculation", "All of this as JSON or a file, in place of these options.", metavar="JSON|FILE"
+    )
 
     def config(self, model: str) -> dict[str, Any]:
         """The speculative_config for a model; `auto` without a method and a draft model. Raises ValueError for options that
@@ -199,16 +184,24 @@ class SpeculationOptions:
     def _given(self, *names: str) -> dict[str, Any]:
         """Those of these options that the user gave."""
         values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value != getattr(SpeculationOptions, name)}
+        return {name: value for name, value in values.items() if value != SpeculationOptions.model_fields[name].default}
 
 
-@dataclass(frozen=True)
+def _alone(name: str) -> Any:
+    """An option of `SpeculationOptions` for a command that takes it alone."""
+    return _option(SpeculationOptions.model_fields[name])
+
+
+DraftModel = Annotated[str | None, _alone("draft_model")]
+NumSpeculativeTokens = Annotated[int | None, _alone("num_speculative_tokens")]
+
+
 class PromptSpeculationOptions(SpeculationOptions):
     """How to speculate on one prompt, whose answer may be known in part."""
 
-    prediction: Annotated[
-        Path | None, option("Speculation", "A text file that the answer will mostly repeat, for prediction.")
-    ] = None
+    prediction: Path | None = setting(
+        None, "Speculation", "A text file that the answer will mostly repeat, for prediction."
+    )
 
     def predicted_text(self) -> str | None:
         """The text of --prediction. Raises ValueError if the file is not text."""
@@ -225,46 +218,38 @@ class PromptSpeculationOptions(SpeculationOptions):
         return "prediction" if self.prediction else super()._key()
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
+class SamplingOptions(Options):
     """How tokens are chosen and when a text ends. The names are those of `SamplingParams`."""
 
-    temperature: Annotated[float, option("Sampling", "0 is greedy.", "--temperature", "-t")] = 0.0
-    top_p: Annotated[float, option("Sampling", "1 is off.")] = 1.0
-    top_k: Annotated[int, option("Sampling", "0 is off.")] = 0
-    min_p: Annotated[float, option("Sampling", "0 is off.")] = 0.0
-    repetition_penalty: Annotated[float, option("Sampling", "1 is off.")] = 1.0
-    max_tokens: Annotated[int, option("Sampling", "Tokens to generate, at most.", "--max-tokens", "-n")] = 128
-    stop: Annotated[list[str] | None, option("Sampling", "A text to stop at. May be repeated.", metavar="<str>")] = None
-    ignore_eos: Annotated[bool, option("Sampling", "Continue after the end token.", "--ignore-eos")] = False
-    seed: Annotated[int | None, option("Sampling", "Without it, a seed is drawn and shown.")] = None
+    temperature: float = setting(0.0, "Sampling", "0 is greedy.", "--temperature", "-t")
+    top_p: float = setting(1.0, "Sampling", "1 is off.")
+    top_k: int = setting(0, "Sampling", "0 is off.")
+    min_p: float = setting(0.0, "Sampling", "0 is off.")
+    repetition_penalty: float = setting(1.0, "Sampling", "1 is off.")
+    max_tokens: int = setting(128, "Sampling", "Tokens to generate, at most.", "--max-tokens", "-n")
+    stop: list[str] | None = setting(None, "Sampling", "A text to stop at. May be repeated.", metavar="<str>")
+    ignore_eos: bool = setting(False, "Sampling", "Continue after the end token.")
+    seed: int | None = setting(None, "Sampling", "Without it, a seed is drawn and shown.")
 
     def params(self, seed: int, prediction: str | None = None) -> SamplingParams:
         """The same as `SamplingParams`. seed: used if the user gave none."""
-        from outrider.params import SamplingParams
+        from outrider.core.params import SamplingParams
 
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given |= {"stop": self.stop or (), "seed": seed if self.seed is None else self.seed}
+        given = {**dict(self), "stop": self.stop or (), "seed": seed if self.seed is None else self.seed}
         return SamplingParams(**given, prediction=prediction)
 
 
-@dataclass(frozen=True)
-class TraceOptions:
+class TraceOptions(Options):
     """Whether to write a trace, and how much it holds."""
 
-    trace: Annotated[
-        Path | None, option("Output", "Write every step to this file, for outrider replay.", metavar="FILE")
-    ] = None
-    trace_detail: Annotated[
-        str | None,
-        option(
-            "Output",
-            "counts: numbers only; usual for serve. tokens: also the token ids of prompts, drafts and texts, so the file "
-            "reveals them; usual for generate. probs: also the probabilities of the likeliest tokens.",
-            "--trace-detail",
-            metavar="counts|tokens|probs",
-        ),
-    ] = None
+    trace: Path | None = setting(None, "Output", "Write every step to this file, for outrider replay.", metavar="FILE")
+    trace_detail: str | None = setting(
+        None,
+        "Output",
+        "counts: numbers only; usual for serve. tokens: also the token ids of prompts, drafts and texts, so the file "
+        "reveals them; usual for generate. probs: also the probabilities of the likeliest tokens.",
+        metavar="counts|tokens|probs",
+    )
 
     def recorder(self, usual: str) -> Recorder | None:
         """The recorder, or None without --trace. usual: the detail if the user gave none. Raises ValueError for a detail
@@ -274,7 +259,7 @@ class TraceOptions:
                 detail = self.trace_detail
                 raise ValueError(f"--trace-detail {detail} needs a file: --trace run.jsonl --trace-detail {detail}")
             return None
-        from outrider.trace import Recorder
+        from outrider.engine.trace import Recorder
 
         return Recorder(self.trace, self.trace_detail or usual)
 
@@ -294,7 +279,7 @@ def one_model(argument: str | None, named: str | None) -> str:
 
 def own_draft(model: str) -> str | None:
     """The draft model that a built-in model brings; None for all other models."""
-    return CODE_DRAFT if model.startswith(CODE) and model != CODE_DRAFT else None
+    return CODE_DRAFT if model == CODE else None
 
 
 def parse_speculative_config(given: str) -> dict[str, Any]:

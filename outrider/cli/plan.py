@@ -10,8 +10,8 @@ from outrider.cli.options import Debug, option
 from outrider.cli.terminal import DIM, GREEN, YELLOW, console, paint, readable, working
 
 if TYPE_CHECKING:
-    from outrider.plan.answer import PlanAnswer, PlanFigure
-    from outrider.plan.serving_plan import ServingPlan
+    from outrider.lab.plan.answer import PlanAnswer, PlanFigure
+    from outrider.lab.plan.serving_plan import ServingPlan
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def plan(
             if file is not None and not file.absolute().parent.is_dir():
                 raise FileNotFoundError(f"there is no folder {file.absolute().parent} to write {file.name} to")
         with working(f"simulating {demand.qps:g} requests a second on {model.hardware}"):
-            from outrider.plan.answer import answer
+            from outrider.lab.plan.answer import answer
 
             made, inputs = _plan(model, demand, engine, targets, seed, whole_fleet)
             found = answer(made, inputs, targets.replicas, sweep=out is not None)
@@ -122,7 +122,7 @@ def plan(
             json_file.write_text(found.to_json() + "\n", encoding="utf-8")
             print(paint(f"All figures are in {json_file}.", DIM))
         if out is not None:
-            from outrider.plan.page import write
+            from outrider.lab.plan.page import write
 
             write(found, out)
             print(paint(f"The page is {out}.", DIM))
@@ -136,12 +136,12 @@ def _plan(
     seed: int,
     whole_fleet: bool,
 ) -> tuple[ServingPlan, list[PlanFigure]]:
-    from outrider.plan.acceptance_curve import find_curve
-    from outrider.plan.answer import PlanFigure
-    from outrider.plan.serving_costs import measured_costs
-    from outrider.plan.serving_plan import LatencyTargets, ServingPlan
-    from outrider.plan.simulation import ReplicaLimits
-    from outrider.plan.workload import Demand, Lengths
+    from outrider.lab.plan.acceptance_curve import find_curve
+    from outrider.lab.plan.answer import PlanFigure
+    from outrider.lab.plan.serving_costs import measured_costs
+    from outrider.lab.plan.serving_plan import LatencyTargets, ServingPlan
+    from outrider.lab.plan.simulation import ReplicaLimits
+    from outrider.lab.plan.workload import Demand, Lengths
 
     asked = Demand(demand.qps, Lengths.of(demand.prompt, "--prompt"), Lengths.of(demand.output, "--output"))
     curve = find_curve(demand.acceptance, demand.setting)
@@ -178,9 +178,9 @@ def _plan(
 def _roofline(model: PlanModelOptions, engine: EngineLimitOptions, longest: int):
     """Costs, tokens of keys and values, price of a replica, and the inputs that say so."""
     from outrider.core.hardware import find_hardware
-    from outrider.plan.answer import PlanFigure, kv_tokens
-    from outrider.plan.planned_model import planned
-    from outrider.plan.serving_costs import RooflineCosts
+    from outrider.lab.plan.answer import PlanFigure, kv_tokens
+    from outrider.lab.plan.planned_model import planned
+    from outrider.lab.plan.serving_costs import RooflineCosts
 
     if model.model_params is None:
         raise ValueError("say how large the model is: --model-params 70B")

@@ -13,7 +13,7 @@ from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, pai
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from outrider.trace import ExplainedNode, Replay, Trace, TracedText
+    from outrider.engine.trace import ExplainedNode, Replay, Trace, TracedText
 
 _STYLES = {"✓": "green", "✗": "red", "·": "dim"}
 
@@ -37,7 +37,7 @@ def replay(
     """
     with readable(debug):
         with loading("the trace"):
-            from outrider.trace import read
+            from outrider.engine.trace import read
 
             found = read(trace)
         if found.problem is not None:
@@ -51,7 +51,7 @@ def replay(
         with loading(found.header.model):
             llm = trace_model(found, model)
         with working(f"computing step {step} again"):
-            from outrider.trace import replay as again
+            from outrider.engine.trace import replay as again
 
             result = again(found, llm.decoder, step, text.id)
         _show(result, found, llm.tokenizer)
@@ -60,7 +60,7 @@ def replay(
 
 def trace_model(trace: Trace, name: str | None, drafts: bool = False) -> Any:
     """Load the model of a trace, with its drafter if the verifier reads the drafter's probabilities. drafts: in any case."""
-    from outrider.llm import LLM
+    from outrider.engine.llm import LLM
     from outrider.verify import VERIFIERS
 
     header = trace.header

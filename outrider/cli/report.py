@@ -11,7 +11,7 @@ from outrider.cli.options import Debug, option
 from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, paint, printable, readable
 
 if TYPE_CHECKING:
-    from outrider.bench.run import Run
+    from outrider.lab.bench.run import Run
 
 
 def report(
@@ -34,7 +34,7 @@ def report(
     With two runs it begins with what changed between them, and if that is more than noise.
     """
     with readable(debug):
-        from outrider.bench.report.page import write
+        from outrider.lab.bench.report.page import write
 
         files = [run] if later is None else [run, later]
         runs = [_load(file) for file in files]
@@ -50,7 +50,7 @@ def report(
 
 
 def _load(file: Path) -> Run:
-    from outrider.bench.run import Run
+    from outrider.lab.bench.run import Run
 
     try:
         return Run.load(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -59,11 +58,11 @@ def train(
                 f"outrider trains heads of the kinds {', '.join(METHODS)}, not {method!r}; write: outrider train {METHODS[0]}"
             )
         with loading(model):
-            from outrider.llm import LLM
-            from outrider.train.trainer import SLOTS, Budget, TrainingSettings
+            from outrider.engine.llm import LLM
+            from outrider.train.trainer import SLOTS, TrainingBudget, TrainingSettings
             from outrider.train.trainer import train as run
 
-            budget = Budget(minutes, tokens)
+            budget = TrainingBudget(minutes, tokens)
             settings = TrainingSettings(
                 method,
                 model,
@@ -75,6 +74,6 @@ def train(
                 seed,
                 None if start is None else str(start),
             )
-            llm = LLM(model, max_num_seqs=SLOTS, **asdict(load))
+            llm = LLM(model, max_num_seqs=SLOTS, **dict(load))
         run(settings, budget, out, llm, lambda line: print(line, flush=True))
         print(f"the head is in {out}")

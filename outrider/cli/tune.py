@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.bench import Prompts, WorkloadOptions
-from outrider.cli.options import WIDE, Debug, DraftModel, Model, PrecisionOptions, grouped, option, own_draft
+from outrider.cli.options import CODE, Debug, DraftModel, Model, PrecisionOptions, grouped, option, own_draft
 from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, plain, readable
 from outrider.cli.tune_engine import EngineOptions, tell_json, tune_engine
 
 if TYPE_CHECKING:
-    from outrider.bench.tune.race import Candidate
-    from outrider.bench.tune.search import Search
+    from outrider.lab.tune.race import Candidate
+    from outrider.lab.tune.search import Search
     from outrider.models.load import Loaded
 
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class CandidateOptions:
     """What the search may try."""
 
-    model: Model = WIDE
+    model: Model = CODE
     draft_model: DraftModel = None
     method: Annotated[
         list[str] | None, option("What", "A drafting method to try. May be repeated. Default: all that are possible.")
@@ -81,13 +81,13 @@ def tune(
             raise typer.Exit(_tune_server(engine, what, workload, prompts, seconds, out, json_file))
         model = what.model
         with loading(model):
-            from outrider.bench.prompts import read
-            from outrider.bench.tune.race import Racer
-            from outrider.bench.tune.search import Search
+            from outrider.lab.bench.prompts import read
+            from outrider.lab.tune.race import Racer
+            from outrider.lab.tune.search import Search
             from outrider.models.load import load
 
             read_prompts, notes = read(prompts, workload.num_prompts)
-            target = load(model, **asdict(precision))
+            target = load(model, **dict(precision))
             predictions = any(prompt.prediction for prompt in read_prompts)
             layers = str(what.layers) if what.layers else None
             methods = candidates(target, what.draft_model, what.method, layers, predictions)
@@ -112,7 +112,7 @@ def tune(
         out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
         print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}")
         if json_file is not None:
-            from outrider.bench.tune.measured import of_search
+            from outrider.lab.tune.measured import of_search
 
             of_search(search, workload.sampling(), not interrupted).save(json_file)
             tell_json(json_file, answer.name if answer is not search.plain else None)
@@ -134,13 +134,13 @@ def _tune_server(
     if what.layers is not None or what.verifier:
         raise ValueError("--layers and --verifier are for a model in this process; leave them out with --engine")
     with loading("the prompts"):
-        from outrider.bench.prompts import read
+        from outrider.lab.bench.prompts import read
 
         configs = engine_candidates(engine.engine or "", what.draft_model, what.method)
         read_prompts, notes = read(prompts, workload.num_prompts)
     for note in notes:
         print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
-    model = None if what.model == WIDE else what.model
+    model = None if what.model == CODE else what.model
     return tune_engine(
         engine,
         read_prompts,
@@ -158,7 +158,7 @@ def engine_candidates(engine: str, draft: str | None, wanted: list[str] | None) 
 
     draft: name of a draft model or a head's folder. wanted: methods that the user named, None for all.
     """
-    from outrider.config import SpeculativeConfig
+    from outrider.drafters.config import SpeculativeConfig
     from outrider.drafters.registry import METHODS, TuneInputs
     from outrider.integrations.engines import exports
 
@@ -185,7 +185,7 @@ def candidates(
     draft: name of a draft model. wanted: methods that the user named, None for all. layers: a file of `outrider layers`.
     predictions: whether a prompt has a prediction.
     """
-    from outrider.config import SpeculativeConfig
+    from outrider.drafters.config import SpeculativeConfig
     from outrider.drafters.heads.mtp import has_mtp
     from outrider.drafters.registry import METHODS, TuneInputs, find
 
@@ -223,7 +223,7 @@ def show(search: Search) -> Candidate:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from outrider.bench import stats
+    from outrider.lab.bench import stats
 
     table = Table(title="Settings on these prompts", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("setting", no_wrap=True)

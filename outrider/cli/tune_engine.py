@@ -16,8 +16,8 @@ from outrider.cli.options import option
 from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, paint
 
 if TYPE_CHECKING:
-    from outrider.bench.prompts import Prompt
-    from outrider.bench.tune.engine import EngineSearch, EngineTrial
+    from outrider.lab.bench.prompts import Prompt
+    from outrider.lab.tune.engine import EngineSearch, EngineTrial
 
 EQUAL = 0.03
 """A drift that matters: plain decoding at the end over plain decoding at the beginning."""
@@ -72,7 +72,7 @@ def tune_engine(
     json_file: Path | None = None,
 ) -> int:
     """Measure, show, and write the answer. Returns the exit code."""
-    from outrider.bench.tune.engine import EngineSearch
+    from outrider.lab.tune.engine import EngineSearch
 
     assert options.engine is not None
     assert options.command is not None
@@ -114,7 +114,7 @@ def tune_engine(
     words = " ".join([options.command, shlex.join(answer.options)]).strip()
     print(f"Written to {out}. There it is: {words}")
     if json_file is not None:
-        from outrider.bench.tune.measured import of_engine
+        from outrider.lab.tune.measured import of_engine
 
         of_engine(search, sampling, not interrupted).save(json_file)
         tell_json(json_file, answer.name if answer is not search.plain else None)

@@ -1,4 +1,4 @@
-"""Who drafts in a step, and how much: what pays on this machine for this text.
+"""Which drafter drafts in a step, and how much: what pays on this machine for this text.
 
 price    what a draft is worth at a price of a second; pure functions
 beliefs  what lookups and models bring, and how long answers are

@@ -250,7 +250,7 @@ class ModelBelief:
         self, slot: int, chances: Sequence[float], levels: int, nodes: int, accepted: int, stated: bool = True
     ) -> None:
         """A step that asked it. chances: survival of the verified levels of a chain. levels: drafted. nodes: verified. accepted:
-        tokens. stated: the drafter said these chances; else they were guessed from its record."""
+        tokens. stated: the drafter said these chances; else they were predicted from its record."""
         self.states = stated
         for level in range(
             1 if stated else 0, min(accepted + 1, nodes)

@@ -34,7 +34,7 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What `outrider.calibrate` measured. key: what it was measured on; another key wants another measurement.
+    """What `outrider.engine.calibrate` measured. key: what it was measured on; another key wants another measurement.
 
     target: seconds of a step without its draft, by the nodes of all its sequences, the roots counted. drafters: by name.
     """
@@ -207,8 +207,8 @@ def _power(nodes: int) -> tuple[int, float]:
     return at, min(math.log(nodes, _BASE) - at, 1.0)
 
 
-def guessed(plain: float, weights: Mapping[str, float]) -> CostModel:
-    """A cost model that nobody measured. plain: seconds of a plain step. weights: of each drafter that has a cost, its bytes
+def assumed(plain: float, weights: Mapping[str, float]) -> CostModel:
+    """A cost model that was not measured. plain: seconds of a plain step. weights: of each drafter that has a cost, its bytes
     over the target's."""
     drafters = {
         name: DraftCost(0.1 * share * plain, share * plain, share * plain / 8) for name, share in weights.items()
@@ -216,4 +216,4 @@ def guessed(plain: float, weights: Mapping[str, float]) -> CostModel:
     return CostModel({}, {1: plain, 4: 1.35 * plain, 16: 3.0 * plain}, drafters)
 
 
-__all__ = ["Correction", "CostModel", "Costs", "DraftCost", "guessed"]
+__all__ = ["Correction", "CostModel", "Costs", "DraftCost", "assumed"]

@@ -120,7 +120,7 @@ class Charge:
 class PlanNote:
     """A plan, and what became of it before the target judged: a note of `Draft.notes`.
 
-    survival: of each drafted level of the chosen drafter's likeliest path. stated: the drafter said so; else it is guessed from
+    survival: of each drafted level of the chosen drafter's likeliest path. stated: the drafter said so; else it is predicted from
     its record. nodes: that are verified. offers: of the lookups. charges: of the drafters that worked for this sequence.
     """
 
@@ -207,8 +207,8 @@ class Planner:
         lengths: Controller | None = None,
     ) -> None:
         """limit: the largest draft. costs: of the target and its drafters. kinds: of each drafter that costs something, its name
-        among the shipped chains. lengths: a controller that fixes the size of every draft; the planner then only chooses who
-        drafts."""
+        among the shipped chains. lengths: a controller that fixes the size of every draft; the planner then only chooses which
+        drafter drafts."""
         self.limit, self.costs, self.kinds, self.lengths = limit, costs, dict(kinds or {}), lengths
         self.models: dict[str, ModelBelief] = {}
         self.lookups: dict[str, LookupBelief] = {}
@@ -287,7 +287,9 @@ class Planner:
         self._one_reads(tries)
         together = {name: self._together(name, tries, price, rows) for name in asked}
         plans = [self._settled(one, price, around, together) for one in tries]
-        return plans if self.lengths is None else [replace(plan, price=0.0) for plan in plans]  # its costs are guesses
+        return (
+            plans if self.lengths is None else [replace(plan, price=0.0) for plan in plans]
+        )  # its costs are not measured
 
     def verified(
         self, views: Sequence[View], plans: Sequence[Plan], survival: Sequence[Sequence[float]]
@@ -394,7 +396,7 @@ class Planner:
         return {one.view.slot for one in some[:count]}
 
     def _settled(self, one: _Try, price: float, around: float, together: Mapping[str, set[int]]) -> Plan:
-        """The plan of a sequence, when it is known who drafts for whom."""
+        """The plan of a sequence, when it is known which drafter drafts for which sequence."""
         view, found, ask = one.view, one.found, one.ask
         budget = view.budget.clipped(view.left - 1)
         wanted = ask.name if ask is not None and view.slot in together[ask.name] else None

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core.compiling import CompilerProcess, TooSlow
+from outrider.core.child import Child, TooSlow
 from outrider.core.schema import unenforced
 
 # Limits of a schema, a regular expression or a list of choices.
@@ -101,7 +101,7 @@ class Grammars:
     """Compiles grammars for one tokenizer, and keeps what was used last.
 
     vocab_size: the model's. end_ids: the tokens that end a text. One of them is written when the grammar is complete.
-    info: the tokenizer, for a `CompilerProcess`. Threads may share it.
+    info: the tokenizer, for `outrider.core.compiling.compiler`. Threads may share it.
     Raises ImportError without xgrammar, and ValueError if the model has no end token or no tokenizer.
     """
 
@@ -130,8 +130,8 @@ class Grammars:
                 self._kept.move_to_end(grammar)
             return self._kept.get(grammar)
 
-    def compiled(self, grammar: Grammar, process: CompilerProcess | None = None, seconds: float = 0.0) -> Any:
-        """Compile a grammar, in the process if there is one. seconds: of the process.
+    def compiled(self, grammar: Grammar, child: Child | None = None, seconds: float = 0.0) -> Any:
+        """Compile a grammar, in the child if there is one. seconds: of the child.
 
         Raises TooSlow after them, and ValueError for a grammar that cannot be compiled or allows nothing.
         """
@@ -139,11 +139,11 @@ class Grammars:
         if made is not None:
             return made
         try:
-            if process is None:
+            if child is None:
                 compiler = self._xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
                 made = getattr(compiler, grammar.method)(*grammar.arguments)
             else:
-                text = process.compile(grammar.method, list(grammar.arguments), seconds)
+                text = child.ask([grammar.method, list(grammar.arguments)], seconds)
                 made = self._xgrammar.CompiledGrammar.deserialize_json(text, self._info)
         except ChildProcessError:
             raise

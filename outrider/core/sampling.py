@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
+from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, ints
 from outrider.kernels import for_device
-from outrider.params import SamplingParams
 
 _NO = float("-inf")
 # top-p sorts this many candidates first. The full sort gives the same result, slower.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from outrider.params import SamplingParams
+from outrider.core.params import SamplingParams
 
 
 def content_text(content: Any) -> str | None:

@@ -39,7 +39,6 @@ class Guarantee(Enum):
 
     EXACT_TOKENS = "exact-tokens"  # the same tokens as plain decoding with the same seed
     EXACT_DISTRIBUTION = "exact-distribution"  # the same distribution, other tokens
-    APPROXIMATE = "approximate"  # neither
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from outrider._deprecated import renamed
-
 if TYPE_CHECKING:
     from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft, TargetPass, chains
     from outrider.drafters.combine.planned import PlannedDrafter
@@ -22,51 +20,36 @@ if TYPE_CHECKING:
     from outrider.drafters.model.draft_model import ModelDrafter
     from outrider.drafters.model.self_speculation import LayerSkipDrafter, QuantizedSelfDrafter
     from outrider.drafters.registry import make_drafter, make_drafters
-    from outrider.drafters.stubs import Echo, Noisy, Tapped, Wrong
 
-_HOME = {
-    "BaseDrafter": "base",
-    "CrossTokenizerDrafter": "model.cross_tokenizer",
-    "DraftContext": "base",
-    "Drafter": "base",
-    "Echo": "stubs",
-    "LayerSkipDrafter": "model.self_speculation",
-    "ModelDrafter": "model.draft_model",
-    "NgramDrafter": "lookup.ngram",
-    "NoDraft": "base",
-    "Noisy": "stubs",
-    "PlannedDrafter": "combine.planned",
-    "PredictionDrafter": "lookup.prediction",
-    "QuantizedSelfDrafter": "model.self_speculation",
-    "SuffixDrafter": "lookup.suffix",
-    "Tapped": "stubs",
-    "TargetPass": "base",
-    "TokenRecyclingDrafter": "lookup.token_recycling",
-    "Wrong": "stubs",
-    "chains": "base",
-    "make_drafter": "registry",
-    "make_drafters": "registry",
+_NAMES = {
+    "base": "BaseDrafter DraftContext Drafter NoDraft TargetPass chains",
+    "combine.planned": "PlannedDrafter",
+    "lookup.ngram": "NgramDrafter",
+    "lookup.prediction": "PredictionDrafter",
+    "lookup.suffix": "SuffixDrafter",
+    "lookup.token_recycling": "TokenRecyclingDrafter",
+    "model.cross_tokenizer": "CrossTokenizerDrafter",
+    "model.draft_model": "ModelDrafter",
+    "model.self_speculation": "LayerSkipDrafter QuantizedSelfDrafter",
+    "registry": "make_drafter make_drafters",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BaseDrafter",
     "CrossTokenizerDrafter",
     "DraftContext",
     "Drafter",
-    "Echo",
     "LayerSkipDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "NoDraft",
-    "Noisy",
     "PlannedDrafter",
     "PredictionDrafter",
     "QuantizedSelfDrafter",
     "SuffixDrafter",
-    "Tapped",
     "TargetPass",
     "TokenRecyclingDrafter",
-    "Wrong",
     "chains",
     "make_drafter",
     "make_drafters",
@@ -75,7 +58,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        return renamed(__name__, 4)(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"outrider.drafters.{_HOME[name]}"), name)
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from outrider._deprecated import renamed
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper
 from outrider.core.tree import chain
@@ -165,7 +164,3 @@ class NoDraft(BaseDrafter):
 
     def propose(self, context: DraftContext) -> Draft:
         return Draft(torch.tensor([[t[-1]] for t in context.tokens]), torch.full((len(context.tokens), 1), -1))
-
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed(__name__)

@@ -6,13 +6,13 @@ This module imports no torch: the command line lists the methods before anything
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from outrider.config import SpeculativeConfig
     from outrider.drafters.base import Drafter
+    from outrider.drafters.config import SpeculativeConfig
     from outrider.models.load import Loaded
 
 NONE, AUTO = "none", "auto"
@@ -79,7 +79,7 @@ class DraftMethod:
     auto: whether the method "auto" uses it for this target; None if never.
     candidates: the configurations that `outrider tune` tries, by name. tune_hint: what it needs to try one.
     requires: what must be there besides the model, in a few words; a draft model or a head need not be named.
-    vllm, sglang, llama_cpp, trt_llm: how these engines run it; None if they cannot.
+    exports: for a method of another package, how engines run it, by the names of `outrider.integrations.engines.ENGINES`.
     """
 
     name: str
@@ -97,10 +97,7 @@ class DraftMethod:
     candidates: Callable[[TuneInputs], Mapping[str, dict[str, Any]]] | None = None
     tune_hint: str = ""
     requires: str = ""
-    vllm: EngineExport | None = None
-    sglang: EngineExport | None = None
-    llama_cpp: EngineExport | None = None
-    trt_llm: EngineExport | None = None
+    exports: Mapping[str, EngineExport] = field(default_factory=dict)
 
     @property
     def needs(self) -> str:

@@ -1,7 +1,7 @@
 """The drafting methods: one row for each, and the way from a configuration to a drafter.
 
 To add a method, write its drafter in one file, with a function `from_setup` that makes it, and add one row to `METHODS`. The
-configuration, the help texts, `auto`, `outrider tune` and the exports to other engines read the rows. A package can offer a
+configuration, the help texts, `auto` and `outrider tune` read the rows. A package can offer a
 method by an entry point (`find`).
 
 This module imports no torch: the command line lists the methods before anything large is loaded.
@@ -14,13 +14,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.drafters import exports
-from outrider.drafters.method import AUTO, NONE, DrafterSetup, DraftMethod, EngineExport, TuneInputs, made_by
+from outrider.drafters.method import AUTO, NONE, DrafterSetup, DraftMethod, TuneInputs, made_by
 from outrider.drafters.model.precision import LOWER_PRECISION, copy_weights
 
 if TYPE_CHECKING:
-    from outrider.config import SpeculativeConfig
     from outrider.drafters.base import Drafter
+    from outrider.drafters.config import SpeculativeConfig
     from outrider.models.base import LanguageModel
     from outrider.models.load import Loaded
 
@@ -36,18 +35,13 @@ def make_drafters(
 ) -> dict[str, Drafter]:
     """Make the drafters that a configuration names, by name; none for plain decoding.
 
-    A drafter with several ways to draft is several here. Raises ValueError if one cannot draft for this target.
+    Raises ValueError if one cannot draft for this target.
     """
     setup = DrafterSetup(config, target, rows, max_length, device)
     if not config.budget.max_nodes or config.method == NONE:
         return {}
     names = _fitting(setup) if config.method == AUTO else config.methods
-    found: dict[str, Drafter] = {}
-    for name in names:
-        drafter = _made(find(name), setup)
-        ways = getattr(drafter, "ways", None)
-        found |= {f"{name} {way}": one for way, one in ways().items()} if ways else {name: drafter}
-    return found
+    return {name: _made(find(name), setup) for name in names}
 
 
 def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str) -> Drafter:
@@ -121,8 +115,7 @@ def model_method(model: Any = None) -> str:
 
 def method_of(drafter: str) -> DraftMethod | None:
     """The method of a drafter that `make_drafters` named; None for a drafter of the caller."""
-    name = drafter.partition(" ")[0]
-    return find(name) if name in METHODS or name in plugins() else None
+    return find(drafter) if drafter in METHODS or drafter in plugins() else None
 
 
 def lookup_names(drafters: Iterable[str]) -> list[str]:
@@ -212,11 +205,9 @@ def _auto(setup: DrafterSetup) -> Drafter:
 
 
 def _brings_draft(setup: DrafterSetup) -> bool:
-    from outrider.models.load import SYNTHETIC
-
     if setup.config.model is not None:
         return model_method(setup.config.model) == "draft_model"
-    return setup.target.name in ("builtin:code", *SYNTHETIC)
+    return setup.target.name == "builtin:code"
 
 
 def _brings(method: str) -> Callable[[DrafterSetup], bool]:
@@ -252,6 +243,22 @@ def _has_lower_precision(setup: DrafterSetup) -> bool:
     return copy_weights(setup.config.quantization) in lower and setup.target.model.device.type == "cpu"
 
 
+def _head(name: str, text: str, what: str, file: str = "", heads: tuple[str, ...] = (), **more: Any) -> DraftMethod:
+    """The row of a method with a trained head. what: it has in its folder. heads: kinds that it reads, if not its name alone."""
+    return DraftMethod(
+        name,
+        text,
+        made_by(f"heads.{file or name}"),
+        cost="model",
+        needs_model=True,
+        heads=heads or (name,),
+        auto=_brings(name),
+        candidates=_with_model(name),
+        tune_hint=f"name the folder of {what}, --draft-model FOLDER",
+        **more,
+    )
+
+
 # -- the rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -280,39 +287,19 @@ _ROWS = (
         keys=("draft_vocab", "draft_vocab_corpus", "speculative_token_map"),
         auto=_brings_draft,
         candidates=_with_model("draft_model"),
-        vllm=exports.VLLM_DRAFT_MODEL,
-        sglang=exports.SGLANG_DRAFT_MODEL,
-        llama_cpp=exports.LLAMA_CPP_DRAFT_MODEL,
-        trt_llm=exports.TRT_LLM_DRAFT_MODEL,
     ),
-    DraftMethod(
+    _head(
         "eagle",
         "a trained EAGLE-3 or EAGLE-1 head, which reads the model's own layers; helps any text at a few percent of a step",
-        made_by("heads.eagle"),
-        cost="model",
-        needs_model=True,
+        "a head",
         heads=("eagle3", "eagle1"),
         tune_depth=7,
-        auto=_brings("eagle"),
-        candidates=_with_model("eagle"),
-        tune_hint="name the folder of a head, --draft-model FOLDER",
-        vllm=exports.VLLM_EAGLE,
-        sglang=exports.SGLANG_EAGLE,
-        llama_cpp=exports.LLAMA_CPP_EAGLE,
-        trt_llm=exports.TRT_LLM_EAGLE,
     ),
-    DraftMethod(
+    _head(
         "peagle",
         "a trained P-EAGLE head, which drafts all tokens of a step in one forward pass",
-        made_by("heads.peagle"),
-        cost="model",
-        needs_model=True,
-        heads=("peagle",),
+        "a P-EAGLE head",
         tune_depth=7,
-        auto=_brings("peagle"),
-        candidates=_with_model("peagle"),
-        tune_hint="name the folder of a P-EAGLE head, --draft-model FOLDER",
-        vllm=exports.VLLM_PEAGLE,
     ),
     DraftMethod(
         "mtp",
@@ -324,55 +311,26 @@ _ROWS = (
         candidates=lambda i: {"mtp": {"method": "mtp"}} if i.mtp else {},
         tune_hint="the model's checkpoint holds no MTP layer",
         requires="an MTP layer in the checkpoint",
-        vllm=exports.VLLM_MTP,
-        sglang=exports.SGLANG_MTP,
     ),
-    DraftMethod(
+    _head(
         "medusa",
         "trained Medusa heads: each predicts one later token from the model's last state; cheap, and right less often",
-        made_by("heads.medusa"),
-        cost="model",
-        needs_model=True,
-        heads=("medusa",),
+        "Medusa heads",
         tune_depth=4,
-        auto=_brings("medusa"),
-        candidates=_with_model("medusa"),
-        tune_hint="name the folder of Medusa heads, --draft-model FOLDER",
-        vllm=exports.VLLM_MEDUSA,
     ),
-    *(
-        DraftMethod(
-            name,
-            about,
-            made_by("heads.block"),
-            cost="model",
-            needs_model=True,
-            heads=(name,),
-            default_depth=7,
-            auto=_brings(name),
-            candidates=_with_model(name),
-            tune_hint="name the folder of a block drafter, --draft-model FOLDER",
-            vllm=exports.VLLM_BLOCK,
-            sglang=sglang,
-            llama_cpp=llama_cpp,
-            trt_llm=trt_llm,
-        )
-        for name, about, sglang, llama_cpp, trt_llm in (
-            (
-                "dflash",
-                "a trained DFlash drafter, which drafts a block of tokens in one forward pass",
-                exports.SGLANG_DFLASH,
-                exports.LLAMA_CPP_DFLASH,
-                exports.TRT_LLM_DFLASH,
-            ),
-            (
-                "dspark",
-                "a trained DSpark drafter: a block in one pass, then each token corrected by the one before it",
-                exports.SGLANG_DSPARK,
-                exports.LLAMA_CPP_DSPARK,
-                None,
-            ),
-        )
+    _head(
+        "dflash",
+        "a trained DFlash drafter, which drafts a block of tokens in one forward pass",
+        "a block drafter",
+        file="block",
+        default_depth=7,
+    ),
+    _head(
+        "dspark",
+        "a trained DSpark drafter: a block in one pass, then each token corrected by the one before it",
+        "a block drafter",
+        file="block",
+        default_depth=7,
     ),
     DraftMethod(
         "quantized_self",
@@ -423,10 +381,6 @@ _ROWS = (
         keys=("corpus", "corpus_tokens", "suffix_shared_tokens", "suffix_decoding_min_token_prob"),
         per_request=True,
         auto=lambda setup: True,
-        vllm=exports.VLLM_SUFFIX,
-        sglang=exports.SGLANG_SUFFIX,
-        llama_cpp=exports.LLAMA_CPP_SUFFIX,
-        trt_llm=exports.TRT_LLM_SUFFIX,
     ),
     DraftMethod(
         "ngram",
@@ -437,10 +391,6 @@ _ROWS = (
         tune_depth=16,
         keys=("prompt_lookup_min", "prompt_lookup_max"),
         per_request=True,
-        vllm=exports.VLLM_NGRAM,
-        sglang=exports.SGLANG_NGRAM,
-        llama_cpp=exports.LLAMA_CPP_NGRAM,
-        trt_llm=exports.TRT_LLM_NGRAM,
     ),
     DraftMethod(
         "token_recycling",
@@ -460,7 +410,6 @@ __all__ = [
     "PLUGINS",
     "DraftMethod",
     "DrafterSetup",
-    "EngineExport",
     "TuneInputs",
     "chain_kind",
     "find",

@@ -8,19 +8,14 @@ import threading
 from collections import abc
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from outrider.calibrate import make_planner, planned
-from outrider.decode import Decoder, Sequence
-from outrider.drafters.combine.planned import NONE
 from outrider.engine.memory import Memory
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import EngineStopped
+from outrider.engine.request import Request, Sequence
+from outrider.engine.runtime import Runtime
 from outrider.engine.scheduler import CLOSING, Observer, Scheduler
-from outrider.trace import Recorder
-
-if TYPE_CHECKING:
-    from outrider.llm import LLM
+from outrider.engine.trace import Recorder
 
 log = logging.getLogger("outrider.engine")
 
@@ -48,7 +43,7 @@ class Stats:
 
 
 class Engine:
-    """Runs sequences on the model and drafter of an `LLM`, which must not be used otherwise while the engine lives.
+    """Runs sequences on the target and the drafters of a runtime, for example `LLM.runtime`. They must not be used otherwise.
 
     max_queue: sequences that may wait. kv_tokens: committed tokens of all sequences together, None for as many as fit; see
     `Scheduler`. prefix_bytes: keys and values kept for prompts that start alike, 0 for none. prefill_chunk: prompt tokens per
@@ -58,7 +53,7 @@ class Engine:
 
     def __init__(
         self,
-        llm: LLM,
+        runtime: Runtime,
         *,
         max_queue: int = 64,
         kv_tokens: int | None = None,
@@ -68,39 +63,23 @@ class Engine:
         observer: Observer | None = None,
         trace: Recorder | None = None,
     ) -> None:
-        base = llm.decoder
-        method = llm.method if llm.drafters else NONE
-        drafters = llm.request_drafters() | llm.drafters  # of several at once, each can be chosen alone
-        planner = llm.planner or make_planner(
-            llm.config, llm.loaded, drafters, llm.controller if llm.drafters else None
-        )
-        self.llm = llm
-        self.roster = planned(llm.config, llm.loaded, llm.drafters, planner, log.warning, method, drafters)
-        slots, length = base.cache.num_slots, base.max_length
+        slots, length = runtime.decoder.cache.num_slots, runtime.decoder.max_length
         self.kv_limit = slots * length if kv_tokens is None else kv_tokens
         self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes else None
-        self.decoder = Decoder(
-            base.target,
-            self.roster,
-            base.verifier.name,
-            planner,
-            rows=slots,
-            max_length=min(length, self.kv_limit),  # one sequence alone always fits
-            end_ids=base.end_ids,
-            tokenizer=base.tokenizer,
-            prefixes=self.prefixes,
-        )
+        # One sequence alone always fits.
+        self.decoder, self.roster = runtime.serving(min(length, self.kv_limit), self.prefixes, log.warning)
         self.scheduler = Scheduler(
             self.decoder,
+            self.roster,
             max_queue=max_queue,
             kv_limit=kv_tokens,
             prefixes=self.prefixes,
             prefill_chunk=prefill_chunk,
-            max_draft_tokens=llm.config.budget.depth,
+            max_draft_tokens=runtime.config.budget.depth,
             observer=observer,
             trace=trace,
         )
-        self.memory = Memory(base.target, self.decoder.cache, drafters.values())
+        self.memory = Memory(self.decoder.target, self.decoder.cache, self.roster.drafters.values())
         if memory is not None:
             self.memory.bound(memory, self.prefixes.limit if self.prefixes else 0)
         self.problem: str | None = None  # why /health reports failure, or None
@@ -142,17 +121,18 @@ class Engine:
             drafter_failures=self.roster.failures,
         )
 
-    def submit(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Queue sequences, all or none. Raises ValueError, QueueFull or EngineStopped."""
-        for sequence in sequences:
-            self.scheduler.check(sequence)
+    def submit(self, requests: abc.Sequence[Request]) -> list[Sequence]:
+        """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
+        for request in requests:
+            self.scheduler.check(request)
         with self._wake:
             if self.closing:
                 raise EngineStopped(self.problem or CLOSING)
             if self.scheduler.idle:
                 self._turned = perf_counter()
-            self.scheduler.add(sequences)
+            sequences = self.scheduler.add(requests)
             self._wake.notify()
+        return sequences
 
     def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
         """These have no reader any more. They leave before the next step."""

@@ -1,4 +1,4 @@
-"""The scheduler's decisions as pure functions of counts. `Scheduler` takes them, and so does the simulator of `outrider.plan`."""
+"""The scheduler's decisions as pure functions of counts. `Scheduler` takes them, and so does the simulator of `lab.plan`."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def must_preempt(running: int, held: int, kv_limit: float) -> bool:
 
 
 def prefill_tokens(running: int, chunk: int, alone: int) -> int:
-    """Prompt tokens of the next prefill at most. alone: for a sequence that keeps nobody waiting."""
+    """Prompt tokens of the next prefill at most. alone: for a sequence that keeps no other waiting."""
     return chunk if running > 1 else alone

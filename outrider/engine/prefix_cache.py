@@ -43,7 +43,7 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, at most `limit` bytes of keys and values. The `PrefixSource` of `outrider.decode`."""
+    """A tree of blocks, at most `limit` bytes of keys and values. The `PrefixSource` of `outrider.engine.decoder`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -12,20 +12,18 @@ import math
 import threading
 from collections import Counter, abc
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
 from outrider.core.types import Step
-from outrider.decode import Decoder, Sequence
-from outrider.drafters import NoDraft
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.registry import prediction_method
 from outrider.engine import policy
+from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.queue import FairQueue, QueueFull
-from outrider.outputs import SpeculativeMetrics
-from outrider.trace import Recorder
+from outrider.engine.request import Request, Sequence
+from outrider.engine.trace import Recorder
 
 LATE, CLOSING = "the deadline of the request has passed", "the server is shutting down"
 log = logging.getLogger("outrider.engine")
@@ -46,17 +44,18 @@ class Observer(Protocol):
 class Scheduler:
     """Runs sequences on a decoder. `add` and `cancel` may be called by any thread, `step` by one.
 
-    Where the decoder's drafter is a `PlannedDrafter`, each sequence may choose a method and a draft length.
+    roster: the decoder's drafter, where each sequence may choose a method and a draft length.
     max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
     When it runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
-    others decode, None for the decoder's own. max_draft_tokens: per step and sequence, for the counts. observer: counts.
-    trace: where every step is written. observers: those that count now; replaced as a whole, by any thread.
+    others decode, None for the decoder's own. max_draft_tokens: per step and sequence, for the counts. trace: where every step is
+    written. observers: those that count now; replaced as a whole, by any thread.
     raises: an exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
     """
 
     def __init__(
         self,
         decoder: Decoder,
+        roster: PlannedDrafter | None = None,
         *,
         max_queue: float = math.inf,
         kv_limit: int | None = None,
@@ -69,7 +68,7 @@ class Scheduler:
     ) -> None:
         self.decoder, self.prefixes = decoder, prefixes
         self.kv_limit = math.inf if kv_limit is None else kv_limit
-        self.drafter = decoder.drafter if isinstance(decoder.drafter, PlannedDrafter) else None
+        self.roster = roster
         self.observers: tuple[Observer, ...] = () if observer is None else (observer,)
         self.trace, self.raises = trace, raises
         self.max_draft_tokens = max_draft_tokens
@@ -86,40 +85,45 @@ class Scheduler:
         """Nothing runs and nothing waits."""
         return not self.running and not len(self.queue)
 
-    def method(self, sequence: Sequence) -> str:
-        """The drafter of a sequence. A request with a prediction of its own, and no other wish, gets the method for it."""
-        if sequence.num_speculative_tokens == 0:
+    def method(self, request: Request) -> str:
+        """The drafter of a request. One with a prediction of its own, and no other wish, gets the method for it."""
+        if request.num_speculative_tokens == 0:
             return "none"
-        if self.drafter is None:
-            return "none" if isinstance(self.decoder.drafter, NoDraft) else type(self.decoder.drafter).__name__
-        own, default = prediction_method() if sequence.prediction else None, self.drafter.default
-        if own not in self.drafter.drafters or own in self.drafter.methods.get(default, ()):
+        if self.roster is None:
+            return "none" if self.decoder.plain else type(self.decoder.drafter).__name__
+        own, default = prediction_method() if request.prediction else None, self.roster.default
+        if own not in self.roster.drafters or own in self.roster.methods.get(default, ()):
             own = default
-        return sequence.method or own
+        return request.method or own
 
-    def check(self, sequence: Sequence) -> None:
-        """Raise ValueError if the sequence could never run."""
-        self.decoder.check(sequence)
-        if self.drafter is not None and sequence.method is not None:
-            self.drafter.check_method(sequence.method)
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the request could never run."""
+        self.decoder.check(request)
+        if self.roster is not None and request.method is not None:
+            self.roster.check_method(request.method)
 
-    def add(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Queue sequences, all or none. Raises ValueError or QueueFull."""
+    def add(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Queue a sequence of each request, all or none. Raises ValueError or QueueFull."""
+        sequences = [Sequence(request) for request in requests]
         for sequence in sequences:
-            self.check(sequence)
+            self.check(sequence.request)
         with self.lock:
             waiting, free = len(self.queue), len(self.decoder.free)
-            owner = sequences[0].owner if sequences else ""
+            owner = sequences[0].request.owner if sequences else ""
             room = policy.room(self.queue.limit, free, waiting)
             if owner:
-                mine = sum(other.owner == owner for other in self.queue)
+                mine = sum(other.request.owner == owner for other in self.queue)
                 room = min(room, policy.room(policy.share(self.queue.limit), free, mine))
             if len(sequences) > room:
                 slots = self.decoder.cache.num_slots
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / slots)))
             self.accepted += len(sequences)
             for sequence in sequences:
+                asked = sequence.request.num_speculative_tokens
+                sequence.counts.method = self.method(sequence.request)
+                sequence.counts.depth = self.max_draft_tokens if asked is None else asked
                 self.queue.put(sequence)
+        return sequences
 
     def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
         """These have no reader any more. They leave before the next step."""
@@ -130,14 +134,13 @@ class Scheduler:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
         now = perf_counter()
         with self.lock:
-            late = [s for s in self.queue if s.cancelled or min(s.deadline, self.stop_at) <= now]
+            late = [s for s in self.queue if s.cancelled or min(s.request.deadline, self.stop_at) <= now]
             for sequence in late:
                 self.queue.remove(sequence)
-        running = (s for s in self.running.values() if s.cancelled or min(s.deadline, self.stop_at) <= now)
+        running = (s for s in self.running.values() if s.cancelled or min(s.request.deadline, self.stop_at) <= now)
         for sequence in [*late, *running]:
-            self.finish(
-                sequence, "abort", "cancelled" if sequence.cancelled else LATE if sequence.deadline <= now else CLOSING
-            )
+            late_ = sequence.request.deadline <= now
+            self.finish(sequence, "abort", "cancelled" if sequence.cancelled else LATE if late_ else CLOSING)
         self._seat()
         self._make_way()
         self._preempt()
@@ -146,10 +149,12 @@ class Scheduler:
         live = self.decoder.live
         return (self._round(live) if live else None), live
 
-    def run(self, sequences: Iterable[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
-        """Run sequences to their ends and yield each step as `step` returns it. A reader may stop early."""
-        mine = list(sequences)
-        self.add(mine)
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[Step | None, list[Sequence]]]:
+        """Run sequences of these requests to their ends, and yield each step as `step` returns it. A reader may stop early."""
+        yield from self.follow(self.add(requests))
+
+    def follow(self, mine: abc.Sequence[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
+        """As `run`, for sequences that `add` queued."""
         try:
             while any(sequence.finish is None for sequence in mine):
                 yield self.step()
@@ -162,10 +167,10 @@ class Scheduler:
                         self.queue.remove(sequence)
                     self.finish(sequence, "abort", "cancelled")
 
-    def generate(self, requests: Iterable[Sequence]) -> list[Sequence]:
-        """Run fresh sequences of these requests to their ends; returns them in the same order."""
-        sequences = [request.fresh() for request in requests]
-        for _ in self.run(sequences):
+    def generate(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Run sequences of these requests to their ends; returns them in the same order."""
+        sequences = self.add(requests)
+        for _ in self.follow(sequences):
             pass
         return sequences
 
@@ -189,13 +194,7 @@ class Scheduler:
             if finish != "error":  # a conversation goes on after an answer that was stopped, too
                 self.decoder.remember(sequence)
             self.decoder.release(slot)
-        sequence.drafted_by = self.method(sequence)
-        if sequence.drafted_by != "none":
-            depth = (
-                self.max_draft_tokens if sequence.num_speculative_tokens is None else sequence.num_speculative_tokens
-            )
-            sequence.speculative = SpeculativeMetrics.of(sequence.drafted, sequence.accepted, depth)
-        self._seconds += 0.2 * (sequence.total - sequence.queued - self._seconds)
+        self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
         self._tell(sequence)
 
     def problems(self) -> list[str]:
@@ -214,8 +213,8 @@ class Scheduler:
             if sequence.slot != slot or held > last or (held < last) != (sequence in d.waiting):
                 wrong.append(f"slot {slot} holds {held} of {last} tokens")
         left = set[int]()
-        if self.drafter:
-            left |= {*self.drafter.assigned, *self.drafter.planner.depths, *self.drafter.lost}
+        if self.roster:
+            left |= {*self.roster.assigned, *self.roster.planner.depths, *self.roster.lost}
         if not left <= set(d.sequences):
             wrong.append(f"the drafters remember slots {sorted(left - set(d.sequences))}, which are free")
         return wrong + (self.prefixes.check() if self.prefixes else [])
@@ -233,17 +232,19 @@ class Scheduler:
             self._admit(sequence)
 
     def _make_way(self) -> None:
-        """Give an owner who waits and has no slot one of the owner who has the most."""
+        """Give an owner that waits and has no slot one of the owner that has the most."""
         if self.decoder.free or not len(self.queue):
             return
-        running = Counter(sequence.owner for sequence in self.running.values())
+        running = Counter(sequence.request.owner for sequence in self.running.values())
         most, count = running.most_common(1)[0]
         with self.lock:
-            waits = next((s for s in self.queue if s.owner and s.owner not in running), None)
+            waits = next((s for s in self.queue if s.request.owner and s.request.owner not in running), None)
             if count < 2 or waits is None:
                 return
             self.queue.remove(waits)
-        self._unseat(next(slot for slot in reversed(self.decoder.sequences) if self.running[slot].owner == most))
+        self._unseat(
+            next(slot for slot in reversed(self.decoder.sequences) if self.running[slot].request.owner == most)
+        )
         self._admit(waits)
 
     def _admit(self, sequence: Sequence) -> None:
@@ -258,10 +259,10 @@ class Scheduler:
             return
         slot = sequence.slot
         self.running[slot] = sequence
-        if self.drafter:
-            self.drafter.assign(slot, "none" if sequence.undrafted else self.method(sequence))
-            if sequence.num_speculative_tokens is not None:
-                self.drafter.planner.depths[slot] = sequence.num_speculative_tokens
+        if self.roster:
+            self.roster.assign(slot, "none" if sequence.counts.undrafted else sequence.counts.method)
+            if sequence.request.num_speculative_tokens is not None:
+                self.roster.planner.depths[slot] = sequence.request.num_speculative_tokens
         if sequence.finish is not None:  # the tokens that it continues end the text
             self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
 
@@ -279,15 +280,15 @@ class Scheduler:
         sequence = self.running.pop(slot)
         self._note_loss(sequence)
         self.decoder.release(slot)
-        sequence.preemptions += 1
+        sequence.counts.preemptions += 1
         self.preemptions += 1
         with self.lock:
             self.queue.put_back(sequence)
 
     def _note_loss(self, sequence: Sequence) -> None:
         """Keep why a drafter lost the sequence, before the slot is free."""
-        if self.drafter is not None:
-            sequence.undrafted = self.drafter.lost.get(sequence.slot, sequence.undrafted)
+        if self.roster is not None:
+            sequence.counts.undrafted = self.roster.lost.get(sequence.slot, sequence.counts.undrafted)
 
     def _prefill(self, sequence: Sequence) -> None:
         self.decoder.chunk = policy.prefill_tokens(len(self.running), self._chunk, self._chunk_alone)
@@ -315,7 +316,7 @@ class Scheduler:
             self.trace.keep(step, live)
         if observers := self.observers:
             now = perf_counter()
-            seconds = [None if s.last is None else now - s.last for s in live]
+            seconds = [None if s.clock.last is None else now - s.clock.last for s in live]
             for observer in observers:
                 observer.step(step, seconds)
         for sequence in live:
@@ -339,7 +340,7 @@ class Scheduler:
 
     def _progress(self, sequence: Sequence) -> None:
         """Hand out what a step wrote, and free the slot if that was the end."""
-        sequence.last = perf_counter()
+        sequence.clock.last = perf_counter()
         if sequence.finish is not None:
             self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
         else:
@@ -350,21 +351,22 @@ class Scheduler:
             raise error
         log.error("request %s failed: %s", sequence.id, error, exc_info=error)
         memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
-        sequence.finish = None
-        self.finish(
-            sequence, "error", "the server ran out of memory" if memory else "the server failed on this request"
-        )
+        reason = "the server ran out of memory" if memory else "the server failed on this request"
+        if self.trace and sequence.checker is not None:
+            self.trace.end(sequence, "error")
+        sequence.fail(reason)
+        self.finish(sequence, "error", reason)
 
     def _tell(self, sequence: Sequence) -> None:
         """Hand out what is new. Exactly one delta says that the sequence ended."""
-        sink = sequence.sink
-        if sequence.finish is not None:
-            sequence.sink = None
-            for observer in self.observers if sink is not None else ():
-                observer.finished(sequence)
-        if sink is None:
+        sink, cursor = sequence.request.sink, sequence.cursor
+        if cursor.ended or sink is None:
             return
+        if sequence.finish is not None:
+            cursor.ended = True
+            for observer in self.observers:
+                observer.finished(sequence)
         try:
-            sink(replace(sequence.delta(), ended=sequence.finish is not None))
+            sink(sequence.delta())
         except Exception:  # the reader is gone
             sequence.cancelled = True

@@ -25,14 +25,15 @@ from transformers.generation import stopping_criteria as sc
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from outrider.config import SpeculativeConfig
 from outrider.control import Controller
+from outrider.core.outputs import SpeculativeMetrics
+from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
-from outrider.decode import Sequence, nth_seed
 from outrider.drafters.base import Drafter
-from outrider.llm import LLM
-from outrider.outputs import SpeculativeMetrics
-from outrider.params import SamplingParams
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.decoder import nth_seed
+from outrider.engine.llm import LLM
+from outrider.engine.request import Request, Sequence
 
 # What can be translated, in the order outrider applies it; `generate` builds its own list in this order too.
 _ORDER: tuple[type, ...] = (
@@ -101,7 +102,7 @@ class LastCall:
 class CustomGenerate:
     """What `custom_generate` returns. `last` tells about the latest call.
 
-    Greedy rows equal `model.generate`'s own. Sampled rows follow the same distribution, with other draws. Three differences are
+    Greedy texts are those of `model.generate`. Sampled rows follow the same distribution, with other draws. Three differences are
     meant: padding does not count as written text for the repetition penalty, stop strings are looked for in the new
     text only, and the model runs in evaluation mode.
     """
@@ -170,7 +171,7 @@ class CustomGenerate:
                 for module in training:
                     module.training = True
             # Without its source: an engine that kept the model, its own key here, alive would never go.
-            engine.loaded = replace(engine.loaded, source=engine.loaded.name)
+            engine.runtime = replace(engine.runtime, loaded=replace(engine.loaded, source=engine.loaded.name))
             known = self._engines[model] = (mark, engine)
         return known[1]
 
@@ -179,25 +180,24 @@ class CustomGenerate:
     ) -> list[list[int]]:
         """New tokens of every row, padded to the longest."""
         words = tuple(wanted.bad_words)
-        requests = [Sequence(i, p, wanted.params, nth_seed(seed, i), words) for i, p in enumerate(prompts)]
-        sent = 0
-        for _ in engine.scheduler.run(requests):
-            if streamer is not None and all(request.output for request in requests):
-                sent = _put(streamer, requests, sent, pad)
+        requests = [Request(i, p, wanted.params, nth_seed(seed, i), words) for i, p in enumerate(prompts)]
+        rows, sent = engine.scheduler.add(requests), 0
+        for _ in engine.scheduler.follow(rows):
+            if streamer is not None and all(row.output for row in rows):
+                sent = _put(streamer, rows, sent, pad)
         if streamer is not None:
             streamer.end()
-        for row in requests:
+        for row in rows:
             if row.finish and row.finish.finish == "error":
                 warnings.warn(f"row {row.id} was stopped: {row.finish.reason}", RuntimeWarning, stacklevel=5)
-        spec = engine.config.budget.depth
         self.last = LastCall(
             engine.decoder.guarantee,
             seed,
-            [SpeculativeMetrics.of(s.drafted, s.accepted, spec) for s in requests],
-            [s.finish.finish if s.finish else "abort" for s in requests],
+            [row.counts.speculative() for row in rows],
+            [row.finish.finish if row.finish else "abort" for row in rows],
         )
-        longest = max(len(s.output) for s in requests)
-        return [s.output + [pad] * (longest - len(s.output)) for s in requests]
+        longest = max(len(row.output) for row in rows)
+        return [row.output + [pad] * (longest - len(row.output)) for row in rows]
 
 
 @dataclass

@@ -73,10 +73,7 @@ def sizes(name: str, folder: Path) -> Sizes | None:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        try:
-            files = {folder / file for file in json.loads(index.read_text())["weight_map"].values()}
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{index} is no index of weights ({error}); download it again") from error
+        files = set(indexed(index).values())
         missing = sorted(f.name for f in files if not f.exists())
         if missing:
             raise FileNotFoundError(
@@ -104,6 +101,14 @@ def sizes(name: str, folder: Path) -> Sizes | None:
     if not counts:
         return None
     return Sizes(_CODE_NAMES.get(max(counts, key=lambda c: counts[c]), "float32"), matrices, rest)
+
+
+def indexed(index: Path) -> dict[str, Path]:
+    """The file of each tensor that an index of weights names. Raises ValueError for a file that is none."""
+    try:
+        return {name: index.parent / str(file) for name, file in read_settings(index)["weight_map"].items()}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of weights ({error}); download it again") from error
 
 
 def check_folder(folder: Path) -> None:

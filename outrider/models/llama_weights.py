@@ -6,7 +6,8 @@ A pack has them under the names of the modules that they were packed for, so it 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -75,14 +76,14 @@ class LlamaSettings:
 
 @dataclass(frozen=True)
 class LlamaLayerWeights:
-    """One layer. Norms are float32 [hidden], those of queries and keys [dim] or None."""
+    """One layer. Norms are float32 [hidden], those of queries and keys [dim] or None. norm1: None in a trained head."""
 
     qkv: Packed
     out: Packed
     gate_up: Packed
     down: Packed
-    norm1: Tensor
-    norm2: Tensor
+    norm1: Tensor | None
+    norm2: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
 
@@ -126,6 +127,8 @@ class LlamaWeights:
             _check_matrix(f"layer {i}: out", layer.out, s.hidden, queries)
             _check_matrix(f"layer {i}: gate_up", layer.gate_up, 2 * rounded(s.intermediate), s.hidden)
             _check_matrix(f"layer {i}: down", layer.down, s.hidden, s.intermediate)
+            if layer.norm1 is None or layer.norm2 is None:
+                raise ValueError(f"layer {i} lacks a norm")
             for name, size in (("norm1", s.hidden), ("norm2", s.hidden), ("q_norm", s.dim), ("k_norm", s.dim)):
                 _check_vector(f"layer {i}: {name}", getattr(layer, name), size)
 
@@ -152,24 +155,18 @@ class LlamaWeights:
                 leave_packed_(linears[0], made)
             return made
 
-        layers: list[LlamaLayerWeights] = []
-        for layer in base.layers:  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
-            a, mlp = layer.self_attn, layer.mlp
-            q_norm, k_norm = getattr(a, "q_norm", None), getattr(a, "k_norm", None)
-            layers.append(
-                LlamaLayerWeights(
-                    qkv=pack(a.q_proj, a.k_proj, a.v_proj),
-                    out=pack(a.o_proj),
-                    gate_up=pack(mlp.gate_proj, mlp.up_proj, paired=True),
-                    down=pack(mlp.down_proj),
-                    norm1=_floats(layer.input_layernorm.weight),
-                    norm2=_floats(layer.post_attention_layernorm.weight),
-                    q_norm=None if q_norm is None else _floats(q_norm.weight),
-                    k_norm=None if k_norm is None else _floats(k_norm.weight),
-                )
-            )
+        def floats(name: str) -> Tensor | None:
+            module: Any = None
+            with suppress(AttributeError):
+                module = model.get_submodule(name)
+            return None if module is None else _floats(module.weight)
+
+        def matrix(*names: str, paired: bool = False) -> Packed:
+            return pack(*map(model.get_submodule, names), paired=paired)
+
+        layers = _layers(len(settings.windows), matrix, floats)
         inv_freq = base.rotary_emb.inv_freq.detach().float().contiguous()  # pyright: ignore
-        return cls(settings, head, table, _floats(base.norm.weight), inv_freq, tuple(layers), ids)  # pyright: ignore
+        return cls(settings, head, table, _floats(base.norm.weight), inv_freq, layers, ids)  # pyright: ignore
 
     @classmethod
     def of_pack(
@@ -180,23 +177,13 @@ class LlamaWeights:
         known = LlamaSettings(**{**settings, "windows": tuple(settings["windows"])})
 
         def floats(name: str) -> Tensor | None:
-            return _floats(tensors[name]) if name in tensors else None
+            found = tensors.get(f"{name}.weight")
+            return None if found is None else _floats(found)
 
-        layers: list[LlamaLayerWeights] = []
-        for i in range(len(known.windows)):
-            a, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-            layers.append(
-                LlamaLayerWeights(
-                    qkv=matrices[f"{a}.q_proj"],
-                    out=matrices[f"{a}.o_proj"],
-                    gate_up=matrices[f"{mlp}.gate_proj"],
-                    down=matrices[f"{mlp}.down_proj"],
-                    norm1=_floats(tensors[f"model.layers.{i}.input_layernorm.weight"]),
-                    norm2=_floats(tensors[f"model.layers.{i}.post_attention_layernorm.weight"]),
-                    q_norm=floats(f"{a}.q_norm.weight"),
-                    k_norm=floats(f"{a}.k_norm.weight"),
-                )
-            )
+        def matrix(*names: str, paired: bool = False) -> Packed:
+            return matrices[names[0]]
+
+        layers = _layers(len(known.windows), matrix, floats)
         table = matrices.get("model.embed_tokens")
         return cls(
             known,
@@ -204,8 +191,30 @@ class LlamaWeights:
             tensors["model.embed_tokens.weight"] if table is None else table,
             _floats(tensors["model.norm.weight"]),
             _floats(tensors["model.rotary_emb.inv_freq"]),
-            tuple(layers),
+            layers,
         )
+
+
+def _layers(
+    count: int, matrix: Callable[..., Packed], floats: Callable[[str], Tensor | None]
+) -> tuple[LlamaLayerWeights, ...]:
+    """matrix: names of modules -> their matrices as one. floats: the weight of a norm, None if there is no such module."""
+    made: list[LlamaLayerWeights] = []
+    for layer in (f"model.layers.{i}." for i in range(count)):
+        a, mlp = f"{layer}self_attn.", f"{layer}mlp."
+        made.append(
+            LlamaLayerWeights(
+                qkv=matrix(f"{a}q_proj", f"{a}k_proj", f"{a}v_proj"),
+                out=matrix(f"{a}o_proj"),
+                gate_up=matrix(f"{mlp}gate_proj", f"{mlp}up_proj", paired=True),
+                down=matrix(f"{mlp}down_proj"),
+                norm1=floats(f"{layer}input_layernorm"),
+                norm2=floats(f"{layer}post_attention_layernorm"),
+                q_norm=floats(f"{a}q_norm"),
+                k_norm=floats(f"{a}k_norm"),
+            )
+        )
+    return tuple(made)
 
 
 def _check_matrix(name: str, given: Packed, n: int, k: int) -> None:

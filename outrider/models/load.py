@@ -20,7 +20,6 @@ from outrider.kernels import for_device
 from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS, fetch
-from outrider.models.builtin.scale_up import SIZES
 from outrider.models.cache import check_kv_cache_dtype
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
 from outrider.models.gguf.files import gguf_files
@@ -34,12 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DATA = Path(__file__).resolve().parent.parent / "data"
-BUILTIN = {
-    "builtin:code": "a small Python code model",
-    "builtin:code-draft": "its draft model, distilled from it",
-}
-# The sizes that fit a laptop.
-SYNTHETIC = tuple(f"builtin:code-{size}" for size in SIZES if size not in ("15M", "8B"))
+BUILTIN = {"builtin:code": "a small Python code model", "builtin:code-draft": "its draft model, distilled from it"}
 # Seconds that the hub has to answer. transformers would try for half a minute per file.
 _HUB_TIMEOUT = 5.0
 # transformers makes a model by changing torch's functions for that time, so two threads cannot.
@@ -101,11 +95,8 @@ class Contents(NamedTuple):
     quantizable: bool
 
 
-class Reduction(NamedTuple):
-    """How the weights of a model are to be kept: see `load` and `LlamaModel`."""
-
-    quantization: str | None = None
-    head_ids: Tensor | None = None
+# How the weights of a model are to be kept: (quantization, head_ids), see `load` and `LlamaModel`.
+Reduction = tuple[str | None, Tensor | None]
 
 
 def load(
@@ -182,12 +173,12 @@ def _load(
     refuse(raw)
     weights = opened.weights or (precision(raw) if kind == "auto" else kind)
     ends = pretrained.end_ids(raw) or _end_of(tokenizer)
-    reduction = Reduction()
+    head_ids: Tensor | None = None
     if reduce is not None and not opened.packed:
         sizes = pretrained.multiplied(raw), pretrained.vocabulary(raw)
-        reduction = reduce(Contents(name, weights, *sizes, ends, tokenizer, not missing))
-        weights = quantization or reduction.quantization or weights
-    ready = pretrained.runnable(raw, own, where, weights, kv_cache_dtype, reduction.head_ids)
+        reduced, head_ids = reduce(Contents(name, weights, *sizes, ends, tokenizer, not missing))
+        weights = quantization or reduced or weights
+    ready = pretrained.runnable(raw, own, where, weights, kv_cache_dtype, head_ids)
     return Loaded(ready, name, tokenizer, ends, weights, model, raw.config), raw, opened.pack
 
 
@@ -222,14 +213,14 @@ def _open(request: _Request) -> _Opened:
     name, quantization = request.name, request.quantization
     if packs.is_pack(folder := Path(name).expanduser()):
         return _open_pack(request, folder)
-    files = None if name in SYNTHETIC else _gguf_files(name)
-    path = name if files or name in SYNTHETIC else _path(name)
+    files = _gguf_files(name)
+    path = name if files else _path(name)
     pack = None
     repacked = bool(files) or (quantization is not None and Path(path).is_dir())
     if request.cache and repacked and not for_device(request.where).missing and store.enabled():
         pack = store.name_of(Path(name).stem, files or (Path(path),), f"{request.dtype} {quantization}")
         if found := store.restored(pack, tokenizer=request.tokenizer, modules=request.modules):
-            return _opened(request, found.folder, found.pack, found.start)
+            return _opened(request, found)
         pack = pack if request.tokenizer else None  # a pack has the model's own tokenizer
     from outrider.models import pretrained
 
@@ -240,10 +231,6 @@ def _open(request: _Request) -> _Opened:
         file = read(files)
         raw = pretrained.from_gguf(name, file, request.dtype, request.where, quantization)
         return _Opened(raw, tokenizer_of(file) if request.tokenizer else None, quantization, pack=pack)
-    if name in SYNTHETIC:
-        path = _path("builtin:code")
-        raw = pretrained.synthetic(name, request.dtype, path)
-        return _Opened(raw, pretrained.tokenizer_of(path) if request.tokenizer else None, quantization, pack=pack)
     config = pretrained.read_config(name, path)
     tokenizer = pretrained.tokenizer_of(path) if request.tokenizer else None  # before the weights: it may be refused
     raw = pretrained.from_folder(name, path, config, request.dtype, request.where, quantization)
@@ -264,8 +251,7 @@ def _open_pack(request: _Request, folder: Path) -> _Opened:
                 f"{name} is packed in {pack.weights}, not in {wanted}; pack the model again, or leave it out"
             )
         checkpoint.fits(name, checkpoint.Sizes("gguf", 0, packs.size(folder)), None, request.where)
-        start = packs.start(folder, pack, tokenizer=request.tokenizer, modules=request.modules)
-        return _opened(request, folder, pack, start)
+        return _opened(request, packs.start(folder, pack, tokenizer=request.tokenizer, modules=request.modules))
     except packs.BadPack as error:
         source, weights = packs.source_of(folder)
         if source is None:
@@ -276,20 +262,19 @@ def _open_pack(request: _Request, folder: Path) -> _Opened:
         return _open(request._replace(name=source, dtype=dtype, quantization=quantization))
 
 
-def _opened(request: _Request, folder: Path, pack: packs.Pack, start: packs.Start) -> _Opened:
+def _opened(request: _Request, found: packs.RestoredModel) -> _Opened:
     """What was read from a pack, with its tokenizer."""
-    tokenizer: Any = start.tokenizer
+    tokenizer: Any = found.tokenizer
     if tokenizer is None and request.tokenizer:
         from outrider.models import pretrained
 
-        tokenizer = pretrained.tokenizer_of(str(folder))
-    return _Opened(start.model, tokenizer, pack.weights, packed=True, end_ids=pack.end_ids, config=start.config)
+        tokenizer = pretrained.tokenizer_of(str(found.folder))
+    pack = found.pack
+    return _Opened(found.model, tokenizer, pack.weights, packed=True, end_ids=pack.end_ids, config=found.config)
 
 
 def tokenizer_named(name: str) -> Any:
     """The tokenizer of a model that is given by name, without its weights. Raises OSError or ValueError if it has none."""
-    if name in SYNTHETIC:
-        name = "builtin:code"
     if files := _gguf_files(name):
         from outrider.models.gguf import reader, tokenizer
 
@@ -301,8 +286,6 @@ def has_chat_template(name: str) -> bool:
     """Whether a model has a chat template, found without its weights. Raises what `load` raises for a name that means none."""
     if name in DOWNLOADS:
         return True
-    if name in SYNTHETIC:
-        return False
     if files := _gguf_files(name):
         from outrider.models.gguf import reader
 
@@ -398,9 +381,7 @@ def _path(name: str) -> str:
     if name.startswith("builtin:"):
         if name not in BUILTIN:
             raise ValueError(
-                f"there is no built-in model {name!r}{did_you_mean(name, (*BUILTIN, *DOWNLOADS, *SYNTHETIC))}; there are "
-                f"{_names()}, and "
-                f"builtin:code at the cost of a bigger model: {', '.join(SYNTHETIC)}"
+                f"there is no built-in model {name!r}{did_you_mean(name, (*BUILTIN, *DOWNLOADS))}; there are {_names()}"
             )
         name = str(DATA / name.removeprefix("builtin:"))
     path = Path(name).expanduser()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu.library import LayerStruct, ModelStruct
+from outrider.kernels.cpu.library import LayerStruct, ModelStruct, PairsStruct
 from outrider.models.base import (
     EMBEDDING,
     BaseModel,
@@ -29,7 +29,7 @@ from outrider.models.base import (
 )
 from outrider.models.cache import SlotCache
 from outrider.models.dtypes import dtype_name
-from outrider.models.llama_weights import ACTIVATIONS, LlamaLayerWeights, LlamaWeights
+from outrider.models.llama_weights import ACTIVATIONS, LlamaLayerWeights, LlamaSettings, LlamaWeights
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.nodes import Nodes
 
@@ -57,7 +57,7 @@ def supports(model: PreTrainedModel) -> str | None:
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"its linears are {type(module).__name__}, not plain matrices"
     for p in model.parameters():
-        if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if p.device.type not in ("cpu", "meta") or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"a weight is {p.dtype} on {p.device}"
     return None
 
@@ -101,8 +101,9 @@ class LlamaModel(BaseModel):
         self.batch_invariant = True
         matrices = [model.head, *(m for w in model.layers for m in (w.qkv, w.out, w.gate_up, w.down))]
         self.weight_bytes, self.head_bytes = sum(m.bytes for m in matrices), model.head.bytes
-        layers = (LayerStruct * self.num_layers)(*map(_layer_struct, model.layers, settings.windows))
-        self._decoder = NativeDecoder(_model_struct(model), layers, range(self.num_layers), model)
+        layers = (LayerStruct * self.num_layers)(*map(layer_struct, model.layers, settings.windows))
+        struct = model_struct(settings, model.head, model.table, model.head_ids, model.final_norm, model.inv_freq)
+        self._decoder = NativeDecoder(struct, layers, range(self.num_layers), model)
 
     def layer_subset(self, layers: Sequence[int]) -> LlamaModel:
         chosen = check_layers(layers, self.num_layers)
@@ -158,21 +159,30 @@ class LlamaModel(BaseModel):
         return self._decoder.draft_chains(cache, chains)
 
 
-def _model_struct(weights: LlamaWeights) -> ModelStruct:
-    settings, table, ids = weights.settings, weights.table, weights.head_ids
+def model_struct(
+    settings: LlamaSettings,
+    head: native.Packed,
+    table: native.Packed | Tensor | None,
+    ids: Tensor | None,
+    final_norm: Tensor | None,
+    inv_freq: Tensor,
+    pairs: PairsStruct | None = None,
+) -> ModelStruct:
+    """What native code is told of a model or of a trained head. It points to the arguments, so keep them."""
     return ModelStruct(
-        head=ctypes.addressof(weights.head.struct),
-        head_ids=None if ids is None else ids.data_ptr(),
+        pairs=None if pairs is None else ctypes.addressof(pairs),
+        head=ctypes.addressof(head.struct),
+        head_ids=address(ids),
         table=ctypes.addressof(table.struct) if isinstance(table, native.Packed) else None,
         embedding=table.data_ptr() if isinstance(table, Tensor) else None,
-        final_norm=weights.final_norm.data_ptr(),
-        inv_freq=weights.inv_freq.data_ptr(),
+        final_norm=address(final_norm),
+        inv_freq=inv_freq.data_ptr(),
         hidden=settings.hidden,
         intermediate=settings.intermediate,
         heads=settings.heads,
         kv_heads=settings.kv_heads,
         dim=settings.dim,
-        rotary=2 * len(weights.inv_freq),
+        rotary=2 * len(inv_freq),
         vocab=settings.vocab_size,
         embedding_format=native.FORMATS[dtype_name(table.dtype)] if isinstance(table, Tensor) else 0,
         activation=ACTIVATIONS[settings.activation],
@@ -185,12 +195,13 @@ def _model_struct(weights: LlamaWeights) -> ModelStruct:
     )
 
 
-def _layer_struct(layer: LlamaLayerWeights, window: int) -> LayerStruct:
+def layer_struct(layer: LlamaLayerWeights, window: int) -> LayerStruct:
     return LayerStruct(
         **{n: ctypes.addressof(getattr(layer, n).struct) for n in ("qkv", "out", "gate_up", "down")},
-        norm1=layer.norm1.data_ptr(),
-        norm2=layer.norm2.data_ptr(),
-        q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
-        k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
+        **{n: address(getattr(layer, n)) for n in ("norm1", "norm2", "q_norm", "k_norm")},
         window=window,
     )
+
+
+def address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()

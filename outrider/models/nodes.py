@@ -98,9 +98,11 @@ class Nodes:
         return max(self.lengths) + self.total
 
     @cached_property
-    def plan(self) -> native.Plan:
+    def plan(self) -> native.AttentionPlan:
         """The same nodes as the native attention kernel reads them."""
-        return native.Plan(self.slots, self.lengths, self.count, None if self.parents is None else self.tree, self.held)
+        return native.AttentionPlan(
+            self.slots, self.lengths, self.count, None if self.parents is None else self.tree, self.held
+        )
 
     @cached_property
     def index(self) -> slice | Tensor:

@@ -15,13 +15,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from outrider.core.files import read_settings
@@ -30,7 +24,6 @@ from outrider.kernels import for_device
 from outrider.models import checkpoint
 from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
-from outrider.models.builtin.scale_up import SIZES, scaled_up
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.gguf.architectures import architecture_of
 from outrider.models.gguf.model import build, dense_, sizes
@@ -165,16 +158,6 @@ def from_gguf(name: str, file: GGUFFile, dtype: str, where: torch.device, quanti
     if missing:
         dense_(raw, DTYPES[kind or "bfloat16"])
     return raw
-
-
-def synthetic(name: str, dtype: str, source: str) -> PreTrainedModel:
-    """The built-in model, computed with as many weights as the name says. source: its folder. dtype "auto" means bfloat16."""
-    size = SIZES[name.removeprefix("builtin:code-")]
-    kind = "bfloat16" if dtype == "auto" else dtype
-    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
-    matrices = size.parameters(model.config.vocab_size)
-    checkpoint.fits(name, checkpoint.Sizes(kind, matrices, 0), kind, torch.device("cpu"))
-    return scaled_up(model, size, DTYPES[kind])
 
 
 def _unmap_(raw: PreTrainedModel) -> None:

@@ -30,7 +30,7 @@ State = tuple[Tensor, ...]
 KEPT = 16
 
 
-class Chain(NamedTuple):
+class NodeChain(NamedTuple):
     """Nodes of which each is the parent of the next.
 
     start: the state before the first. rows: of the nodes, in what they read. wanted: whether the state after each is wanted.
@@ -43,13 +43,13 @@ class Chain(NamedTuple):
 
 # Moves states on along chains: (chains, what the nodes read, [row, ...] each) -> (outputs [row, ...] with zeros for rows of no
 # chain, the wanted states, chain by chain). It leaves the starts as they were. A node's bits do not depend on others.
-Advance = Callable[[Sequence[Chain], Sequence[Tensor]], tuple[Tensor, list[list[State]]]]
+Advance = Callable[[Sequence[NodeChain], Sequence[Tensor]], tuple[Tensor, list[list[State]]]]
 
 
 def one_by_one(step: Callable[[State, list[Tensor]], tuple[State, Tensor]]) -> Advance:
     """Move states on node by node. step: (state before, what a node reads, [1, ...] each) -> (state after, output [1, ...])."""
 
-    def advance(chains: Sequence[Chain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
+    def advance(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
         outputs, states = dict[int, Tensor](), list[list[State]]()
         for state, rows, wanted in chains:
             states.append([])
@@ -152,11 +152,11 @@ class LayerStates:
 
     def _chain(
         self, chain: _Growing, starts: dict[tuple[int, int], State | None], row_of: dict[tuple[int, int], int]
-    ) -> Chain:
+    ) -> NodeChain:
         kept, start = self._scratch[chain.slot].states, starts[chain.slot, chain.first]
         at = [(chain.slot, node) for node in chain.nodes]
         assert start is not None  # an earlier wave, or an earlier forward, has it
-        return Chain(start, [row_of[n] for n in at], [n in starts or n[1] in kept for n in at])
+        return NodeChain(start, [row_of[n] for n in at], [n in starts or n[1] in kept for n in at])
 
     def after(self, slot: int, node: int) -> State:
         """The state after a node of the scratch; -1: after the committed tokens. It must not be changed.
@@ -177,7 +177,7 @@ class LayerStates:
             run = [*reads]
             advance, inputs = run[0].scan
             rows = [read.row for read in run]
-            _, states = advance([Chain(state, rows, [False] * (len(rows) - 1) + [True])], inputs)
+            _, states = advance([NodeChain(state, rows, [False] * (len(rows) - 1) + [True])], inputs)
             state = states[0][0]
         return state
 

@@ -39,9 +39,9 @@ def of_folder(path: str) -> Any:
         made = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         made(_TRIAL)
         return made
-    except OSError:
+    except (OSError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # its readers check their files in their own ways
+    except BaseException as error:  # its readers check their files in their own ways; a panic of Rust is no Exception
         here = named.is_file() and "auto_map" in read_settings(named)
         if not here and "trust_remote_code" not in str(error):
             raise ValueError(f"the tokenizer of {path} cannot be read ({type(error).__name__}: {error})") from error

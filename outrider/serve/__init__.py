@@ -2,7 +2,7 @@
 
 app        the routes
 guard      ASGI middleware before every route: request ids, API key, limits
-protocol   request bodies; settings: what the operator sets
+protocol   request bodies; options: what the operator sets
 service    from an HTTP request to requests of the engine
 pending    a request in work: one response, or a stream of events
 responses  the JSON of responses; tools: tool calls in texts; errors: the JSON of errors

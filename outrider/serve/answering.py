@@ -10,8 +10,9 @@ from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from outrider.serve.connection import disconnected
 from outrider.serve.errors import Refused
-from outrider.serve.pending import PendingAnswer
+from outrider.serve.openai.pending import PendingAnswer
 
 
 class EventResponse(StreamingResponse):
@@ -33,8 +34,7 @@ async def unless_gone(request: Request, answer: Awaitable[dict[str, Any]]) -> di
     async with anyio.create_task_group() as tasks:
 
         async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
+            await disconnected(request.receive)
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(watch)

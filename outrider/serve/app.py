@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from fastapi import FastAPI, Request
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from outrider._version import __version__
-from outrider.serve import dashboard, errors, home, responses_route
+from outrider.serve import errors, home
 from outrider.serve.answering import EventResponse, unless_gone
 from outrider.serve.bodies import BoundedRoute
+from outrider.serve.dashboard import viewers as dashboard
 from outrider.serve.errors import Refused, json_response
-from outrider.serve.guard import Guard
+from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
-from outrider.serve.pending import PendingAnswer
-from outrider.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, plain
+from outrider.serve.openai import responses_route
+from outrider.serve.openai.pending import PendingAnswer
+from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, plain
+from outrider.serve.options import public_name
 from outrider.serve.service import Service
-from outrider.serve.settings import public_name
 
 if TYPE_CHECKING:
     from outrider.serve.spans import Spans
@@ -49,7 +49,6 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 
 def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -> FastAPI:
     """The application of a service. It closes the service when it ends."""
-    settings, llm = service.settings, service.llm
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -58,30 +57,44 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         if spans is not None:
             await anyio.to_thread.run_sync(spans.close)
 
-    middleware = [Middleware(Guard, settings=settings, metrics=metrics)]
-    if settings.cors:
-        cors = Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
-        middleware.insert(0, cors)
     app = FastAPI(
         title="outrider",
         version=__version__,
         description="A language model with exact speculative decoding behind OpenAI's API.",
         lifespan=lifespan,
-        middleware=middleware,
+        middleware=guards(service.settings, metrics),
         docs_url=None,  # the page would load scripts from another site
         redoc_url=None,
         responses=ERRORS,
     )
     app.router.route_class = BoundedRoute
     errors.install(app)
+    _texts(app, service, spans)
+    _model(app, service)
+    _state(app, service, metrics)
+    app.state.dashboard = dashboard.install(app, service)
+    home.install(app, service)
+
+    def described() -> dict[str, Any]:
+        document = FastAPI.openapi(app)
+        tokens = document["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]
+        tokens["items"]["maximum"] = service.engine.decoder.target.vocab_size - 1
+        return document
+
+    app.openapi = described
+    return app
+
+
+def _texts(app: FastAPI, service: Service, spans: Spans | None) -> None:
+    """Routes that write a text."""
+    settings = service.settings
 
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
-        name = request.state.request_id
         owner = request.state.owner
-        pending = await service.accept(body, name, body.user or owner, owner)
+        pending = await service.accept(body, request.state.request_id, body.user or owner, owner)
         watch(pending, body, request)
         if body.stream:
-            return EventResponse(pending, pending.stream(body.stream_options, settings.pad_stream))
+            return EventResponse(pending, pending.stream(body.stream_options, settings.pad_seconds))
         return json_response(await unless_gone(request, pending.whole()), headers=pending.headers)
 
     def watch(pending: PendingAnswer, body: CompletionRequest | ChatRequest, request: Request) -> None:
@@ -100,18 +113,35 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
 
     responses_route.install(app, service, watch, ANSWER)
 
-    @app.get("/v1/models", responses={200: {"description": "The model", "content": OBJECT}})
+
+def _model(app: FastAPI, service: Service) -> None:
+    """Routes about the model and its tokens."""
+
+    def described() -> dict[str, Any]:
+        config = service.llm.config
+        return {
+            "id": service.settings.model_name,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "outrider",
+            "root": public_name(service.llm.loaded.name),
+            "max_model_len": service.engine.decoder.max_length,
+            "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},
+            "guarantee": service.engine.decoder.guarantee.value,
+        }
+
+    @app.get("/v1/models", responses=_object("The model"))
     async def models() -> Response:
         """List the model that is served."""
-        return json_response({"object": "list", "data": [_model(service)]})
+        return json_response({"object": "list", "data": [described()]})
 
-    @app.get("/v1/models/{name:path}", responses={200: {"description": "The model", "content": OBJECT}})
+    @app.get("/v1/models/{name:path}", responses=_object("The model"))
     async def model(name: str) -> Response:
         """Describe one model."""
         service.check_model(name)
-        return json_response(_model(service))
+        return json_response(described())
 
-    @app.post("/tokenize", responses={200: {"description": "The tokens", "content": OBJECT}})
+    @app.post("/tokenize", responses=_object("The tokens"))
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt or of messages."""
         service.check_model(body.model)
@@ -131,27 +161,28 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
 
         return await encoder.run(answer, len(tokens))
 
-    @app.post("/detokenize", responses={200: {"description": "The text", "content": OBJECT}})
+    @app.post("/detokenize", responses=_object("The text"))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.check_model(body.model)
         vocab = service.engine.decoder.target.vocab_size
         if wrong := [t for t in body.tokens if not 0 <= t < vocab]:
             raise Refused(f"token {wrong[0]} is outside the vocabulary of {vocab} tokens", param="tokens")
-        if llm.tokenizer is None:
+        if service.llm.tokenizer is None:
             raise Refused("this model has no tokenizer")
         decode = service.decode
         return await service.encoder.run(lambda: json_response({"prompt": decode(body.tokens)}), len(body.tokens))
 
-    @app.get("/health", responses={200: {"description": "The engine runs", "content": OBJECT}})
+
+def _state(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    """Routes about how the server is."""
+
+    @app.get("/health", responses=_object("The engine runs"))
     async def health() -> Response:
         """Report that the engine works. 503 if it has died, hangs in a step, or is inconsistent."""
-        engine, stats = service.engine, service.engine.stats
-        problem = engine.problem or (None if engine.alive else "the engine has stopped")
-        if problem is None and engine.stalled > settings.stall_timeout:
-            problem = f"the engine has been busy with one step for {engine.stalled:.0f} s"
-        if problem is not None:
+        if (problem := trouble(service)) is not None:
             raise Refused(problem, 503, code="unhealthy")
+        stats = service.engine.stats
         return json_response({"status": "ok", "running": stats.running, "waiting": stats.waiting})
 
     @app.get("/metrics", responses={200: {"description": "For Prometheus", "content": {"text/plain": {}}}})
@@ -159,33 +190,21 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
         """Counters, gauges and histograms for Prometheus."""
         return Response(metrics.page(), headers={"content-type": CONTENT_TYPE})
 
-    @app.get("/version", responses={200: {"description": "The version", "content": OBJECT}})
+    @app.get("/version", responses=_object("The version"))
     async def version() -> Response:
         """The version of outrider."""
         return json_response({"version": __version__})
 
-    app.state.dashboard = dashboard.install(app, service)
-    home.install(app, service)
 
-    def described() -> dict[str, Any]:
-        document = FastAPI.openapi(app)
-        tokens = document["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]
-        tokens["items"]["maximum"] = service.engine.decoder.target.vocab_size - 1
-        return document
-
-    app.openapi = described
-    return app
+def trouble(service: Service) -> str | None:
+    """Why the engine does not work; None if it does."""
+    engine = service.engine
+    if engine.problem is not None or not engine.alive:
+        return engine.problem or "the engine has stopped"
+    if engine.stalled > service.settings.stall_timeout:
+        return f"the engine has been busy with one step for {engine.stalled:.0f} s"
+    return None
 
 
-def _model(service: Service) -> dict[str, Any]:
-    config = service.llm.config
-    return {
-        "id": service.settings.model_name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "outrider",
-        "root": public_name(service.llm.loaded.name),
-        "max_model_len": service.engine.decoder.max_length,
-        "speculative": {"method": config.method, "num_speculative_tokens": config.budget.depth},
-        "guarantee": service.engine.decoder.guarantee.value,
-    }
+def _object(description: str) -> dict[int | str, dict[str, Any]]:
+    return {200: {"description": description, "content": OBJECT}}

@@ -18,10 +18,11 @@ from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from outrider.serve.errors import Refused, dumps
-from outrider.serve.settings import Settings
+from outrider.serve.options import ServeOptions
 
 _Base: Any = object  # one of uvicorn's protocols comes after it
 _ABORT = "outrider.abort"
@@ -230,6 +231,12 @@ class ClientConnection(LimitedConnection, AutoHTTPProtocol):
     """The protocol that uvicorn would take, with limits. See `http_config`."""
 
 
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client of a request has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def abort(scope: MutableMapping[str, Any]) -> None:
     """Cut the connection of a request at once; what was not sent is lost. Nothing happens under another server."""
     cut = scope.get(_ABORT)
@@ -292,14 +299,23 @@ def bound(host: str, port: int) -> list[socket.socket]:
     return made
 
 
-def http_config(app: Any, settings: Settings, **more: Any) -> uvicorn.Config:
+class ManyWaiting(uvicorn.Server):
+    """Lets connections wait in the kernel, because asyncio takes few of them at a time."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(WAITING)
+
+
+def http_config(app: Any, settings: ServeOptions, **more: Any) -> uvicorn.Config:
     """uvicorn's settings for an application. more: settings that are given in place of these."""
     given: dict[str, Any] = {
         "http": partial(
             ClientConnection,
             {
-                None: Reception(connection_limit(settings.max_connections), settings.max_body),
-                (settings.monitor_port or -1): Reception(MONITORS, settings.max_body),
+                None: Reception(connection_limit(settings.max_connections), settings.body_bytes),
+                (settings.monitor_port or -1): Reception(MONITORS, settings.body_bytes),
             },
         ),
         "ws": "none",

@@ -9,15 +9,18 @@ import asyncio
 import inspect
 import sys
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
-from outrider.llm import LLM
+from outrider.core.rendering import renderer
+from outrider.engine.llm import LLM
 from outrider.serve.bodies import check_size
 from outrider.serve.errors import Refused
-from outrider.serve.tools import spelled_out
+from outrider.serve.lanes import Lanes
+from outrider.serve.openai.tools import spelled_out
 
 T = TypeVar("T")
 LONG = 16 << 10  # characters; what has more is long work
@@ -35,6 +38,13 @@ class Encoder:
         if getattr(llm.tokenizer, "is_fast", False):  # others are not safe in two threads at once
             self._long = ThreadPoolExecutor(1, "outrider-encode-long")
             llm.encode("x")  # the first call may change settings
+        usual = llm.tokenizer is not None and _renders_as_usual(llm.tokenizer)
+        self._renderers = Lanes("outrider-template", renderer) if usual else None
+
+    def start(self) -> None:
+        """Start now what the first chat needs."""
+        if self._renderers is not None and self.llm.tokenizer and self.llm.tokenizer.chat_template:
+            self._renderers.start()
 
     async def run(self, act: Callable[[], T], size: int = 0, param: str | None = None) -> T:
         """Run in a thread. size: characters, or tokens, that it works on. A ValueError becomes Refused, for a parameter."""
@@ -42,8 +52,7 @@ class Encoder:
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, act)
         except (ValueError, RecursionError) as error:
-            said = str(error).replace(self.llm.loaded.name, self.name)
-            raise Refused(said or "nested too deeply", param=getattr(error, "name", param)) from error
+            raise self._refused(error, param) from error
 
     async def prompt(self, given: str | abc.Mapping[str, Any], most: int | None = None) -> list[int]:
         """The ids of a text or of {"prompt_token_ids": ...}. most: characters of a text; None: what the model can hold.
@@ -75,31 +84,28 @@ class Encoder:
             if name == "messages" or name in inspect.signature(template).parameters:
                 message = f"chat_template_kwargs cannot set {name!r}, which the server sets; leave it out"
                 raise Refused(message, param="chat_template_kwargs")
-        split = self._long is not self._short  # a tokenizer without a fast backend may not write its template as text
+        given = {"tools": tools, "add_generation_prompt": True, **(variables or {})}
+        made = await self.run(lambda: spelled_out(messages(), check_size), param="messages")
+        if self._renderers is None:  # the tokenizer has code of its own in place of a template
 
-        def render() -> Any:
-            made = spelled_out(messages(), check_size)
-            try:
-                return template(
-                    made,
-                    tools=tools,
-                    add_generation_prompt=True,
-                    tokenize=not split,
-                    return_dict=not split,
-                    **(variables or {}),
-                )
-            except Exception as error:  # a template is a program and fails in its own ways
-                raise ValueError(f"the model's chat template does not take these messages: {error!s:.500}") from error
+            def apply() -> list[int]:
+                with _of_template():
+                    return list(template(made, tokenize=True, return_dict=True, **given)["input_ids"])
 
-        rendered = await self.run(render, param="messages")
-        if not split:
-            return list(rendered["input_ids"])
+            return await self.run(apply, param="messages")
+        question = {"chat_template": tokenizer.get_chat_template(None, tools), "messages": made}
+        question |= {name: _text(value) for name, value in tokenizer.special_tokens_map.items()} | given
+        try:
+            with _of_template():
+                text = await self._renderers.ask(lambda child, seconds: child.ask(question, seconds))
+        except ValueError as error:
+            raise self._refused(error, "messages") from error
 
         def act() -> list[int]:
-            self._check(rendered, most)
-            return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+            self._check(text, most)
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        return await self.run(act, len(rendered), "messages")
+        return await self.run(act, len(text), "messages")
 
     @property
     def most_tokenized(self) -> int:
@@ -107,9 +113,15 @@ class Encoder:
         return max(MAX_TOKENIZE, WIDE * self.max_length)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and the children."""
         for pool in (self._short, self._long):
             pool.shutdown(cancel_futures=True)
+        if self._renderers is not None:
+            self._renderers.close()
+
+    def _refused(self, error: Exception, param: str | None) -> Refused:
+        said = str(error).replace(self.llm.loaded.name, self.name)
+        return Refused(said or "nested too deeply", param=getattr(error, "name", param))
 
     @cached_property
     def _longest(self) -> int:
@@ -135,3 +147,24 @@ class Encoder:
             raise ValueError(f"{too_long}. No token has more than {self._longest} characters")
         if len(text) > WIDE * room and len(self.llm.encode(text[: WIDE * room // 2])) > 2 * room:
             raise ValueError(f"{too_long}. Its first half alone does not fit")
+
+
+@contextmanager
+def _of_template() -> Iterator[None]:
+    """Say of an error that the template raised it: a template is a program and fails in its own ways."""
+    try:
+        yield
+    except ChildProcessError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the model's chat template does not take these messages: {error!s:.500}") from error
+
+
+def _renders_as_usual(tokenizer: Any) -> bool:
+    """False for a tokenizer whose class makes tokens of messages in a way of its own."""
+    own = getattr(type(tokenizer), "apply_chat_template", None)
+    return getattr(own, "__module__", "") == "transformers.tokenization_utils_base"
+
+
+def _text(token: Any) -> Any:
+    return [str(each) for each in token] if isinstance(token, list) else str(token)

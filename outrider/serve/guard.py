@@ -12,13 +12,15 @@ from time import perf_counter
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.connection import abort, network
 from outrider.serve.errors import Refused
 from outrider.serve.logs import clean, log
 from outrider.serve.metrics import Metrics
-from outrider.serve.settings import Settings
+from outrider.serve.options import ServeOptions
 
 OPEN = ("/health", "/", "/favicon.ico")  # load balancers have no key, and the page at / asks for it
 MONITOR = ("/health", "/metrics")  # answered under any load, and on a port of their own
@@ -42,7 +44,7 @@ class Guard:
     its `owner`, by which slots are shared: its key, else its client's network.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServeOptions, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
         self.active = 0
 
@@ -97,7 +99,7 @@ class Guard:
     def _check(self, scope: Scope, headers: Headers) -> str:
         """Who asks, as `owner`. Raises Refused for a host, an origin or a key that may not."""
         settings, path = self.settings, scope["path"]
-        if settings.replica:  # the front has checked
+        if settings.replica_name:  # the front has checked
             return headers.get(OWNER.decode(), "")
         if (
             settings.monitor_port is not None
@@ -111,7 +113,7 @@ class Guard:
                 403,
                 code="host_not_allowed",
             )
-        if (not settings.api_keys or path in PAGES) and self._foreign(headers):
+        if (not settings.api_key or path in PAGES) and self._foreign(headers):
             raise Refused(
                 "a page of another site may not use this server; start it with --cors-origin ORIGIN to allow one",
                 403,
@@ -125,7 +127,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None:
             return origin.partition("://")[2] != headers.get("host", "-") and not {origin, "*"} & set(
-                self.settings.cors
+                self.settings.cors_origin
             )
         apart = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
         return apart and headers.get("sec-fetch-mode") != "navigate"
@@ -136,13 +138,13 @@ class Guard:
         Compares digests with every key, so the time shows neither length nor content of a key.
         page: the key may also come as the password of any user, which is what a browser's own dialog sends.
         """
-        if not self.settings.api_keys:
+        if not self.settings.api_key:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if page and scheme.lower() == "basic":
             scheme, given = "bearer", _password(given)
         digest = hashlib.sha256(given.strip().encode()).digest()
-        same = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.settings.api_keys]
+        same = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.settings.api_key]
         if not any(same) or scheme.lower() != "bearer":
             what = "send Authorization: Bearer KEY" + (", or give it as the password here" if page else "")
             raise Refused(
@@ -154,7 +156,7 @@ class Guard:
         return same.index(True)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
-        limit = self.settings.max_body
+        limit = self.settings.body_bytes
         too_large = Refused(f"the request is larger than {limit} bytes", 413, code="request_too_large")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > limit:
@@ -173,6 +175,12 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             raise Refused(f"the request did not arrive within {self.settings.body_timeout:g} s", 408) from None
+
+
+def guards(settings: ServeOptions, metrics: Metrics) -> list[Middleware]:
+    """The middleware of an application: the limits, the key and the origins of its settings."""
+    cors = Middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
+    return [*([cors] if settings.cors_origin else []), Middleware(Guard, settings=settings, metrics=metrics)]
 
 
 def _hostname(url: str) -> str:

@@ -10,15 +10,15 @@ import json
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from outrider.explain.page import assemble
-from outrider.serve.dashboard import ASSETS, HEADERS
+from outrider.pages.page import assemble
+from outrider.serve.dashboard.viewers import ASSETS, HEADERS
 from outrider.serve.service import Service
 
 
 def install(app: FastAPI, service: Service) -> None:
     """Add the page to an application."""
     tokenizer = service.llm.tokenizer
-    told = {"chat": bool(tokenizer and tokenizer.chat_template), "key": bool(service.settings.api_keys)}
+    told = {"chat": bool(tokenizer and tokenizer.chat_template), "key": bool(service.settings.api_key)}
     page = assemble(ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js", json.dumps(told), connect=True)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

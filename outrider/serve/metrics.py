@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from outrider.core.types import Step
-from outrider.decode import Sequence
 from outrider.engine import Engine
 from outrider.engine.prefix_cache import BLOCK
+from outrider.engine.request import Sequence
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
@@ -92,12 +92,12 @@ class Metrics:
         """See `Observer.finished`."""
         self.prompts.inc(len(sequence.prompt))
         self._success.labels(self._model, ENGINE, sequence.finish.finish if sequence.finish else "abort").inc()
-        self.whole.observe(sequence.total)
-        self.queued.observe(sequence.queued)
-        if sequence.time_to_first_token is not None:
-            self.first.observe(sequence.time_to_first_token)
+        self.whole.observe(sequence.clock.total)
+        self.queued.observe(sequence.clock.queued)
+        if sequence.clock.time_to_first_token is not None:
+            self.first.observe(sequence.clock.time_to_first_token)
             if (more := len(sequence.written) - 1) > 0:
-                self.per_token.observe((sequence.total - sequence.time_to_first_token) / more)
+                self.per_token.observe((sequence.clock.total - sequence.clock.time_to_first_token) / more)
 
     def collect(self) -> Iterable[Metric]:
         """The engine at this moment; called by the registry."""

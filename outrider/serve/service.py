@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import abc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
 from time import time
 from typing import Any
 
-from outrider.core.compiling import CompilerProcess, TooSlow
+from outrider.core.compiling import compiler
 from outrider.core.grammar import Grammar, GrammarMask, Grammars, available
-from outrider.decode import Sequence, draw_seed
+from outrider.core.params import SamplingParams
 from outrider.engine import Engine
-from outrider.llm import LLM
-from outrider.params import SamplingParams
+from outrider.engine.decoder import draw_seed
+from outrider.engine.llm import LLM
+from outrider.engine.request import Request
+from outrider.serve.dashboard.trial import OFF, Trials
 from outrider.serve.encoding import WIDE, Encoder
 from outrider.serve.errors import Refused
+from outrider.serve.lanes import SECONDS, Lanes
 from outrider.serve.logs import log
-from outrider.serve.pending import PendingAnswer
-from outrider.serve.protocol import (
+from outrider.serve.openai.pending import PendingAnswer
+from outrider.serve.openai.protocol import (
     ChatRequest,
     CommonRequest,
     CompletionRequest,
@@ -31,30 +31,25 @@ from outrider.serve.protocol import (
     StructuredOutputs,
     plain,
 )
-from outrider.serve.responses import ResponseWriter, Shown
-from outrider.serve.settings import Settings
-from outrider.serve.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered
-from outrider.serve.trial import OFF, Trial
+from outrider.serve.openai.responses import ResponseWriter, Shown
+from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered
+from outrider.serve.options import ServeOptions
 
 MaskMaker = Callable[[], GrammarMask]
-# A grammar is tried for the first time. If that is too short, it is compiled anew, beside the short ones, for the second.
-COMPILE_SECONDS = (1.0, 10.0)
 MAX_COMPILING = 16  # grammars that wait
 
 
 class Service:
     """An engine behind OpenAI's API."""
 
-    def __init__(self, llm: LLM, engine: Engine, settings: Settings) -> None:
+    def __init__(self, llm: LLM, engine: Engine, settings: ServeOptions) -> None:
         self.llm, self.engine, self.settings = llm, engine, settings
         self.started = int(time())
-        self.trial: Trial | None = None  # that gives requests an arm
+        self.trials = Trials(engine)
         self._grammars: Grammars | None = None
         self._compiling, self._first = 0, Lock()  # grammars that wait; for the first of them
+        self._compilers = Lanes("outrider-grammar", lambda: compiler(self._known_grammars().info))
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
-        # What is not compiled quickly is compiled elsewhere, so that a slow grammar keeps no other one waiting.
-        self._compilers = [ThreadPoolExecutor(1, "outrider-grammar") for _ in COMPILE_SECONDS]
-        self._processes = list[CompilerProcess]()
 
     def decode(self, tokens: abc.Sequence[int]) -> str:
         """The text of token ids; empty without a tokenizer."""
@@ -73,7 +68,7 @@ class Service:
     async def accept(
         self, body: CompletionRequest | ChatRequest, request_id: str, client: str, owner: str = ""
     ) -> PendingAnswer:
-        """Check a request and queue its texts. client, owner: as in `Sequence`.
+        """Check a request and queue its texts. client, owner: as in `Request`.
 
         Raises Refused for what the server cannot answer.
         """
@@ -107,8 +102,10 @@ class Service:
         prompts, before = _continued(body, prompts, params.n)
         chat = isinstance(body, ChatRequest)
 
-        def begin() -> tuple[list[Sequence], ResponseWriter]:
-            requests = self._requests(prompts, before, params, mask, max_tokens == 0)
+        def begin() -> tuple[list[Request], ResponseWriter]:
+            wishes = {"client": client, "owner": owner, "method": body.method, "num_speculative_tokens": depth}
+            wishes["prefill_only"] = max_tokens == 0
+            requests = self._requests(prompts, before, params, mask, wishes)
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
             return requests, ResponseWriter(
@@ -129,13 +126,13 @@ class Service:
         requests, writer = await self.encoder.run(begin, size)
         pending = PendingAnswer(self.engine, writer)
         seconds = min(body.timeout or math.inf, self.settings.request_timeout)
-        trial, arm = self.trial, None
+        trial, arm = self.trials.current, None
         if trial is not None and depth is None and body.method is None and (arm := trial.arm()) is not None:
             trial.assign(arm, requests)
-            depth = 0 if arm == OFF else None
+            if arm == OFF:
+                requests = [replace(request, num_speculative_tokens=0) for request in requests]
         try:
-            give = pending.submit
-            await self.encoder.run(lambda: give(requests, client, body.method, depth, seconds, owner), size)
+            await self.encoder.run(lambda: pending.submit(requests, seconds), size)
         except Refused:
             if trial is not None and arm is not None:
                 trial.drop(requests)
@@ -151,10 +148,7 @@ class Service:
         """End the engine and the threads."""
         self.engine.close()
         self.encoder.close()
-        for pool in self._compilers:
-            pool.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
-            process.close()
+        self._compilers.close()
 
     def _tools(self, body: CommonRequest) -> tuple[ToolOffer | None, Callable[[], ToolCallReader] | None, bool]:
         """The tools on offer, a maker of readers for their calls, and whether those must see special tokens."""
@@ -179,13 +173,13 @@ class Service:
         before: list[list[int]],
         params: SamplingParams,
         mask: MaskMaker | None,
-        prefill_only: bool,
-    ) -> list[Sequence]:
-        """The engine's requests, params.n for each prompt. before: the tokens that each continues.
+        wishes: dict[str, Any],
+    ) -> list[Request]:
+        """The engine's requests, params.n for each prompt. before: the tokens that each continues. wishes: fields of all of them.
 
         Raises ValueError for what the model cannot do.
         """
-        made, room = list[Sequence](), WIDE * self.engine.decoder.max_length
+        made, room = list[Request](), WIDE * self.engine.decoder.max_length
         if isinstance(
             params.prediction, str
         ):  # only drafts are made of it, and what cannot be written is never drafted
@@ -195,7 +189,7 @@ class Service:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
             made += self.llm.requests({"prompt_token_ids": prompt}, drawn)
         made = [
-            replace(r, mask=mask() if mask else None, prefill_only=prefill_only, continued=tuple(tokens))
+            replace(r, mask=mask() if mask else None, continued=tuple(tokens), **wishes)
             for r, tokens in zip(made, before, strict=True)
         ]
         for number, request in enumerate(made):  # the engine may hold shorter texts than the LLM
@@ -230,10 +224,10 @@ class Service:
         if made is None:
             if self._compiling >= MAX_COMPILING:
                 message = f"{MAX_COMPILING} grammars wait to be compiled, which is all that the server takes"
-                raise Refused(message, 429, code="queue_full", retry=int(COMPILE_SECONDS[-1]))
+                raise Refused(message, 429, code="queue_full", retry=int(SECONDS[-1]))
             self._compiling += 1
             try:
-                made = await self._compiled(grammar)
+                made = await self._compilers.ask(lambda *lane: self._known_grammars().compiled(grammar, *lane))
             except ValueError as error:
                 raise Refused(str(error), param=param) from error
             finally:
@@ -242,22 +236,12 @@ class Service:
         assert grammars is not None
         return lambda: grammars.mask(made)
 
-    async def _compiled(self, grammar: Grammar) -> Any:
-        """Compile a grammar in a process that is ended when it takes too long. Raises ValueError."""
-
-        def act(lane: int) -> Any:
-            with self._first:
-                if self._grammars is None:
-                    vocab_size = self.engine.decoder.target.vocab_size
-                    self._grammars = Grammars(self.llm.tokenizer, vocab_size, self.llm.loaded.end_ids)
-                    self._processes = [CompilerProcess(self._grammars.info) for _ in COMPILE_SECONDS]
-            return self._grammars.compiled(grammar, self._processes[lane], COMPILE_SECONDS[lane])
-
-        loop = asyncio.get_running_loop()
-        for lane, pool in enumerate(self._compilers[:-1]):
-            with suppress(TooSlow):
-                return await loop.run_in_executor(pool, act, lane)
-        return await loop.run_in_executor(self._compilers[-1], act, len(self._compilers) - 1)
+    def _known_grammars(self) -> Grammars:
+        with self._first:
+            if self._grammars is None:
+                vocab_size = self.engine.decoder.target.vocab_size
+                self._grammars = Grammars(self.llm.tokenizer, vocab_size, self.llm.loaded.end_ids)
+            return self._grammars
 
     def _asked(self, form: ResponseFormat | None, own: StructuredOutputs | None, forced: ToolOffer | None) -> Grammar:
         """The grammar of the one of the three that is given. Raises ValueError for one that is not valid."""

@@ -21,8 +21,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from outrider._version import __version__
 
 if TYPE_CHECKING:
-    from outrider.serve.pending import PendingAnswer
-    from outrider.serve.protocol import ChatRequest, CompletionRequest
+    from outrider.serve.openai.pending import PendingAnswer
+    from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
 
 _ASKED = {  # attribute -> field of the request, sent if the request has it
     "gen_ai.request.temperature": "temperature",
@@ -59,7 +59,7 @@ class Spans:
         self, pending: PendingAnswer, model: str, body: CompletionRequest | ChatRequest, headers: Mapping[str, str]
     ) -> None:
         """Make a span of a request when it ends. headers: those of the request."""
-        began = time_ns() - int((perf_counter() - pending.sequences[0].arrived) * 1e9)
+        began = time_ns() - int((perf_counter() - pending.sequences[0].clock.arrived) * 1e9)
         operation = "chat" if hasattr(body, "messages") else "text_completion"
         asked: dict[str, Any] = {
             "gen_ai.operation.name": operation,
@@ -106,10 +106,10 @@ def _request(pending: PendingAnswer, body: CompletionRequest | ChatRequest) -> d
 def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
     results = [pending.results[i] for i in sorted(pending.results)]
     prompts = {id(s.prompt): len(s.prompt) for s in pending.sequences}  # its n texts share a prompt
-    counts = [r.speculative for r in results if r.speculative is not None]
+    counts = [r.counts.speculative() for r in results if r.counts.method != "none"]
     steps, drafted = sum(s.num_spec_steps for s in counts), sum(s.num_draft_tokens for s in counts)
     accepted = sum(s.num_accepted_draft_tokens for s in counts)
-    firsts = [r.time_to_first_token for r in results if r.time_to_first_token is not None]
+    firsts = [r.clock.time_to_first_token for r in results if r.clock.time_to_first_token is not None]
     decoder = pending.engine.decoder
     return {
         "gen_ai.response.id": pending.writer.id,
@@ -118,17 +118,17 @@ def _answer(pending: PendingAnswer, model: str) -> dict[str, Any]:
         "gen_ai.response.time_to_first_chunk": min(firsts, default=None),
         "gen_ai.usage.input_tokens": sum(prompts.values()),
         "gen_ai.usage.output_tokens": sum(len(r.output) for r in results),
-        "gen_ai.usage.cache_read.input_tokens": sum(r.cached for r in results),
+        "gen_ai.usage.cache_read.input_tokens": sum(r.counts.cached for r in results),
         "outrider.guarantee": decoder.guarantee.value,
         "outrider.verifier": decoder.verifier.name,
-        "outrider.speculation.method": pending.engine.scheduler.method(pending.sequences[0]),
+        "outrider.speculation.method": pending.sequences[0].counts.method,
         "outrider.speculation.steps": steps,
         "outrider.speculation.draft_tokens": drafted,
         "outrider.speculation.accepted_tokens": accepted,
         "outrider.speculation.mean_acceptance_length": 1 + accepted / steps if steps else None,
         "outrider.speculation.draft_acceptance_rate": accepted / drafted if drafted else None,
-        "outrider.queue.seconds": max((r.queued for r in results), default=None),
-        "outrider.preemptions": sum(r.preemptions for r in results),
+        "outrider.queue.seconds": max((r.clock.queued for r in results), default=None),
+        "outrider.preemptions": sum(r.counts.preemptions for r in results),
     }
 
 

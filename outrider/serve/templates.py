@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.llm import LLM
+from outrider.engine.llm import LLM
 
 PLAIN = Path(__file__).with_name("assets") / "plain.jinja"
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 
 from outrider.core.noise import Noise, Stream
+from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import depth, validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters.base import DraftContext, Drafter, TargetPass
-from outrider.params import SamplingParams
 
 GREEDY, HOT = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
 

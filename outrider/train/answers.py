@@ -4,20 +4,20 @@ line."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.decode import Sequence as Running
-from outrider.decode import nth_seed
-from outrider.llm import LLM
-from outrider.params import SamplingParams
+from outrider.core.jsonl import JsonLines
+from outrider.core.params import SamplingParams
+from outrider.engine.decoder import nth_seed
+from outrider.engine.llm import LLM
+from outrider.engine.request import Request
 from outrider.train.prompts import Asked, Source
 
 
 @dataclass(frozen=True)
-class Answer:
+class TrainingText:
     """One text. number: of its prompt in the run. source: where the prompt came from. tokens: prompt, then answer. start:
     index of the first token of the answer. temperature: at which it was written. held_out: measures the head, and does not
     train it."""
@@ -40,45 +40,41 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         """Raises ValueError for a file with other lines."""
         self.path = path
-        self.answers: list[Answer] = []
+        self.answers: list[TrainingText] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        whole = 0
-        with path.open("rb") as file:
-            for count, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    self.answers.append(Answer(**json.loads(line)))
-                except (ValueError, TypeError) as error:
-                    raise ValueError(
-                        f"{path}, line {count} is no answer of a training run ({error}); move the file away, and it is "
-                        "written again"
-                    ) from None
-                whole += len(line)
-        os.truncate(path, whole)
-        self._file = path.open("ab")
+        self._file, end = JsonLines(path), 0
+        for count, line in enumerate(self._file.lines(), 1):
+            if not line.whole:
+                break
+            try:
+                self.answers.append(TrainingText(**line.value))
+            except TypeError as error:
+                raise ValueError(
+                    f"{path}, line {count} is no answer of a training run ({error}); move the file away, and it is "
+                    "written again"
+                ) from None
+            end = line.end
+        self._file.cut(end)
 
     @property
     def tokens(self) -> int:
         """Tokens of all answers, without their prompts."""
         return sum(len(a.tokens) - a.start for a in self.answers)
 
-    def add(self, answer: Answer) -> None:
-        self._file.write(json.dumps(asdict(answer), separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+    def add(self, answer: TrainingText) -> None:
+        self._file.add(json.dumps(asdict(answer), separators=(",", ":")).encode())
         self.answers.append(answer)
 
-    def in_order(self) -> list[Answer]:
+    def in_order(self) -> list[TrainingText]:
         """The answers by number. They end in another order than they began."""
         return sorted(self.answers, key=lambda a: a.number)
 
 
-def parted(answers: Iterable[Answer]) -> tuple[list[Answer], list[Answer]]:
+def parted(answers: Iterable[TrainingText]) -> tuple[list[TrainingText], list[TrainingText]]:
     """(texts to learn from, texts to measure with). Each text once. No text that is held out is learnt from, and no other answer
     to its prompt."""
-    held: dict[tuple[int, ...], Answer] = {}
-    learnt: dict[tuple[int, ...], Answer] = {}
+    held: dict[tuple[int, ...], TrainingText] = {}
+    learnt: dict[tuple[int, ...], TrainingText] = {}
     for answer in answers:
         (held if answer.held_out else learnt).setdefault(tuple(answer.tokens), answer)
     prompts = {tuple(a.prompt) for a in held.values()}
@@ -132,25 +128,25 @@ def _round(
     seed: int,
 ) -> Iterator[int]:
     running: dict[int, tuple[int, str, float, bool]] = {}
-    begun: list[Running] = []
+    begun: list[Request] = []
     for number, source, asked in _asked(sources, numbers):
         if len(asked.tokens) > length // 2:
             continue
         temperature = temperatures[number // len(sources) % len(temperatures)]
         if asked.answer is not None:
             tokens = (asked.tokens + asked.answer)[:length]
-            file.add(Answer(number, source, tokens, len(asked.tokens), temperature, asked.held_out))
+            file.add(TrainingText(number, source, tokens, len(asked.tokens), temperature, asked.held_out))
             continue
         room = length - len(asked.tokens)
         params = SamplingParams(temperature=temperature, max_tokens=room, seed=nth_seed(seed, number))
-        [sequence] = llm.requests({"prompt_token_ids": asked.tokens}, params)
-        running[sequence.id] = number, source, temperature, asked.held_out
-        begun.append(sequence)
+        [request] = llm.requests({"prompt_token_ids": asked.tokens}, params)
+        running[request.id] = number, source, temperature, asked.held_out
+        begun.append(request)
     for _, moved in llm.scheduler.run(begun):
         ended = [s for s in moved if s.finish]
         for sequence in ended:
             number, source, temperature, held = running[sequence.id]
-            file.add(Answer(number, source, sequence.tokens, len(sequence.prompt), temperature, held))
+            file.add(TrainingText(number, source, sequence.tokens, len(sequence.prompt), temperature, held))
         yield len(ended)
 
 

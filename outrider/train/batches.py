@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.train.answers import Answer
+from outrider.train.answers import TrainingText
 
 
 class Batch(NamedTuple):
@@ -33,7 +33,7 @@ class Anchors(NamedTuple):
     valid: Tensor
 
 
-def batch_of(answers: Sequence[Answer]) -> Batch:
+def batch_of(answers: Sequence[TrainingText]) -> Batch:
     """The texts as one batch."""
     ends = [len(a.tokens) for a in answers]
     tokens = torch.zeros(len(ends), max(ends), dtype=torch.int64)

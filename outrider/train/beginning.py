@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import EagleWeights
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.models.load import Loaded, modules
 from outrider.models.matrix import dense, matrix_of
 from outrider.train.teacher import Teacher
@@ -38,14 +38,14 @@ def new_head(
     return head.to(teacher.device)
 
 
-def continued_head(given: EagleWeights, teacher: Teacher) -> Eagle:
+def continued_head(given: HeadWeights[HeadConfig], teacher: Teacher) -> Eagle:
     """A head that was read from a folder, to be trained further. Its embedding and output head stay as they are.
 
     Raises ValueError for a head of EAGLE-1.
     """
     if given.config.eagle1:
         raise ValueError("heads of EAGLE-1 are not trained here; leave out --from, and an EAGLE-3 head is trained")
-    head = given.module(teacher.embedding().cpu())
+    head = Eagle.of(given, teacher.embedding().cpu())
     head.lm_head.requires_grad_(False)
     return head.to(teacher.device)
 

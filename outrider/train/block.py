@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.heads.block_module import BlockModule
-from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights
-from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.config import BlockConfig, HeadConfig, HeadShape
 from outrider.drafters.heads.parallel_writer import write_block
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.train.method import Beginning, DraftedToken, TrainedHead
 from outrider.train.teacher import Taught, Teacher
 from outrider.train.vocabulary import mask_token
@@ -29,7 +30,7 @@ class TrainedBlock(TrainedHead):
     decay = math.exp(-1 / 4)
     share = 0.125  # a block has as many output rows as it has drafts
 
-    def __init__(self, module: BlockModule, teacher: Teacher, stored: BlockWeights | None = None) -> None:
+    def __init__(self, module: BlockModule, teacher: Teacher, stored: HeadWeights[BlockConfig] | None = None) -> None:
         super().__init__(module, teacher, module.token_ids, module.config.drafts)
         self._stored = stored
 
@@ -53,26 +54,15 @@ def new_block(start: Beginning) -> TrainedBlock:
     else:
         mask = int(start.kept["mask_token_id"])
     least, most = MARKOV
+    own: dict[str, Any] = {f.name: getattr(shape, f.name) for f in fields(HeadShape)}
+    own["num_layers"] = LAYERS
     config = BlockConfig(
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        draft_vocab_size=len(ids),
-        taps=shape.taps,
-        target_hidden_size=shape.target_hidden_size,
-        num_layers=LAYERS,
-        intermediate_size=shape.intermediate_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
+        **own,
         block_size=DRAFTS if dspark else DRAFTS + 1,
         mask_token_id=mask,
         from_anchor=dspark,
         markov_rank=min(most, max(least, shape.hidden_size // 4)) if dspark else 0,
         confidence_markov=dspark,
-        max_position_embeddings=shape.max_position_embeddings,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters=shape.rope_parameters,
-        verifier=start.verifier,
     )
     teacher = Teacher(loaded, config.taps)
     torch.manual_seed(start.seed)
@@ -81,7 +71,7 @@ def new_block(start: Beginning) -> TrainedBlock:
     return TrainedBlock(module, teacher)
 
 
-def continued_block(given: BlockWeights, start: Beginning) -> TrainedBlock:
+def continued_block(given: HeadWeights[BlockConfig], start: Beginning) -> TrainedBlock:
     """A drafter that was read. Raises ValueError for one with an embedding of its own, which could not be written."""
     if "embed_tokens.weight" in given.tensors:
         raise ValueError("a drafter with an embedding of its own is not trained here; leave out --from")

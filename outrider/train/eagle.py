@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import EagleWeights
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.drafters.heads.writer import write_eagle
 from outrider.train.batches import batch_of
 from outrider.train.beginning import continued_head, new_head
@@ -47,7 +47,7 @@ def new_eagle(start: Beginning) -> TrainedEagle:
     return TrainedEagle(head, teacher, ids)
 
 
-def continued_eagle(given: EagleWeights, start: Beginning) -> TrainedEagle:
+def continued_eagle(given: HeadWeights[HeadConfig], start: Beginning) -> TrainedEagle:
     """A head that was read. Raises ValueError for one of EAGLE-1."""
     teacher = Teacher(start.loaded, given.config.taps)
     head = continued_head(given, teacher)

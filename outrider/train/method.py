@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from outrider.models.load import Loaded
-from outrider.train.answers import Answer
+from outrider.train.answers import TrainingText
 from outrider.train.batches import Anchors, Batch
 from outrider.train.losses import divergence
 from outrider.train.teacher import Taught, Teacher
@@ -44,7 +44,7 @@ class Beginning:
     loaded: Loaded
     method: str
     seed: int
-    answers: Sequence[Answer]
+    answers: Sequence[TrainingText]
     token_ids: Tensor
     verifier: str
     kept: dict[str, Any] | None = None

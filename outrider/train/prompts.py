@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from outrider.bench.prompts import SETS, read
+from outrider.core.params import SamplingParams
 from outrider.core.suggest import did_you_mean
-from outrider.decode import nth_seed
-from outrider.llm import LLM
-from outrider.params import SamplingParams
+from outrider.engine.decoder import nth_seed
+from outrider.engine.llm import LLM
+from outrider.lab.bench.prompts import SETS, read
 
 SELF = "self"
 _INVENTED = SamplingParams(temperature=0.8, top_p=0.95)
@@ -54,7 +54,7 @@ def held_out(number: int) -> bool:
 
 
 def sources(names: Sequence[str], llm: LLM, seed: int, longest: int) -> list[Source]:
-    """The sources by name: `self`, a file or a set of `outrider.bench.prompts`. longest: tokens that the model invents.
+    """The sources by name: `self`, a file or a set of `outrider.lab.bench.prompts`. longest: tokens that the model invents.
 
     Raises FileNotFoundError or ValueError for a name that is none, and for a file without a usable line.
     """

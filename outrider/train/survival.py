@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.train.answers import Answer
+from outrider.train.answers import TrainingText
 from outrider.train.batches import Batch, batch_of, positions
 from outrider.train.method import TrainedHead
 from outrider.train.teacher import Taught
@@ -51,7 +51,7 @@ class _Text:
     """A held-out text, and what does not change while the head learns. total: float32 [n - 1], the logarithm of the sum of
     the exponentials of all logits, divided by the temperature, before each token but the first."""
 
-    answer: Answer
+    answer: TrainingText
     batch: Batch
     taught: Taught
     total: Tensor
@@ -60,7 +60,7 @@ class _Text:
 class HeldOut:
     """Texts that measure a head while it learns. Raises ValueError if none is long enough."""
 
-    def __init__(self, answers: Sequence[Answer], head: TrainedHead, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, answers: Sequence[TrainingText], head: TrainedHead, seed: int, dtype: torch.dtype) -> None:
         self._head, self._teacher, self._ids = head, head.teacher, head.token_ids
         self._seed, self._dtype, depth = seed, dtype, head.depth
         every = self._teacher.output()
@@ -81,7 +81,7 @@ class HeldOut:
                 counts[group] = counts.get(group, torch.zeros_like(found)) + found
         return [Survival(group, tuple(c[:-1].tolist()), int(c[-1])) for group, c in counts.items()]
 
-    def _text(self, answer: Answer, every: Tensor) -> _Text:
+    def _text(self, answer: TrainingText, every: Tensor) -> _Text:
         batch = batch_of([answer])
         taught = self._teacher.read(batch.tokens)
         total = torch.zeros(0)

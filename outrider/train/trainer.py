@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from outrider.llm import LLM
-from outrider.train.answers import Answer, parted, write_answers
+from outrider.engine.llm import LLM
+from outrider.train.answers import TrainingText, parted, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
 from outrider.train.folder import Progress, RunFolder, TrainingSettings, point, verdict
 from outrider.train.losses import rate
@@ -34,7 +34,7 @@ MEASURED_TEXTS = 40
 
 
 @dataclass(frozen=True)
-class Budget:
+class TrainingBudget:
     """When a run ends: after so many minutes, writing included, or after so many tokens read in training. One of the two."""
 
     minutes: float | None = None
@@ -70,7 +70,7 @@ class Budget:
 Say = Callable[[str], None]
 
 
-def train(settings: TrainingSettings, budget: Budget, out: Path, llm: LLM, say: Say = print) -> list[Survival]:
+def train(settings: TrainingSettings, budget: TrainingBudget, out: Path, llm: LLM, say: Say = print) -> list[Survival]:
     """Train a head for `llm` and write it to `out`. Returns how its drafts survive on held-out answers.
 
     llm: the target, plain decoding, with SLOTS sequences side by side. say: gets a line of news now and then. A run with a
@@ -83,7 +83,7 @@ def train(settings: TrainingSettings, budget: Budget, out: Path, llm: LLM, say: 
         return Training(folder, budget, llm, say).run()
 
 
-def write(folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:
+def write(folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say) -> None:
     """Write the answers that are still missing."""
     settings, file, wanted = folder.settings, folder.answers, budget.answer_tokens
     seconds = folder.writing_seconds
@@ -124,7 +124,7 @@ def write(folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:
 class Training:
     """The second half of a run: a head learns from the answers of its folder."""
 
-    def __init__(self, folder: RunFolder, budget: Budget, llm: LLM, say: Say) -> None:
+    def __init__(self, folder: RunFolder, budget: TrainingBudget, llm: LLM, say: Say) -> None:
         self._folder, self._budget, self._say = folder, budget, say
         settings, loaded, state = folder.settings, llm.loaded, folder.load()
         self._name = Path(settings.model).name if "/" in settings.model else settings.model
@@ -200,7 +200,7 @@ class Training:
         self._say(verdict(progress.curve, measured[0]))
         return measured
 
-    def _check(self, held: list[Answer]) -> None:
+    def _check(self, held: list[TrainingText]) -> None:
         if not self._answers or not held:
             raise ValueError(
                 f"{len(self._answers)} answers train the head and {len(held)} measure it; both need some, and what has the "
@@ -210,7 +210,7 @@ class Training:
     def _vocabulary(self, vocab_size: int, ends: tuple[int, ...]) -> torch.Tensor:
         return count_tokens(self._answers, self._folder.settings.draft_vocab_size, vocab_size, ends)
 
-    def _step(self, answers: list[Answer], done: float) -> tuple[float, list[float]]:
+    def _step(self, answers: list[TrainingText], done: float) -> tuple[float, list[float]]:
         """One update. Returns the loss, and the acceptance at each step of the unroll."""
         progress = self.progress
         batch = batch_of(answers)

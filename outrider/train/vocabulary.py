@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.train.answers import Answer
+from outrider.train.answers import TrainingText
 
 
-def count_tokens(answers: Sequence[Answer], size: int, vocab_size: int, always: Sequence[int] = ()) -> Tensor:
+def count_tokens(answers: Sequence[TrainingText], size: int, vocab_size: int, always: Sequence[int] = ()) -> Tensor:
     """The draft vocabulary, int64 [size] ascending: the most frequent tokens of the answers, then the lowest ids.
 
     always: tokens that are kept, such as those that end a text. Returns all tokens if size is 0 or vocab_size or more.
@@ -26,7 +26,7 @@ def count_tokens(answers: Sequence[Answer], size: int, vocab_size: int, always: 
     return torch.tensor(sorted(ids))
 
 
-def mask_token(answers: Sequence[Answer], vocab_size: int, tokenizer: Any, ends: Sequence[int] = ()) -> int:
+def mask_token(answers: Sequence[TrainingText], vocab_size: int, tokenizer: Any, ends: Sequence[int] = ()) -> int:
     """The token of a block's open places: one with an embedding that no text uses.
 
     That is a row beyond the tokenizer's tokens if there is one. Else it is a special token that no answer holds, else the

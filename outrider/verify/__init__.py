@@ -23,11 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from outrider._deprecated import renamed
 from outrider.core.noise import Noise, Stream
 from outrider.core.types import Draft, Guarantee, Siblings, Verdict
 from outrider.verify.batched import FixedDistribution, TargetDistribution, block, match, rejection, traversal
@@ -152,6 +151,3 @@ VERIFIERS: dict[str, Verifier] = {
         ),
     )
 }
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed(__name__)

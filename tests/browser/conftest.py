@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.explain.page import ASSETS
+from outrider.pages.page import ASSETS
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

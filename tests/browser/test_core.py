@@ -29,12 +29,12 @@ from outrider.core.sampling import draw
 from outrider.core.tree import ancestor_mask, levels
 from outrider.core.types import Budget
 from outrider.engine.memory import per_token
-from outrider.explain import builtin
-from outrider.explain.data import ExplainedStep
-from outrider.explain.facts import _step, model_size
+from outrider.engine.trace import StepRecord, read
+from outrider.lab.explain import builtin
+from outrider.lab.explain.facts import _step, model_size
 from outrider.models.load import load
+from outrider.pages.explained import ExplainedStep
 from outrider.testing.oracle import distribution, total_variation
-from outrider.trace import StepRecord, read
 from outrider.verify.reference import reference_match, reference_rejection, residual
 
 CASES = 40
@@ -312,7 +312,7 @@ def test_steps_read_as_in_the_trace(javascript: Call, run: Any) -> None:
 
 
 def test_verdicts_are_those_of_a_replay(javascript: Call, run: Any) -> None:
-    from outrider.trace import replay
+    from outrider.engine.trace import replay
 
     trace, table = read(run[0]), []
     for step in trace.text().steps:

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.llm import LLM
-from outrider.serve.settings import Settings
-from outrider.trace import Detail, Recorder
+from outrider.engine.llm import LLM
+from outrider.engine.trace import Detail, Recorder
+from outrider.serve.options import ServeOptions
 from tests.browser.conftest import violations
 from tests.support.serving import Live, builtin, serving
 
@@ -27,7 +27,7 @@ SIGNS = ['"✓"', '"✗"', '"Ⅱ"', '"="', ""]
 def ask(live: Live, n: int = 1, **more: Any) -> None:
     for _ in range(n):
         body = {"model": "code", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **more}
-        keys = live.service.settings.api_keys
+        keys = live.service.settings.api_key
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
         httpx.post(f"{live.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
 
@@ -134,7 +134,7 @@ def test_texts_are_shown_only_if_the_trace_holds_them(tmp_path: Path, visit: Any
 
 
 def test_a_key_guards_every_page(visit: Any, browser: Any) -> None:
-    with serving(builtin(), Settings(model_name="code", api_keys=("secret",))) as live:
+    with serving(builtin(), ServeOptions(model="code", api_key=["secret"])) as live:
         for path in ("/dashboard", "/dashboard/events", "/explain"):
             answer = httpx.get(live.url + path)
             assert answer.status_code == 401

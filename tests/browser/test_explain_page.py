@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from outrider.explain import builtin, explained, render
-from outrider.explain.page import ASSETS
-from outrider.trace import read
+from outrider.engine.trace import read
+from outrider.lab.explain import builtin, explained, render
+from outrider.pages.page import ASSETS
 from tests.browser.conftest import violations
 from tests.support.explained import HostileTokenizer, long_trace
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.serve.settings import Settings
+from outrider.serve.options import ServeOptions
 from tests.browser.conftest import violations
 from tests.support.serving import Live, builtin, serving
 
@@ -70,7 +70,7 @@ def test_what_a_model_writes_is_text(live: Live, visit: Any) -> None:
 
 def test_an_answer_can_be_stopped(visit: Any) -> None:
     """It is written slowly, a token at a time, so it runs when it is stopped."""
-    with serving(builtin(), Settings(model_name="code", pad_stream=0.05)) as live, visit(live.url) as seen:
+    with serving(builtin(), ServeOptions(model="code", pad_stream=50)) as live, visit(live.url) as seen:
         page = seen.page
         page.locator("#model", has_text="code").wait_for()
         page.locator("#temperature").fill("0")
@@ -109,7 +109,7 @@ def test_a_model_without_a_template_continues_the_text(visit: Any) -> None:
 
 
 def test_a_key_is_asked_for_once(visit: Any) -> None:
-    with serving(builtin(), Settings(model_name="code", api_keys=("secret",))) as live, visit(live.url) as seen:
+    with serving(builtin(), ServeOptions(model="code", api_key=["secret"])) as live, visit(live.url) as seen:
         page = seen.page
         page.locator("#problem", has_text="key is missing").wait_for()
         assert page.locator("#chat").is_hidden()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from outrider.plan.acceptance_curve import constant
-from outrider.plan.answer import PlanAnswer, PlanFigure, answer
-from outrider.plan.page import write
-from outrider.plan.serving_costs import MeasuredCosts
-from outrider.plan.serving_plan import ServingPlan
-from outrider.plan.simulation import ReplicaLimits
-from outrider.plan.workload import Demand, Lengths
+from outrider.lab.plan.acceptance_curve import constant
+from outrider.lab.plan.answer import PlanAnswer, PlanFigure, answer
+from outrider.lab.plan.page import write
+from outrider.lab.plan.serving_costs import MeasuredCosts
+from outrider.lab.plan.serving_plan import ServingPlan
+from outrider.lab.plan.simulation import ReplicaLimits
+from outrider.lab.plan.workload import Demand, Lengths
 from tests.browser.conftest import violations
 
 HARM = '</script><img src=x onerror="document.title=1">'

@@ -12,8 +12,9 @@ from transformers import LlamaForCausalLM
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Siblings
-from outrider.decode import Decoder, Sequence
 from outrider.drafters import ModelDrafter
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.kernels import cpu as native
 from outrider.models.base import BaseModel, LanguageModel, Output, Want
@@ -107,10 +108,12 @@ def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
     def run(model: LanguageModel) -> tuple[list[list[int]], list[list[list[tuple[int, int]]]]]:
         drafter = ModelDrafter(model, 4, 200)
         decoder = Decoder(target.model, drafter, verifier, Fixed(4, width, 8), rows=4, max_length=200)
-        made = [Sequence(i, p, SamplingParams(max_tokens=40, ignore_eos=True, **x), i) for i, (p, x) in
+        made = [Request(i, p, SamplingParams(max_tokens=40, ignore_eos=True, **x), i) for i, (p, x) in
                 enumerate(zip(prompts, PARAMS, strict=True))]  # fmt: skip
-        drafts = [step.draft.host for step, _ in Scheduler(decoder, raises=True).run(made) if step is not None]
-        return [s.output for s in made], drafts
+        scheduler = Scheduler(decoder, raises=True)
+        rows = scheduler.add(made)
+        drafts = [step.draft.host for step, _ in scheduler.follow(rows) if step is not None]
+        return [s.output for s in rows], drafts
 
     small, twin = LlamaModel(raw, "float32", head_ids=ids), Masked(LlamaModel(raw, "float32"), ids)
     texts, drafts = run(small)
@@ -147,7 +150,7 @@ def test_a_request_that_allows_no_token_of_the_head(verifier: str, width: int, t
         for drafter in (None, ModelDrafter(model, 2, 200)):
             decoder = Decoder(target.model, drafter, verifier, Fixed(3, width, 6), rows=2, max_length=200)
             params = SamplingParams(temperature=temperature, max_tokens=20, allowed_token_ids=allowed, ignore_eos=True)
-            made = [Sequence(i, [1 + i, 5, 9], params, i) for i in range(2)]
+            made = [Request(i, [1 + i, 5, 9], params, i) for i in range(2)]
             outputs.append([s.output for s in Scheduler(decoder, raises=True).generate(made)])
         assert all(set(output) <= set(allowed) and len(output) == 20 for output in outputs[1])
         if verifier == "match" or temperature == 0:

@@ -9,12 +9,13 @@ import pytest
 from helpers import Loop, counts
 
 from outrider.control import Fixed
-from outrider.decode import Sequence
-from outrider.drafters import ModelDrafter, NgramDrafter, NoDraft, Noisy, SuffixDrafter, Wrong
+from outrider.core.params import SamplingParams
+from outrider.drafters import ModelDrafter, NgramDrafter, NoDraft, SuffixDrafter
 from outrider.drafters.base import Drafter
+from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
 from outrider.models.load import Loaded, load
-from outrider.params import SamplingParams
+from outrider.testing.stubs import Noisy, Wrong
 
 ROWS, TOKENS, LENGTH = 8, 120, 400
 STARTS = [
@@ -42,7 +43,7 @@ def requests(loaded: Loaded) -> list[Sequence]:
     out = []
     for i, start in enumerate(STARTS):
         params = SamplingParams(temperature=i % 2, max_tokens=TOKENS, ignore_eos=True)
-        out.append(Sequence(i, loaded.tokenizer(start)["input_ids"], params, seed=i))  # type: ignore[misc]
+        out.append(Request(i, loaded.tokenizer(start)["input_ids"], params, seed=i))  # type: ignore[misc]
     return out
 
 

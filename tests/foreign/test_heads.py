@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from outrider.drafters.heads.block_module import BlockModule
-from outrider.drafters.heads.block_reader import BlockConfig
-from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.config import BlockConfig, HeadConfig
 from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.parallel_writer import write_block
 from outrider.drafters.heads.writer import write_eagle

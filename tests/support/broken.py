@@ -10,8 +10,8 @@ from collections import Counter
 
 import numpy as np
 
-from outrider.certify.subjects.base import Job, Row, Subject, Way, Writing
 from outrider.core.types import Guarantee
+from outrider.lab.certify.subjects.base import Job, Row, Subject, Way, Writing
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

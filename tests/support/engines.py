@@ -5,18 +5,19 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
 
-from helpers import VOCAB, planned, request, toy_drafters
+from helpers import VOCAB, request, toy_drafters
 
 from outrider.control import Fixed
-from outrider.core.types import Budget
-from outrider.decode import Decoder, Sequence
-from outrider.drafters import Drafter, NgramDrafter, PredictionDrafter, SuffixDrafter
+from outrider.core.outputs import Delta
+from outrider.core.params import SamplingParams
+from outrider.drafters import Drafter
+from outrider.drafters.config import SpeculativeConfig
 from outrider.engine import Engine
-from outrider.outputs import Delta
-from outrider.params import SamplingParams
+from outrider.engine.request import Request, Sequence
+from outrider.engine.runtime import build
+from outrider.models.load import Loaded
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB, seed=0, max_length=400)
@@ -25,9 +26,10 @@ LONG = SamplingParams(max_tokens=380, ignore_eos=True)
 
 @dataclass
 class Reader:
-    """Collects the deltas of a sequence."""
+    """Collects the deltas of a sequence. sequence: once it is submitted."""
 
-    sequence: Sequence
+    request: Request = field(init=False)
+    sequence: Sequence = field(init=False)
     deltas: queue.Queue = field(default_factory=queue.Queue)
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
@@ -51,21 +53,12 @@ class Reader:
 def engine(
     target=TARGET, drafter: Drafter | None = None, *, rows: int = 4, depth: int = 4, width: int = 1, **options
 ) -> Engine:
-    drafter = drafter or toy_drafters(target, rows)["draft_model"]()
-    decoder = Decoder(target, drafter, options.pop("verifier", "match"), Fixed(depth, width), rows=rows, end_ids=(0,))
-    config = SimpleNamespace(methods=["mine"], budget=Budget(depth, width))
-    planner = planned({"mine": drafter}, (), Budget(depth, width), True, target.vocab_size).planner
-    lookups = {"ngram": NgramDrafter(), "suffix": SuffixDrafter(), "prediction": PredictionDrafter()}
-    llm = SimpleNamespace(
-        decoder=decoder,
-        config=config,
-        loaded=SimpleNamespace(model=target),
-        drafters={"mine": drafter},
-        method="mine",
-        planner=planner,
-        request_drafters=lambda: dict(lookups),
-    )
-    return Engine(llm, **options)  # type: ignore[arg-type]
+    drafters = {"mine": drafter or toy_drafters(target, rows)["draft_model"]()}
+    verifier = options.pop("verifier", "match")
+    config = SpeculativeConfig(num_speculative_tokens=depth, tree_width=width, verifier=verifier)
+    loaded = Loaded(target, "toy", None, (0,), "float32", "toy")
+    runtime = build(loaded, config, rows=rows, drafters=drafters, controller=Fixed(depth, width))
+    return Engine(runtime, **options)
 
 
 class Gated(ToyModel):
@@ -82,17 +75,16 @@ class Gated(ToyModel):
         return super().forward(nodes, **options)
 
 
-def read(asked: Sequence, **options) -> Reader:
-    """A fresh sequence of a request, with a reader. options: fields of the sequence."""
-    sequence = asked.fresh()
-    for name, value in options.items():
-        setattr(sequence, name, value)
-    sequence.sink = reader = Reader(sequence)
+def read(asked: Request, **options) -> Reader:
+    """A reader of a request. options: fields of the request in place of its own."""
+    reader = Reader()
+    reader.request = replace(asked, sink=reader, **options)
     return reader
 
 
 def submit(eng: Engine, readers: list[Reader]) -> list[Reader]:
-    eng.submit([reader.sequence for reader in readers])
+    for reader, sequence in zip(readers, eng.submit([reader.request for reader in readers]), strict=True):
+        reader.sequence = sequence
     return readers
 
 
@@ -109,7 +101,7 @@ def settled(eng: Engine) -> None:
     assert sum(eng.decoder.cache.length) == 0
 
 
-def mixed(count: int, seed: int) -> list[Sequence]:
+def mixed(count: int, seed: int) -> list[Request]:
     """Requests of every kind: parameters, lengths, seeds."""
     draw = random.Random(seed)
     out = []

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from outrider import LLM, SamplingParams
-from outrider.trace import Detail, Recorder
+from outrider.engine.trace import Detail, Recorder
 
 TREE = {
     "model": "builtin:code-draft", "num_speculative_tokens": 4, "tree_width": 3, "tree_nodes": 7, "controller": "fixed",

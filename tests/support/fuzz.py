@@ -226,7 +226,7 @@ def _load_eagle(folder: Path) -> None:
 
 
 def _load_block(folder: Path) -> None:
-    from outrider.drafters.heads.block_reader import read_block
+    from outrider.drafters.heads.reader import read_block
 
     read_block(folder, _target())
 
@@ -243,7 +243,7 @@ MADE_WITH = {"model": "m", "seed": 1}
 
 
 def _make_journal(folder: Path) -> None:
-    from outrider.batch.journal import Journal
+    from outrider.serve.batch.journal import Journal
 
     folder.mkdir()
     journal = Journal(folder / "out.jsonl", MADE_WITH)
@@ -253,7 +253,7 @@ def _make_journal(folder: Path) -> None:
 
 
 def _load_journal(folder: Path) -> None:
-    from outrider.batch.journal import Journal
+    from outrider.serve.batch.journal import Journal
 
     journal = Journal(folder / "out.jsonl", MADE_WITH)
     for key in list(journal._places):
@@ -270,7 +270,7 @@ def _make_trace(folder: Path) -> None:
 
 
 def _load_trace(folder: Path) -> None:
-    from outrider.trace.reader import read
+    from outrider.engine.trace.reader import read
 
     trace = read(folder / "run.jsonl")
     _ = trace.metrics, trace.acceptance, trace.seconds, [t.tokens for t in trace.texts.values()]

@@ -12,9 +12,9 @@ import torch
 from outrider.control import CostModel, Costs, DraftCost, Fixed, Planner
 from outrider.control.shapes import optimal_shape
 from outrider.core.noise import Noise, Stream
+from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft, Step
-from outrider.decode import Decoder, Sequence
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft
 from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.lookup.ngram import NgramDrafter
@@ -22,11 +22,12 @@ from outrider.drafters.lookup.prediction import PredictionDrafter
 from outrider.drafters.lookup.suffix import SuffixDrafter
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.stubs import Echo, Noisy, Wrong
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
+from outrider.testing.stubs import Echo, Noisy, Wrong
 from outrider.testing.toy import ToyModel
 
 VOCAB = 11
@@ -98,17 +99,17 @@ class TargetTree(BaseDrafter):
         return Draft(*tree(rows))
 
 
-def request(prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
-    return Sequence(next(_ids), prompt, params, seed, tuple(tuple(w) for w in params.bad_words))  # pyright: ignore
+def request(prompt: list[int], params: SamplingParams, seed: int = 0) -> Request:
+    return Request(next(_ids), prompt, params, seed, tuple(tuple(w) for w in params.bad_words))  # pyright: ignore
 
 
 class Loop(Decoder):
     """A decoder that runs sequences by itself, as a library's user would with a scheduler."""
 
-    def steps(self, sequences: Iterable[Sequence]) -> Iterator[tuple[Step | None, list[Sequence]]]:
-        return Scheduler(self, raises=True).run(sequences)
+    def steps(self, requests: Iterable[Request]) -> Iterator[tuple[Step | None, list[Sequence]]]:
+        return Scheduler(self, raises=True).run(requests)
 
-    def generate(self, requests: Iterable[Sequence]) -> list[Sequence]:
+    def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         return Scheduler(self, raises=True).generate(requests)
 
 
@@ -143,7 +144,7 @@ def decoder(target: LanguageModel, drafter: Drafter | None = None, depth: int = 
     return Loop(target, drafter, controller=controller, rows=rows, end_ids=options.pop("end_ids", (0,)), **options)
 
 
-def plain_texts(target: LanguageModel, requests: list[Sequence], **options) -> list[list[int]]:
+def plain_texts(target: LanguageModel, requests: list[Request], **options) -> list[list[int]]:
     """One at a time, no drafter: the definition of what every text must be."""
     return [decoder(target, NoDraft(), rows=1, **options).generate([r])[0].output for r in requests]
 

@@ -6,12 +6,12 @@ import torch
 from architectures import VOCAB, prompts
 from helpers import decoder, request
 
+from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.models.base import LanguageModel
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 
 NEW = 10  # tokens written
 TEXT = 20  # tokens of the text that is cut in every way

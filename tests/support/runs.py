@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.run import Limits, PromptRecord, Run, Sample, Setting
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
+from outrider.lab.bench.run import Limits, PromptRecord, Run, Sample, Setting
 
 WORDS = [
     "def ",

@@ -15,8 +15,8 @@ from outrider.engine import Engine
 from outrider.serve.app import create_app
 from outrider.serve.connection import http_config
 from outrider.serve.metrics import Metrics
+from outrider.serve.options import ServeOptions
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings
 
 PAIR = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
 TEMPLATE = (
@@ -42,11 +42,11 @@ def builtin(rows: int = 4, config: dict | None = PAIR, **options) -> LLM:
 
 
 @contextmanager
-def serving(llm: LLM, settings: Settings | None = None, spans: Any = None, **engine_options) -> Iterator[Live]:
+def serving(llm: LLM, settings: ServeOptions | None = None, spans: Any = None, **engine_options) -> Iterator[Live]:
     """Start, hand out, stop; the engine's tables must be empty afterwards."""
-    settings = settings or Settings(model_name="code")
+    settings = settings or ServeOptions(model="code", host="0.0.0.0")
     metrics = Metrics(settings.metrics_prefix, settings.model_name)
-    engine = Engine(llm, observer=metrics, **engine_options)
+    engine = Engine(llm.runtime, observer=metrics, **engine_options)
     metrics.attach(engine)
     service = Service(llm, engine, settings)
     server = uvicorn.Server(

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 from helpers import VOCAB, RandomTree, decoder, request, toy_drafters
 
-from outrider.config import SpeculativeConfig
+from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
-from outrider.decode import Decoder, Sequence
-from outrider.params import SamplingParams
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Sequence
+from outrider.engine.trace import Detail, Recorder, Replay, Trace, describe, replay
 from outrider.testing.toy import ToyModel
-from outrider.trace import Detail, Recorder, Replay, Trace, describe, replay
 
 TARGET = ToyModel(VOCAB, seed=0, max_length=200)
 LOADED = SimpleNamespace(name="toy", weights="float64")

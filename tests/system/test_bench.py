@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench import roofline as limits
-from outrider.bench import stats
-from outrider.bench.local import Local
-from outrider.bench.prompts import Prompt
-from outrider.bench.roofline import predict
-from outrider.bench.run import Run, Sample, Setting
-from outrider.bench.schedule import measure, plan
-from outrider.bench.summary import summary
 from outrider.cli import main as cli
 from outrider.cli.bench import SettingOptions
-from outrider.config import SpeculativeConfig
 from outrider.control import CostModel, DraftCost
+from outrider.drafters.config import SpeculativeConfig
+from outrider.lab.bench import roofline as limits
+from outrider.lab.bench import stats
+from outrider.lab.bench.local import Local
+from outrider.lab.bench.prompts import Prompt
+from outrider.lab.bench.roofline import predict
+from outrider.lab.bench.run import Run, Sample, Setting
+from outrider.lab.bench.schedule import measure, plan
+from outrider.lab.bench.summary import summary
 
 SMALL = "builtin:code-draft"
 PAIR = {"method": "draft_model", "model": SMALL, "num_speculative_tokens": 3, "controller": "fixed"}
@@ -322,9 +322,9 @@ def test_nobody_answers() -> None:
 
 def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
-    monkeypatch.delitem(sys.modules, "outrider.bench.remote", raising=False)
+    monkeypatch.delitem(sys.modules, "outrider.lab.bench.remote", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'outrider\[bench\]'"):
-        importlib.import_module("outrider.bench.remote")
+        importlib.import_module("outrider.lab.bench.remote")
 
 
 def test_what_is_expected_follows_from_costs_and_guesses() -> None:

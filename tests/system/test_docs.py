@@ -43,7 +43,7 @@ BANNED = {
 NOT_RUN = {
     r"\./|\bMODEL\b|\bHEAD\b|\bNAME\b|gguf|my-|mine\.json|folder/|requests\.jsonl|speculative_config\.json|texts\.jsonl": "files "
     "of the reader",
-    r"^(serve|deploy|chat|run|top|batch)\b": "a server or a conversation; tests/system/test_serve_cli.py runs them",
+    r"^(serve|deploy|chat|run|batch)\b": "a server or a conversation; tests/system/test_serve_cli.py runs them",
     r"^(bench|tune|calibrate|certify|train|demo|report|plan|export|layers|pack)\b": "a minute of measurement, or its result",
     r"http://|Qwen/": "another machine",
     r"bigram": "the drafter of its page is not installed",

@@ -8,8 +8,8 @@ import pytest
 from helpers import VOCAB, Loop, plain_texts, request
 
 from benchmarks.edits import MODULES, ForcedTarget, edit_workload, edits, measure, run
+from outrider.core.params import SamplingParams
 from outrider.models.load import load
-from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
 
 

@@ -7,11 +7,11 @@ import torch
 from helpers import RandomTree, decoder, plain_texts, request
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters import Drafter, ModelDrafter, NgramDrafter, NoDraft
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 VOCAB = 97

@@ -18,8 +18,8 @@ from outrider import LLM, SamplingParams
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
-from outrider.ray import cluster  # noqa: E402
-from outrider.ray.options import DeployOptions  # noqa: E402
+from outrider.serve.ray import cluster  # noqa: E402
+from outrider.serve.ray.options import DeployOptions  # noqa: E402
 
 pytestmark = pytest.mark.long  # a cluster takes a minute to start
 TOKENS = 16
@@ -29,8 +29,9 @@ OPTIONS |= {"engines": "test-engines"}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    cluster.join(cluster.LOCAL, 1.0)
-    deployed = cluster.start(DeployOptions(**OPTIONS, replicas=2), "test", "127.0.0.1", 0, own=True, timeout=300)
+    options = DeployOptions(**OPTIONS, port=0, replicas=2)
+    cluster.join_for(options, cluster.LOCAL)
+    deployed = cluster.start(options, "test", own=True, timeout=300)
     yield f"http://127.0.0.1:{deployed.port}"
     cluster.stop(deployed)
 
@@ -145,7 +146,7 @@ def test_500_requests_a_kill_and_a_rolling_update(url: str) -> None:
     def update() -> None:
         changed = DeployOptions(**{**OPTIONS, "speculative_config": {"method": "suffix"}}, replicas=2)
         thread = threading.Thread(
-            target=cluster.start, args=(changed, "test", "127.0.0.1", port(url)), kwargs={"own": True, "timeout": 300}
+            target=cluster.start, args=(changed.with_(port=port(url)), "test"), kwargs={"own": True, "timeout": 300}
         )
         thread.start()
         updates.append(thread)
@@ -182,7 +183,7 @@ def test_the_number_of_replicas_follows_the_load(url: str) -> None:
     moving = DeployOptions(
         **OPTIONS, min_replicas=1, max_replicas=2, target_requests=2, upscale_delay=1, downscale_delay=3
     )
-    cluster.start(moving, "test", "127.0.0.1", port(url), own=True, timeout=300)
+    cluster.start(moving.with_(port=port(url)), "test", own=True, timeout=300)
     wait_for(1)
     asked = Asked(200)
     grown = list[int]()
@@ -200,5 +201,5 @@ def test_what_never_becomes_healthy_is_said(url: str) -> None:
     ):
         options = DeployOptions(**{**OPTIONS, "engines": "bad-engines", **change})
         with pytest.raises(error, match=says):
-            cluster.start(options, "bad", "127.0.0.1", 0, own=True, timeout=timeout)
+            cluster.start(options.with_(port=0), "bad", own=True, timeout=timeout)
         serve.delete("bad-engines")

@@ -18,11 +18,11 @@ from benchmarks.real.served import served
 from benchmarks.real.sides import Llama
 from benchmarks.real.texts import WORKLOADS, texts
 from benchmarks.side import Missing
+from outrider.core.params import SamplingParams
 from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.writer import write_eagle
 from outrider.models.load import load
-from outrider.params import SamplingParams
 
 STUB = """#!{python}
 import json, sys
@@ -204,7 +204,7 @@ def test_files_are_known_by_their_hash(tmp_path: Path) -> None:
     sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert identity(str(parts[1])) == {"name": parts[1].name, "bytes": 3, "sha256": sha}
     assert identity(str(tmp_path)) == {"name": tmp_path.name, "bytes": 3, "sha256": sha}
-    assert identity("builtin:code-0.5B") == {"name": "builtin:code-0.5B"}
+    assert identity("nobody/absent") == {"name": "nobody/absent"}
 
 
 def test_every_workload_has_twelve_texts_for_chat_and_for_base_models() -> None:

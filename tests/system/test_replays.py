@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replays import MACHINES
-from outrider.bench.tune.recorded import RecordedDraft, RecordedText, read
-from outrider.bench.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
 from outrider.control import CostModel, DraftCost, Planner
+from outrider.lab.tune.recorded import RecordedDraft, RecordedText, read
+from outrider.lab.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
 
 TRACES = Path(__file__).parent.parent / "data" / "traces"
 KINDS = ("chat", "maths", "code", "short", "edit", "summaries", "retrieval")

@@ -27,7 +27,7 @@ from outrider.cli.conversation import Conversation
 from outrider.cli.http_client import Client
 from outrider.cli.serve import ready_lines
 from outrider.serve import assembly
-from outrider.serve.settings import Settings
+from outrider.serve.options import ServeOptions
 
 COMMAND = [sys.executable, "-m", "outrider"]
 
@@ -93,7 +93,6 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
         (["chat", "ftp://x"], "not the address of a server"),
         (["chat", "http://127.0.0.1:9"], "start one: outrider serve"),
         (["chat", "-d", "builtin:code-draft"], "a server decides how its model is loaded and drafted for"),
-        (["top", "http://127.0.0.1:9", "--once"], "start one: outrider serve"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], words: str) -> None:
@@ -119,7 +118,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(monkeypatch: pytest.M
 def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
     chat: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ready_lines(Settings(model_name="m", api_keys=("k",) if chat else ()), "::1", 8000, chat, "ctrl-C")
+    ready_lines(ServeOptions(model="m", host="::1", api_key=["k"] if chat else []), 8000, chat, "ctrl-C")
     curl, pages, watched = capsys.readouterr().out.splitlines()
     at = "http://[::1]:8000"
     assert curl.startswith(f"curl -N {at}/v1/{'chat/' if chat else ''}completions ")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 from serving import builtin, serving
 
 from benchmarks.serve_soak import soak
-from outrider.decode import Sequence
+from outrider.engine.request import Request, Sequence
 
 
 def test_nothing_is_lost_leaked_or_answered_twice() -> None:
@@ -18,12 +19,14 @@ def test_nothing_is_lost_leaked_or_answered_twice() -> None:
         engine = live.service.engine
         submit = engine.submit
 
-        def counted(new: list[Sequence]) -> None:
-            for job in new:
-                tell = job.sink
-                job.sink = lambda delta, job=job, tell=tell: (ends.update([id(job)] * delta.ended), tell(delta))[1]
-            submit(new)
-            jobs.extend(new)
+        def counted(new: list[Request]) -> list[Sequence]:
+            def told(request: Request) -> Request:
+                tell, number = request.sink, request.id
+                return replace(request, sink=lambda delta: (ends.update([number] * delta.ended), tell(delta))[1])  # type: ignore[misc]
+
+            made = submit([told(request) for request in new])
+            jobs.extend(made)
+            return made
 
         engine.submit = counted  # type: ignore[method-assign]
         told, wrong = asyncio.run(soak(live.port, 2.0, 14, 1))
@@ -32,4 +35,4 @@ def test_nothing_is_lost_leaked_or_answered_twice() -> None:
         assert engine.problem is None
         assert len(engine.decoder.free) == 3
     assert len(jobs) == told["texts accepted"] == told["texts answered"] > 0
-    assert all(ends[id(job)] == 1 for job in jobs)
+    assert all(ends[job.id] == 1 for job in jobs)

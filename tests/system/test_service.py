@@ -22,7 +22,7 @@ import pytest
 import typer
 
 from outrider.cli.main import app
-from outrider.serve.settings import Settings
+from outrider.serve.options import ServeOptions
 from tests.support.serving import Live, builtin, serving
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "service"
@@ -43,11 +43,11 @@ def options() -> dict[str, Any]:
 
 
 def test_the_unit_and_the_proxy_agree_with_the_server() -> None:
-    given, usual = options(), Settings()
+    given, usual = options(), ServeOptions(model="m")
     assert f"server {given['host']}:{given['port']};" in NGINX
     assert int(of_unit("TimeoutStopSec")) > given["shutdown_timeout"] + UVICORN
     assert int(re.findall(r"proxy_read_timeout (\d+)s", NGINX)[0]) > given["request_timeout"]
-    assert int(re.findall(r"client_max_body_size (\d+)m", NGINX)[0]) << 20 == usual.max_body
+    assert int(re.findall(r"client_max_body_size (\d+)m", NGINX)[0]) << 20 == usual.body_bytes
     assert "proxy_buffering off;" in NGINX
 
 

@@ -18,9 +18,9 @@ from traces import LOADED
 from typer.testing import CliRunner
 
 from outrider.cli import main as cli
-from outrider.config import SpeculativeConfig
-from outrider.params import SamplingParams
-from outrider.trace import Detail, Recorder, describe, read, replay
+from outrider.core.params import SamplingParams
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.trace import Detail, Recorder, describe, read, replay
 
 
 def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> None:
@@ -40,14 +40,14 @@ def test_every_job_is_written_down_and_can_be_computed_again(tmp_path: Path) -> 
     found = read(tmp_path / "t")
     assert found.problem is None
     assert trace.problem is None
-    assert sum(r.preemptions for r in results) > 0
+    assert sum(r.counts.preemptions for r in results) > 0
     for asked, result in zip(jobs, results, strict=True):
         text = found.text(asked.sequence.id)
         assert text.tokens == result.output
         assert text.finish == result.finish.finish
-        assert result.speculative is not None
-        assert text.metrics.per_step_accepted == result.speculative.per_step_accepted
-        assert text.metrics.per_step_drafted == result.speculative.per_step_drafted
+        assert result.counts.method != "none"
+        assert text.metrics.per_step_accepted == result.counts.speculative().per_step_accepted
+        assert text.metrics.per_step_drafted == result.counts.speculative().per_step_drafted
     assert found.text(gone.sequence.id).finish == "abort"
     again = decoder(TARGET, rows=1, depth=4)
     for text in list(found.texts.values())[::4]:

@@ -19,9 +19,9 @@ class Broken(ValueError):
 
 def trusted(drafter: Drafter) -> bool:
     """True for a drafter of this package. It is trusted with the committed tokens, and its drafts are not checked."""
-    return type(drafter).__module__.startswith(("outrider.drafters.", "outrider.bench.")) and all(
-        map(trusted, drafter.inner().values())
-    )
+    return type(drafter).__module__.startswith(
+        ("outrider.drafters.", "outrider.lab.bench.", "outrider.lab.tune.")
+    ) and all(map(trusted, drafter.inner().values()))
 
 
 def lend(drafter: Any, method: str, own: DraftContext, *more: Any) -> Any:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from outrider.control.beliefs import Offer
 from outrider.control.planner import Charge, Plan, Planner, PlanNote, View
+from outrider.core.params import BadParameter
 from outrider.core.tree import levels, tree
 from outrider.core.types import Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
 from outrider.drafters.combine.guard import Broken, check, legal, lend, trusted
 from outrider.drafters.combine.merge import NodeList, SharedTaps, draft_confidence, join, own_commit, select
 from outrider.drafters.lookup.mixture import Match
-from outrider.params import BadParameter
 
 NONE = "none"
 
@@ -153,7 +153,7 @@ class PlannedDrafter(BaseDrafter):
     # -- failures -------------------------------------------------------------------------------------------------------
 
     def lose(self, name: str, slots: Sequence[int], error: Exception) -> None:
-        """Take these sequences from a drafter that failed. They go on without drafts. Raises the error if nobody is told."""
+        """Take these sequences from a drafter that failed. They go on without drafts. Raises the error if `tell` is None."""
         if self.tell is None:
             raise error
         self.failures += 1

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
-from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights, read_block
-from outrider.drafters.heads.checks import say_length
+from outrider.drafters.heads.config import BlockConfig
 from outrider.drafters.heads.features import ContextDrafter
-from outrider.drafters.heads.lattice import chains_only
-from outrider.drafters.heads.layers import Linear, Linears, Norm, Rotary, precision_of
-from outrider.drafters.heads.selftest import examine_parallel, misread
-from outrider.drafters.heads.shipped import head_of
+from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
+from outrider.drafters.heads.reader import HeadWeights, read_block
+from outrider.drafters.heads.selftest import parallel_drafter
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
@@ -30,23 +27,19 @@ class BlockModel:
     weight_bytes: that a draft of all depths reads, a share of it for each depth.
     """
 
-    def __init__(self, head: BlockWeights, target: LanguageModel, max_length: int, quantization: str = "auto") -> None:
+    def __init__(
+        self, head: HeadWeights[BlockConfig], target: LanguageModel, max_length: int, quantization: str = "auto"
+    ) -> None:
         config, tensors = head.config, head.tensors
         self.config, self.device = config, target.device
         self.max_length = min(max_length, config.max_position_embeddings)
         self._target, self._wide = target, len(config.taps) * config.target_hidden_size
-        matrices = [t for t in tensors.values() if t.dim() == 2]
-        linears = Linears(self.device, precision_of(quantization, matrices))
-
-        def linear(*names: str):
-            return linears([tensors[f"{n}.weight"] for n in names], [tensors.get(f"{n}.bias") for n in names])
-
-        def norm(name: str) -> Norm:
-            return Norm(tensors[f"{name}.weight"], config.rms_norm_eps, self.device)
-
-        self._fc, self._context_norm, self._norm = linear("fc"), norm("hidden_norm"), norm("norm")
+        precision = precision_of(quantization, [t for t in tensors.values() if t.dim() == 2])
+        linears = Linears(self.device, precision, tensors, config.rms_norm_eps)
+        self._fc = linears.named("fc")
+        self._context_norm, self._norm = linears.norm("hidden_norm"), linears.norm("norm")
         read_once = linears.bytes
-        self._layers = [_BlockLayer(f"layers.{i}.", linear, norm) for i in range(config.num_layers)]
+        self._layers = [PackedLayer(linears, i, "q", "kv") for i in range(config.num_layers)]
         own = tensors.get("lm_head.weight")
         self._lm_head = linears([own]) if own is not None else target.output_head
         embedding = tensors.get("embed_tokens.weight")
@@ -59,7 +52,7 @@ class BlockModel:
         if "confidence_head.proj.weight" in tensors:
             weight, bias = (tensors[f"confidence_head.proj.{n}"].float().to(self.device) for n in ("weight", "bias"))
             self._confidence = weight[0], bias
-        self._rotary = Rotary(*config.rotary(), self.max_length + SCRATCH + config.block_size, self.device)
+        self._rotary = Rotary(config, self.max_length + SCRATCH + config.block_size, self.device)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, min(max_length, self.max_length))
@@ -92,7 +85,7 @@ class BlockModel:
         positions = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(size, device=self.device)
         for i, layer in enumerate(self._layers):
             y = layer.input_norm(s)
-            query = self._rotary(layer.q_norm(layer.queries(y).unflatten(-1, (-1, c.head_dim))), positions)
+            query = self._rotary(layer.q_norm(layer.reads[0](y).unflatten(-1, (-1, c.head_dim))), positions)
             key, value = self._keys_values(layer, y, positions)
             attended: list[Tensor] = []
             for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
@@ -102,9 +95,7 @@ class BlockModel:
                     query[b : b + 1].transpose(1, 2), keys, values, scale=c.head_dim**-0.5, enable_gqa=True
                 )
                 attended.append(out.transpose(1, 2).flatten(2))
-            s = s + layer.out(torch.cat(attended))
-            gate, up = layer.gate_up(layer.middle_norm(s)).chunk(2, -1)
-            s = s + layer.down(F.silu(gate) * up)
+            s = layer.after(s, torch.cat(attended))
         return self._norm(s)
 
     def logits(self, z: Tensor) -> Tensor:
@@ -126,9 +117,9 @@ class BlockModel:
             z = torch.cat([z, self._markov[0][token].float()])
         return -math.log1p(math.exp(-float((weight @ z + bias).clamp(-30, 30))))
 
-    def _keys_values(self, layer: _BlockLayer, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_values(self, layer: PackedLayer, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Both [..., kv_head, head_dim]."""
-        key, value = layer.keys_values(x).unflatten(-1, (2, -1, self.config.head_dim)).unbind(-3)
+        key, value = layer.reads[1](x).unflatten(-1, (2, -1, self.config.head_dim)).unbind(-3)
         return self._rotary(layer.k_norm(key), positions), value
 
     def _write(self, cache: SlotCache, i: int, slot: int, start: int, key: Tensor, value: Tensor) -> None:
@@ -138,21 +129,16 @@ class BlockModel:
             stored[slot, :, start : start + len(new)] = new.transpose(0, 1)
 
 
-class _BlockLayer:
-    def __init__(self, prefix: str, linear: Callable[..., Linear], norm: Callable[[str], Norm]) -> None:
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        self.queries, self.out = linear(f"{attention}q_proj"), linear(f"{attention}o_proj")
-        self.keys_values = linear(f"{attention}k_proj", f"{attention}v_proj")
-        self.gate_up, self.down = linear(f"{mlp}gate_proj", f"{mlp}up_proj"), linear(f"{mlp}down_proj")
-        self.input_norm, self.middle_norm = norm(f"{prefix}input_layernorm"), norm(f"{prefix}post_attention_layernorm")
-        self.q_norm, self.k_norm = norm(f"{attention}q_norm"), norm(f"{attention}k_norm")
-
-
 class BlockDrafter(ContextDrafter):
     """Drafts all tokens of a step in one forward over [root, mask, ...]. Its cache holds features of committed tokens only."""
 
     def __init__(
-        self, head: BlockWeights, target: LanguageModel, num_slots: int, max_length: int, quantization: str = "auto"
+        self,
+        head: HeadWeights[BlockConfig],
+        target: LanguageModel,
+        num_slots: int,
+        max_length: int,
+        quantization: str = "auto",
     ):
         """num_slots, max_length: slots of the cache, and tokens of each."""
         config, ids = head.config, head.token_ids
@@ -185,17 +171,4 @@ class BlockDrafter(ContextDrafter):
 
 def from_setup(setup: DrafterSetup) -> BlockDrafter:
     """Raises ValueError for trees that heads of several positions do not draw."""
-    chains_only(setup)
-    target, head = setup.target, head_of(setup)
-    read = read_block(head, target)
-    say_length(head, read.config.max_position_embeddings, setup.max_length)
-
-    def made(config: BlockConfig) -> BlockDrafter:
-        given = BlockWeights(config, read.tensors, read.token_ids)
-        return BlockDrafter(given, target.model, setup.rows, setup.max_length, setup.config.quantization)
-
-    drafter = made(read.config)
-    others = misread(read.config, target.model.num_layers, {"from_anchor": "sample_from_anchor"})
-    tries = [(what, config.taps, partial(made, config)) for what, config in others]
-    examine_parallel(drafter, tries, drafter.model.max_length, target, head)
-    return drafter
+    return parallel_drafter(setup, read_block, BlockDrafter, {"from_anchor": "sample_from_anchor"})

@@ -12,19 +12,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights
-from outrider.drafters.heads.eagle_module import HeadMLP
+from outrider.drafters.heads.config import BlockConfig
+from outrider.drafters.heads.eagle_module import HeadAttention, HeadMLP
+from outrider.drafters.heads.layers import turned, turns
+from outrider.drafters.heads.reader import HeadWeights
 
 
-class BlockAttention(nn.Module):
+class BlockAttention(HeadAttention):
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.head_dim, self.kv_heads = config.head_dim, config.num_key_value_heads
-        queries, keys = config.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        super().__init__(config, config.hidden_size)
+        self.kv_heads = config.num_key_value_heads
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
 
@@ -32,7 +29,7 @@ class BlockAttention(nn.Module):
         """[batch, anchor, slot, hidden] of normed states y of that shape.
 
         context: [batch, n, hidden], the projected features. visible: bool [batch, anchor, n]. own_turn, context_turn:
-        rotations of the slots [batch, anchor, slot, dim] and of the features [n, dim].
+        turns of the slots [batch, anchor, slot, 1, dim] and of the features [n, 1, dim].
         """
         batch, anchors, slots, _ = y.shape
         d, kv = self.head_dim, self.kv_heads
@@ -107,7 +104,7 @@ class BlockModule(nn.Module):
         self.register_buffer("_frequencies", frequencies, persistent=False)
 
     @classmethod
-    def of(cls, given: BlockWeights, embedding: Tensor, output: Tensor) -> BlockModule:
+    def of(cls, given: HeadWeights[BlockConfig], embedding: Tensor, output: Tensor) -> BlockModule:
         """A drafter that was read. embedding, output: the target's, for what the drafter has not of its own."""
         own = {n: t.float() for n, t in given.tensors.items()}
         embedding, output = own.pop("embed_tokens.weight", embedding), own.pop("lm_head.weight", output)
@@ -168,7 +165,7 @@ class BlockModule(nn.Module):
                 sure = self.confidence_head.proj(read.detach())[..., 0]
             yield logits, sure
 
-    def weights(self, stored: BlockWeights | None = None) -> BlockWeights:
+    def weights(self, stored: HeadWeights[BlockConfig] | None = None) -> HeadWeights[BlockConfig]:
         """The drafter as it is now, float32. stored: what it was made of; tables that it lacks are left out again.
 
         Without `stored`, the output head is kept if it has not a row for each token of the target.
@@ -178,16 +175,8 @@ class BlockModule(nn.Module):
         full = self.config.draft_vocab_size == self.config.vocab_size
         kept = ({"lm_head.weight"} if not full else set[str]()) if stored is None else frozen & stored.tensors.keys()
         tensors |= {n: t.detach().cpu() for n, t in self.state_dict().items() if n in kept}
-        return BlockWeights(self.config, tensors, self.token_ids.cpu())
+        return HeadWeights(self.config, tensors, self.token_ids.cpu())
 
     def _turn(self, positions: Tensor) -> Tensor:
-        """[..., 2, dim / 2]: cosine and sine at positions."""
-        angle = positions[..., None].float() * self._frequencies
-        return torch.stack([angle.cos(), angle.sin()], -2) * self._rope_factor
-
-
-def turned(x: Tensor, turn: Tensor) -> Tensor:
-    """x [..., head, dim], the halves of each head turned as in Llama. turn: [..., 2, dim / 2]."""
-    cosine, sine = turn.to(x.dtype)[..., None, :, :].unbind(-2)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+        """[..., 1, dim]: of all heads at positions."""
+        return turns(self._frequencies, self._rope_factor, positions)[..., None, :]

@@ -146,29 +146,26 @@ def output_rows(stored: Tensor | None, config: Any, ids: Tensor, opened: HeadFol
     return stored
 
 
-def check_embedding(own: Tensor, config: Any, path: Path) -> None:
-    """Raise ValueError for an embedding of another shape."""
-    wanted = (config.vocab_size, config.hidden_size)
+def own_embedding(
+    spare: Mapping[str, Tensor], config: Any, target: Loaded, path: Path, *, trained: bool = False
+) -> dict[str, Tensor]:
+    """The embedding of the file by its name. Nothing if there is none, or if it is the target's up to rounding.
+
+    trained: it is kept anyway. Raises ValueError for an embedding of another shape."""
+    own, wanted = spare.get("embed_tokens.weight"), (config.vocab_size, config.hidden_size)
+    if own is None:
+        return {}
     if tuple(own.shape) != wanted:
         raise ValueError(f"{path}: embed_tokens.weight is {tuple(own.shape)}, and the settings say {wanted}")
-
-
-def same_embedding(own: Tensor, config: Any, target: Loaded, path: Path) -> bool:
-    """Whether an embedding in the file is the target's, up to the rounding of its weights. Says so if it is not."""
-    check_embedding(own, config, path)
-    if config.hidden_size != target_width(target):
-        return False
-    some = torch.linspace(0, len(own) - 1, min(_COMPARED, len(own))).long()
-    theirs = target.model.embedding_rows(some).cpu()
-    gap = (own[some].float() - theirs).abs().amax(1) / theirs.abs().amax(1).clamp_min(1e-6)
-    if float(gap.median()) < 0.1:
-        return True
-    log.warning(
-        "%s has an embedding of its own, not that of %s; it is used, and engines that ignore it draft badly",
-        path,
-        target.name,
-    )
-    return False
+    if not trained and config.hidden_size == target_width(target):
+        some = torch.linspace(0, len(own) - 1, min(_COMPARED, len(own))).long()
+        theirs = target.model.embedding_rows(some).cpu()
+        gap = (own[some].float() - theirs).abs().amax(1) / theirs.abs().amax(1).clamp_min(1e-6)
+        if float(gap.median()) < 0.1:
+            return {}
+        said = "%s has an embedding of its own, not that of %s; it is used, and engines that ignore it draft badly"
+        log.warning(said, path, target.name)
+    return {"embed_tokens.weight": own}
 
 
 def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -176,12 +173,6 @@ def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     own = {n: t for n, t in tensors.items() if "rotary_emb" not in n and not n.startswith("verifier_")}
     spare = {n: own.pop(n) for n in SPARE if n in own}
     return own, spare
-
-
-def add_embedding(tensors: dict[str, Tensor], own: Tensor | None, config: Any, target: Loaded, path: Path) -> None:
-    """Keep an embedding of the file among the head's tensors, unless it is the target's."""
-    if own is not None and not same_embedding(own, config, target, path):
-        tensors["embed_tokens.weight"] = own
 
 
 def needed(path: Path, tensors: Mapping[str, Tensor], *names: str) -> Tensor:

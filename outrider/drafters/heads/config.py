@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,23 +15,17 @@ from outrider.models.base import EMBEDDING, FINAL_NORM
 
 # Rotary types whose frequencies do not depend on the length of the text.
 ROTARY = ("default", "linear", "llama3", "yarn")
+_LARGEST = 1 << 16
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: a decoder layer over features and tokens.
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """What all heads with layers have. `FIELDS` says how a config.json names it.
 
     hidden_size: width of the head. target_hidden_size: width of each feature. vocab_size: tokens of the target.
     draft_vocab_size: tokens that the head proposes. taps: the target's layers that it reads, as `LanguageModel.forward` numbers
     them. max_position_embeddings: tokens of the longest text that it drafts for. rope_parameters: as in transformers 5.
-
-    norm_before_fc: one norm over all features side by side. fc_norm: a norm for each feature. norm_output: the output of the last
-    norm is what the head feeds back (EAGLE-3.1 has this and fc_norm). norm_before_residual: the normed feature is the residual.
-    eagle1: a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
-    attention_bias, fc_bias: these linears have a bias. verifier: name of the target that it was trained for; a hint.
-    qk_norm: queries and keys are normed in each head, as in Qwen3. num_layers: layers; the later ones are ordinary.
-    mask_token_id, parallel_drafts: a head of P-EAGLE drafts so many tokens in one forward, and this token stands for those that
-    are not known. None and 0 for all other heads.
+    verifier: name of the target that it was trained for; a hint.
     """
 
     hidden_size: int
@@ -43,10 +37,67 @@ class HeadConfig:
     num_key_value_heads: int
     head_dim: int
     target_hidden_size: int
+    num_layers: int = 1
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
-    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: plain_rope(None))
     hidden_act: str = "silu"
+    verifier: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that exclude each other or that no head has."""
+        if len(set(self.taps)) != len(self.taps) or not self.taps:
+            raise ValueError(f"a head reads different layers of its target, at least one; got taps={self.taps}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key heads; the second "
+                "must divide the first"
+            )
+        if not 0 < self.head_dim <= _LARGEST:
+            raise ValueError(f"head_dim is {self.head_dim}; a head of attention has 1 to {_LARGEST} numbers")
+        self.rotary()  # raises for a kind that no head has
+        if self.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"the head's activation is {self.hidden_act!r}; heads of this family have 'silu'")
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """`taps` as SafeAILab, speculators and vLLM count: the hidden state before that layer."""
+        return layer_ids(self.taps)
+
+    def rotary(self) -> tuple[Tensor, float]:
+        """(float32 [head_dim / 2] frequencies in radians per position, factor of cosine and sine).
+
+        Raises ValueError for a kind whose frequencies depend on the length of the text."""
+        rope, dim = self.rope_parameters, self.head_dim
+        kind = rope.get("rope_type", "default")
+        if kind not in ROTARY:
+            raise ValueError(f"the head's rotary embedding is {kind!r}; a head can have {', '.join(ROTARY)}")
+        if kind == "default":
+            at = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+            return 1.0 / float(rope["rope_theta"]) ** at, 1.0
+        config = LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=max(self.hidden_size // dim, 1),
+            head_dim=dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(rope),  # pyright: ignore[reportCallIssue]
+        )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return frequencies.float(), float(factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(HeadShape):
+    """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: a decoder layer over features and tokens.
+
+    norm_before_fc: one norm over all features side by side. fc_norm: a norm for each feature. norm_output: the output of the last
+    norm is what the head feeds back (EAGLE-3.1 has this and fc_norm). norm_before_residual: the normed feature is the residual.
+    eagle1: a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
+    attention_bias, fc_bias: these linears have a bias. qk_norm: queries and keys are normed in each head, as in Qwen3.
+    num_layers: the layers after the first are ordinary. mask_token_id, parallel_drafts: a head of P-EAGLE drafts so many tokens
+    in one forward, and this token stands for those that are not known. None and 0 for all other heads.
+    """
+
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
@@ -55,36 +106,19 @@ class HeadConfig:
     attention_bias: bool = False
     fc_bias: bool = False
     qk_norm: bool = False
-    num_layers: int = 1
     mask_token_id: int | None = None
     parallel_drafts: int = 0
-    verifier: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings that exclude each other or that no head has."""
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "norm_before_fc and fc_norm are both true; a head has one norm over all features or one for each"
             )
-        if len(set(self.taps)) != len(self.taps) or not self.taps:
-            raise ValueError(f"a head reads different layers of its target, at least one; got taps={self.taps}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key heads; the second "
-                "must divide the first"
-            )
-        self.rotary()  # raises for a kind that no head has
-        if self.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"the head's activation is {self.hidden_act!r}; heads of this family have 'silu'")
+        super().__post_init__()
 
     @classmethod
     def for_target(
-        cls,
-        target: Any,
-        *,
-        draft_vocab_size: int | None = None,
-        taps: Sequence[int] | None = None,
-        **settings: Any,
+        cls, target: Any, *, draft_vocab_size: int | None = None, taps: Sequence[int] | None = None, **settings: Any
     ) -> HeadConfig:
         """A head of a target's own shape.
 
@@ -112,35 +146,73 @@ class HeadConfig:
             raise ValueError(f"HeadConfig has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
         return cls(**(values | settings))
 
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadShape):
+    """A block drafter: Qwen3-shaped layers over [root, mask, ...], which also attend to the projected features of the text.
+
+    block_size: slots of a block. mask_token_id: the token of all slots but the first. from_anchor: slot 0 drafts too (DSpark);
+    in DFlash slot k drafts the token at its own position. markov_rank: width of the bias by the token before; 0 without one.
+    confidence_markov: the confidence reads that token too.
+    """
+
+    block_size: int
+    mask_token_id: int
+    from_anchor: bool
+    markov_rank: int = 0
+    confidence_markov: bool = False
+
     @property
-    def layer_ids(self) -> list[int]:
-        """`taps` as SafeAILab, speculators and vLLM count: the hidden state before that layer."""
-        return layer_ids(self.taps)
-
-    def rotary(self) -> tuple[Tensor, float]:
-        """(float32 [head_dim / 2] frequencies in radians per position, factor of cosine and sine)."""
-        return rotary_of(self.rope_parameters, self.hidden_size, self.head_dim, self.max_position_embeddings)
+    def drafts(self) -> int:
+        """Draft tokens of a block."""
+        return self.block_size if self.from_anchor else self.block_size - 1
 
 
-def rotary_of(rope: Mapping[str, Any], hidden_size: int, head_dim: int, length: int) -> tuple[Tensor, float]:
-    """(float32 [head_dim / 2] frequencies, factor of cosine and sine) of `rope_parameters`. length: the longest text.
+class Field(NamedTuple):
+    """A field of a head in its config.json. key: its name there. default: its value if it is not there, or the name of the field
+    that it then equals. layer: it stands in the configuration of the layers, where a layout has one."""
 
-    Raises ValueError for a kind whose frequencies depend on the length of the text."""
-    kind = rope.get("rope_type", "default")
-    if kind not in ROTARY:
-        raise ValueError(f"the head's rotary embedding is {kind!r}; a head can have {', '.join(ROTARY)}")
-    if kind == "default":
-        at = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-        return 1.0 / float(rope["rope_theta"]) ** at, 1.0
-    config = LlamaConfig(
-        hidden_size=hidden_size,
-        num_attention_heads=max(hidden_size // head_dim, 1),
-        head_dim=head_dim,
-        max_position_embeddings=length,
-        rope_parameters=dict(rope),  # pyright: ignore[reportCallIssue]
-    )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return frequencies.float(), float(factor)
+    name: str
+    kind: Callable[[Any], Any]
+    default: Any = None
+    key: str = ""
+    layer: bool = True
+
+
+# What a reader and a writer of config.json both walk. A field without a default is known from elsewhere, if it is not there.
+FIELDS = (
+    Field("hidden_size", int),
+    Field("vocab_size", int),
+    Field("num_attention_heads", int),
+    Field("num_key_value_heads", int, "num_attention_heads"),
+    Field("head_dim", int),
+    Field("intermediate_size", int),
+    Field("max_position_embeddings", int, 2048),
+    Field("rms_norm_eps", float, 1e-6),
+    Field("hidden_act", str, "silu"),
+    Field("draft_vocab_size", int, "vocab_size", layer=False),
+    Field("target_hidden_size", int, "hidden_size", layer=False),
+)
+EAGLE_FIELDS = (Field("norm_output", bool, False, layer=False), Field("norm_before_residual", bool, False, layer=False))
+BLOCK_FIELDS = (
+    Field("block_size", int, 0, layer=False),
+    Field("from_anchor", bool, key="sample_from_anchor", layer=False),
+    Field("confidence_markov", bool, True, "confidence_head_with_markov", layer=False),
+)
+
+
+def settings_of(config: HeadShape, fields: Sequence[Field], *, layer: bool) -> dict[str, Any]:
+    """What config.json says of some fields: those of its layers, or the others."""
+    return {f.key or f.name: getattr(config, f.name) for f in fields if f.layer == layer}
+
+
+def fields_of(given: Mapping[str, Any], fields: Sequence[Field], known: dict[str, Any]) -> dict[str, Any]:
+    """`known`, and the fields that config.json says. A number of 0 counts as none."""
+    for f in fields:
+        default = known.get(f.name, known[f.default] if isinstance(f.default, str) and f.kind is int else f.default)
+        said = given.get(f.key or f.name, default)
+        known[f.name] = f.kind(said or default if f.kind is int else said)
+    return known
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -165,12 +237,10 @@ def layer_ids(taps: Sequence[int]) -> list[int]:
 
 def plain_rope(given: Any) -> dict[str, Any]:
     """`rope_parameters` of a configuration as one dictionary. Raises ValueError if kinds of layers have different ones."""
-    if not given:
-        return {"rope_type": "default", "rope_theta": 10000.0}
-    rope = dict(given)
+    rope = dict(given or {})
     if rope and all(isinstance(v, dict) for v in rope.values()):  # one for each kind of layer, as Gemma 3 has
         rope = dict(rope.get("full_attention") or next(iter(rope.values())))
     return {"rope_type": "default", "rope_theta": 10000.0} | rope
 
 
-__all__ = ["EMBEDDING", "FINAL_NORM", "HeadConfig", "default_taps", "layer_ids", "plain_rope", "tap_of"]
+__all__ = ["EMBEDDING", "FINAL_NORM", "BlockConfig", "HeadConfig", "HeadShape", "default_taps", "plain_rope", "tap_of"]

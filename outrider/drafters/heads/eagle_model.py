@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle_native import NativeEagle, runs_natively
 from outrider.drafters.heads.eagle_torch import TorchEagle
 from outrider.drafters.heads.layers import HeadOutput
-from outrider.drafters.heads.reader import EagleWeights
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.models.base import Chain, DrawnChain, LanguageModel, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
@@ -29,7 +30,7 @@ class EagleModel:
 
     def __init__(
         self,
-        head: EagleWeights,
+        head: HeadWeights[HeadConfig],
         target: LanguageModel,
         max_length: int,
         quantization: str = "auto",
@@ -51,9 +52,7 @@ class EagleModel:
     def read_as(self, config: HeadConfig) -> EagleModel:
         """The same weights with other settings: flags, taps and the rotary embedding."""
         head, target, max_length, quantization, plain = self._read
-        return EagleModel(
-            EagleWeights(config, head.tensors, head.token_ids), target, max_length, quantization, plain=plain
-        )
+        return EagleModel(replace(head, config=config), target, max_length, quantization, plain=plain)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, min(max_length, self.max_length))

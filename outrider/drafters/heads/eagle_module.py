@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from outrider.drafters.heads.block_reader import BlockConfig
-from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.config import HeadConfig, HeadShape
+from outrider.drafters.heads.layers import turned, turns
+from outrider.drafters.heads.reader import HeadWeights
 
 
 class KeysValues(NamedTuple):
@@ -29,10 +30,11 @@ class KeysValues(NamedTuple):
 
 
 class HeadAttention(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
+    """width: of what it reads. bias: of all linears but the last."""
+
+    def __init__(self, config: HeadShape, width: int, bias: bool = False) -> None:
         super().__init__()
-        width = config.hidden_size * (1 if config.eagle1 else 2)
-        self.head_dim, bias = config.head_dim, config.attention_bias
+        self.head_dim = config.head_dim
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(width, queries, bias=bias)
         self.k_proj = nn.Linear(width, keys, bias=bias)
@@ -45,7 +47,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadMLP(nn.Module):
-    def __init__(self, config: HeadConfig | BlockConfig) -> None:
+    def __init__(self, config: HeadShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -61,7 +63,8 @@ class HeadLayer(nn.Module):
         if not config.eagle1:
             self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # of the token's embedding
             self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # of g
-        self.self_attn = HeadAttention(config)
+        width = config.hidden_size * (1 if config.eagle1 else 2)
+        self.self_attn = HeadAttention(config, width, config.attention_bias)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = HeadMLP(config)
 
@@ -101,6 +104,19 @@ class Eagle(nn.Module):
         self._frequencies: Tensor
         self.register_buffer("token_ids", ids, persistent=False)
         self.register_buffer("_frequencies", frequencies, persistent=False)
+
+    @classmethod
+    def of(cls, given: HeadWeights[HeadConfig], embedding: Tensor) -> Eagle:
+        """A head that was read, float32. embedding: float [vocab, hidden], the target's; used if the head has none.
+
+        Raises ValueError for a head that cannot be trained."""
+        c = given.config
+        if c.num_layers > 1 or c.qk_norm or c.mask_token_id is not None:
+            raise ValueError("heads of P-EAGLE, and of Qwen3's layers, draft here and cannot be trained or written")
+        head = cls(c, given.token_ids)
+        own = {n: t.float() for n, t in given.tensors.items()}
+        head.load_state_dict({"embed_tokens.weight": embedding.float()} | own)
+        return head
 
     @property
     def layer(self) -> HeadLayer:
@@ -177,12 +193,8 @@ class Eagle(nn.Module):
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [batch, head, pair, head_dim]. The halves of a head are its pairs of coordinates, as in Llama."""
-        angle = positions[..., None].float() * self._frequencies
-        cosine, sine = (t.to(x.dtype) for t in (angle.cos() * self._rope_factor, angle.sin() * self._rope_factor))
-        if positions.dim() > 1:
-            cosine, sine = cosine[:, None], sine[:, None]
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+        turn = turns(self._frequencies, self._rope_factor, positions)
+        return turned(x, turn[:, None] if positions.dim() > 1 else turn)
 
     def initialise_(self, embedding: Tensor, output: Tensor | None = None, std: float = 0.02) -> Eagle:
         """Ready to be trained: the embedding and output head are the target's, and the layer adds nothing yet.

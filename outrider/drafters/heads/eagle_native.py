@@ -8,21 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.layers import HeadOutput, precision_of
-from outrider.drafters.heads.reader import EagleWeights
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu.library import LayerStruct, ModelStruct, PairsStruct
+from outrider.kernels.cpu.library import LayerStruct, PairsStruct
 from outrider.models.base import Chain, DrawnChain, LanguageModel, Want
 from outrider.models.cache import SlotCache
-from outrider.models.dtypes import dtype_name
+from outrider.models.llama_weights import LlamaLayerWeights, LlamaSettings
 from outrider.models.native_decoder import NativeDecoder
+from outrider.models.native_llama import address, layer_struct, model_struct
 from outrider.models.nodes import Nodes
 
-_SWIGLU = 2
 _LAYER = "layers.0."
 
 
-def runs_natively(head: EagleWeights, target: LanguageModel) -> bool:
+def runs_natively(head: HeadWeights[HeadConfig], target: LanguageModel) -> bool:
     """Whether the native step can run a head: one of a single layer of Llama, with an embedding that native code can read."""
     config = head.config
     if config.num_layers > 1 or config.qk_norm or config.mask_token_id is not None:
@@ -30,7 +31,7 @@ def runs_natively(head: EagleWeights, target: LanguageModel) -> bool:
     return target.device.type == "cpu" and native.available() and _table(head, target) is not None
 
 
-def _table(head: EagleWeights, target: LanguageModel) -> native.Packed | Tensor | None:
+def _table(head: HeadWeights[HeadConfig], target: LanguageModel) -> native.Packed | Tensor | None:
     own = head.own_embedding
     return target.embedding_table if own is None else own.contiguous()
 
@@ -38,7 +39,9 @@ def _table(head: EagleWeights, target: LanguageModel) -> native.Packed | Tensor 
 class NativeEagle:
     """weight_bytes: that a forward of one pair reads; fc is read only where features come from the target."""
 
-    def __init__(self, head: EagleWeights, target: LanguageModel, max_length: int, quantization: str) -> None:
+    def __init__(
+        self, head: HeadWeights[HeadConfig], target: LanguageModel, max_length: int, quantization: str
+    ) -> None:
         config, tensors = head.config, head.tensors
         precision = precision_of(quantization, [t for n, t in tensors.items() if "norm" not in n])
 
@@ -49,9 +52,6 @@ class NativeEagle:
         def norm(*names: str) -> Tensor | None:
             found = [tensors[f"{n}.weight"].float() for n in names if f"{n}.weight" in tensors]
             return torch.cat(found).contiguous() if found else None
-
-        def at(t: Tensor | None) -> int | None:
-            return None if t is None else t.data_ptr()
 
         attention, mlp, taps = f"{_LAYER}self_attn.", f"{_LAYER}mlp.", len(config.taps)
         fc, qkv = matrix("fc"), matrix(*(f"{attention}{n}_proj" for n in "qkv"))
@@ -64,51 +64,39 @@ class NativeEagle:
         feature_norm = norm("input_norm", *(f"fc_norm.{i}" for i in range(taps)))
         frequencies, rope_factor = config.rotary()
         inv_freq, ids, table = frequencies.contiguous(), head.token_ids.long().contiguous(), _table(head, target)
-        packed = isinstance(table, native.Packed)
-        layer = LayerStruct(
-            qkv=ctypes.addressof(qkv.struct),
-            out=ctypes.addressof(out.struct),
-            gate_up=ctypes.addressof(gate_up.struct),
-            down=ctypes.addressof(down.struct),
-            norm2=at(middle_norm),
-        )
+        layer = LlamaLayerWeights(qkv, out, gate_up, down, None, middle_norm, None, None)
         pairs = PairsStruct(
             fc=ctypes.addressof(fc.struct),
-            token_norm=at(token_norm),
-            hidden_norm=at(hidden_norm),
-            feature_norm=at(feature_norm),
+            token_norm=address(token_norm),
+            hidden_norm=address(hidden_norm),
+            feature_norm=address(feature_norm),
             feature_size=config.hidden_size if config.eagle1 else taps * config.target_hidden_size,
             parts=taps if config.fc_norm else 1,
             normed_residual=int(config.norm_before_residual),
             norm_output=int(config.norm_output),
         )
-        model = ModelStruct(
-            pairs=ctypes.addressof(pairs),
-            head=ctypes.addressof(lm_head.struct),
-            head_ids=at(ids) if len(ids) < config.vocab_size else None,
-            table=ctypes.addressof(table.struct) if isinstance(table, native.Packed) else None,
-            embedding=table.data_ptr() if isinstance(table, Tensor) else None,
-            final_norm=at(last_norm),
-            inv_freq=at(inv_freq),
+        settings = LlamaSettings(
+            vocab_size=config.vocab_size,
+            max_length=max_length,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             dim=config.head_dim,
-            rotary=2 * len(inv_freq),
-            vocab=config.vocab_size,
-            embedding_format=0 if packed or table is None else native.FORMATS[dtype_name(table.dtype)],
-            activation=_SWIGLU,
+            activation="silu",
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             rope_factor=rope_factor,
             embedding_factor=1.0,
             residual_factor=1.0,
             logits_factor=1.0,
+            windows=(0,),
         )
+        kept = ids if len(ids) < config.vocab_size else None
+        model = model_struct(settings, lm_head, table, kept, last_norm, inv_freq, pairs)
         norms = (token_norm, hidden_norm, middle_norm, last_norm, feature_norm)
         keep = (fc, *read, *norms, inv_freq, ids, table, pairs)
-        self._decoder = NativeDecoder(model, (LayerStruct * 1)(layer), [0], keep)
+        self._decoder = NativeDecoder(model, (LayerStruct * 1)(layer_struct(layer, 0)), [0], keep)
 
     def forward(self, nodes: Nodes, features: Tensor | None, g: Tensor | None, want: Want) -> HeadOutput:
         given = g if features is None else features

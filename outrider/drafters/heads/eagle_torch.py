@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from outrider.drafters.heads.layers import HeadOutput, Linear, Linears, Norm, Rotary, precision_of
-from outrider.drafters.heads.reader import EagleWeights
+from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.layers import HeadOutput, Linears, PackedLayer, Rotary, precision_of
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.kernels.attention import Scoring
 from outrider.models.attention import attend, write
 from outrider.models.base import Chain, DrawnChain, LanguageModel, Want
@@ -17,46 +17,26 @@ from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.nodes import Nodes
 
 
-class _TorchLayer:
-    """input_norm: of the layer's input; that of the first layer is of the tokens alone (EAGLE-1 has none)."""
-
-    def __init__(self, prefix: str, linear: Callable[..., Linear], norm: Callable[[str], Norm | None]) -> None:
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        self.attention_in = linear(*(f"{attention}{n}_proj" for n in "qkv"))
-        self.out = linear(f"{attention}o_proj")
-        self.gate_up, self.down = linear(f"{mlp}gate_proj", f"{mlp}up_proj"), linear(f"{mlp}down_proj")
-        self.input_norm, middle = norm(f"{prefix}input_layernorm"), norm(f"{prefix}post_attention_layernorm")
-        assert middle is not None
-        self.middle_norm = middle
-        self.q_norm, self.k_norm = norm(f"{attention}q_norm"), norm(f"{attention}k_norm")
-
-
 class TorchEagle:
     """weight_bytes: that a forward of one pair reads; fc is read only where features come from the target."""
 
-    def __init__(self, head: EagleWeights, target: LanguageModel, max_length: int, quantization: str) -> None:
+    def __init__(
+        self, head: HeadWeights[HeadConfig], target: LanguageModel, max_length: int, quantization: str
+    ) -> None:
         config, tensors = head.config, head.tensors
         self.config, self.device, self._target = config, target.device, target
         self._embedding = None if head.own_embedding is None else head.own_embedding.to(self.device)
-        linears = Linears(self.device, precision_of(quantization, [t for n, t in tensors.items() if "norm" not in n]))
-
-        def linear(*names: str) -> Linear:
-            return linears([tensors[f"{n}.weight"] for n in names], [tensors.get(f"{n}.bias") for n in names])
-
-        def norm(name: str) -> Norm | None:
-            weight = tensors.get(f"{name}.weight")
-            return None if weight is None else Norm(weight, config.rms_norm_eps, self.device)
-
-        self._fc = linear("fc")
-        fused = 0 if config.eagle1 else linears.bytes
-        self._layers = [_TorchLayer(f"layers.{i}.", linear, norm) for i in range(config.num_layers)]
-        self._lm_head = linear("lm_head")
-        self.weight_bytes = linears.bytes - fused
-        self._input_norm = norm("input_norm")
-        self._fc_norms = [norm(f"fc_norm.{i}") for i in range(len(config.taps))]
-        self._token_norm, self._hidden_norm = norm("layers.0.input_layernorm"), norm("layers.0.hidden_norm")
-        self._norm = norm("norm")
-        self._rotary = Rotary(*config.rotary(), max_length + SCRATCH, self.device)
+        precision = precision_of(quantization, [t for n, t in tensors.items() if "norm" not in n])
+        made = Linears(self.device, precision, tensors, config.rms_norm_eps)
+        self._fc = made.named("fc")
+        fused = 0 if config.eagle1 else made.bytes
+        self._layers = [PackedLayer(made, i, "qkv") for i in range(config.num_layers)]
+        self._lm_head = made.named("lm_head")
+        self.weight_bytes = made.bytes - fused
+        self._input_norm, self._norm = made.norm("input_norm"), made.norm("norm")
+        self._fc_norms = [made.norm(f"fc_norm.{i}") for i in range(len(config.taps))]
+        self._hidden_norm = made.norm("layers.0.hidden_norm")
+        self._rotary = Rotary(config, max_length + SCRATCH, self.device)
         self._scoring = Scoring(config.head_dim**-0.5)
 
     def forward(self, nodes: Nodes, features: Tensor | None, g: Tensor | None, want: Want | int) -> HeadOutput:
@@ -71,7 +51,6 @@ class TorchEagle:
         y = residual
         for i, layer in enumerate(self._layers):
             if i:
-                assert layer.input_norm is not None
                 x, residual = layer.input_norm(y), y
             query = self._written(nodes, i, layer, x)
             last = i == len(self._layers) - 1
@@ -84,21 +63,17 @@ class TorchEagle:
                 at = torch.tensor(nodes.last)[:, None] + torch.arange(1 - count, 1)
                 own = torch.arange(batch)[:, None], at
                 attended, residual = attended[own], residual[own]
-            y = residual + layer.out(attended)
-            gate, up = layer.gate_up(layer.middle_norm(y)).chunk(2, -1)
-            y = y + layer.down(F.silu(gate) * up)
-        z = y if self._norm is None else self._norm(y)
+            y = layer.after(residual, attended)
+        z = self._norm(y)
         return HeadOutput(self._lm_head(z), z if c.norm_output else y)
 
-    def _written(self, nodes: Nodes, i: int, layer: _TorchLayer, x: Tensor) -> Tensor:
+    def _written(self, nodes: Nodes, i: int, layer: PackedLayer, x: Tensor) -> Tensor:
         """Write the keys and values of a layer. Returns the rotated queries, [batch, node, head, head_dim]."""
         c = self.config
-        heads = layer.attention_in(x).unflatten(-1, (-1, c.head_dim))
+        heads = layer.reads[0](x).unflatten(-1, (-1, c.head_dim))
         query, key, value = heads.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], -2)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = layer.q_norm(query), layer.k_norm(key)
-        turned = self._rotary(torch.cat([query, key], -2), nodes.positions)
-        query, key = turned.split([c.num_attention_heads, c.num_key_value_heads], -2)
+        both = self._rotary(torch.cat([layer.q_norm(query), layer.k_norm(key)], -2), nodes.positions)
+        query, key = both.split([c.num_attention_heads, c.num_key_value_heads], -2)
         write(nodes, i, key.transpose(1, 2), value.transpose(1, 2))
         return query
 
@@ -110,20 +85,16 @@ class TorchEagle:
         features = features.float()
         if self.config.eagle1:
             return features
-        if self._input_norm is not None:
-            features = self._input_norm(features)
-        if self.config.fc_norm:
-            parts = features.chunk(len(self._fc_norms), -1)
-            features = torch.cat([n(p) for n, p in zip(self._fc_norms, parts, strict=True) if n is not None], -1)
-        return self._fc(features)
+        parts = self._input_norm(features).chunk(len(self._fc_norms), -1)
+        return self._fc(torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True)], -1))
 
     def _pairs(self, tokens: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """(x, residual): what the attention reads, and what its output is added to."""
         table = self._embedding
         embedded = self._target.embedding_rows(tokens) if table is None else table[tokens].float()
-        if self._token_norm is None or self._hidden_norm is None:  # EAGLE-1
+        if self.config.eagle1:
             joined = self._fc(torch.cat([embedded, g], -1))
             return joined, joined
         normed = self._hidden_norm(g)
-        x = torch.cat([self._token_norm(embedded), normed], -1)
+        x = torch.cat([self._layers[0].input_norm(embedded), normed], -1)
         return x, normed if self.config.norm_before_residual else g

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Commit
-from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.layers import HeadOutput
+from outrider.drafters.model.confidence import LogitError
+from outrider.drafters.model.tree_drafter import ChainModel
+from outrider.models.base import Want
 from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
+
+
+class PairModel(ChainModel, Protocol):
+    """What reads pairs of a token and a state: an `EagleModel`, or an MTP layer. The members are those of `EagleModel`."""
+
+    taps: tuple[int, ...]
+    subset: TokenSubset | None
+
+    def forward(
+        self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want = "all"
+    ) -> HeadOutput: ...
+
 
 READ = 64  # features that wait before they are read: a sequence that drafts nothing costs little
 
@@ -46,24 +64,15 @@ class FeatureQueue:
         return False
 
 
-class ContextDrafter(ParallelDrafter):
-    """A parallel drafter with a cache over the committed text. Write `_read`, and what `ParallelDrafter` asks for.
+class FeatureReader(BaseDrafter):
+    """A drafter with a cache over the committed text, which reads features of the target. Write `_read`.
 
-    drafts: draft tokens that one forward gives.
+    error: how far its logits are from the target's.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device,
-        subset: TokenSubset | None,
-        cache: SlotCache,
-        taps: tuple[int, ...],
-        drafts: int,
-    ) -> None:
-        super().__init__(vocab_size, device, subset)
-        self.cache, self.taps, self._drafts = cache, taps, drafts
-        self._queue = FeatureQueue(cache)
+    cache: SlotCache
+    error: LogitError
+    _queue: FeatureQueue
 
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         if first == 0:
@@ -86,9 +95,57 @@ class ContextDrafter(ParallelDrafter):
         """Commit what waits. tokens: the committed ones of the sequence."""
         raise NotImplementedError
 
+    def _left(self, slot: int, tokens: Sequence[int]) -> int:
+        """Tokens that the cache still has room for. 0 if the target has not read the text, or it is longer than the head."""
+        return self.cache.max_length - len(tokens) if self._queue.known(slot) == len(tokens) - 1 else 0
+
+
+class PairReader(FeatureReader):
+    """Reads pairs of a token and a feature. The last pair that waits is that of the root, which is not committed."""
+
+    model: PairModel
+
+    def _read(self, slot: int, tokens: Sequence[int]) -> None:
+        waiting = self._queue.waiting.get(slot)
+        if waiting is None or len(waiting) < 2:
+            return
+        count = len(waiting) - 1
+        nodes = Nodes(torch.tensor([self._unread(slot, tokens)[:count]]), self.cache, [slot])
+        self.model.forward(nodes, waiting[None, :-1], want="none")
+        self._ingested(slot, count + 1)
+
+    def _unread(self, slot: int, tokens: Sequence[int]) -> list[int]:
+        """The tokens of the waiting pairs, and those after them."""
+        return [*tokens[self.cache.length[slot] + 1 :]]
+
+    def _ingested(self, slot: int, count: int) -> None:
+        """Commit the first pairs of the scratch, all but the root's. It is read again with the next draft."""
+        self.cache.commit([slot], [range(count - 1)])
+        self._queue.waiting[slot] = self._queue.waiting[slot][-1:].clone()
+
+    def _left(self, slot: int, tokens: Sequence[int]) -> int:
+        # a prompt of one token has no pair yet
+        return super()._left(slot, tokens) if slot in self._queue.waiting else 0
+
+
+class ContextDrafter(FeatureReader, ParallelDrafter):
+    """A parallel drafter with a cache over the committed text. Write `_read`, and what `ParallelDrafter` asks for.
+
+    drafts: draft tokens that one forward gives.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        subset: TokenSubset | None,
+        cache: SlotCache,
+        taps: tuple[int, ...],
+        drafts: int,
+    ) -> None:
+        ParallelDrafter.__init__(self, vocab_size, device, subset)
+        self.cache, self.taps, self._drafts = cache, taps, drafts
+        self._queue = FeatureQueue(cache)
+
     def _depth(self, slot: int, tokens: Sequence[int]) -> int:
-        if (
-            self._queue.known(slot) != len(tokens) - 1
-        ):  # the text is longer than the head, or the target has not read it
-            return 0
-        return min(self._drafts, self.cache.max_length - len(tokens))
+        return min(self._drafts, self._left(slot, tokens))

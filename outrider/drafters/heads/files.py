@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.core.files import read_settings
-from outrider.models.checkpoint import header
+from outrider.models.checkpoint import header, indexed
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
 MEDUSA, DFLASH, DSPARK = "medusa", "dflash", "dspark"
@@ -175,10 +175,7 @@ def _files(path: Path) -> list[Path]:
     for name in _INDEXES:
         index = path / name
         if index.is_file():
-            try:
-                files = sorted({path / str(f) for f in read_settings(index)["weight_map"].values()})
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ValueError(f"{index} is no index of weights ({error}); download it again") from error
+            files = sorted(set(indexed(index).values()))
             if missing := [f.name for f in files if not f.is_file()]:
                 raise ValueError(f"{path} lacks {missing[0]}, which {name} names; the download is incomplete")
             return files

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from outrider.drafters.heads.config import HeadShape
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.hf.linear import PackedLinear
 
@@ -27,11 +28,14 @@ class HeadOutput(NamedTuple):
 class Linears:
     """Makes the linears of a head. On the CPU they are packed as `precision`; elsewhere they keep the weights' own.
 
-    bytes: of the weights of all linears so far.
+    tensors: for those that are made by name. eps: of its norms. bytes: of the weights of all linears so far.
     """
 
-    def __init__(self, device: torch.device, precision: str) -> None:
+    def __init__(
+        self, device: torch.device, precision: str, tensors: Mapping[str, Tensor] | None = None, eps: float = 0.0
+    ) -> None:
         self.device, self.precision, self.bytes = device, precision, 0
+        self._tensors, self._eps = tensors or {}, eps
 
     def __call__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (None,)) -> Linear:
         """float32 [..., in] -> float32 [..., out] over matrices [out, in], one below the other."""
@@ -46,6 +50,42 @@ class Linears:
         self.bytes += moved.numel() * moved.element_size()
         return lambda x: F.linear(x.to(moved.dtype), moved, added).float()
 
+    def named(self, *names: str) -> Linear:
+        """The linear over the matrices of these names, with their biases."""
+        return self([self._tensors[f"{n}.weight"] for n in names], [self._tensors.get(f"{n}.bias") for n in names])
+
+    def norm(self, name: str) -> Linear:
+        """x * weight / sqrt(mean(x^2) + eps), over the last dim. Without such a weight: x."""
+        given = self._tensors.get(f"{name}.weight")
+        if given is None:
+            return lambda x: x
+        weight = given.detach().float().to(self.device)
+        return lambda x: F.rms_norm(x, weight.shape, weight, self._eps)
+
+
+class PackedLayer:
+    """A layer of a head. queries, keys and values are read by one linear for each of `groups`, such as "qkv"."""
+
+    def __init__(self, made: Linears, i: int, *groups: str) -> None:
+        layer, attention = f"layers.{i}.", f"layers.{i}.self_attn."
+        self.reads = [made.named(*(f"{attention}{n}_proj" for n in group)) for group in groups]
+        self.out = made.named(f"{attention}o_proj")
+        self.gate_up, self.down = (
+            made.named(f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"),
+            made.named(f"{layer}mlp.down_proj"),
+        )
+        self.input_norm, self.middle_norm = (
+            made.norm(f"{layer}input_layernorm"),
+            made.norm(f"{layer}post_attention_layernorm"),
+        )
+        self.q_norm, self.k_norm = made.norm(f"{attention}q_norm"), made.norm(f"{attention}k_norm")
+
+    def after(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output. attended: what its attention read, [..., head * head_dim]."""
+        y = residual + self.out(attended)
+        gate, up = self.gate_up(self.middle_norm(y)).chunk(2, -1)
+        return y + self.down(F.silu(gate) * up)
+
 
 def precision_of(quantization: str, tensors: Sequence[Tensor]) -> str:
     """The precision of a head's linears. quantization: that of the configuration; "auto" rounds large heads to 8 bit."""
@@ -56,25 +96,26 @@ def precision_of(quantization: str, tensors: Sequence[Tensor]) -> str:
     return stored if quantization == "none" else quantization
 
 
-class Norm:
-    """x * weight / sqrt(mean(x^2) + eps), over the last dim."""
+def turns(frequencies: Tensor, factor: float, positions: Tensor) -> Tensor:
+    """float32 [..., dim]: the cosines and then the sines of a rotary embedding at positions [...]. frequencies: [dim / 2]."""
+    angle = positions[..., None].float() * frequencies
+    return torch.cat([angle.cos(), angle.sin()], -1) * factor
 
-    def __init__(self, weight: Tensor, eps: float, device: torch.device) -> None:
-        self.weight, self.eps = weight.detach().float().to(device), eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+def turned(x: Tensor, turn: Tensor) -> Tensor:
+    """x [..., dim], its halves turned as in Llama. turn: of `turns`, broadcast to x."""
+    cosine, sine = turn.to(x.dtype).chunk(2, -1)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
 
 
 class Rotary:
-    """Turns the halves of each head by its position, as Llama does. positions up to `length` are computed once."""
+    """A rotary embedding whose positions up to `length` are computed once."""
 
-    def __init__(self, frequencies: Tensor, factor: float, length: int, device: torch.device) -> None:
-        angles = torch.arange(length, device=device)[:, None].float() * frequencies.to(device)
-        self._table = torch.cat([angles.cos() * factor, angles.sin() * factor], -1)
+    def __init__(self, config: HeadShape, length: int, device: torch.device) -> None:
+        frequencies, factor = config.rotary()
+        self._table = turns(frequencies.to(device), factor, torch.arange(length, device=device))
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: float32 [..., head, dim]; positions: int64 [...]."""
-        cosine, sine = self._table[positions][..., None, :].chunk(2, -1)
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+        return turned(x, self._table[positions][..., None, :])

@@ -11,7 +11,6 @@ several such layers is read too; the first of them drafts all tokens.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from outrider.drafters.heads.layers import HeadOutput
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import FINAL_NORM, Chain, DrawnChain, LanguageModel, Want
 from outrider.models.cache import SlotCache
-from outrider.models.checkpoint import header
+from outrider.models.checkpoint import header, indexed
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -206,7 +205,7 @@ def _mtp_names(folder: Path, layers: int) -> dict[str, tuple[Path, str]]:
     """Name below the prefix of the first MTP layer -> (its file, its name there)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        where = {n: folder / file for n, file in json.loads(index.read_text())["weight_map"].items()}
+        where = indexed(index)
     else:
         where = {n: file for file in sorted(folder.glob("*.safetensors")) for n in header(file)[0]}
     prefix = re.compile(rf"(?:.*\.)?(?:layers\.{layers}|mtp)\.(?!layers\.[1-9])(.+)")

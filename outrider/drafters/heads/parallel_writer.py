@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.block_reader import BlockConfig, BlockWeights
-from outrider.drafters.heads.config import layer_ids
+from outrider.drafters.heads.config import BLOCK_FIELDS, BlockConfig, settings_of
 from outrider.drafters.heads.files import DFLASH, DSPARK, MEDUSA
 from outrider.drafters.heads.medusa import MedusaWeights
-from outrider.drafters.heads.writer import speculators_settings, store_head, vocabulary_maps
+from outrider.drafters.heads.reader import HeadWeights
+from outrider.drafters.heads.writer import layer_settings, speculators_settings, store_head, vocabulary_maps, wider
 
 MEDUSA_LAYOUTS = ("vllm", "tgi")
 
@@ -83,7 +83,7 @@ def write_medusa(
     )
 
 
-def write_block(folder: str | Path, head: BlockWeights, *, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_block(folder: str | Path, head: HeadWeights[BlockConfig], *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a DFlash or DSpark drafter in the layout of speculators, which vLLM reads; returns the folder.
 
     A head with a Markov bias or a confidence is a DSpark one. With a draft vocabulary its output head is written too; else
@@ -107,40 +107,32 @@ def _stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 def _block_settings(c: BlockConfig, *, confidence: bool) -> dict[str, Any]:
     kind = DSPARK if c.markov_rank or confidence else DFLASH
-    own: dict[str, Any] = {
+    own = settings_of(
+        c, BLOCK_FIELDS, layer=False
+    )  # vLLM takes sample_from_anchor False where it is missing, for DSpark too
+    markov = own.pop("confidence_head_with_markov")
+    own |= {
         "architectures": ["DSparkDraftModel" if kind == DSPARK else "DFlashDraftModel"],
-        "aux_hidden_state_layer_ids": layer_ids(c.taps),
-        "block_size": c.block_size,
+        "aux_hidden_state_layer_ids": c.layer_ids,
         "draft_vocab_size": c.draft_vocab_size,
         "mask_token_id": c.mask_token_id,
-        "sample_from_anchor": c.from_anchor,  # vLLM takes False where it is missing, for DSpark too
         # vLLM reads False as "causal in all layers", whatever the layers are; speculators ignores it without sliding layers
         "sliding_window_non_causal": True,
-        "target_hidden_size": c.target_hidden_size if c.target_hidden_size != c.hidden_size else None,
+        "target_hidden_size": wider(c),
     }
     if kind == DSPARK:
         own |= {
-            "confidence_head_with_markov": c.confidence_markov,
+            "confidence_head_with_markov": markov,
             "enable_confidence_head": confidence,
             "markov_head_type": "vanilla",
             "markov_rank": c.markov_rank,
         }
-    layer = {
-        "attention_bias": False,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "layer_types": ["full_attention"] * c.num_layers,
-        "max_position_embeddings": c.max_position_embeddings,
-        "model_type": "qwen3",
-        "num_attention_heads": c.num_attention_heads,
-        "num_hidden_layers": c.num_layers,
-        "num_key_value_heads": c.num_key_value_heads,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_parameters": c.rope_parameters,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": c.vocab_size,
-    }
+    layer = layer_settings(
+        c,
+        attention_bias=False,
+        layer_types=["full_attention"] * c.num_layers,
+        model_type="qwen3",
+        rope_parameters=c.rope_parameters,
+        use_sliding_window=False,
+    )
     return speculators_settings(kind, c.drafts, c.verifier) | own | {"transformer_layer_config": layer}

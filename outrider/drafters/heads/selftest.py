@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.block_reader import BlockConfig
-from outrider.drafters.heads.checks import log
-from outrider.drafters.heads.config import HeadConfig, layer_ids, tap_of
+from outrider.drafters.heads.checks import log, say_length
+from outrider.drafters.heads.config import HeadConfig, tap_of
 from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.reader import Config, HeadWeights
+from outrider.drafters.heads.shipped import head_of
+from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.self_speculation import SAMPLE
-from outrider.models.base import FINAL_NORM
+from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 
@@ -30,7 +33,7 @@ ENOUGH = 0.3  # draft tokens right on average; heads that were trained for an ho
 CLEAR = 0.2  # by how much a misreading must be better, far more than chance over so many positions
 
 
-_Config = TypeVar("_Config", HeadConfig, BlockConfig)
+_Made = TypeVar("_Made", bound=ParallelDrafter)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class HeadReport:
 
 
 @dataclass(frozen=True)
-class Reading:
+class HeadReading:
     """A way to read a head. what: in words. taps: what it reads then. hits: (text, features, right) -> what it gets right."""
 
     what: str
@@ -77,11 +80,11 @@ def examine(model: EagleModel, target: Loaded, text: Sequence[int], path: object
     text: token ids, at least 8; the first hundred are read. path: names the head in the warning.
     """
 
-    def reading(what: str, config: HeadConfig) -> Reading:
-        return Reading(what, config.taps, lambda *given: survival(model.read_as(config), *given))
+    def reading(what: str, config: HeadConfig) -> HeadReading:
+        return HeadReading(what, config.taps, lambda *given: survival(model.read_as(config), *given))
 
     config = model.config
-    own = Reading("", config.taps, lambda *given: survival(model, *given))
+    own = HeadReading("", config.taps, lambda *given: survival(model, *given))
     flags = {n: n for n in ("norm_output", "norm_before_residual")}
     others = [] if config.eagle1 else [reading(*pair) for pair in misread(config, target.model.num_layers, flags)]
     return examined(own, others, model.max_length, target, text, path)
@@ -100,15 +103,41 @@ def examine_parallel(
     """
     if target.tokenizer is None:
         return None
-    own = Reading("", drafter.taps, lambda *given: parallel_survival(drafter, *given))
+    own = HeadReading("", drafter.taps, lambda *given: parallel_survival(drafter, *given))
     readings = [
-        Reading(what, taps, lambda *given, make=make: parallel_survival(make(), *given)) for what, taps, make in others
+        HeadReading(what, taps, lambda *given, make=make: parallel_survival(make(), *given))
+        for what, taps, make in others
     ]
     return examined(own, readings, longest, target, target.tokenizer(SAMPLE)["input_ids"], path)
 
 
+def parallel_drafter(
+    setup: DrafterSetup,
+    read: Callable[[Any, Loaded], HeadWeights[Config]],
+    kind: Callable[[HeadWeights[Config], LanguageModel, int, int, str], _Made],
+    flags: Mapping[str, str],
+) -> _Made:
+    """Read the head of a configuration, make its drafter and try it. flags: see `misread`.
+
+    Raises ValueError for trees that heads of several positions do not draw."""
+    chains_only(setup)
+    target, path = setup.target, head_of(setup)
+    head = read(path, target)
+    say_length(path, head.config.max_position_embeddings, setup.max_length)
+
+    def made(config: Config) -> _Made:
+        given = replace(head, config=config)
+        return kind(given, target.model, setup.rows, setup.max_length, setup.config.quantization)
+
+    others = misread(head.config, target.model.num_layers, flags)
+    tries = [(what, config.taps, partial(made, config)) for what, config in others]
+    drafter = made(head.config)
+    examine_parallel(drafter, tries, min(setup.max_length, head.config.max_position_embeddings), target, path)
+    return drafter
+
+
 def examined(
-    own: Reading, others: Sequence[Reading], longest: int, target: Loaded, text: Sequence[int], path: object
+    own: HeadReading, others: Sequence[HeadReading], longest: int, target: Loaded, text: Sequence[int], path: object
 ) -> HeadReport:
     """Try a head as it was read, and in other ways only if almost nothing is right. Warns then, with the way that mends it."""
     ids = [*text][: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
@@ -119,7 +148,7 @@ def examined(
     columns = out.features[0].unflatten(-1, (len(taps), -1))
     right = out.logits[0].argmax(-1).tolist()
 
-    def tried(reading: Reading) -> DraftHits:
+    def tried(reading: HeadReading) -> DraftHits:
         return reading.hits(ids, columns[:, [taps.index(t) for t in reading.taps]].flatten(1), right)
 
     found = tried(own)
@@ -177,7 +206,7 @@ def parallel_survival(
     return DraftHits(tuple(n / len(some) for n in hits))
 
 
-def misread(config: _Config, num_layers: int, flags: Mapping[str, str]) -> Iterator[tuple[str, _Config]]:
+def misread(config: Config, num_layers: int, flags: Mapping[str, str]) -> Iterator[tuple[str, Config]]:
     """The known misreadings of a head, in words and as settings. flags: field -> its name in config.json."""
     for name, said in flags.items():
         changed = not getattr(config, name)
@@ -186,7 +215,7 @@ def misread(config: _Config, num_layers: int, flags: Mapping[str, str]) -> Itera
     for value in {10000.0, 500000.0, 1000000.0} - {theta}:
         rope = {**config.rope_parameters, "rope_theta": value}
         yield f"rope_theta {value:.0f}", replace(config, rope_parameters=rope)
-    own = layer_ids(config.taps)
+    own = config.layer_ids
     for step in (-1, 1):
         ids = [i + step for i in own]
         if all(0 <= i <= num_layers for i in ids):

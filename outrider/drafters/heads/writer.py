@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.core.files import written_whole
-from outrider.drafters.heads.config import HeadConfig
+from outrider.drafters.heads.config import FIELDS, HeadConfig, HeadShape, settings_of
 from outrider.drafters.heads.eagle_module import Eagle
 
 LAYOUTS = ("speculators", "flat")
@@ -91,24 +91,19 @@ def vocabulary_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": has}
 
 
+def layer_settings(config: HeadShape, **more: Any) -> dict[str, Any]:
+    """What a configuration of transformers says of a head's layers."""
+    said = {"num_hidden_layers": config.num_layers, "tie_word_embeddings": False}
+    return settings_of(config, FIELDS, layer=True) | said | more
+
+
+def wider(config: HeadShape) -> int | None:
+    """The width of the features, if it is not the head's."""
+    return config.target_hidden_size if config.target_hidden_size != config.hidden_size else None
+
+
 def _layer(config: HeadConfig) -> dict[str, Any]:
-    """What a configuration of Llama says of the head's layer."""
-    return {
-        "attention_bias": config.attention_bias,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": config.num_attention_heads,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": config.num_key_value_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": False,
-        "vocab_size": config.vocab_size,
-    }
+    return layer_settings(config, attention_bias=config.attention_bias, mlp_bias=False, model_type="llama")
 
 
 def _flags(config: HeadConfig) -> dict[str, Any]:
@@ -116,7 +111,6 @@ def _flags(config: HeadConfig) -> dict[str, Any]:
 
 
 def _speculators(config: HeadConfig, tokens: int) -> dict[str, Any]:
-    wider = config.target_hidden_size != config.hidden_size
     return (
         _flags(config)
         | speculators_settings("eagle3", tokens, config.verifier)
@@ -126,7 +120,7 @@ def _speculators(config: HeadConfig, tokens: int) -> dict[str, Any]:
             "eagle_aux_hidden_state_layer_ids": config.layer_ids,
             "embed_requires_grad": False,
             "norm_before_residual": config.norm_before_residual,
-            "target_hidden_size": config.target_hidden_size if wider else None,
+            "target_hidden_size": wider(config),
             "transformer_layer_config": _layer(config) | {"rope_parameters": config.rope_parameters},
         }
     )
@@ -144,8 +138,8 @@ def _flat(config: HeadConfig) -> dict[str, Any]:
     rope = dict(config.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")
     own: dict[str, Any] = {} if kind == "default" else {"rope_scaling": rope}
-    if config.target_hidden_size != config.hidden_size:  # null breaks SGLang, so it is there only if it says something
-        own["target_hidden_size"] = config.target_hidden_size
+    if wide := wider(config):  # null breaks SGLang, so it is there only if it says something
+        own["target_hidden_size"] = wide
     if config.verifier:
         own["base_model_name_or_path"] = config.verifier
     flags = {n: given for n, given in _flags(config).items() if given}
@@ -157,10 +151,7 @@ def _flat(config: HeadConfig) -> dict[str, Any]:
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": config.draft_vocab_size,
             "eagle_aux_hidden_state_layer_ids": ids,
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids],
-                "use_aux_hidden_state": True,
-            },
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids], "use_aux_hidden_state": True},
             "num_aux_hidden_states": len(ids),
             "rope_theta": theta,
         }

@@ -20,7 +20,7 @@ class _State:
 class SuffixAutomaton:
     """All substrings of a growing token list, with how often each occurs (Blumer et al. 1985), built online.
 
-    A `Source` of the mixture, whose states are the automaton's. A token costs about four microseconds and at most two states.
+    A `ContextSource` of the mixture, whose states are the automaton's. A token costs about four microseconds and two states.
     """
 
     _CLIMB = 64  # suffixes counted per token; those beyond are short and frequent anyway

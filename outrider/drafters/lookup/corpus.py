@@ -180,9 +180,9 @@ class Corpus:
         whole = len(tokens) == len(order) == (ends or [0])[-1] and tokens.dtype == order.dtype == np.int32
         corpus, start = cls(max(limit, len(tokens)), tokenizer), 0
         for end in ends if whole else ():
-            select = order[start:end]
-            if whole := bool(len(select)) and select.min() >= 0 and select.max() < end - start:
-                corpus.segments.append(Index.of(tokens[start:end], select))
+            places = order[start:end]
+            if whole := bool(len(places)) and places.min() >= 0 and places.max() < end - start:
+                corpus.segments.append(Index.of(tokens[start:end], places))
             start = end
         if not whole:
             raise ValueError(f"{path} is damaged: its parts do not fit together; {again}")

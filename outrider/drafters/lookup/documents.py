@@ -86,8 +86,8 @@ def _entries(given: Any) -> list[Any]:
 
 
 def _token_lists(entry: Any, tokenizer: Any | None, vocab_size: int) -> Iterator[tuple[str, list[int]]]:
-    for name, select in _parts(entry):
-        ids = _encode(select, tokenizer, name) if isinstance(select, str) else list(select)
+    for name, part in _parts(entry):
+        ids = _encode(part, tokenizer, name) if isinstance(part, str) else list(part)
         _check(ids, vocab_size, name)
         yield name, ids
 
@@ -122,7 +122,7 @@ def _parts(entry: Any) -> Iterator[tuple[str, str | Sequence[int]]]:
     elif (path := Path(entry)).is_dir():
         inside = sorted(p for p in path.rglob("*") if p.is_file())
         for file in inside:
-            hidden = any(select.startswith((".", "__pycache__")) for select in file.relative_to(path).parts)
+            hidden = any(part.startswith((".", "__pycache__")) for part in file.relative_to(path).parts)
             if not hidden:
                 try:
                     yield from _text(file)
@@ -145,11 +145,11 @@ def _parts(entry: Any) -> Iterator[tuple[str, str | Sequence[int]]]:
 def _text(path: Path) -> Iterator[tuple[str, str]]:
     """A file in parts that end at the end of a line. Raises UnicodeDecodeError if it is not text."""
     with path.open(encoding="utf-8") as file:
-        while select := file.read(_PART):
-            select += file.readline(_PART)
-            if "\0" in select:
-                raise UnicodeDecodeError("utf-8", b"\0", select.index("\0"), select.index("\0") + 1, "a zero byte")
-            yield repr(str(path)), select
+        while part := file.read(_PART):
+            part += file.readline(_PART)
+            if "\0" in part:
+                raise UnicodeDecodeError("utf-8", b"\0", part.index("\0"), part.index("\0") + 1, "a zero byte")
+            yield repr(str(path)), part
 
 
 def _encode(text: str, tokenizer: Any | None, name: str) -> list[int]:

@@ -27,7 +27,7 @@ from outrider.core.types import Budget, Draft
 WIDEST = 8  # continuations of one context that are looked at
 
 
-class Source(Protocol):
+class ContextSource(Protocol):
     """Where contexts are found. A state is the source's own name for a context."""
 
     def following(self, state: Any) -> tuple[float, Sequence[tuple[int, float, Hashable]]]:
@@ -38,7 +38,7 @@ class Source(Protocol):
 class Context(NamedTuple):
     """An end of the text, found in a source. weight: trust relative to the other contexts. length: matching tokens."""
 
-    source: Source
+    source: ContextSource
     state: Hashable
     weight: float
     length: int

@@ -19,7 +19,7 @@ _SWAP = 8  # tokens of the longest replacement that is remembered
 
 
 class Alignment:
-    """The place of an answer in its prediction, token by token: a function of the answer alone. A `Source` of the mixture.
+    """The place of an answer in its prediction, token by token: a function of the answer alone. A `ContextSource` of the mixture.
 
     place: index of the predicted next token; None if the place is lost. run: matching tokens before it.
     misses: recent wrong predictions. After a loss, at least this many tokens must match before the place counts as found. So a
@@ -61,7 +61,7 @@ class Alignment:
         self._find()
 
     def following(self, state: tuple[int, tuple[int, ...]]) -> tuple[float, list[tuple[int, float, tuple]]]:
-        """See `Source`. state: a place, and the rest of a replacement before it."""
+        """See `ContextSource`. state: a place, and the rest of a replacement before it."""
         place, inside = state
         if inside:
             return 1, [(inside[0], 1, (place, inside[1:]))]

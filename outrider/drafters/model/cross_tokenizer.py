@@ -21,7 +21,8 @@ from torch import Tensor
 from outrider.core.noise import Stream
 from outrider.core.tree import chain
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass, chains
+from outrider.drafters.base import DraftContext, TargetPass, chains
+from outrider.drafters.combine.merge import join, select
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.precision import QUANTIZED
@@ -72,8 +73,8 @@ class _SpelledText:
 class CrossTokenizerDrafter(ModelDrafter):
     """Drafts from a model with its own tokenizer (Timor et al. 2025, arXiv 2502.05202).
 
-    way: "tli" or "slem". None leaves the choice to a planner, which asks `ways`; without one it is TLI. Verifiers that need probs
-    get TLI.
+    way: "tli" or "slem". None means SLEM for a text at temperature 0 and TLI for others (docs/guides/choose.md has the figures).
+    Verifiers that need probs get TLI.
     """
 
     def __init__(self, model: LanguageModel, pairing: Pairing, num_slots: int, way: Way | None = None) -> None:
@@ -85,18 +86,23 @@ class CrossTokenizerDrafter(ModelDrafter):
         self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
         self._texts: dict[int, _SpelledText] = {}
 
-    def ways(self) -> dict[str, Drafter]:
-        """A drafter for each way that this pair of tokenizers leaves open, by name. They share all they have read."""
-        return {} if self.way else {"tli": OneWay(self, "tli"), "slem": OneWay(self, "slem")}
-
     def propose(self, context: DraftContext) -> Draft:
-        return self.proposed(context, self.way or "tli")
-
-    def proposed(self, context: DraftContext, way: Way) -> Draft:
-        """A draft of one way."""
-        if way == "tli" or (self.way is None and context.needs_probs):
+        written = [b for b in range(len(context.slots)) if self._way(context, b) == "slem"]
+        if not written:
             return super().propose(context)
-        return chains(context, self._written(context))
+        if len(written) == len(context.slots):
+            return chains(context, self._written(context))
+        others = [b for b in range(len(context.slots)) if b not in written]
+        parts: list[tuple[int, Draft, int]] = []
+        for some in (written, others):
+            part = self.propose(select(context, some))
+            parts += [(b, part, row) for row, b in enumerate(some)]
+        return join(context, parts)
+
+    def _way(self, context: DraftContext, b: int) -> Way:
+        if self.way is not None:
+            return self.way
+        return "slem" if context.warp.greedy[b] and not context.needs_probs else "tli"
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         forwarded = [slot for slot in context.slots if slot in self._places]
@@ -205,30 +211,6 @@ class CrossTokenizerDrafter(ModelDrafter):
             best = warp.processed(log_probs, [proposed])[0].max(0)
             chosen = int(best.indices) if best.values > _NO else -1
         return -1 if chosen < 0 else int(logits.masked_fill(self._first != chosen, _NO).argmax())
-
-
-class OneWay(BaseDrafter):
-    """One of the ways in which a `CrossTokenizerDrafter` drafts."""
-
-    def __init__(self, whole: CrossTokenizerDrafter, way: Way) -> None:
-        self.whole, self.model = whole, whole.model
-        self.way: Way = way
-        self.error, self.reduction = whole.error, whole.reduction
-
-    def propose(self, context: DraftContext) -> Draft:
-        return self.whole.proposed(context, self.way)
-
-    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        self.whole.update(context, commits, target)
-
-    def release(self, slot: int) -> None:
-        self.whole.release(slot)
-
-    def missing(self, slot: int, tokens: list[int]) -> int:
-        return self.whole.missing(slot, tokens)
-
-    def read(self, slot: int, tokens: list[int], count: int) -> None:
-        self.whole.read(slot, tokens, count)
 
 
 def whole(text: bytes) -> bytes:

@@ -60,9 +60,9 @@ class ModelDrafter(TreeDrafter):
         """Read the next `count` missing tokens, in one forward."""
         have = self.cache.length[slot]
         self._places.pop(slot, None)  # overwritten
-        select = self._context(slot, tokens)[have : have + count]
-        self.model.forward(Nodes(torch.tensor([select]), self.cache, [slot]), want="none")
-        self.cache.commit([slot], [range(len(select))])
+        part = self._context(slot, tokens)[have : have + count]
+        self.model.forward(Nodes(torch.tensor([part]), self.cache, [slot]), want="none")
+        self.cache.commit([slot], [range(len(part))])
 
     def _before_chain(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
         return self._level(slot, tokens), None

@@ -7,10 +7,9 @@ tokenizer follow the order of its merges or scores, so a low id means a frequent
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core.files import cache_folder, written_whole
-from outrider.drafters.lookup.documents import Entry, fingerprint, read_texts
+from outrider.drafters.lookup.documents import Entry, read_texts
 from outrider.drafters.model.vocabulary import Vocabulary
 
 PROMPTS = Path(__file__).resolve().parents[2] / "data" / "prompts"
@@ -44,7 +42,7 @@ def draft_vocab(
     score /= score.sum()
     always = [i for i in end_ids if i < vocab_size]
     if tokenizer is not None:
-        for counts in (token_counts(PROMPTS, tokenizer, vocab_size), _own_counts(corpus, tokenizer, vocab_size)):
+        for counts in (token_counts(PROMPTS, tokenizer, vocab_size), token_counts(corpus, tokenizer, vocab_size)):
             score += counts / counts.sum().clamp_min(1)
         known = Vocabulary(tokenizer, vocab_size)
         none = [i for i, piece in enumerate(known.pieces) if piece is None]
@@ -52,7 +50,7 @@ def draft_vocab(
         always += [i for i, piece in enumerate(known.pieces) if piece is not None and len(piece) == 1]
         always += [*known.names.values(), *(i for i in tokenizer.added_tokens_decoder if i < vocab_size)]
     elif corpus is not None:
-        score += _own_counts(corpus, None, vocab_size)
+        score += token_counts(corpus, None, vocab_size)
     score[always] = torch.inf
     kept = max(size, len(set(always)))
     return score.argsort(descending=True, stable=True)[:kept].sort().values
@@ -83,43 +81,9 @@ def token_map(path: str | Path, vocab_size: int) -> Tensor:
     return ids
 
 
-def token_counts(corpus: Entry | Sequence[Entry], tokenizer: Any | None, vocab_size: int) -> Tensor:
+def token_counts(corpus: Entry | Sequence[Entry] | None, tokenizer: Any | None, vocab_size: int) -> Tensor:
     """float64 [vocab]: how often each token is in the texts. Raises ValueError for what cannot be read."""
     counts = np.zeros(vocab_size)
-    for _, ids in read_texts(corpus, tokenizer, vocab_size):
+    for _, ids in read_texts([] if corpus is None else corpus, tokenizer, vocab_size):
         counts += np.bincount(np.array(ids, dtype=np.int64), minlength=vocab_size)
     return torch.from_numpy(counts)
-
-
-def _own_counts(corpus: Entry | Sequence[Entry] | None, tokenizer: Any | None, vocab_size: int) -> Tensor:
-    """`token_counts` of the user's texts. Counted once: the cache folder keeps them until a text or the tokenizer changes."""
-    if corpus is None:
-        return torch.zeros(vocab_size, dtype=torch.float64)
-    key = repr((fingerprint(tokenizer), vocab_size, _state(corpus)))
-    path = cache_folder() / f"token-counts-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
-    try:
-        with np.load(path) as kept:
-            return torch.zeros(vocab_size, dtype=torch.float64).index_add_(
-                0, torch.from_numpy(kept["ids"]), torch.from_numpy(kept["counts"])
-            )
-    except (OSError, ValueError, KeyError, EOFError, IndexError, zipfile.BadZipFile):
-        pass  # there is none, or it is damaged
-    counts = token_counts(corpus, tokenizer, vocab_size)
-    ids = counts.nonzero().flatten()
-    try:
-        with written_whole(path) as partial, partial.open("wb") as file:
-            np.savez(file, ids=ids.numpy(), counts=counts[ids].numpy())
-    except OSError:
-        pass  # counted again next time
-    return counts
-
-
-def _state(corpus: Any) -> Any:
-    """What changes when a text of the corpus changes."""
-    if isinstance(corpus, (str, Path)):
-        path = Path(corpus)
-        files: Iterable[Path] = sorted(path.rglob("*")) if path.is_dir() else [path]
-        return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    if isinstance(corpus, Sequence) and not all(isinstance(t, int) for t in corpus):
-        return [_state(entry) for entry in corpus]
-    return corpus

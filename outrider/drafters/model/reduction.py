@@ -76,7 +76,7 @@ class DraftReduction:
         ids = self._head_ids(contents)
         if quantization or ids is not None:
             self.note = ReductionNote(quantization, None if ids is None else len(ids), contents.vocab_size)
-        return Reduction(quantization, ids)
+        return quantization, ids
 
     def _head_ids(self, contents: Contents) -> Tensor | None:
         if self.token_map is not None:

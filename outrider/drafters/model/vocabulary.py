@@ -72,13 +72,13 @@ class Vocabulary:
         Bytes that are not UTF-8 become tokens of single bytes. They are left out if the tokenizer has no such tokens.
         """
         out: list[int] = []
-        for select in _BROKEN.split(text.decode("utf-8", "surrogateescape")):
-            if _BROKEN.match(select):
-                single = (self.ids.get(bytes([b])) for b in select.encode("utf-8", "surrogateescape"))
+        for part in _BROKEN.split(text.decode("utf-8", "surrogateescape")):
+            if _BROKEN.match(part):
+                single = (self.ids.get(bytes([b])) for b in part.encode("utf-8", "surrogateescape"))
                 out += [i for i in single if i is not None]
-            elif select:
-                found = self._encode(select)
-                out += found if begins and not out else self._unled(found, select)
+            elif part:
+                found = self._encode(part)
+                out += found if begins and not out else self._unled(found, part)
         return out
 
     def _encode(self, text: str) -> list[int]:

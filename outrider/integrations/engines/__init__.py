@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outrider.config import SpeculativeConfig
 from outrider.core.suggest import did_you_mean
+from outrider.drafters.config import SpeculativeConfig
 from outrider.integrations.engines import llama_cpp, sglang, trt_llm, vllm
 from outrider.integrations.engines.setting import EngineCommand, ExportedSetting
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outrider.config import SpeculativeConfig
+from outrider.drafters.config import SpeculativeConfig
 from outrider.integrations.engines import EngineCommand, exports
 from outrider.integrations.engines.heads import head_of, refusal, rewrite_reason, write_head
 from outrider.integrations.engines.tokens import same_tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.config import SpeculativeConfig
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE1, EAGLE3, MEDUSA, HeadFolder, head_kind, open_head
 from outrider.drafters.registry import find
 from outrider.models.load import load
@@ -59,10 +59,11 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
         from outrider.drafters.heads.parallel_writer import write_medusa
 
         return write_medusa(out, read_medusa(head, loaded), "vllm", dtype=dtype)
+    from outrider.drafters.heads.eagle_module import Eagle
     from outrider.drafters.heads.reader import read_eagle
     from outrider.drafters.heads.writer import write_eagle
 
     weights = read_eagle(head, loaded)
     own = weights.own_embedding
     embedding = torch.zeros(weights.config.vocab_size, weights.config.hidden_size) if own is None else own
-    return write_eagle(out, weights.module(embedding), "flat", dtype=dtype, embedding=own is not None)
+    return write_eagle(out, Eagle.of(weights, embedding), "flat", dtype=dtype, embedding=own is not None)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from typing import Any
 
-from outrider.drafters.exports import gguf_path, model_path
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
     EngineCommand,
     ExportedSetting,
     adaptive_notes,
     chain_notes,
+    copies_notes,
+    corpus_notes,
     flags_line,
+    match_note,
     method_notes,
+    model_path,
+    named_model,
     unsupported,
     verifier_notes,
+    vocab_notes,
 )
 
 ENGINE = "llama.cpp"
@@ -24,8 +32,90 @@ _VERIFIERS = {
     "match": "match: above temperature 0, texts there have the same distribution, but other tokens",
     "rejection": "",
 }
+_MATCH = 3  # tokens that it looks up for suffix decoding; its own default, 12, hardly ever matches a short text
 # Sampled draft tokens and rejection, in place of the likeliest ones.
 _SAMPLED = "--spec-draft-sampling"
+
+
+def gguf_path(name: str) -> str:
+    """The GGUF file that llama.cpp reads: the model itself, or the one to convert its folder to."""
+    path = model_path(name)
+    return path if path.endswith(".gguf") else f"{path.rstrip('/')}.gguf"
+
+
+def _gguf_notes(config: SpeculativeConfig) -> list[str]:
+    source, wanted = named_model(config), gguf_path(str(config.model))
+    return (
+        []
+        if source == wanted
+        else [f"model: convert it first: python convert_hf_to_gguf.py {source} --outfile {wanted}"]
+    )
+
+
+def _head_notes(config: SpeculativeConfig) -> list[str]:
+    source, wanted = named_model(config), gguf_path(str(config.model))
+    if source == wanted:
+        return []
+    return [
+        f"head: convert it first: python convert_hf_to_gguf.py {source} --target-model-dir TARGET --outtype bf16 "
+        f"--outfile {wanted}"
+    ]
+
+
+def _llama_model(kind: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
+    return lambda c: {
+        "--spec-type": kind,
+        "--spec-draft-model": gguf_path(str(c.model)),
+        "--spec-draft-n-max": c.budget.depth,
+    }
+
+
+def _llama_ngram(config: SpeculativeConfig, match: int) -> dict[str, Any]:
+    return {
+        "--spec-type": "ngram-simple",
+        "--spec-ngram-simple-size-n": match,
+        "--spec-ngram-simple-size-m": config.budget.depth,
+    }
+
+
+METHODS = {
+    "draft_model": EngineExport(
+        _llama_model("draft-simple"),
+        lambda c: [
+            *_gguf_notes(c),
+            *copies_notes(
+                c,
+                {
+                    "int8": "convert it with --outtype q8_0, else a draft costs more",
+                    "int4": "llama-quantize FILE.gguf FILE-q4.gguf Q4_0 makes it, else a draft costs more",
+                },
+            ),
+            *vocab_notes(c),
+        ],
+    ),
+    "eagle": EngineExport(_llama_model("draft-eagle3"), _head_notes),
+    "dflash": EngineExport(_llama_model("draft-dflash"), _head_notes),
+    "dspark": EngineExport(
+        _llama_model("draft-dspark"),
+        lambda c: [*_head_notes(c), "dspark: llama.cpp runs drafters with a Qwen3 backbone only"],
+    ),
+    "suffix": EngineExport(
+        lambda c: _llama_ngram(c, _MATCH),
+        lambda c: [
+            "suffix: ngram-simple is the nearest; it uses one length, the last match and one text, so it drafts less often",
+            *corpus_notes(c),
+        ],
+    ),
+    "ngram": EngineExport(
+        lambda c: _llama_ngram(c, c.prompt_lookup_min),
+        lambda c: (
+            [match_note(c, f"ngram-simple looks up one length, {c.prompt_lookup_min}, and takes the last match")]
+            if c.prompt_lookup_max > c.prompt_lookup_min
+            else []
+        ),
+    ),
+}
+"""How it runs our methods, by name."""
 
 
 def export(setting: ExportedSetting) -> EngineCommand:
@@ -36,7 +126,7 @@ def export(setting: ExportedSetting) -> EngineCommand:
         command = f"{_TYPE} none"
         note = (f"{setting.reason}: --spec-type none is also the default",)
         return EngineCommand(ENGINE, command, note, f"{start} {command}", files=_files(model, {_TYPE: "none"}))
-    rows = setting.rows("llama_cpp")
+    rows = setting.rows("llama.cpp", METHODS)
     if rows is None:
         return unsupported(ENGINE, setting)
     config = setting.config

@@ -7,11 +7,11 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from outrider.config import SpeculativeConfig
-from outrider.drafters.exports import model_path
-from outrider.drafters.method import AUTO, DraftMethod, EngineExport
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.method import AUTO, EngineExport
 from outrider.drafters.registry import find
 
 LARGEST_BATCH = 4096
@@ -44,10 +44,6 @@ class ExportedSetting:
                 )
 
     @property
-    def methods(self) -> list[DraftMethod]:
-        return [find(name) for name in self.config.methods]
-
-    @property
     def enabled(self) -> bool:
         """Whether there are draft tokens at any batch size."""
         return self.config.enabled and (not self.lengths or any(self.lengths.values()))
@@ -57,10 +53,10 @@ class ExportedSetting:
         """Why it is plain decoding."""
         return "no batch size gains from draft tokens" if self.config.enabled else "the setting is plain decoding"
 
-    def rows(self, engine: str) -> list[EngineExport] | None:
-        """How an engine runs each method; None if it lacks one. engine: the field of the registry's rows."""
-        found = [getattr(method, engine) for method in self.methods]
-        return None if None in found else found
+    def rows(self, engine: str, methods: Mapping[str, EngineExport]) -> list[EngineExport] | None:
+        """How an engine runs each method; None if it lacks one. methods: how it runs ours, by name."""
+        rows = [find(name).exports.get(engine) or methods.get(name) for name in self.config.methods]
+        return None if None in rows else [row for row in rows if row is not None]
 
     def file(self, name: str) -> str:
         """The path of a file for a command line."""
@@ -171,3 +167,49 @@ def only_folders(setting: ExportedSetting, *models: str | None) -> list[str]:
     """The note for an engine that reads no GGUF files."""
     files = [path for name in models if name is not None and (path := model_path(name)).endswith(".gguf")]
     return [f"{name} is a GGUF file: give the folder that it was made from" for name in files]
+
+
+def named_model(config: SpeculativeConfig) -> str:
+    """The draft model for another engine. A built-in model is a folder of this package, or the file that was fetched."""
+    return model_path(str(config.model))
+
+
+def model_path(name: str) -> str:
+    """A model's name for another engine."""
+    if not name.startswith("builtin:"):
+        return name
+    from outrider.models.builtin.download import DOWNLOADS
+    from outrider.models.load import DATA
+
+    return str(DOWNLOADS[name].cached) if name in DOWNLOADS else str(Path(DATA) / name.removeprefix("builtin:"))
+
+
+def copies_notes(config: SpeculativeConfig, how: Mapping[str, str]) -> list[str]:
+    """A note for a draft model with weights of 8 or 4 bits. how: what to do there, by our name."""
+    return (
+        [f"{config.quantization} weights of the draft: {how[config.quantization]}"]
+        if config.quantization in how
+        else []
+    )
+
+
+def vocab_notes(config: SpeculativeConfig) -> list[str]:
+    if config.draft_vocab is None and config.draft_vocab_corpus is None and config.speculative_token_map is None:
+        return []
+    return ["draft vocabulary: the draft's output head keeps all tokens, so each draft token costs more"]
+
+
+def corpus_notes(config: SpeculativeConfig) -> list[str]:
+    """A note for a corpus that an engine cannot read."""
+    return [] if config.corpus is None else ["corpus: not read there, so drafts come from prompts and answers only"]
+
+
+def match_note(config: SpeculativeConfig, rule: str) -> str:
+    return f"lookup of {config.prompt_lookup_min} to {config.prompt_lookup_max} tokens: {rule}"
+
+
+def is_eagle1(config: SpeculativeConfig) -> bool:
+    """Whether the head is one of EAGLE-1. A head that is not here is taken for EAGLE-3."""
+    from outrider.drafters.heads.files import EAGLE1, head_kind
+
+    return head_kind(named_model(config)) == EAGLE1

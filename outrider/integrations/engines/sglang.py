@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from outrider.drafters.exports import model_path
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
     EngineCommand,
     ExportedSetting,
+    copies_notes,
     flags_line,
+    is_eagle1,
+    match_note,
     method_notes,
+    model_path,
+    named_model,
     only_folders,
     unsupported,
     verifier_notes,
+    vocab_notes,
     yaml_text,
 )
 
 ENGINE = "SGLang"
 ADAPTIVE = "sglang-adaptive.json"
 """The file of `--speculative-adaptive-config`."""
-_LAW = (
+_DISTRIBUTION = (
     "temperature: on a CPU, on an XPU, and on ROCm without --speculative-use-rejection-sampling, SGLang writes the likeliest "
     "token at any temperature, so texts are greedy. On CUDA the distribution is kept"
 )
@@ -35,6 +44,98 @@ _VERIFIERS = {
 _BLOCK = "block: --speculative-use-block-verification has it, on CUDA, for EAGLE heads with all tokens and topk 1"
 
 
+def _sglang_model(algorithm: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
+    return lambda c: {
+        "--speculative-algorithm": algorithm,
+        "--speculative-draft-model-path": named_model(c),
+        "--speculative-num-steps": c.budget.depth,
+        "--speculative-eagle-topk": c.tree_width,
+        "--speculative-num-draft-tokens": c.budget.max_nodes + 1,  # SGLang counts the root
+    }
+
+
+def _sglang_block(algorithm: str) -> EngineExport:
+    return EngineExport(
+        lambda c: {
+            "--speculative-algorithm": algorithm,
+            "--speculative-draft-model-path": named_model(c),
+            "--speculative-num-draft-tokens": c.budget.depth + 1,
+            **({"--speculative-use-block-verification": None} if c.verifier == "block" else {}),
+        },
+        lambda c: ["device: SGLang runs this method on CUDA, NPU and XPU, not on a CPU"],
+    )
+
+
+def _sglang_ngram(config: SpeculativeConfig) -> dict[str, Any]:
+    longest = config.prompt_lookup_max if config.method == "ngram" else 16
+    flags: dict[str, Any] = {
+        "--speculative-algorithm": "NGRAM",
+        "--speculative-num-draft-tokens": config.budget.max_nodes + 1,
+        "--speculative-ngram-max-bfs-breadth": config.tree_width,
+        # a path of the trie is a match and what followed it
+        "--speculative-ngram-max-trie-depth": longest + config.budget.depth,
+    }
+    if _jsonl(config.corpus):
+        flags["--speculative-ngram-external-corpus-path"] = config.corpus
+        flags["--speculative-ngram-external-sam-budget"] = max(1, config.budget.max_nodes // 2)
+    return flags
+
+
+def _jsonl(corpus: Any) -> bool:
+    return isinstance(corpus, (str, Path)) and str(corpus).endswith(".jsonl")
+
+
+def _sglang_corpus(config: SpeculativeConfig) -> list[str]:
+    if config.corpus is None:
+        return []
+    if _jsonl(config.corpus):
+        return ["corpus: SGLang reads one JSON string a line, and gives half of the draft to it"]
+    return [
+        "corpus: SGLang reads a .jsonl file with one JSON string a line, --speculative-ngram-external-corpus-path; this one "
+        "is left out, so drafts come from prompts and answers only"
+    ]
+
+
+METHODS = {
+    "draft_model": EngineExport(
+        _sglang_model("STANDALONE"),
+        lambda c: [
+            *copies_notes(
+                c,
+                {
+                    "int8": "give a w8a8_int8 checkpoint and --speculative-draft-model-quantization w8a8_int8",
+                    "int4": "give a gptq or awq checkpoint and --speculative-draft-model-quantization",
+                },
+            ),
+            *vocab_notes(c),
+        ],
+    ),
+    "eagle": EngineExport(lambda c: _sglang_model("EAGLE" if is_eagle1(c) else "EAGLE3")(c)),
+    "mtp": EngineExport(
+        lambda c: {k: v for k, v in _sglang_model("EAGLE")(c).items() if k != "--speculative-draft-model-path"},
+        lambda c: ["MTP: without a draft model, EAGLE is the layer of the checkpoint"],
+    ),
+    "dflash": _sglang_block("DFLASH"),
+    "dspark": _sglang_block("DSPARK"),
+    "suffix": EngineExport(
+        _sglang_ngram,
+        lambda c: [
+            "suffix: NGRAM is the nearest; it shares a trie of prompts and answers between all requests",
+            *_sglang_corpus(c),
+        ],
+    ),
+    "ngram": EngineExport(
+        _sglang_ngram,
+        lambda c: (
+            [match_note(c, f"SGLang matches 1 token or more, so drafts shorter than {c.prompt_lookup_min} come too")]
+            if c.prompt_lookup_min > 1
+            else []
+        ),
+    ),
+}
+"""How it runs our methods, by name."""
+
+
 def export(setting: ExportedSetting) -> EngineCommand:
     """The command line and `sglang.yaml` for `--config`; for an EAGLE head with several lengths, the file of the lengths."""
     model = "MODEL" if setting.model is None else model_path(setting.model)
@@ -42,14 +143,14 @@ def export(setting: ExportedSetting) -> EngineCommand:
     if not setting.enabled:
         note = f"{setting.reason}: leave out --speculative-algorithm"
         return EngineCommand(ENGINE, "", (note,), start, files={"sglang.yaml": yaml_text({"model-path": model})})
-    rows = setting.rows("sglang")
+    rows = setting.rows("sglang", METHODS)
     if rows is None or len(rows) > 1:
         return unsupported(ENGINE, setting)
     config, (row,) = setting.config, rows
     flags: dict[str, Any] = dict(row.flags(config))
     known = _VERIFIERS | ({"block": ""} if "--speculative-use-block-verification" in flags else {"block": _BLOCK})
     notes = [*verifier_notes(config, known, "SGLang accepts by the target's probability alone, which accepts less")]
-    notes += [_LAW, _PENALTIES, *method_notes(setting, rows)]
+    notes += [_DISTRIBUTION, _PENALTIES, *method_notes(setting, rows)]
     if setting.other_tokens:
         notes.append(
             "tokens: the draft model has others, and SGLang refuses to start with it; use a draft with the same tokens"

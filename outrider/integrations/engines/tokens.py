@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from outrider.drafters.exports import model_path
+from outrider.integrations.engines.setting import model_path
 
 
 def same_tokens(target: str, draft: str) -> bool | None:

@@ -8,16 +8,22 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from outrider.drafters.exports import model_path
+from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
     EngineCommand,
     ExportedSetting,
     adaptive_notes,
     chain_notes,
+    copies_notes,
+    corpus_notes,
+    match_note,
     method_notes,
+    model_path,
+    named_model,
     only_folders,
     unsupported,
     verifier_notes,
+    vocab_notes,
     yaml_text,
 )
 
@@ -31,6 +37,65 @@ _VERIFIERS = {
 _NO_OVERLAP = ("Draft_Target", "NGram")
 # Methods of the one-model path, which can sample draft tokens and reject them.
 _ONE_MODEL = ("Draft_Target", "Eagle3", "DFlash")
+
+
+METHODS = {
+    "draft_model": EngineExport(
+        lambda c: {"decoding_type": "Draft_Target", "speculative_model": named_model(c)},
+        lambda c: [
+            *copies_notes(
+                c, dict.fromkeys(("int8", "int4"), "give a checkpoint that is quantized to it, else a draft costs more")
+            ),
+            *vocab_notes(c),
+        ],
+    ),
+    "eagle": EngineExport(
+        lambda c: {
+            "decoding_type": "Eagle3",
+            "speculative_model": named_model(c),
+            **(
+                {
+                    "use_dynamic_tree": True,
+                    "dynamic_tree_max_topK": c.tree_width,
+                    "max_total_draft_tokens": min(c.budget.max_nodes, c.tree_width * c.budget.depth),
+                }
+                if c.tree_width > 1
+                else {}
+            ),
+        }
+    ),
+    "dflash": EngineExport(
+        lambda c: {"decoding_type": "DFlash", "speculative_model": named_model(c)},
+        lambda c: [
+            "dflash: TensorRT-LLM reads `dflash_config` of config.json, as z-lab writes it; that of speculators is untried"
+        ],
+    ),
+    "suffix": EngineExport(
+        lambda c: {
+            "decoding_type": "SA",
+            "max_matching_ngram_size": -1,
+            **({"enable_global_pool": True} if c.suffix_shared_tokens else {}),
+        },
+        lambda c: [
+            "suffix: a draft is always as long as max_draft_len, whatever its chance is, so weak matches cost more",
+            *corpus_notes(c),
+        ],
+    ),
+    "ngram": EngineExport(
+        lambda c: {
+            "decoding_type": "NGram",
+            "max_matching_ngram_size": c.prompt_lookup_max,
+            "is_public_pool": False,
+            "is_use_oldest": False,
+        },
+        lambda c: (
+            [match_note(c, f"NGram matches 1 to {c.prompt_lookup_max}, so weaker drafts come too")]
+            if c.prompt_lookup_min > 1
+            else []
+        ),
+    ),
+}
+"""How it runs our methods, by name."""
 
 
 def export(setting: ExportedSetting) -> EngineCommand:
@@ -81,7 +146,7 @@ def export(setting: ExportedSetting) -> EngineCommand:
 
 def _rows(setting: ExportedSetting) -> list[Any] | None:
     """The rows of the methods: one method, or an EAGLE head and suffix decoding, in this order."""
-    rows = setting.rows("trt_llm")
+    rows = setting.rows("trt-llm", METHODS)
     if rows is None or len(rows) == 1:
         return rows
     names = setting.config.methods

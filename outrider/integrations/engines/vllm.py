@@ -7,16 +7,23 @@ import pprint
 import shlex
 from typing import Any
 
-from outrider.drafters.exports import model_path
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
     EngineCommand,
     ExportedSetting,
     adaptive_notes,
     chain_notes,
+    copies_notes,
+    corpus_notes,
+    is_eagle1,
     method_notes,
+    model_path,
+    named_model,
     only_folders,
     unsupported,
     verifier_notes,
+    vocab_notes,
     yaml_text,
 )
 
@@ -47,13 +54,53 @@ for output in llm.generate(["def add(a, b):"], SamplingParams(temperature=0, max
 """
 
 
+def _head(config: SpeculativeConfig) -> dict[str, Any]:
+    return {"model": named_model(config)}
+
+
+METHODS = {
+    "draft_model": EngineExport(
+        lambda c: {"model": named_model(c), "draft_sample_method": "probabilistic"},
+        lambda c: [
+            *copies_notes(
+                c, dict.fromkeys(("int8", "int4"), "give a checkpoint that is quantized to it, else a draft costs more")
+            ),
+            *vocab_notes(c),
+        ],
+    ),
+    "eagle": EngineExport(lambda c: {"method": "eagle" if is_eagle1(c) else "eagle3", **_head(c)}),
+    "peagle": EngineExport(lambda c: {"method": "eagle3", **_head(c), "parallel_drafting": True}),
+    "mtp": EngineExport(lambda c: {"method": "mtp"}),
+    "medusa": EngineExport(_head, lambda c: ["medusa: vLLM 0.33 no longer has this method; 0.32 does"]),
+    "dflash": EngineExport(_head),
+    "dspark": EngineExport(_head),
+    "suffix": EngineExport(
+        lambda c: {
+            "suffix_decoding_max_tree_depth": max(24, c.budget.depth + 8),
+            "suffix_decoding_max_spec_factor": 1.0,
+            "suffix_decoding_min_token_prob": c.suffix_decoding_min_token_prob,
+            **({} if c.suffix_shared_tokens else {"suffix_decoding_max_cached_requests": 0}),
+        },
+        lambda c: [
+            "install: pip install arctic-inference==0.1.1",
+            "length: suffix_decoding_max_spec_factor 1.0 drafts no more tokens than the match is long; more is bolder",
+            *corpus_notes(c),
+        ],
+    ),
+    "ngram": EngineExport(
+        lambda c: {"prompt_lookup_min": c.prompt_lookup_min, "prompt_lookup_max": c.prompt_lookup_max}
+    ),
+}
+"""How it runs our methods, by name."""
+
+
 def export(setting: ExportedSetting) -> EngineCommand:
     """The command line, `vllm.yaml` for `vllm serve --config`, and `vllm_offline.py` with the same in Python."""
     model = "MODEL" if setting.model is None else model_path(setting.model)
     if not setting.enabled:
         note = f"{setting.reason}: leave out --speculative-config"
         return EngineCommand(ENGINE, "", (note,), f"vllm serve {shlex.quote(model)}", files=_files(model, None))
-    rows = setting.rows("vllm")
+    rows = setting.rows("vllm", METHODS)
     if rows is None or len(rows) > 1:
         return unsupported(ENGINE, setting)
     config, (row,) = setting.config, rows

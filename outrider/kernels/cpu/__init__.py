@@ -5,7 +5,7 @@ there, and `why()` returns why it is not. Every function gives the same bits for
 for any instruction set. Imports torch only.
 """
 
-from outrider.kernels.cpu.ops import Plan, argmax, argmax_gumbel, attention, gumbel, pack_vectors, words
+from outrider.kernels.cpu.ops import AttentionPlan, argmax, argmax_gumbel, attention, gumbel, pack_vectors, words
 from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, room
 from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
@@ -23,8 +23,8 @@ from outrider.kernels.cpu.state import (
 __all__ = [
     "FORMATS",
     "KINDS",
+    "AttentionPlan",
     "Packed",
-    "Plan",
     "argmax",
     "argmax_gumbel",
     "attention",

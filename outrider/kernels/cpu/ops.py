@@ -13,7 +13,7 @@ from outrider.kernels.cpu.state import library
 from outrider.kernels.vectors import VECTOR_FORMATS, packed_width, vector_dim
 
 
-class Plan:
+class AttentionPlan:
     """The nodes of one forward: what each attends to, and where its keys are. Made once, used by every layer.
 
     rows: cache slot of each batch entry. lengths: committed tokens of each. nodes: new nodes of each, padding included.
@@ -58,7 +58,7 @@ class Plan:
         return self._parts[3][: self.count].long()
 
 
-def attention(plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+def attention(plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
     """Attention of the nodes of a plan over the slot cache: float32 [batch, node, head, value_dim]. Padding gives zeros.
 
     query: float32 [batch, node, head, dim]. keys, values: [slot, kv_head, cell, dim], the nodes' own included. They are float32,

@@ -49,11 +49,11 @@ def build(file: GGUFFile) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill_buffers_(model, file)
     for name, place in _places(model, file):
+        _check_shape(file, name, place)
         order = None
         if family.interleaved and (found := re.search(r"attn_([qk])\.", name)):
             heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
             order = _rotary_order(file.tensors[name].shape[0], heads)
-        _check_shape(file, name, place)
         if place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
             give_matrix_(place.module, _matrix(file, name, order))
         else:

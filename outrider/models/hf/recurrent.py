@@ -22,8 +22,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from outrider.models.hf.hooks import CacheView, ForwardState
-from outrider.models.hf.steps import STEPS, Call, step_of, windows
-from outrider.models.states import Advance, Chain, State, one_by_one
+from outrider.models.hf.steps import STEPS, RecurrentCall, step_of, windows
+from outrider.models.states import Advance, NodeChain, State, one_by_one
 
 # Methods of transformers' caches that store a state.
 _STORES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
@@ -81,7 +81,7 @@ class Recurrences:
     def scan(self, key: Hashable, advance: Advance, inputs: Sequence[Tensor]) -> Tensor:
         """Move the states of a layer on by the nodes of the forward that runs now."""
 
-        def same(chains: Sequence[Chain], read: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
+        def same(chains: Sequence[NodeChain], read: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
             if self.call.nodes is not None:
                 return advance(chains, read)
             with torch.no_grad(), self._careful():  # a commit asks again, and must get the same bits
@@ -101,7 +101,7 @@ class Recurrences:
             rows = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == shape
             return value.reshape(-1, 1, *value.shape[2:]) if rows else value
 
-        call = Call(map(flat, args), {name: flat(value) for name, value in options.items()})
+        call = RecurrentCall(map(flat, args), {name: flat(value) for name, value in options.items()})
         self.scanned.add(number)
         if self.by_node:
             out = self._node_by_node(number, module, original, call)
@@ -112,7 +112,7 @@ class Recurrences:
         first = first.view(*shape, *first.shape[2:])
         return (first, *out[1:]) if isinstance(out, tuple) else first
 
-    def _node_by_node(self, number: int, module: nn.Module, original: Callable[..., Any], call: Call) -> Any:
+    def _node_by_node(self, number: int, module: nn.Module, original: Callable[..., Any], call: RecurrentCall) -> Any:
         """The definition: the whole layer over one node, and the state after its parent in the cache."""
         more = list[Any]()
         if "use_cache" in call.options:
@@ -131,7 +131,7 @@ class Recurrences:
         out = self.scan(number, one_by_one(step), rows)
         return out if more == ["no tuple"] else (out, *more)
 
-    def step(self, layer: int, function: Callable[..., Any], call: Call, kind: str) -> Any:
+    def step(self, layer: int, function: Callable[..., Any], call: RecurrentCall, kind: str) -> Any:
         """Answer a call that would move the states of all rows on by one token: through the tree, chain by chain."""
         made = step_of(kind, function, call)
         return made.finish(self.scan((layer, "recurrent 0"), made.advance, made.inputs))
@@ -249,7 +249,7 @@ def _answer_steps(code: Any) -> None:
             running = getattr(_running, "layer", None)
             if running is None:
                 return function(*args, **options)
-            return running[0].step(running[1], function, Call(args, options), kind)
+            return running[0].step(running[1], function, RecurrentCall(args, options), kind)
 
         run.outrider_answers = True  # pyright: ignore[reportAttributeAccessIssue]
         return run

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import Cache
 
 from outrider.kernels import cpu as native
-from outrider.models.states import Advance, Chain, State, one_by_one
+from outrider.models.states import Advance, NodeChain, State, one_by_one
 
 _TINY = 1e-6  # transformers' l2norm
 
 
-class Call:
+class RecurrentCall:
     """The arguments of a call, of which some tensors have one row for each node."""
 
     def __init__(self, args: Any, options: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Call:
         return {name: value for name, value in given.items() if name in names and value is not None}
 
 
-class Step(NamedTuple):
+class RecurrentStep(NamedTuple):
     """A call, taken apart. inputs: what each node reads, [row, ...] each. finish: outputs [row, ...] -> what the call returns."""
 
     inputs: list[Tensor]
@@ -66,13 +66,13 @@ class Step(NamedTuple):
     finish: Callable[[Tensor], Any]
 
 
-def step_of(kind: str, function: Callable[..., Any], call: Call) -> Step:
+def step_of(kind: str, function: Callable[..., Any], call: RecurrentCall) -> RecurrentStep:
     """kind: of `STEPS`."""
     given = call.named(function) if native.available() else {}
     return STEPS[kind](given) or _by_itself(kind, function, call)
 
 
-def windows(chains: Sequence[Chain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
+def windows(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
     """An `Advance`: the last inputs of a convolution, [row, channel, kernel], the newest at the end; they are the state as well.
 
     inputs: [row, channel, 1].
@@ -97,7 +97,7 @@ def windows(chains: Sequence[Chain], inputs: Sequence[Tensor]) -> tuple[Tensor, 
     return out, states
 
 
-def _by_itself(kind: str, function: Callable[..., Any], call: Call) -> Step:
+def _by_itself(kind: str, function: Callable[..., Any], call: RecurrentCall) -> RecurrentStep:
     """The function itself, node by node."""
     others = _NOT_ROWS.get(kind, ())
 
@@ -111,11 +111,11 @@ def _by_itself(kind: str, function: Callable[..., Any], call: Call) -> Step:
 
     rows = call.rows(lambda at, _: at not in others)
     if kind == _SELECTIVE:
-        return Step(rows, one_by_one(selective), lambda out: out)
-    return Step(rows, one_by_one(rule), lambda out: (out, None))
+        return RecurrentStep(rows, one_by_one(selective), lambda out: out)
+    return RecurrentStep(rows, one_by_one(rule), lambda out: (out, None))
 
 
-def _delta_rule(given: dict[str, Any]) -> Step | None:
+def _delta_rule(given: dict[str, Any]) -> RecurrentStep | None:
     """The gated delta rule. None if it is not that of our kernel."""
     needed, known = _RULE
     if not _fits(given, needed, known):
@@ -123,14 +123,14 @@ def _delta_rule(given: dict[str, Any]) -> Step | None:
     q, k, v, g, beta = (given[name][:, 0] for name in needed)
     if given.get("use_qk_l2norm_in_kernel"):
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY) for x in (q.contiguous(), k.contiguous()))
-    return Step(
+    return RecurrentStep(
         [q / q.shape[-1] ** 0.5, k, v, g.exp(), beta],
         _kernel(lambda read, *chains: native.delta_rule(*read, *chains)),
         lambda out: (out[:, None], None),
     )
 
 
-def _selective(given: dict[str, Any]) -> Step | None:
+def _selective(given: dict[str, Any]) -> RecurrentStep | None:
     """The selective state space of Mamba 1 and 2. None if it is not that of our kernel."""
     needed, known = _SPACE
     if not _fits(given, needed, known):
@@ -149,7 +149,7 @@ def _selective(given: dict[str, Any]) -> Step | None:
         out = out if scale is None else out + x * scale
         return out if z is None else out * F.silu(z)
 
-    return Step(
+    return RecurrentStep(
         [x.reshape(len(x), -1), dt.reshape(len(x), -1), b, c],
         _kernel(lambda read, *chains: native.selective(read[0], read[1], a, read[2], read[3], *chains), flat=True),
         finish,
@@ -166,7 +166,7 @@ def _fits(given: dict[str, Any], needed: Sequence[str], known: Sequence[str]) ->
 def _kernel(scan: Callable[..., tuple[Tensor, list[list[Tensor | None]]]], flat: bool = False) -> Advance:
     """One of our kernels. flat: it takes the state [channel, width], whatever else its dimensions are."""
 
-    def advance(chains: Sequence[Chain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
+    def advance(chains: Sequence[NodeChain], inputs: Sequence[Tensor]) -> tuple[Tensor, list[list[State]]]:
         shape = chains[0].start[0].shape
         starts = [c.start[0].reshape(-1, shape[-1]) if flat else c.start[0][0] for c in chains]
         out, found = scan(inputs, starts, [c.rows for c in chains], [c.wanted for c in chains])
@@ -182,7 +182,7 @@ _SELECTIVE = "selective_state_update"
 # Of the functions whose states go node by node: which inputs are not one row for each node, by position and by name.
 _NOT_ROWS: dict[str, set[int | str]] = {_SELECTIVE: {0, 3, 6, "state", "A", "D", "dt_bias"}}
 # Functions of modelling code that move a state on by one token, by the end of their names.
-STEPS: dict[str, Callable[[dict[str, Any]], Step | None]] = {
+STEPS: dict[str, Callable[[dict[str, Any]], RecurrentStep | None]] = {
     _SELECTIVE: _selective,
     "recurrent_gated_delta_rule": _delta_rule,
     "recurrent_kimi_delta_attention": _delta_rule,

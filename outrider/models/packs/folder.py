@@ -246,15 +246,17 @@ class LazyConfig:
         return getattr(self.complete, name)
 
 
-class Start(NamedTuple):
+class RestoredModel(NamedTuple):
     """What a pack gives to start from. tokenizer: None if transformers has to read it, or if none was asked for."""
 
+    folder: Path
+    pack: Pack
     model: LlamaWeights | PreTrainedModel
     config: LazyConfig
     tokenizer: LazyTokenizer | None
 
 
-def start(folder: Path, pack: Pack, *, tokenizer: bool = True, modules: bool = False) -> Start:
+def start(folder: Path, pack: Pack, *, tokenizer: bool = True, modules: bool = False) -> RestoredModel:
     """Read a pack. tokenizer: its tokenizer, too. modules: as a model of transformers in any case.
 
     Raises BadPack if anything is missing or damaged.
@@ -272,11 +274,11 @@ def start(folder: Path, pack: Pack, *, tokenizer: bool = True, modules: bool = F
         shapes = {n: (m.n, m.k) for n, m in matrices.items()} | {n: t.shape for n, t in tensors.items()}
         check_numbers(folder / CONFIG, config.given, shapes)
         if pack.native is None or modules:
-            return Start(_restored(config.complete, pack, matrices, tensors), config, lazy)
+            return RestoredModel(folder, pack, _restored(config.complete, pack, matrices, tensors), config, lazy)
         made = LlamaWeights.of_pack(pack.native, matrices, tensors)
         if (length := config.given.get("max_position_embeddings")) != made.settings.max_length:
             raise ValueError(f"max_length is {made.settings.max_length}, and {CONFIG} says {length}")
-        return Start(made, config, lazy)
+        return RestoredModel(folder, pack, made, config, lazy)
     except BadPack:
         raise
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors

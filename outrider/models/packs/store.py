@@ -19,8 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from threading import Thread
-from typing import NamedTuple
+from threading import Lock, Thread
 
 from filelock import FileLock, Timeout
 
@@ -31,9 +30,8 @@ from outrider.models.packs.folder import (
     MANIFEST,
     BadPack,
     NotRestorable,
-    Pack,
     PackContents,
-    Start,
+    RestoredModel,
     kernel_layout,
     load_manifest,
     size,
@@ -114,29 +112,20 @@ def _sample(file: Path, length: int) -> bytes:
     return b"".join(parts)
 
 
-class Restored(NamedTuple):
-    """What a cached pack gives. folder: where it lies."""
-
-    start: Start
-    pack: Pack
-    folder: Path
-
-
-def restored(name: str, *, tokenizer: bool = True, modules: bool = False) -> Restored | None:
+def restored(name: str, *, tokenizer: bool = True, modules: bool = False) -> RestoredModel | None:
     """A cached pack, see `packs.folder.start`. None if there is none, or it is damaged; then it is removed, with a warning."""
     where = folder() / name
     if not (where / MANIFEST).exists():
         return None
     try:
-        pack = load_manifest(where)
-        found = start(where, pack, tokenizer=tokenizer, modules=modules)
+        found = start(where, load_manifest(where), tokenizer=tokenizer, modules=modules)
         os.utime(where / MANIFEST)
     except (BadPack, OSError) as error:
         if (where / MANIFEST).exists():  # else another process has just removed it
             warnings.warn(f"{error}; it is removed, and the model is packed again", RuntimeWarning, stacklevel=2)
             _remove(where)
         return None
-    return Restored(found, pack, where)
+    return found
 
 
 def keep(name: str, need: int, contents: Callable[[], PackContents]) -> bool:
@@ -153,7 +142,7 @@ def keep(name: str, need: int, contents: Callable[[], PackContents]) -> bool:
         return False
     if not _writers:
         atexit.register(_end)
-    _writers.append(_Writer(name, need, given, _writers[-1] if _writers else None))
+    _writers.append(_Writer(name, need, given))
     _writers[-1].start()
     return True
 
@@ -167,21 +156,17 @@ def wait() -> None:
 
 
 class _Writer(Thread):
-    """Adds one pack, after the one before. The thread ends with the process, if `_end` does not wait for it."""
+    """Adds one pack, when no other thread does. It ends with the process, if `_end` does not wait for it."""
 
-    def __init__(self, name: str, need: int, contents: PackContents, before: Thread | None) -> None:
+    def __init__(self, name: str, need: int, contents: PackContents) -> None:
         super().__init__(name=f"pack {name}", daemon=True)
-        self.need = need
-        self._pack, self._contents, self._before = name, contents, before
-        self._given_up = False
+        self.need, self._pack, self._contents, self._given_up = need, name, contents, False
 
     def run(self) -> None:
-        if self._before is not None:
-            self._before.join()
         root = folder()
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with FileLock(root / ".lock").acquire(timeout=0):
+            with _writing, FileLock(root / ".lock").acquire(timeout=0):
                 for left in root.glob(f"*{_PARTIAL}"):  # of a process that was killed: this one has the lock
                     _remove(left)
                 if not (root / self._pack / MANIFEST).exists() and _make_room(self.need):
@@ -197,7 +182,7 @@ class _Writer(Thread):
                     stacklevel=2,
                 )
         finally:
-            del self._contents, self._before  # the model's memory is its own again
+            del self._contents  # the model's memory is its own again
 
     def _write(self, root: Path) -> None:
         partial = root / f"{self._pack}{_PARTIAL}"
@@ -216,6 +201,7 @@ class _Writer(Thread):
 
 
 _writers: list[_Writer] = []
+_writing = Lock()
 
 
 def _end() -> None:

@@ -7,6 +7,7 @@ kernels have its format. The stand-ins are replaced by the blocks when the model
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -119,9 +120,7 @@ class Quantised:
     def _count(self, prefix: str, form: Format) -> None:
         """Estimate the memory of a matrix from the header."""
         part = self._parts[prefix + next(s for s in form.tensors if prefix + s in self._parts)]
-        size, bits = 1, int(self.settings.get("bits") or self.settings.get("w_bit") or 4)
-        for n in part.shape:
-            size *= n
+        size, bits = math.prod(part.shape), int(self.settings.get("bits") or self.settings.get("w_bit") or 4)
         if part.code == "I32":
             scheme = next(iter(self.settings.get("config_groups", {}).values()), {})
             bits = int((scheme.get("weights") or {}).get("num_bits", bits))
@@ -199,12 +198,7 @@ class Quantised:
 
     def sizes(self) -> Sizes:
         """The memory that the model needs."""
-        rest = 0
-        for part in self.plain.values():
-            count = checkpoint.CODE_BYTES.get(part.code, 4)
-            for n in part.shape:
-                count *= n
-            rest += count
+        rest = sum(checkpoint.CODE_BYTES.get(p.code, 4) * math.prod(p.shape) for p in self.plain.values())
         return Sizes("gguf", self.numbers, rest, self.kept)
 
 

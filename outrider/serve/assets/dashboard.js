@@ -168,7 +168,7 @@ async function trial(method, body) {
   const answer = await fetch("dashboard/trial", { method, headers: { "content-type": "application/json" }, body });
   const found = await answer.json();
   if (!answer.ok) byId("trial-says").textContent = visible(found.error.message);
-  else drawTrial(found.trial && { ...found.trial, running: method === "POST" });
+  else drawTrial(found.trial);
 }
 
 byId("window").append(radios({ name: "Window", options: WINDOWS, value: "60", change: (v) => {

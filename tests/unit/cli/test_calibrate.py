@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.calibrate import WHOLE, all_stored
 from outrider.cli.main import app
-from outrider.config import SpeculativeConfig
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.calibrate import WHOLE, all_stored
 
 PAIR = '{"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}'
 

@@ -68,7 +68,7 @@ OPTIONS = {
         "Model": "--dtype --quantization",
     },
     "serve": {
-        "Model": "--model/-m --served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template "
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
         "--tool-call-parser",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
@@ -76,10 +76,10 @@ OPTIONS = {
         "Engine": "--max-model-len --max-num-seqs --max-queue --kv-tokens --kv-cache-memory-bytes --prefix-cache --prefill-chunk",
         "Limits": "--request-timeout --shutdown-timeout --max-connections --max-body",
         "Privacy": "--pad-stream --cors-origin --log-prompts",
-        "Output": "--log-file --metrics-prefix --monitor-port --trace --trace-detail --otlp-traces-endpoint --debug",
+        "Output": "--metrics-prefix --monitor-port --log-file --trace --trace-detail --otlp-traces-endpoint --debug",
     },
     "deploy": {
-        "Model": "--model/-m --served-model-name --dtype --device --quantization --kv-cache-dtype --chat-template "
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template "
         "--tool-call-parser",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
@@ -94,11 +94,10 @@ OPTIONS = {
     },
     "batch": {
         "Output": "--out/-o --debug",
-        "Model": "--model/-m --served-model-name --chat-template --dtype --device --quantization --kv-cache-dtype "
-        "--max-model-len",
+        "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype --served-model-name --chat-template",
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config",
-        "Engine": "--max-num-seqs",
+        "Engine": "--max-model-len --max-num-seqs",
         "Sampling": "--seed",
         "Cluster": "--ray --replicas --cpus",
     },
@@ -159,10 +158,6 @@ OPTIONS = {
     },
     "report": {
         "Output": "--out --debug",
-    },
-    "top": {
-        "Output": "--window --once --debug",
-        "Server": "--api-key",
     },
     "chat": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
@@ -290,20 +285,15 @@ HEAD = ["-d", "HEAD", "-k", "4", "--tree-width", "3", "--tree-nodes", "8"]
     "words", [["serve"], ["deploy", "--write-config", "ray.yaml"], ["batch", "in.jsonl", "-o", "out"]]
 )
 def test_speculation_has_the_same_options_wherever_a_model_runs(words, model, monkeypatch: pytest.MonkeyPatch) -> None:
-    import outrider.batch.answer
-    import outrider.serve.assembly
-
     asked = list[Any]()
 
-    def stop(**given: Any) -> None:
+    def stop(_: Any, **given: Any) -> None:
         asked.append((given["model"], given["speculative_config"]))
         raise ValueError("enough")
 
     if words[0] == "deploy":
         pytest.importorskip("ray")
-        monkeypatch.setattr(pytest.importorskip("outrider.ray.options"), "DeployOptions", stop)
-    monkeypatch.setattr(outrider.serve.assembly, "ServerOptions", stop)
-    monkeypatch.setattr(outrider.batch.answer, "BatchOptions", stop)
+    monkeypatch.setattr(f"outrider.cli.{words[0]}.validated", stop)
     command = [words[0], *(["-m", "MODEL"] if words[0] == "batch" else model), *words[1:], *HEAD]
     assert "enough" in CliRunner().invoke(app, command).output
     assert asked == [("MODEL", {"model": "HEAD", "num_speculative_tokens": 4, "tree_width": 3, "tree_nodes": 8})]

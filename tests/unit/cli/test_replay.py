@@ -7,7 +7,7 @@ from pathlib import Path
 from traces import SAMPLED, loop, record, replays, three
 
 from outrider.cli.replay import _label
-from outrider.trace import read
+from outrider.engine.trace import read
 
 
 def test_a_token_below_a_rejected_one_was_never_judged(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.control import CostModel, Costs, DraftCost
-from outrider.control.costs import guessed
+from outrider.control.costs import assumed
 
 MODEL = CostModel({"machine": "x"}, {1: 1.0, 4: 1.3, 16: 2.5}, {"draft": DraftCost(0.02, 0.2, 0.05)})
 
@@ -90,7 +90,7 @@ def test_a_pause_of_the_machine_changes_little() -> None:
 
 
 def test_costs_that_nobody_measured() -> None:
-    model = guessed(0.04, {"draft_model": 0.3, "suffix": 0.0})
+    model = assumed(0.04, {"draft_model": 0.3, "suffix": 0.0})
     assert model.forward(1) == 0.04
     assert model.drafters["draft_model"].level == pytest.approx(0.012)
     unknown = Costs(CostModel({}, {1: 1.0}))

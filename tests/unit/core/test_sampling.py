@@ -11,9 +11,9 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from outrider.core.noise import Stream
+from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState, truncate
 from outrider.core.types import Draft
-from outrider.params import SamplingParams
 from outrider.verify import match
 
 V = 50

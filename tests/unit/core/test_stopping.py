@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.core.params import SamplingParams
 from outrider.core.stopping import Detokenizer, StopChecker
-from outrider.params import SamplingParams
 
 
 class Bytes:

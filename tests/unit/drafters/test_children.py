@@ -10,10 +10,10 @@ from helpers import noise as rows_noise
 from scipy.stats import chi2
 
 from outrider.core.noise import Noise, Stream
+from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Siblings
 from outrider.drafters.model.children import child_scores, children
-from outrider.params import SamplingParams
 
 LAW = torch.tensor([0.4, 0.0, 0.3, 0.2, 0.1])
 MANY = 60_000

@@ -9,12 +9,12 @@ import pytest
 import torch
 from helpers import VOCAB, decoder, request
 
+from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters import ModelDrafter
 from outrider.drafters.base import DraftContext
 from outrider.drafters.model.confidence import LogitError
 from outrider.models.load import load
-from outrider.params import SamplingParams
 from outrider.testing.contract import context
 from outrider.testing.toy import ToyModel
 

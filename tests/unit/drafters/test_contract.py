@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers import VOCAB, decoder, plain_texts, request, toy_drafters
 
+from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
 from outrider.drafters.lookup.ngram import NgramDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 

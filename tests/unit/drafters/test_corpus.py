@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.config import SpeculativeConfig
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.corpus import REACH, SAMPLE, Corpus, Index
 from outrider.drafters.lookup.documents import fingerprint, read_corpus
 from outrider.models.load import DATA, load

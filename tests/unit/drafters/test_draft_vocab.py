@@ -10,22 +10,14 @@ import torch
 from vocabularies import END, byte_level, sentencepiece
 
 from outrider import LLM, SamplingParams
-from outrider.config import SpeculativeConfig
-from outrider.core import files
-from outrider.drafters.lookup.documents import read_texts
+from outrider.core.outputs import RequestOutput
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.draft_vocab import draft_vocab, token_counts, token_map
 from outrider.drafters.model.reduction import DraftReduction
 from outrider.kernels import cpu as native
 from outrider.models.load import Contents, load
-from outrider.outputs import RequestOutput
 
 TEXT = {"text": "the zebra and the quagga; the zebra\n" * 3}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return files.cache_folder()
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(500), sentencepiece(500)], ids=["bytes", "pieces"])
@@ -60,26 +52,6 @@ def test_what_is_counted_comes_first_then_low_ids() -> None:
     assert draft_vocab(3, 10, None, corpus=[5, 5, 8]).tolist() == [0, 5, 8]  # type: ignore[union-attr]
     assert draft_vocab(10, 10, None) is None is draft_vocab(11, 10, None)
     assert len(without) == len(counted) == 400
-
-
-def test_counts_are_kept_until_a_text_changes(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, file = byte_level(500), tmp_path / "own.txt"
-    file.write_text("zebra " * 50)
-    first = draft_vocab(400, 500, tokenizer, corpus=str(file))
-    [kept] = own_cache.glob("token-counts-*.npz")
-    asked = []
-    monkeypatch.setattr(
-        "outrider.drafters.model.draft_vocab.read_texts", lambda *given: asked.append(given[0]) or read_texts(*given)
-    )
-    assert torch.equal(draft_vocab(400, 500, tokenizer, corpus=str(file)), first)  # type: ignore[arg-type]
-    assert str(file) not in map(str, asked)
-    kept.write_bytes(b"PK damaged")
-    draft_vocab(400, 500, tokenizer, corpus=str(file))
-    assert str(file) in map(str, asked)
-    asked.clear()
-    file.write_text("quagga " * 51)
-    draft_vocab(400, 500, tokenizer, corpus=str(file))
-    assert str(file) in map(str, asked)
 
 
 def test_counts_are_those_of_the_tokens() -> None:
@@ -143,9 +115,9 @@ def test_which_precision_is_chosen(given: Contents, quantization: str | None) ->
     ("vocab", "corpus", "kept"), [(None, None, None), (None, [5], 32768), (0, None, None), (8192, None, 8192)]
 )
 def test_how_many_tokens_are_kept(vocab: int | None, corpus: Any, kept: int | None) -> None:
-    ids = DraftReduction(vocab=vocab, corpus=corpus)(contents()).head_ids
+    _, ids = DraftReduction(vocab=vocab, corpus=corpus)(contents())
     assert (None if ids is None else len(ids)) == kept
-    assert DraftReduction(vocab=vocab, corpus=corpus)(contents(vocab=8000)).head_ids is None  # it has no more
+    assert DraftReduction(vocab=vocab, corpus=corpus)(contents(vocab=8000))[1] is None  # it has no more
 
 
 def test_a_file_whose_blocks_stay_can_come_from_saved_packed_weights() -> None:

@@ -11,8 +11,9 @@ from helpers import VOCAB, decoder, plain_texts, planned, request
 
 from outrider import LLM, SamplingParams
 from outrider.core.types import Budget, Commit, Draft
-from outrider.drafters import BaseDrafter, Drafter, Echo, Wrong
+from outrider.drafters import BaseDrafter, Drafter
 from outrider.drafters.base import DraftContext, TargetPass
+from outrider.testing.stubs import Echo, Wrong
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)
@@ -77,8 +78,8 @@ def test_the_row_is_lost_and_no_other(name: str) -> None:
     roster = planned({"bad": Bad(wrong, Echo(texts))}, (), Budget(4), True, tell=told.append)
     steps = []
     run = decoder(TARGET, roster, budget=Budget(4), rows=3)
-    rows = {id(row): row for step, moved in run.steps(requests) if steps.append(step) is None for row in moved}
-    assert [rows[id(r)].output for r in requests] == plain
+    rows = {row.request: row for step, moved in run.steps(requests) if steps.append(step) is None for row in moved}
+    assert [rows[r].output for r in requests] == plain
     assert len(told) == 1
     assert "the drafter 'bad' failed: " in told[0]
     assert words in told[0]

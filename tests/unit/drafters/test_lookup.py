@@ -11,6 +11,7 @@ from helpers import VOCAB, counts, decoder, path_to, plain_texts, request, toy_d
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from outrider.core.params import SamplingParams
 from outrider.core.tree import validate
 from outrider.core.types import Budget
 from outrider.drafters import Drafter, NgramDrafter, SuffixDrafter, TokenRecyclingDrafter
@@ -18,7 +19,6 @@ from outrider.drafters.lookup.automaton import SuffixAutomaton
 from outrider.drafters.lookup.corpus import Corpus
 from outrider.drafters.lookup.mixture import Context, TextSource, grow
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from outrider.control import Costs, Planner
 from outrider.control.planner import PLAIN, Plan, View
+from outrider.core.params import SamplingParams
 from outrider.core.tree import validate
 from outrider.core.types import Budget, Draft, Siblings
-from outrider.drafters import BaseDrafter, Echo, ModelDrafter, NgramDrafter, PlannedDrafter, SuffixDrafter, Wrong
+from outrider.drafters import BaseDrafter, ModelDrafter, NgramDrafter, PlannedDrafter, SuffixDrafter
 from outrider.drafters.base import DraftContext
 from outrider.drafters.combine.merge import join
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
-from outrider.params import SamplingParams
 from outrider.testing.contract import context
+from outrider.testing.stubs import Echo, Wrong
 from outrider.testing.toy import ToyModel
 
 TARGET = ToyModel(VOCAB)

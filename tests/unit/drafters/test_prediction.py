@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Budget
-from outrider.decode import Sequence
 from outrider.drafters.lookup.prediction import Alignment, PredictionDrafter
+from outrider.engine.request import Request
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel
 
@@ -154,7 +154,7 @@ def test_text_is_plain_decodings_whatever_is_predicted(changes: int) -> None:
         guess = list(text)
         for _ in range(changes):
             guess[draw.randrange(24)] = draw.randrange(VOCAB)
-        told.append(Sequence(one.id, one.prompt, params, one.seed, prediction=tuple(guess)))
+        told.append(Request(one.id, one.prompt, params, one.seed, prediction=tuple(guess)))
     steps, rows = [], {}
     for step, moved in decoder(TARGET, PredictionDrafter(), 8).steps(told):
         steps += [step] if step else []

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.control.shapes import BY_RANK, expected_accepted, optimal_shape
+from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.lookup.token_recycling import Ranks, TokenRecyclingDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
 
 FULL = Budget(1, 8)  # eight siblings
@@ -99,7 +99,7 @@ def test_what_was_accepted_shapes_no_text_under_a_law(verifier: str) -> None:
         drafter = ModelDrafter(ToyModel(VOCAB, error=1.0), rows, target.max_length)
         engine = decoder(target, drafter, rows=rows, budget=budget, verifier=verifier)
         done = dict[int, list[int]]()
-        for count, (_, moved) in enumerate(engine.steps([r.fresh() for r in requests])):
+        for count, (_, moved) in enumerate(engine.steps(requests)):
             done |= {row.seed: row.output for row in moved}
             if resumed and count % 10 == 9:
                 for row in [r for r in engine.sequences.values() if r.finish is None]:

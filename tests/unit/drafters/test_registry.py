@@ -13,20 +13,21 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
-from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
-from outrider.drafters import LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, Wrong, make_drafter, make_drafters
+from outrider.drafters import LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, make_drafter, make_drafters
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.method import EngineExport
 from outrider.drafters.registry import (
     METHODS,
     DrafterSetup,
     DraftMethod,
-    EngineExport,
     level_cost,
     lookup_names,
     request_drafters,
 )
 from outrider.integrations.engines import exports
 from outrider.models.load import Loaded, load
+from outrider.testing.stubs import Wrong
 
 PROMPT = "def read(path):\n    with open(path) as file:\n        return"
 ENV = {**os.environ, "COLUMNS": "400", "TERM": "dumb"}
@@ -175,7 +176,7 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
         keys=("layers",),
         per_request=True,
         auto=lambda setup: True,
-        sglang=flags,
+        exports={"sglang": flags},
     )
     monkeypatch.setitem(METHODS, "wrong", row)
     assert texts({"method": "wrong"}) == plain

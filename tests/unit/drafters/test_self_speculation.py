@@ -11,13 +11,13 @@ from architectures import tiny
 from helpers import decoder, plain_texts, request
 
 from outrider import LLM
+from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.model.self_speculation import LayerSearch, LayerSkipDrafter, search_layers
 from outrider.models.base import LanguageModel
 from outrider.models.hf.model import HFModel
 from outrider.models.native_llama import LlamaModel, supports
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
 
 

@@ -8,18 +8,19 @@ from contextlib import closing
 
 import pytest
 import torch
-from engines import read, run
+from engines import read, run, submit
 from helpers import Loop, RandomTree, TargetTree, plain_texts, planned, request
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Budget
-from outrider.drafters import BaseDrafter, NgramDrafter, NoDraft, Tapped, Wrong
+from outrider.drafters import BaseDrafter, NgramDrafter, NoDraft
 from outrider.engine import Engine
 from outrider.engine.prefix_cache import BLOCK
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
+from outrider.testing.stubs import Tapped, Wrong
 
 BUILTIN = load("builtin:code", dtype="float32", device="cpu")
 TAPS = (0, 3, -1)
@@ -93,7 +94,7 @@ def test_two_heads_side_by_side_get_their_own_layers(kind: str) -> None:
     combined = planned(drafters, ["text"], Budget(3, 3, 9), True, BUILTIN.model.vocab_size, default=default)
     run_ = Loop(BUILTIN.model, combined, controller=combined.planner, rows=2, max_length=128)
     asked = requests(2)
-    seats = [run_.admit(r) for r in asked]
+    seats = [run_.start(r) for r in asked]
     if kind == "per request":
         for row, name in zip(seats, ["first", "second"], strict=True):
             combined.assign(row.slot, name)
@@ -109,7 +110,7 @@ def test_prefix_cache_and_preemption() -> None:
     """Prompts that start alike bring features from the prefix cache. A preempted sequence is read again."""
     drafter = tapped(Wrong())
     llm = LLM(BUILTIN, drafter=drafter, max_num_seqs=3, max_model_len=160)
-    with closing(Engine(llm, kv_tokens=240, prefill_chunk=16)) as eng:
+    with closing(Engine(llm.runtime, kv_tokens=240, prefill_chunk=16)) as eng:
         params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
         jobs = [read(request(PROMPT[:n], params)) for n in (48, 64, 50, 70)]
         texts = run(eng, jobs)
@@ -117,26 +118,26 @@ def test_prefix_cache_and_preemption() -> None:
         assert eng.stats.prefix_hits > 0
         assert eng.roster.failures == 0
     assert not drafter.seen
-    assert [t.output for t in texts] == plain_texts(BUILTIN.model, [j.sequence for j in jobs])
+    assert [t.output for t in texts] == plain_texts(BUILTIN.model, [j.request for j in jobs])
 
 
 def test_the_next_turn_of_a_conversation_reads_only_what_is_new() -> None:
     """Answers bring their features to the prefix cache, too: those that ended, and those that a reader stopped."""
     drafter = tapped(Wrong())
     llm = LLM(BUILTIN, drafter=drafter, max_num_seqs=1)
-    with closing(Engine(llm)) as eng:
+    with closing(Engine(llm.runtime)) as eng:
         assert eng.prefixes is not None
         said, cached, known = PROMPT[:21], [], [0]
         for turn in range(4):
             stopped = turn == 1
             limit = 400 if stopped else 30
             job = read(request(said, SamplingParams(max_tokens=limit, seed=turn, temperature=0.8, ignore_eos=True)))
-            eng.submit([job.sequence])
+            submit(eng, [job])
             if stopped:
                 while len(job.tokens) < 30:
                     job.next()
                 eng.cancel([job.sequence])
-            cached.append(job.result().cached)
+            cached.append(job.result().counts.cached)
             held = len(job.sequence.tokens) - 1
             known.append(held - held % BLOCK)
             said = [*job.sequence.tokens, *PROMPT[30 : 35 + turn]]

@@ -15,10 +15,10 @@ from vocabularies import CODE, END, TOY, TOY_DRAFT, byte_level, letters, pairing
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
+from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.tree import validate
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters import TargetPass
-from outrider.drafters.combine.planned import PlannedDrafter
 from outrider.drafters.model.cross_tokenizer import CrossTokenizerDrafter, Way, whole
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.models.base import Output
@@ -233,7 +233,6 @@ def test_the_same_tokens_under_other_ids_are_translated_one_by_one() -> None:
     assert not both.equal
     assert Spelling(both).read([1, 2, 0, 3]) == [2, 3, 0, 1]
     assert CrossTokenizerDrafter(ToyModel(4), both, 1).way == "tli"
-    assert not CrossTokenizerDrafter(ToyModel(4), both, 1).ways()
 
 
 def test_nothing_is_drafted_where_every_shared_token_is_forbidden() -> None:
@@ -257,21 +256,16 @@ def test_the_end_of_a_text_can_be_drafted() -> None:
 
 
 def test_both_ways_draft_under_a_planner_and_the_text_stays() -> None:
-    """A planner chooses between them, and they share what was read."""
-    both = drafter(None, rows=2)
-    ways = both.ways()
-    assert list(ways) == ["tli", "slem"]
     asked = [
         request([i, 1, 2], SamplingParams(temperature=t, max_tokens=80, ignore_eos=True), i)
         for i, t in enumerate((0, 1))
     ]
     for verifier in ("match", "rejection"):
-        used = planned(dict(ways), (), Budget(3))
+        used = planned({"both": drafter(None, rows=2)}, (), Budget(3))
         run = decoder(ToyModel(VOCAB), used, verifier=verifier, rows=2)
-        steps = [s for s, _ in run.steps([r.fresh() for r in asked]) if s]
-        chosen = {note.plan.drafter for step in steps for note in step.draft.notes}
-        assert chosen & {"tli", "slem"}
-    rows = decoder(ToyModel(VOCAB), planned(dict(drafter(None, rows=2).ways()), (), Budget(3)), rows=2).generate(asked)
+        steps = [s for s, _ in run.steps(asked) if s]
+        assert "both" in {note.plan.drafter for step in steps for note in step.draft.notes}
+    rows = decoder(ToyModel(VOCAB), planned({"both": drafter(None, rows=2)}, (), Budget(3)), rows=2).generate(asked)
     assert [r.output for r in rows] == plain_texts(ToyModel(VOCAB), asked)
 
 
@@ -298,11 +292,20 @@ def test_the_text_of_a_real_target_stays_its_own(folder: Path) -> None:
     params = [SamplingParams(temperature=t, max_tokens=40, seed=1, ignore_eos=True) for t in (0, 1)]
     plain = LLM("builtin:code").generate(prompts, params)
     llm = LLM("builtin:code", speculative_config={"model": str(folder)}, controller=Fixed(3))
-    assert list(llm.drafters) == ["draft_model tli", "draft_model slem"]
-    used = llm.decoder.drafter
-    assert isinstance(used, PlannedDrafter)
-    for way in ("draft_model tli", "draft_model slem", llm.method):
-        used.default = way
-        fast = llm.generate(prompts, params)
-        assert [o.outputs[0].token_ids for o in fast] == [o.outputs[0].token_ids for o in plain]
-        assert all(o.metrics.speculative_decoding.num_draft_tokens for o in fast)
+    fast = llm.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in fast] == [o.outputs[0].token_ids for o in plain]
+    assert all(o.metrics.speculative_decoding.num_draft_tokens for o in fast)
+
+
+def test_the_temperature_of_a_text_decides_how_it_is_drafted() -> None:
+    """In a batch of both kinds each text gets the draft that it gets alone, by its own way."""
+    texts = [TOY("cab ab")["input_ids"], TOY("f\na")["input_ids"], TOY("ab cd")["input_ids"]]
+    params = [SamplingParams(temperature=t) for t in (0.0, 1.0, 0.0)]
+    budgets = [Budget(3), Budget(3, 2), Budget(2)]
+    asked = context([0, 1, 2], texts, budgets, params[1])
+    warp = LogitsWarper([SequenceState(p, (), (), t, 1) for p, t in zip(params, texts, strict=True)])
+    both = drafter(None).propose(replace(asked, warp=warp))
+    for b, way in enumerate(("slem", "tli", "slem")):
+        alone = drafter(way).propose(context([b], [texts[b]], [budgets[b]], params[b]))
+        assert both.host[b][: len(alone.host[0])] == alone.host[0]
+        assert int(both.num_draft_tokens[b]) == alone.nodes - 1 > 0

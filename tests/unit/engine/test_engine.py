@@ -10,12 +10,13 @@ import torch
 from engines import LONG, TARGET, Gated, engine, mixed, read, run, settled, submit
 from helpers import VOCAB, RandomTree, plain_texts, request, toy_drafters
 
+from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
 from outrider.engine import EngineStopped, QueueFull
 from outrider.engine.prefix_cache import BLOCK, PrefixCache
 from outrider.engine.queue import FairQueue
+from outrider.engine.request import Sequence
 from outrider.models.cache import SlotCache
-from outrider.params import SamplingParams
 from outrider.testing.toy import ToyModel
 
 
@@ -44,9 +45,9 @@ def test_64_mixed_requests_in_any_order_have_the_texts_of_plain_decoding_one_by_
     results = [j.result() for j in jobs]
     assert [r.output for r in results] == expected
     assert [j.tokens for j in jobs] == expected
-    assert all(eng.decoder.guarantee is Guarantee.EXACT_TOKENS and r.undrafted is None for r in results)
-    off = [r.method == "none" or r.num_speculative_tokens == 0 for r in results]
-    assert [r.speculative is None for r in results] == off
+    assert all(eng.decoder.guarantee is Guarantee.EXACT_TOKENS and r.counts.undrafted is None for r in results)
+    off = [r.request.method == "none" or r.request.num_speculative_tokens == 0 for r in results]
+    assert [r.counts.method == "none" for r in results] == off
     assert (eng.stats.preemptions > 0) == (kv_tokens is not None)
     assert eng.stats.prefix_hits > 0
     settled(eng)
@@ -59,7 +60,7 @@ def test_drafters_of_both_kinds_share_a_batch_under_every_verifier(verifier: str
     results = run(
         eng, [read(r, method=m) for r, m in zip(requests, [None, "ngram", "none", "suffix"] * 2, strict=True)]
     )
-    assert all(len(r.output) == 40 and r.undrafted is None for r in results)
+    assert all(len(r.output) == 40 and r.counts.undrafted is None for r in results)
     assert all(eng.decoder.guarantee is Guarantee.EXACT_DISTRIBUTION for r in results)
     greedy = [request(r.prompt, r.params.with_(temperature=0)) for r in requests]
     again = run(eng, [read(r, method=m) for r, m in zip(greedy, [None, "ngram", "none", "suffix"] * 2, strict=True)])
@@ -80,15 +81,15 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again() -> Non
     draw = random.Random(3)
     first = [draw.randrange(1, VOCAB) for _ in range(203)]
     [one] = run(eng, [read(request(first, LONG.with_(max_tokens=40)))])
-    assert (one.cached, target.read) == (0, 202)
+    assert (one.counts.cached, target.read) == (0, 202)
     second = [*first, *one.output, 5, 6]  # the next turn of a chat
     [two] = run(eng, [read(request(second, LONG.with_(max_tokens=30), 9))])
-    assert two.cached == BLOCK * ((203 + 39) // BLOCK)
-    assert target.read == 202 + len(second) - 1 - two.cached
+    assert two.counts.cached == BLOCK * ((203 + 39) // BLOCK)
+    assert target.read == 202 + len(second) - 1 - two.counts.cached
     assert [two.output] == plain_texts(TARGET, [request(second, LONG.with_(max_tokens=30), 9)])
     wanted = request(first, LONG.with_(max_tokens=2, prompt_logprobs=0))
     [three] = run(eng, [read(wanted)])
-    assert three.cached == 0  # whoever wants the prompt's log-probabilities must have it read
+    assert three.counts.cached == 0  # whoever wants the prompt's log-probabilities must have it read
     assert three.prompt_logprobs is not None
     assert len(three.prompt_logprobs) == 203
     settled(eng)
@@ -140,9 +141,9 @@ def test_a_full_queue_says_when_to_come_back_and_clients_take_turns() -> None:
     settled(eng)
     line = FairQueue(9)
     for number, client in enumerate("aaabbc"):
-        line.put(read(request([1], LONG, number), client=client).sequence)
+        line.put(Sequence(read(request([1], LONG, number), client=client).request))
     assert [line.pop().seed for _ in range(2)] == [0, 3]
-    back = read(request([1], LONG, 7), client="a").sequence
+    back = Sequence(read(request([1], LONG, 7), client="a").request)
     line.put_back(back)
     assert [line.pop().seed for _ in range(len(line))] == [7, 5, 4, 1, 2]
 
@@ -162,7 +163,7 @@ def test_an_owner_of_all_slots_gives_one_to_another_who_waits_and_no_text_change
     results = [job.result() for job in (*greedy, other)]
     assert [r.output for r in results] == expected
     assert eng.stats.preemptions == 1
-    assert other.sequence.done < max(job.sequence.done for job in greedy)
+    assert other.sequence.clock.done < max(job.sequence.clock.done for job in greedy)
     settled(eng)
 
 
@@ -187,15 +188,15 @@ def test_an_owner_may_not_fill_the_queue() -> None:
 def test_cancelled_and_late_jobs_leave_and_disturb_nobody() -> None:
     target = Gated()
     eng = engine(target, rows=2)
-    stays, goes, late = (read(request([1, i], LONG.with_(max_tokens=100), i)) for i in range(3))
-    late.sequence.deadline = perf_counter() - 1
+    stays, goes = (read(request([1, i], LONG.with_(max_tokens=100), i)) for i in range(2))
+    late = read(request([1, 2], LONG.with_(max_tokens=100), 2), deadline=perf_counter() - 1)
     submit(eng, [stays, goes, late])
     goes.next()
     eng.cancel([goes.sequence])
     target.gate.set()
     assert goes.result().finish.finish == "abort"
     assert "deadline" in late.result().finish.reason
-    assert [stays.result().output] == plain_texts(TARGET, [stays.sequence])
+    assert [stays.result().output] == plain_texts(TARGET, [stays.request])
     settled(eng)
 
 
@@ -209,7 +210,7 @@ def test_draining_hands_back_partial_text_and_takes_nobody_new() -> None:
     target.gate.set()
     partial = running.result()
     assert (partial.finish.finish, partial.finish.reason) == ("abort", "the server is shutting down")
-    assert partial.output == plain_texts(TARGET, [running.sequence])[0][: len(partial.output)] != []
+    assert partial.output == plain_texts(TARGET, [running.request])[0][: len(partial.output)] != []
     assert waiting.result().output == []
     with pytest.raises(EngineStopped, match="shutting down"):
         submit(eng, [read(request([1], LONG))])
@@ -221,7 +222,7 @@ def test_what_cannot_run_is_refused_before_it_waits() -> None:
     for bad, words in (
         (read(request([1] * 60, SamplingParams(max_tokens=1))), "60 tokens and the model holds 50"),
         (read(request([1], SamplingParams(max_tokens=60))), "max_tokens=49 or less"),
-        (read(request([1], SamplingParams()), method="magic"), "no drafter 'magic' here; use one of: none, ngram"),
+        (read(request([1], SamplingParams()), method="magic"), "no drafter 'magic' here; use one of: none, prediction"),
     ):
         with pytest.raises(ValueError, match=words):
             submit(eng, [read(request([1], SamplingParams())), bad])

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from engines import LONG, TARGET, Gated, engine, read, run, settled, submit
 from helpers import VOCAB, plain_texts, request, toy_drafters
 
+from outrider.core.outputs import Delta
 from outrider.core.tree import chain
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine import EngineStopped
-from outrider.outputs import Delta
 from outrider.testing.toy import ToyModel
 
 
@@ -57,12 +58,12 @@ def test_a_drafter_that_fails_loses_the_row_and_not_the_text(kind: str) -> None:
     eng = engine(drafter=Raises(toy_drafters(TARGET)["self"](), NONSENSE[kind]))
     results = run(eng, [read(r) for r in requests])
     assert [r.output for r in results] == plain_texts(TARGET, requests)
-    assert results[0].undrafted is None is results[2].undrafted
-    assert results[1].undrafted is not None
-    assert "failed" in results[1].undrafted
-    assert "secret" not in results[1].undrafted
-    assert results[0].speculative is not None
-    assert results[0].speculative.num_accepted_draft_tokens > 30  # the others are drafted for as before
+    assert results[0].counts.undrafted is None is results[2].counts.undrafted
+    assert results[1].counts.undrafted is not None
+    assert "failed" in results[1].counts.undrafted
+    assert "secret" not in results[1].counts.undrafted
+    assert results[0].counts.method != "none"
+    assert results[0].counts.speculative().num_accepted_draft_tokens > 30  # the others are drafted for as before
     assert eng.stats.drafter_failures == 1
     settled(eng)
 
@@ -74,7 +75,7 @@ def test_a_law_that_is_no_law_loses_the_row_too() -> None:
 
     eng = engine(drafter=Raises(toy_drafters(TARGET)["draft_model"](), spoil), verifier="rejection")
     results = run(eng, [read(request([first, 2], LONG.with_(max_tokens=20))) for first in (9, 1)])
-    assert [r.undrafted is None for r in results] == [False, True]
+    assert [r.counts.undrafted is None for r in results] == [False, True]
     settled(eng)
 
 
@@ -150,9 +151,9 @@ def test_a_sink_that_raises_is_a_reader_that_has_gone() -> None:
         left.set()
         raise OSError("connection lost")
 
-    lost = request([1], LONG)
-    lost.sink = gone
-    eng.submit([lost, done.sequence])
+    lost = read(request([1], LONG))
+    lost.request = replace(lost.request, sink=gone)
+    submit(eng, [lost, done])
     assert left.wait(30)
     assert len(done.result().output) == 20
     settled(eng)

@@ -9,13 +9,13 @@ import torch
 from engines import read, run, settled
 
 from outrider import LLM
-from outrider.decode import Sequence
+from outrider.core.params import SamplingParams
 from outrider.engine import Engine
 from outrider.engine.memory import per_token
+from outrider.engine.request import Sequence
 from outrider.kernels import cpu as native
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 
 START = "class Node:\n    def __init__(self, left, right):\n        self.left = left\n        self.right = right\n\n"
 ENDS = [
@@ -55,7 +55,7 @@ def test_prefix_cache_and_preemption_change_no_token(method: str, prefix_bytes: 
     if method == "layer_skip":
         config["assistant_early_exit"] = 3
     llm = LLM(small().loaded, speculative_config=config, max_num_seqs=3, max_model_len=400)
-    eng = Engine(llm, prefix_bytes=prefix_bytes, kv_tokens=kv_tokens)
+    eng = Engine(llm.runtime, prefix_bytes=prefix_bytes, kv_tokens=kv_tokens)
     assert eng.decoder.cache.dtype == "int8"
     for _ in range(2):  # the second time from the prefix cache, if there is one
         rows = run(eng, [read(r) for r in requests(llm, [START + end for end in ENDS])])
@@ -69,11 +69,11 @@ def test_a_token_takes_a_quarter_of_the_memory_and_the_error_counts_it() -> None
     assert narrow.kv_cache_dtype == "int8"
     assert per_token(wide) * 36 == per_token(narrow) * 128  # a block of 32: 32 bytes and a scale, or 32 floats
     fits = per_token(narrow) * 8 * (400 + 64)
-    eng = Engine(LLM(small().loaded, max_model_len=400), prefix_bytes=0, memory=fits)
+    eng = Engine(LLM(small().loaded, max_model_len=400).runtime, prefix_bytes=0, memory=fits)
     assert eng.stats.kv_bytes == fits
     settled(eng)
     with pytest.raises(ValueError, match=f"{per_token(wide)} bytes a token"):
-        Engine(LLM("builtin:code", max_model_len=400), prefix_bytes=0, memory=fits)
+        Engine(LLM("builtin:code", max_model_len=400).runtime, prefix_bytes=0, memory=fits)
 
 
 def test_rounding_changes_the_logits_of_the_built_in_model_little() -> None:

@@ -11,13 +11,13 @@ from helpers import VOCAB, costs, plain_texts, planned, request
 
 from outrider.control import Costs, Planner
 from outrider.control.planner import PLAIN, Plan, View
+from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
-from outrider.decode import Sequence as Text
 from outrider.drafters import ModelDrafter
-from outrider.drafters.stubs import Wrong
 from outrider.engine import Engine
-from outrider.llm import LLM
-from outrider.params import SamplingParams
+from outrider.engine.decoder import Sequence as Text
+from outrider.engine.llm import LLM
+from outrider.testing.stubs import Wrong
 from outrider.testing.toy import ToyModel
 
 
@@ -29,39 +29,40 @@ class SlowAndWrong(Wrong):
         return super().propose(context)
 
 
-def ask(eng: Engine, prediction: list[int] | None = None, method: str | None = None) -> Text:
+def ask(llm: LLM, eng: Engine, prediction: list[int] | None = None, method: str | None = None) -> Text:
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, prediction=prediction)
-    [asked] = eng.llm.requests("def area(r):\n", params)
+    [asked] = llm.requests("def area(r):\n", params)
     return run(eng, [read(asked, method=method)])[0]
 
 
 def test_a_prediction_is_used_on_a_server_whose_draft_model_does_not_pay() -> None:
     config = {"method": "draft_model", "model": "builtin:code-draft"}
     llm = LLM("builtin:code", speculative_config=config, drafter=SlowAndWrong(), max_num_seqs=2)
-    eng = Engine(llm)
+    eng = Engine(llm.runtime)
     try:
-        plain = ask(eng, method="none")
+        plain = ask(llm, eng, method="none")
         for _ in range(3):  # drafting is given up
-            given_up = ask(eng)
-        assert sum(given_up.accepted) == 0
-        assert sum(given_up.drafted) < 30
-        told = ask(eng, prediction=plain.output)
+            given_up = ask(llm, eng)
+        assert sum(given_up.counts.accepted) == 0
+        assert sum(given_up.counts.drafted) < 30
+        told = ask(llm, eng, prediction=plain.output)
         assert told.output == plain.output
-        assert sum(told.accepted) > 60
+        assert sum(told.counts.accepted) > 60
     finally:
         eng.close()
     assert eng.scheduler.problems() == []
 
 
 def test_a_prediction_under_auto_is_one_drafter_among_others() -> None:
-    eng = Engine(LLM("builtin:code", speculative_config={"method": "auto"}, max_num_seqs=2))
+    llm = LLM("builtin:code", speculative_config={"method": "auto"}, max_num_seqs=2)
+    eng = Engine(llm.runtime)
     try:
-        plain = ask(eng, method="none")
-        told = ask(eng, prediction=plain.output)
-        assert (told.output, told.drafted_by) == (plain.output, "auto")
-        assert sum(told.accepted) > 60
-        assert ask(eng, method="prediction", prediction=plain.output).drafted_by == "prediction"
-        assert ask(eng, method="suffix").output == plain.output
+        plain = ask(llm, eng, method="none")
+        told = ask(llm, eng, prediction=plain.output)
+        assert (told.output, told.counts.method) == (plain.output, "auto")
+        assert sum(told.counts.accepted) > 60
+        assert ask(llm, eng, method="prediction", prediction=plain.output).counts.method == "prediction"
+        assert ask(llm, eng, method="suffix").output == plain.output
     finally:
         eng.close()
 
@@ -102,7 +103,7 @@ def test_long_prompts_are_read_in_pieces_while_others_decode() -> None:
     assert [r.output for r in results] == plain_texts(TARGET, requests)
     assert len(pieces) >= 4 * 3
     assert max(pieces) == 96
-    assert sum(sum(r.drafted) for r in results) > 0
+    assert sum(sum(r.counts.drafted) for r in results) > 0
     settled(eng)
 
 
@@ -117,9 +118,9 @@ def test_a_drafter_that_cannot_read_loses_the_sequence_and_not_the_text() -> Non
     requests = [request([1, 2], LONG.with_(max_tokens=60)), request([4, 3] * 150, LONG.with_(max_tokens=60), 1)]
     results = run(eng, [read(r) for r in requests])
     assert [r.output for r in results] == plain_texts(TARGET, requests)
-    assert results[0].undrafted is None
-    assert results[1].undrafted is not None
-    assert "secret" not in results[1].undrafted
+    assert results[0].counts.undrafted is None
+    assert results[1].counts.undrafted is not None
+    assert "secret" not in results[1].counts.undrafted
     settled(eng)
 
 
@@ -129,8 +130,8 @@ def test_a_length_of_ones_own(length: int) -> None:
     asked = [request([1, 2], LONG.with_(max_tokens=40)), request([3, 2], LONG.with_(max_tokens=40), 1)]
     results = run(eng, [read(asked[0], num_speculative_tokens=length), read(asked[1])])
     assert [r.output for r in results] == plain_texts(TARGET, asked)
-    assert max(results[0].drafted) == length
-    assert max(results[1].drafted) == 4
+    assert max(results[0].counts.drafted) == length
+    assert max(results[1].counts.drafted) == 4
     settled(eng)
 
 

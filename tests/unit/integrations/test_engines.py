@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.config import SpeculativeConfig
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.config import HeadConfig
 from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.files import open_head
@@ -351,7 +351,10 @@ def test_no_key_is_lost_in_silence(key: str) -> None:
 
 def test_a_row_of_a_package_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     row = METHODS["token_recycling"].__class__(
-        "mine", "", METHODS["none"].make, vllm=EngineExport(lambda c: {"mine": 1}, lambda c: ["mine: differs"])
+        "mine",
+        "",
+        METHODS["none"].make,
+        exports={"vllm": EngineExport(lambda c: {"mine": 1}, lambda c: ["mine: differs"])},
     )
     monkeypatch.setitem(METHODS, "mine", row)
     found = by_engine({"method": "mine"})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
-from outrider.kernels.cpu import Plan, attention
+from outrider.kernels.cpu import AttentionPlan, attention
 from outrider.kernels.vectors import pack_vectors, unpack_vectors, vector_dim
 
 PACKED = [torch.bfloat16, torch.int8]
@@ -63,7 +63,9 @@ def test_a_node_has_the_bits_of_a_committed_token(seed: int) -> None:
     window, softcap = rng.choice([None, None, 1, 10, 70]), rng.choice([None, None, 5.0])
     sinks = rng.choice([None, torch.randn(kv_heads * group)])
     scaling = dim**-0.5
-    out = attention(Plan(rows, lengths, nodes, parents), q, keys, values, Scoring(scaling, window, softcap, sinks))
+    out = attention(
+        AttentionPlan(rows, lengths, nodes, parents), q, keys, values, Scoring(scaling, window, softcap, sinks)
+    )
     for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         for n in range(nodes):
             above = list(range(-1, nodes - 1)) if parents is None else parents[b].tolist()
@@ -78,7 +80,7 @@ def test_a_node_has_the_bits_of_a_committed_token(seed: int) -> None:
             k, v = keys[row][:, slots], values[row][:, slots]
             assert (out[b, n] - reference(q[b, n], k, v, scaling, window, softcap, sinks)).abs().max() < 1e-5
             one = attention(
-                Plan([0], [len(slots) - 1], 1),
+                AttentionPlan([0], [len(slots) - 1], 1),
                 q[b : b + 1, n : n + 1],
                 k[None].contiguous(),
                 v[None].contiguous(),
@@ -133,7 +135,7 @@ def test_packed_keys_and_values_give_the_bits_of_the_floats_they_stand_for(seed:
         sizes = [rng.randint(1, nodes) for _ in rows]
         parents = torch.tensor([random_tree(n, rng) + [-2] * (nodes - n) for n in sizes])
         held = rng.choice([0, 0, nodes // 3])
-    plan = Plan(rows, lengths, nodes - held, parents, held)
+    plan = AttentionPlan(rows, lengths, nodes - held, parents, held)
     q = torch.randn(batch, nodes - held, kv_heads * group, dim)
     scoring = Scoring(dim**-0.5, rng.choice([None, None, 1, 10, 70]), rng.choice([None, 5.0]))
     expected = attention(plan, q, unpack_vectors(keys), unpack_vectors(values), scoring)
@@ -141,7 +143,7 @@ def test_packed_keys_and_values_give_the_bits_of_the_floats_they_stand_for(seed:
         assert torch.equal(attention(plan, q, keys, values, scoring), expected), isa
     for n in rng.sample(range(nodes - held), min(3, nodes - held)):  # alone: the last of the nodes before it are held
         if parents is not None:
-            one = Plan(rows, lengths, 1, parents[:, : held + n + 1], held + n)
+            one = AttentionPlan(rows, lengths, 1, parents[:, : held + n + 1], held + n)
             assert torch.equal(attention(one, q[:, n : n + 1], keys, values, scoring)[:, 0], expected[:, n])
 
 
@@ -149,19 +151,19 @@ def test_a_plan_goes_on_from_nodes_in_the_scratch() -> None:
     torch.manual_seed(0)
     parents = torch.tensor([[-1, 0, -2, 1, 1, 3, 0], [-1, -2, 0, 2, -2, -2, 2]])
     k, v, q = torch.randn(3, 2, 60, 8), torch.randn(3, 2, 60, 8), torch.randn(2, 7, 4, 8)
-    whole = attention(Plan([2, 0], [40, 5], 7, parents), q, k, v, Scoring(0.3))
+    whole = attention(AttentionPlan([2, 0], [40, 5], 7, parents), q, k, v, Scoring(0.3))
     for held in range(1, 7):
         for end in range(held + 1, 8):
-            plan = Plan([2, 0], [40, 5], end - held, parents[:, :end], held)
+            plan = AttentionPlan([2, 0], [40, 5], end - held, parents[:, :end], held)
             assert torch.equal(attention(plan, q[:, held:end], k, v, Scoring(0.3)), whole[:, held:end])
     with pytest.raises(ValueError, match="give the parents of all 3"):
-        Plan([0], [0], 1, None, 2)
+        AttentionPlan([0], [0], 1, None, 2)
 
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 5, 6, 20), torch.randn(1, 2, 90, 20), torch.randn(1, 2, 90, 20)
-    plan = Plan([0], [80], 5, torch.tensor([[-1, 0, 0, 1, 2]]))
+    plan = AttentionPlan([0], [80], 5, torch.tensor([[-1, 0, 0, 1, 2]]))
     before, out = native.isa(), []
     for isa in native.isas():
         if native.use_isa(isa):
@@ -175,9 +177,9 @@ def test_a_long_context_and_any_chunking_of_a_prompt() -> None:
     length = 32_768
     k, v = torch.randn(1, 1, length, 16), torch.randn(1, 1, length, 16)
     q = torch.randn(1, 40, 2, 16)
-    whole = attention(Plan([0], [length - 40], 40), q, k, v, Scoring(0.25))
+    whole = attention(AttentionPlan([0], [length - 40], 40), q, k, v, Scoring(0.25))
     for first, last in ((0, 1), (1, 4), (4, 30), (30, 40)):
-        part = attention(Plan([0], [length - 40 + first], last - first), q[:, first:last], k, v, Scoring(0.25))
+        part = attention(AttentionPlan([0], [length - 40 + first], last - first), q[:, first:last], k, v, Scoring(0.25))
         assert torch.equal(part, whole[:, first:last])
     assert (whole[0, 39] - reference(q[0, 39], k[0], v[0], 0.25, None, None, None)).abs().max() < 1e-5
 
@@ -185,24 +187,24 @@ def test_a_long_context_and_any_chunking_of_a_prompt() -> None:
 def test_large_scores_do_not_overflow() -> None:
     q, k, v = torch.full((1, 1, 1, 8), 50.0), torch.full((1, 1, 70, 8), 50.0), torch.randn(1, 1, 70, 8)
     k[:, :, 10] = -50
-    out = attention(Plan([0], [69], 1), q, k, v, Scoring(1.0))
+    out = attention(AttentionPlan([0], [69], 1), q, k, v, Scoring(1.0))
     keep = [i for i in range(70) if i != 10]
     assert (out[0, 0, 0] - v[0, 0, keep].mean(0)).abs().max() < 1e-5
 
 
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="node 1 of entry 0 has parent 1"):
-        Plan([0], [0], 2, torch.tensor([[-1, 1]]))
+        AttentionPlan([0], [0], 2, torch.tensor([[-1, 1]]))
     with pytest.raises(ValueError, match="int64"):
-        Plan([0], [0], 2, torch.tensor([[-1, 0]], dtype=torch.int32))
+        AttentionPlan([0], [0], 2, torch.tensor([[-1, 0]], dtype=torch.int32))
     k = torch.randn(1, 2, 10, 8)
     with pytest.raises(ValueError, match="cells up to 11 of 10"):
-        attention(Plan([0], [9], 2), torch.randn(1, 2, 4, 8), k, k, Scoring(1.0))
+        attention(AttentionPlan([0], [9], 2), torch.randn(1, 2, 4, 8), k, k, Scoring(1.0))
     with pytest.raises(ValueError, match="slot 3 of 1"):
-        attention(Plan([3], [2], 2), torch.randn(1, 2, 4, 8), k, k, Scoring(1.0))
+        attention(AttentionPlan([3], [2], 2), torch.randn(1, 2, 4, 8), k, k, Scoring(1.0))
     with pytest.raises(ValueError, match="values must be torch"):
-        attention(Plan([0], [2], 2), torch.randn(1, 2, 4, 8), pack_vectors(k, torch.int8), k, Scoring(1.0))
+        attention(AttentionPlan([0], [2], 2), torch.randn(1, 2, 4, 8), pack_vectors(k, torch.int8), k, Scoring(1.0))
     with pytest.raises(ValueError, match="vectors to pack must be float32"):
         native.pack_vectors(k.double(), torch.int8)
     with pytest.raises(ValueError, match="float32"):
-        attention(Plan([0], [2], 2), torch.randn(1, 2, 4, 8).double(), k, k, Scoring(1.0))
+        attention(AttentionPlan([0], [2], 2), torch.randn(1, 2, 4, 8).double(), k, k, Scoring(1.0))

@@ -13,6 +13,7 @@ from helpers import decoder, request
 from row_checks import NEW, Guided, assert_rows_do_not_depend_on_their_neighbours, one_at_a_time, outputs
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from outrider.core.params import SamplingParams
 from outrider.core.types import Budget
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.kernels import cpu as native
@@ -25,7 +26,6 @@ from outrider.models.hf.model import HFModel, UnsupportedModel
 from outrider.models.hf.taps import LayerStack
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
-from outrider.params import SamplingParams
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""`outrider models --check`: from a configuration alone, without weights and without code of the model."""
+"""`outrider models --check`: from a configuration and the table of classes, without weights and without code of the model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from outrider.cli import compatibility
+from outrider.cli.compatibility import check
 from outrider.cli.main import app
+from outrider.models.hf.model import HFModel, UnsupportedModel
 from outrider.models.load import load
-from outrider.testing.compatibility import check
-from outrider.testing.tiny_models import tiny_config, tiny_model, whole_config
+from tests.support.tiny_models import tiny_config, tiny_model, whole_config
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
@@ -29,17 +31,15 @@ def written(folder: Path, **config: Any) -> str:
 
 def test_a_large_model_from_its_configuration_alone(tmp_path: Path) -> None:
     found = check(written(tmp_path, **LLAMA))
-    assert found.runs
-    assert found.report.guarantee == "exact-tokens"
-    assert found.parameters == pytest.approx(8.03e9, rel=0.001), "that is Llama 3 8B"
-    assert found.memory is not None
-    assert found.memory["bfloat16"] == pytest.approx(2 * found.parameters, rel=0.01)
-    assert found.memory["int8"] < 0.6 * found.memory["bfloat16"]
-    assert found.kv_bytes == 2 * 4 * 32 * 8 * 128
-    assert found.drafters is not None
-    assert found.drafters["ngram"] == "fits"
-    assert "no MTP" in found.drafters["mtp"]
-    assert check(str(tmp_path / "config.json")).parameters == found.parameters
+    assert found["runs"]
+    assert found["guarantee"] == "exact-tokens"
+    assert found["parameters"] == pytest.approx(8.03e9, rel=0.001), "that is Llama 3 8B"
+    assert found["memory_bytes"]["bfloat16"] == pytest.approx(2 * found["parameters"], rel=0.01)
+    assert found["memory_bytes"]["int8"] < 0.6 * found["memory_bytes"]["bfloat16"]
+    assert found["kv_bytes_per_token"] == 2 * 4 * 32 * 8 * 128
+    assert found["drafters"]["ngram"] == "fits"
+    assert "no MTP" in found["drafters"]["mtp"]
+    assert check(str(tmp_path / "config.json"))["parameters"] == found["parameters"]
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:
@@ -58,13 +58,12 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 def test_a_quantised_model_says_what_it_takes(tmp_path: Path) -> None:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq"}
     found = check(written(tmp_path, **LLAMA, quantization_config=settings))
-    assert found.runs
-    assert found.stored == "gptq"
-    assert found.memory is not None
-    assert found.memory["gguf"] < 0.4 * found.memory["bfloat16"]
+    assert found["runs"]
+    assert found["stored"] == "gptq"
+    assert found["memory_bytes"]["gguf"] < 0.4 * found["memory_bytes"]["bfloat16"]
     odd = check(written(tmp_path, **LLAMA, quantization_config={"quant_method": "aqlm"}))
-    assert not odd.runs
-    assert "aqlm" in odd.report.reason
+    assert not odd["runs"]
+    assert "aqlm" in odd["reason"]
 
 
 def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trust_remote_code\) is not run here"):
         check(name)
     name = written(tmp_path, **LLAMA, auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.C"})
-    assert check(name).runs
+    assert check(name)["runs"]
     assert not mark.exists()
 
 
@@ -101,7 +100,7 @@ def _why_not(name: str) -> str:
         found = check(name)
     except ValueError as error:
         return str(error)
-    return "" if found.runs else found.report.reason
+    return "" if found["runs"] else found["reason"]
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:
@@ -119,8 +118,49 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
 
 def test_the_built_in_model() -> None:
     found = check("builtin:code")
-    assert found.runs
-    assert found.report.path in ("native", "general")
+    assert found["runs"]
+    assert found["path"] in ("native", "general")
+
+
+def test_settings_that_change_what_the_table_says(tmp_path: Path) -> None:
+    """The path is that of this model, not of its class."""
+    assert check(written(tmp_path, **LLAMA))["path"] in ("native", "general")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert check(written(tmp_path, **LLAMA, rope_parameters=rope))["path"] == "general"
+    falcon = {
+        "model_type": "falcon",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 97,
+    }
+    assert check(written(tmp_path, **falcon))["path"] == "general"
+    slow = check(written(tmp_path, **falcon, alibi=True))
+    assert slow["path"] == "recomputed"
+    assert slow["drafters"]["layer_skip"] == "no layer of this model can be left out"
+
+
+def test_a_class_that_was_never_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "classes.json"
+    table.write_text('{"transformers": "1.0", "classes": {}}')
+    monkeypatch.setattr(compatibility, "TABLE", table)
+    found = check(written(tmp_path, **LLAMA))
+    assert (found["runs"], found["status"]) == (False, "untried")
+    assert "instead: load it" in "\n".join(compatibility.lines("it", found))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "bloom", "big_bird", "mamba", "mixtral", "reformer"])
+def test_the_table_says_what_a_load_says(kind: str, tmp_path: Path) -> None:
+    raw = tiny_model(tiny_config(whole_config(kind)))
+    raw.save_pretrained(tmp_path)
+    found = check(str(tmp_path))
+    if not found["runs"]:
+        with pytest.raises(UnsupportedModel):
+            load(str(tmp_path))
+        return
+    model = load(str(tmp_path)).model
+    assert found["path"] == (model.path if isinstance(model, HFModel) else "native")
+    assert found["guarantee"] == ("exact-tokens" if model.batch_invariant else "exact-distribution")
 
 
 def test_code_of_a_model_is_never_run_by_a_load(tmp_path: Path) -> None:

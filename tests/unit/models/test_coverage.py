@@ -16,9 +16,9 @@ from transformers import AutoConfig
 from outrider.models.hf import hooks
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
-from outrider.testing import coverage
-from outrider.testing.coverage import REFUSED, RUNS, UNAVAILABLE, WRONG, report_of
-from outrider.testing.tiny_models import tiny_config, tiny_model, whole_config
+from tests.support import coverage
+from tests.support.coverage import REFUSED, RUNS, UNAVAILABLE, WRONG, report_of
+from tests.support.tiny_models import tiny_config, tiny_model, whole_config
 
 ROOT = Path(__file__).parents[3]
 RESULTS = json.loads((ROOT / "docs" / "models.json").read_text())["models"]
@@ -107,7 +107,8 @@ def test_a_tiny_model_keeps_what_matters() -> None:
 def test_the_page_is_made_of_the_results() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "models.py"))
     results = json.loads((ROOT / "docs" / "models.json").read_text())
-    assert (ROOT / "docs" / "models.md").read_text() == made["page"](results), "run python docs/models.py --page"
+    assert (ROOT / "docs" / "models.md").read_text() == made["page"](results), "run python -m docs.models --page"
+    assert (ROOT / "outrider" / "data" / "classes.json").read_text() == made["table"](results)
 
 
 def test_no_class_is_wrong_or_crashes() -> None:

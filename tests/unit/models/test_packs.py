@@ -494,7 +494,7 @@ def test_a_packed_draft_model_is_kept_as_it_is(source: Path, tmp_path: Path) -> 
     pack(source, tmp_path / "packed", quantization="int8")
 
     def reduce(contents: object) -> Reduction:
-        return Reduction("int4", torch.tensor([1, 2, 3]))
+        return "int4", torch.tensor([1, 2, 3])
 
     found = load(tmp_path / "packed", reduce=reduce)
     assert found.weights == "int8"

@@ -25,8 +25,8 @@ from architectures import ARCHITECTURES, prompts, tiny
 from gguf_files import tokenizer_metadata, write_gguf
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from outrider.engine.llm import LLM
 from outrider.kernels import cpu as native
-from outrider.llm import LLM
 from outrider.models import load as loading
 from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of
@@ -99,7 +99,7 @@ def test_the_package_imports_nothing_large() -> None:
 
 
 def test_an_llm_is_imported_without_transformers() -> None:
-    assert imported("import outrider.llm") <= {"torch", "numpy", "pydantic"}
+    assert imported("import outrider.engine.llm") <= {"torch", "numpy", "pydantic"}
 
 
 def test_a_second_start_imports_nothing_large(file: Path, cache: Path) -> None:

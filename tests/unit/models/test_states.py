@@ -14,12 +14,12 @@ from helpers import decoder, path_to, plain_texts, request
 from row_checks import Guided, assert_rows_do_not_depend_on_their_neighbours, outputs
 from transformers import PreTrainedModel
 
+from outrider.core.params import SamplingParams
 from outrider.core.tree import tree
 from outrider.core.types import PADDING, Budget
 from outrider.drafters.base import BaseDrafter
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.self_speculation import LayerSkipDrafter
-from outrider.drafters.stubs import Noisy, Wrong
 from outrider.engine.policy import HEADROOM
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
@@ -30,8 +30,8 @@ from outrider.models.cache import SlotCache
 from outrider.models.hf import recurrent, steps
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
-from outrider.models.states import KEPT, Advance, Chain, LayerStates
-from outrider.params import SamplingParams
+from outrider.models.states import KEPT, Advance, LayerStates, NodeChain
+from outrider.testing.stubs import Noisy, Wrong
 
 # One of each kind: linear attention, Mamba 2 beside attention in one layer, Mamba alone, convolutions.
 KINDS = ["qwen3_5_text", "falcon_h1", "mamba", "lfm2"]
@@ -187,7 +187,7 @@ def _changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     scan = LayerStates.scan
 
     def changed(self: LayerStates, nodes: Nodes, advance: Advance, inputs: list[torch.Tensor]) -> torch.Tensor:
-        def dirty(chains: list[Chain], read: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
+        def dirty(chains: list[NodeChain], read: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
             out, found = advance(chains, read)
             for chain, after in zip(chains, found, strict=True):
                 for start, new in zip(chain.start, after[-1] if after else (), strict=False):
@@ -208,7 +208,7 @@ def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], m
 
 
 def test_a_window_that_is_one_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(chains: list[Chain], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
+    def late(chains: list[NodeChain], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
         found, after = steps.windows(chains, inputs)
         return found.roll(1, -1), after
 
@@ -286,12 +286,12 @@ def test_prefixes_chunks_and_preemption() -> None:
     with chunks_of(Scheduler(one, prefixes=prefixes, raises=True), 24) as scheduler:
         run = [scheduler.generate([r])[0] for r in requests]
     assert [r.output for r in run] == expected
-    assert [r.cached for r in run] == [0, 48, 64, 83]
+    assert [r.counts.cached for r in run] == [0, 48, 64, 83]
     assert not prefixes.check()
     two = decoder(model, ModelDrafter(model, 4, 256), rows=4, end_ids=())
     run = Scheduler(two, kv_limit=72 * 2 + 2 * HEADROOM + 4, raises=True).generate(requests)
     assert [r.output for r in run] == expected
-    assert sum(r.preemptions for r in run) > 0
+    assert sum(r.counts.preemptions for r in run) > 0
 
 
 def test_memory_is_bounded() -> None:

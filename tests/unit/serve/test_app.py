@@ -15,7 +15,7 @@ from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
 from outrider.core.grammar import Grammar, Grammars
-from outrider.decode import Sequence
+from outrider.engine.request import Request
 
 PROMPTS = ["def quicksort(xs):\n", "import os\nimport sys\n\n\nclass Config:\n", "for i in range(10):\n    print(i)\n"]
 
@@ -150,7 +150,7 @@ def test_64_mixed_requests_at_once_have_the_texts_of_plain_decoding_one_by_one(l
             [asked] = plain.requests(body["prompt"], SamplingParams(**named))
             mask = grammars.mask(made)
             [row] = plain.scheduler.generate(
-                [Sequence(0, asked.prompt, asked.params, asked.seed, asked.bad_words, (), mask)]
+                [Request(0, asked.prompt, asked.params, asked.seed, asked.bad_words, (), mask)]
             )
             expected.append((row.text, row.finish.finish))  # type: ignore[union-attr]
     kinds = {"structured_outputs" in body for body in bodies}

@@ -12,10 +12,10 @@ import pytest
 from serving import Live, builtin, serving
 
 from outrider import LLM, Guarantee, SamplingParams
+from outrider.core.outputs import Delta
 from outrider.models.load import load
-from outrider.outputs import Delta
-from outrider.serve.responses import ResponseWriter, Shown
-from outrider.serve.settings import Settings, served_name
+from outrider.serve.openai.responses import ResponseWriter, Shown
+from outrider.serve.options import ServeOptions, served_name
 from outrider.serve.templates import set_chat_template
 
 PROMPT = "def quicksort(xs):\n"
@@ -23,7 +23,7 @@ PROMPT = "def quicksort(xs):\n"
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving(builtin(2), Settings(model_name="code", metrics_prefix="vllm")) as live:
+    with serving(builtin(2), ServeOptions(model="code", metrics_prefix="vllm")) as live:
         yield live
 
 
@@ -183,12 +183,12 @@ def test_numbers_in_strings_are_taken_and_other_strings_are_not(live: Live) -> N
 
 
 def test_a_served_name_has_no_colon_and_the_other_name_works_too(tmp_path: Path) -> None:
-    assert served_name("builtin:code-160M") == "code-160M"
+    assert served_name("builtin:code-draft") == "code-draft"
     assert served_name("owner/name:small.Q8_0.gguf") == "small.Q8_0"
     assert served_name("owner/name") == "owner/name"
     (own := tmp_path / "a:b").mkdir()
     assert served_name(str(own)) == "b"
-    with serving(builtin(1), Settings(model_name="code", aliases=("builtin:code",))) as live:
+    with serving(builtin(1), ServeOptions(model="builtin:code")) as live:
         for name in ("code", "builtin:code"):
             assert ask(live, model=name, prompt=PROMPT, max_tokens=1)["model"] == "code"
             assert httpx.get(f"{live.url}/v1/models/{name}").json()["id"] == "code"
@@ -241,7 +241,7 @@ def test_token_ids_are_returned_where_they_are_asked_for(live: Live, plain: LLM)
 
 def test_a_padded_stream_shows_every_token_once(plain: LLM) -> None:
     """A token without text of its own, as half of a character, has an event of its own, too."""
-    with serving(builtin(1), Settings(model_name="code", pad_stream=0.001)) as live:
+    with serving(builtin(1), ServeOptions(model="code", pad_stream=1)) as live:
         body = {"prompt": "# ééé 日本語\n", "max_tokens": 20, "seed": 1, "logprobs": 0, "return_token_ids": True}
         body |= {"logit_bias": {str(t): 8 for t in plain.encode("日本語é")[:8]}}  # characters of several tokens
         whole, chunks = ask(live, **body)["choices"][0], [c["choices"][0] for c in stream(live, **body)]
@@ -313,7 +313,7 @@ def test_no_answer_tells_the_folder_of_a_model() -> None:
     llm = LLM(replace(load("builtin:code"), name=path))
     assert llm.tokenizer is not None
     llm.tokenizer.chat_template = None
-    with serving(llm, Settings(model_name="small.Q8_0")) as live:
+    with serving(llm, ServeOptions(model="small.Q8_0")) as live:
         asked = [
             httpx.get(live.url + "/v1/models"),
             httpx.get(live.url + "/v1/models/other"),

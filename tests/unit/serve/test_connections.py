@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.serve import connection
 from outrider.serve.connection import LimitedConnection, Reception, network
-from outrider.serve.settings import Settings
+from outrider.serve.options import ServeOptions
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = HALF + b"content-length: 1000\r\n\r\n{"
@@ -50,7 +50,7 @@ class Live:
 
     def __init__(self) -> None:
         self.app = Echo()
-        config = connection.http_config(self.app, Settings(max_body=1 << 16), port=0, lifespan="off")
+        config = connection.http_config(self.app, ServeOptions(model="m", max_body=64), port=0, lifespan="off")
         http: Any = config.http
         self.reception: Reception = http.args[0][None]
         self.server = uvicorn.Server(config)

@@ -12,12 +12,12 @@ import pytest
 from serving import PAIR, TEMPLATE, Live, builtin, serving
 
 from outrider import LLM, SamplingParams
-from outrider.decode import Sequence
+from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
-from outrider.serve.settings import Settings
-from outrider.trace import Recorder
-from outrider.trace.reader import read
-from outrider.trace.replay import replay
+from outrider.engine.trace import Recorder
+from outrider.engine.trace.reader import read
+from outrider.engine.trace.replay import replay
+from outrider.serve.options import ServeOptions
 
 PROMPT = "def quicksort(xs):\n"
 COUNT = 18
@@ -49,9 +49,9 @@ def live() -> Iterator[Live]:
         yield live
 
 
-def asked(llm: LLM, **options: Any) -> Sequence:
-    [sequence] = llm.requests(PROMPT, SamplingParams(**{"max_tokens": COUNT, "ignore_eos": True, "seed": 7, **options}))
-    return sequence
+def asked(llm: LLM, **options: Any) -> Request:
+    [request] = llm.requests(PROMPT, SamplingParams(**{"max_tokens": COUNT, "ignore_eos": True, "seed": 7, **options}))
+    return request
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -66,7 +66,7 @@ def test_the_text_goes_on_from_every_token(llm: LLM, name: str) -> None:
         assert part.written == output[k:], k
         assert part.text == undisturbed.text, k
         assert part.finish == undisturbed.finish, k
-        assert undisturbed.text.startswith(part.continued_text), k
+        assert undisturbed.text.startswith(part.cursor.continued_text), k
     assert llm.decoder.free
 
 
@@ -212,7 +212,7 @@ def test_a_continued_text_is_traced_and_replayed(tmp_path, verify: str) -> None:
     config = {**PAIR, "rejection_sample_method": verify} if verify != "match" else PAIR
     llm = builtin(1, config, trace=Recorder(tmp_path / "t.jsonl"))
     [first] = llm.scheduler.generate([asked(llm, temperature=0.8)])
-    [rest] = llm.scheduler.generate([replace(first.fresh(), id=99, continued=tuple(first.output[:5]))])
+    [rest] = llm.scheduler.generate([replace(first.request, id=99, continued=tuple(first.output[:5]))])
     assert llm.trace is not None
     llm.trace.close()
     trace = read(tmp_path / "t.jsonl")
@@ -224,7 +224,7 @@ def test_a_continued_text_is_traced_and_replayed(tmp_path, verify: str) -> None:
 
 
 def test_a_server_of_shorter_texts_checks_the_whole_text() -> None:
-    with serving(builtin(1, None), Settings(model_name="code"), kv_tokens=24) as live:
+    with serving(builtin(1, None), ServeOptions(model="code"), kv_tokens=24) as live:
         ids = ask(live, "/tokenize", prompt=PROMPT)["tokens"]
         body = {"prompt": ids, "max_tokens": 40, "continued_tokens": [5] * 4}
         response = httpx.post(live.url + "/v1/completions", json=body)

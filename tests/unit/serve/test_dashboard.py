@@ -15,18 +15,15 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from outrider.bench.sse import events
-from outrider.cli.main import app as cli
+from outrider.core.http import events
+from outrider.core.params import SamplingParams
 from outrider.core.stopping import FinishReason
-from outrider.decode import Sequence
-from outrider.llm import LLM
-from outrider.params import SamplingParams
-from outrider.serve import dashboard
-from outrider.serve.figures import figures, outlook, recent
-from outrider.serve.settings import Settings
-from outrider.serve.trial import OFF, ON, Trial
+from outrider.engine.llm import LLM
+from outrider.engine.request import Request, Sequence
+from outrider.serve.dashboard import viewers
+from outrider.serve.dashboard.figures import figures, outlook, recent
+from outrider.serve.dashboard.trial import OFF, ON, Trial
 from tests.support.serving import Live, builtin, serving
 
 BOTH = {"method": ["suffix", "draft_model"], "model": "builtin:code-draft"}
@@ -115,7 +112,7 @@ def test_nothing_is_counted_while_nobody_looks(live: Live) -> None:
 
 
 def test_a_tick_has_the_figures_of_each_window(live: Live) -> None:
-    """The page computes nothing, so what it shows is what `outrider top` shows."""
+    """The page computes nothing: each tick brings the figures of its windows."""
     ticks = watched(live, lambda: [ask(live) for _ in range(3)], lambda seen: len(ended(seen)) == 3)[1:]
     for n, last in enumerate(ticks, 1):
         assert last["windows"].keys() == {"10", "60", "300"}
@@ -206,7 +203,7 @@ def test_two_hundred_requests_at_capacity_beside_a_viewer_that_stalls() -> None:
         assert [a.result().status_code for a in answers] == [200] * 200
         assert all(a.result().json()["usage"]["completion_tokens"] == 8 for a in answers)
         assert board.dropped == 1
-        assert 0 < longest <= dashboard.WAITING
+        assert 0 < longest <= viewers.WAITING
         while board.viewers:
             sleep(0.01)
         stalled.close()
@@ -247,15 +244,15 @@ def test_memory_is_flat_beside_viewers_that_stall(monkeypatch: pytest.MonkeyPatc
             for one in stalled:
                 one.close()
         # One viewer's queue is all that is ever held: unbounded, or kept, it would be many times that.
-        assert most < 2.5 * dashboard.WAITING * size
+        assert most < 2.5 * viewers.WAITING * size
         assert left < 2 * size
 
 
 def test_there_is_a_limit_of_viewers(live: Live) -> None:
-    held = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(dashboard.VIEWERS)]
+    held = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(viewers.VIEWERS)]
     for one in held:
         one.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
-    while len(live.app.state.dashboard.viewers) < dashboard.VIEWERS:
+    while len(live.app.state.dashboard.viewers) < viewers.VIEWERS:
         sleep(0.01)
     assert httpx.get(f"{live.url}/dashboard/events").status_code == 503
     for one in held:
@@ -265,9 +262,9 @@ def test_there_is_a_limit_of_viewers(live: Live) -> None:
 
 
 def sequence(n: int, tokens: int = 11, seconds: float = 1.0, finish: str = "length") -> Sequence:
-    made = Sequence(n, [1], SamplingParams())
+    made = Sequence(Request(n, [1], SamplingParams()))
     made.tokens += [2] * tokens
-    made.first, made.done, made.finish = 10.0, 10.0 + seconds, FinishReason(finish)
+    made.clock.first, made.clock.done, made.finish = 10.0, 10.0 + seconds, FinishReason(finish)
     return made
 
 
@@ -312,10 +309,10 @@ def test_a_trial_turns_speculation_off_for_half_and_leaves_wishes_alone(live: Li
     assert sum(c is None or c["num_draft_tokens"] == 0 for c in counts) == 4
     assert wish["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
     assert len({a["choices"][0]["text"] for a in answers}) == 1, "the text is the same in both arms"
-    state = live.app.state.dashboard.trial.result()
+    state = live.service.trials.state() or {}
     assert state["complete"]
     assert state["ended"] == {ON: 4, OFF: 4}
-    live.app.state.dashboard.stop()
+    live.service.trials.stop()
 
 
 def test_another_sites_page_cannot_start_a_trial(live: Live) -> None:
@@ -340,21 +337,3 @@ def test_a_plain_server_has_nothing_to_compare() -> None:
         refused = httpx.post(f"{live.url}/dashboard/trial", json={"requests": 8})
         assert refused.status_code == 400
         assert "decodes plainly" in refused.json()["error"]["message"]
-
-
-def test_top_prints_the_figures(live: Live) -> None:
-    shown = CliRunner().invoke(cli, ["top", live.url, "--once", "--window", "1"])
-    assert shown.exit_code == 0, shown.output
-    assert "tokens/s" in shown.output
-    assert "running of 4" in shown.output
-    assert "Too few requests to say" in shown.output
-    assert "estimated" in shown.output
-
-
-def test_top_says_what_is_missing() -> None:
-    with serving(builtin(), Settings(model_name="code", api_keys=("secret",))) as guarded:
-        refused = CliRunner().invoke(cli, ["top", guarded.url, "--once"])
-        assert refused.exit_code == 2
-        assert "OUTRIDER_API_KEY" in refused.output + refused.stderr
-        shown = CliRunner().invoke(cli, ["top", guarded.url, "--once", "--window", "1", "--api-key", "secret"])
-        assert shown.exit_code == 0

@@ -20,16 +20,17 @@ from xgrammar import CompiledGrammar
 
 from outrider import LLM, SamplingParams
 from outrider.control import Fixed
-from outrider.core import compiling
-from outrider.core.compiling import CompilerProcess, TooSlow
+from outrider.core import child
+from outrider.core.child import Child, TooSlow
+from outrider.core.compiling import compiler
 from outrider.core.grammar import MAX_DEPTH, Grammar, Grammars
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Budget
-from outrider.decode import Sequence
 from outrider.drafters.base import DraftContext, NoDraft
 from outrider.drafters.combine.guard import legal
-from outrider.serve.service import COMPILE_SECONDS
+from outrider.engine.request import Request
+from outrider.serve.lanes import SECONDS
 
 PATTERN = r"[a-d]{2}(-[0-9]+){1,3}"
 ENDLESS = {"type": "string", "pattern": "^(([a-z]{1,30}){1,30}){1,30}$"}
@@ -76,7 +77,7 @@ def test_text_under_a_grammar_is_plain_decodings_for_random_trees(llm: LLM, gram
         decoder = Loop(target, drafter, controller=Fixed(*budget.parts), **options)
         compiled = grammars.compiled(Grammar.regex(PATTERN))
         requests = [
-            Sequence(
+            Request(
                 i, llm.encode("x = "), SamplingParams(temperature=t, max_tokens=20), i, mask=grammars.mask(compiled)
             )
             for i, t in enumerate([0, 1, 1.5])
@@ -106,7 +107,7 @@ def test_illegal_guesses_are_cut_with_what_hangs_on_them(llm: LLM, grammars: Gra
 
 
 def test_a_grammar_of_another_process_is_the_same(grammars: Grammars) -> None:
-    process = CompilerProcess(grammars.info)
+    process = compiler(grammars.info)
     try:
         for seed, asked in enumerate(
             (
@@ -116,7 +117,7 @@ def test_a_grammar_of_another_process_is_the_same(grammars: Grammars) -> None:
                 Grammar.schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
             )
         ):
-            made = process.compile(asked.method, list(asked.arguments), 60)
+            made = process.ask([asked.method, list(asked.arguments)], 60)
             moved = grammars.mask(CompiledGrammar.deserialize_json(made, grammars._info))
             here, draw, text = grammars.mask(grammars.compiled(asked)), random.Random(seed), [0]
             for _ in range(12):
@@ -128,17 +129,17 @@ def test_a_grammar_of_another_process_is_the_same(grammars: Grammars) -> None:
 
 
 def test_a_grammar_that_takes_too_long_ends_its_process_and_the_next_one_is_compiled(grammars: Grammars) -> None:
-    process = CompilerProcess(grammars.info)
+    process = compiler(grammars.info)
     try:
-        process.compile("compile_regex", ["a"], 60)
-        first = process._child
+        process.ask(["compile_regex", ["a"]], 60)
+        first = process._process
         assert first is not None
         with pytest.raises(TooSlow, match=r"needs more than 0\.5 s"):
             grammars.compiled(Grammar.schema(ENDLESS), process, 0.5)
         assert first.poll() is not None  # nothing of it runs on
         assert grammars.compiled(Grammar.regex("[0-9]{3}x"), process, 60) is not None
-        assert process._child is not None
-        assert process._child.pid != first.pid
+        assert process._process is not None
+        assert process._process.pid != first.pid
     finally:
         process.close()
     with pytest.raises(ChildProcessError):
@@ -147,24 +148,25 @@ def test_a_grammar_that_takes_too_long_ends_its_process_and_the_next_one_is_comp
 
 def test_the_process_starts_without_torch_and_with_a_limit_of_memory(grammars: Grammars) -> None:
     code = (
-        "import sys, json, resource; from outrider.core import compiling as c; made = c._compiler_alone(); c._bound_memory();"
+        "import sys, json, resource; from outrider.core import child, compiling;"
+        "made = compiling.compiler_alone(); child.bound_memory();"
         "print(json.dumps([sys.modules.get('torch') is None, made.__name__, resource.getrlimit(resource.RLIMIT_AS)[0]]))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     bare, name, limit = json.loads(ran.stdout)
     assert bare
     assert name == "xgrammar"
-    assert compiling.MEMORY < limit < 8 * compiling.MEMORY
+    assert child.MEMORY < limit < 8 * child.MEMORY
 
 
 def test_a_slow_grammar_is_moved_aside_and_the_others_do_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow one is held in its second try for as long as the others take."""
     done, lanes, compiled = threading.Event(), [], Grammars.compiled
 
-    def slow(self: Grammars, grammar: Grammar, process: CompilerProcess, seconds: float):
+    def slow(self: Grammars, grammar: Grammar, process: Child, seconds: float):
         lanes.append((grammar.arguments[0], seconds))
         if grammar.arguments[0] == "s{9}":
-            if seconds == COMPILE_SECONDS[0]:
+            if seconds == SECONDS[0]:
                 raise TooSlow("it is slow")
             assert done.wait(60)
         return compiled(self, grammar)
@@ -183,7 +185,7 @@ def test_a_slow_grammar_is_moved_aside_and_the_others_do_not_wait(llm: LLM, monk
         done.set()
         assert held.result().json()["choices"][0]["text"] == "s" * 9
         assert httpx.post(live.url + "/v1/completions", json=body("s{9}"), timeout=60).status_code == 200
-    assert [lane for lane in lanes if lane[0] == "s{9}"] == [("s{9}", COMPILE_SECONDS[0]), ("s{9}", COMPILE_SECONDS[1])]
+    assert [lane for lane in lanes if lane[0] == "s{9}"] == [("s{9}", SECONDS[0]), ("s{9}", SECONDS[1])]
 
 
 def test_only_so_many_grammars_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +256,7 @@ def test_a_grammar_whose_masks_take_long_is_refused_and_ends_its_own_text_only(
     mask = grammars.mask(made)
     asked = [bool(mask.allowed([], 0, []).any()) for _ in range(4)]
     assert asked == [True, True, False, False]
-    request = Sequence(0, llm.encode("x = "), SamplingParams(max_tokens=9), 0, mask=mask)
+    request = Request(0, llm.encode("x = "), SamplingParams(max_tokens=9), 0, mask=mask)
     decoder = Loop(llm.decoder.target, NoDraft(), rows=2, end_ids=llm.loaded.end_ids, tokenizer=llm.tokenizer)
     [text] = decoder.generate([request])
     assert text.finish is not None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from outrider.serve.settings import Settings
+from outrider.serve.options import ServeOptions
 from tests.support.serving import builtin, serving
 
 
 def test_a_browser_finds_a_page_and_leaves_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(builtin(), Settings(model_name="secret-model", api_keys=("secret",))) as live, caplog.at_level("INFO"):
+    with serving(builtin(), ServeOptions(model="secret-model", api_key=["secret"])) as live, caplog.at_level("INFO"):
         page = httpx.get(live.url)
         assert page.status_code == 200
         assert page.headers["content-type"].startswith("text/html")

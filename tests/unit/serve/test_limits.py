@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -21,11 +22,11 @@ from schemathesis.specs.openapi import checks as openapi
 from serving import Live, builtin, serving
 
 from outrider import LLM, SamplingParams
-from outrider.outputs import Delta
+from outrider.core.outputs import Delta
 from outrider.serve import logs
 from outrider.serve.app import create_app
-from outrider.serve.pending import Pace
-from outrider.serve.settings import Settings
+from outrider.serve.openai.pending import Pace
+from outrider.serve.options import ServeOptions
 
 PROMPT = "def quicksort(xs):\n"
 CHECKS = [
@@ -108,7 +109,7 @@ def test_memory_is_bounded_and_shown() -> None:
 
 
 def test_the_key_is_asked_of_everybody_but_the_health_check(llm: LLM) -> None:
-    with serving(llm, Settings(model_name="code", api_keys=("s3cret",))) as live:
+    with serving(llm, ServeOptions(model="code", api_key=["s3cret"])) as live:
         for key in (None, "", "Bearer", "Bearer wrong", "Basic s3cret", "Bearer s3cret2"):
             got = httpx.get(live.url + "/v1/models", headers={"authorization": key} if key else {})
             assert got.status_code == 401
@@ -122,7 +123,7 @@ def test_the_key_is_asked_of_everybody_but_the_health_check(llm: LLM) -> None:
 def test_the_key_is_compared_in_constant_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     compared, compare = [], hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
-    with serving(llm, Settings(model_name="code", api_keys=("s3cret",))) as live:
+    with serving(llm, ServeOptions(model="code", api_key=["s3cret"])) as live:
         for key in ("s", "s3cret", "s3creT", "x" * 5000):
             httpx.get(live.url + "/v1/models", headers={"authorization": f"Bearer {key}"})
     assert compared == [(32, 32)] * 4  # digests, of one length whatever was sent
@@ -139,7 +140,7 @@ def test_health_tells_of_tables_that_are_wrong(llm: LLM) -> None:
 
 
 def test_health_tells_of_an_engine_that_hangs(llm: LLM) -> None:
-    with serving(llm, Settings(model_name="code", stall_timeout=0.2)) as live:
+    with serving(llm, ServeOptions(model="code", host="0.0.0.0", stall_timeout=0.2)) as live:
         assert live.service.engine.stalled == 0
         with Gate(llm) as gate, streaming(live, max_tokens=20) as response:
             assert gate.reached.wait(30)
@@ -156,7 +157,9 @@ def test_no_page_of_another_origin_may_ask_unless_it_is_named(llm: LLM) -> None:
     with serving(llm) as live:
         assert "access-control-allow-origin" not in httpx.options(live.url + "/v1/models", headers=asking).headers
         assert "access-control-allow-origin" not in httpx.get(live.url + "/v1/models", headers=asking).headers
-    with serving(llm, Settings(model_name="code", cors=("http://evil.example",), api_keys=("k",))) as live:
+    with serving(
+        llm, ServeOptions(model="code", host="0.0.0.0", cors_origin=["http://evil.example"], api_key=["k"])
+    ) as live:
         got = httpx.options(live.url + "/v1/models", headers=asking)
         assert got.headers["access-control-allow-origin"] == "http://evil.example"
 
@@ -187,7 +190,7 @@ def test_a_client_that_leaves_takes_its_text_with_it(llm: LLM) -> None:
 
 
 def test_half_a_body_costs_a_connection_and_no_more(llm: LLM) -> None:
-    with serving(llm, Settings(model_name="code", body_timeout=1.0)) as live:
+    with serving(llm, ServeOptions(model="code", host="0.0.0.0", body_timeout=1.0)) as live:
         with socket.create_connection(("127.0.0.1", live.port)) as half:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
             assert b" 408 " in half.recv(1000)
@@ -198,7 +201,7 @@ def test_half_a_body_costs_a_connection_and_no_more(llm: LLM) -> None:
 
 
 def test_a_client_that_does_not_read_is_let_go(llm: LLM) -> None:
-    settings = Settings(model_name="code", send_timeout=0.05)
+    settings = ServeOptions(model="code", host="0.0.0.0", send_timeout=0.05)
     with serving(llm, settings) as live:
         body = json.dumps({**LONG, "stream": True}).encode()
         parts = iter([{"type": "http.request", "body": body}])
@@ -239,7 +242,7 @@ def test_a_full_queue(llm: LLM) -> None:
 
 def test_too_many_requests_leave_the_monitoring_alone_and_half_a_body_is_none(llm: LLM) -> None:
     with (
-        serving(llm, Settings(model_name="code", max_connections=1)) as live,
+        serving(llm, ServeOptions(model="code", host="0.0.0.0", max_connections=1)) as live,
         socket.create_connection(("127.0.0.1", live.port)) as held,
     ):
         held.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
@@ -260,7 +263,7 @@ def test_a_deadline_hands_back_what_was_written(llm: LLM) -> None:
             thread.start()
             assert gate.reached.wait(30)
             [job] = live.service.engine.scheduler.running.values()
-            job.deadline = 0.0
+            job.request = replace(job.request, deadline=0.0)
             gate.open.set()
             thread.join(30)
         assert answer["choices"][0]["finish_reason"] == "abort"
@@ -318,7 +321,7 @@ def test_a_model_that_fails_is_an_error_without_a_trace(llm: LLM) -> None:
 
 def test_a_drafter_that_fails_costs_guesses_and_says_so(llm: LLM) -> None:
     expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0].outputs[0].text
-    drafter = llm.decoder.drafter
+    drafter = llm.drafters["draft_model"]
     propose = drafter.propose
     drafter.propose = lambda batch: 1 / 0  # type: ignore[method-assign,assignment]
     try:
@@ -369,7 +372,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(
 
 
 def test_a_padded_stream_sends_one_token_an_event_on_an_even_clock(llm: LLM) -> None:
-    settings = Settings(model_name="code", pad_stream=0.001)
+    settings = ServeOptions(model="code", host="0.0.0.0", pad_stream=1)
     with serving(llm, settings) as live, streaming(live, max_tokens=30, temperature=0) as response:
         events = [json.loads(line[6:]) for line in response.iter_lines() if line and not line.endswith("[DONE]")]
     texts = [e["choices"][0]["text"] for e in events[:-1]]

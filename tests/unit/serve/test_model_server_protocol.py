@@ -15,14 +15,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Live, builtin, serving
 
-from outrider.serve.settings import Settings
+from outrider.serve.options import ServeOptions
 
 GAUGES = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving(builtin(rows=2), Settings(model_name="code", metrics_prefix="vllm")) as found:
+    with serving(builtin(rows=2), ServeOptions(model="code", metrics_prefix="vllm")) as found:
         yield found
 
 

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from serving import TEMPLATE, Live, builtin, serving
 
 from outrider.serve.errors import Refused
-from outrider.serve.response_store import ResponseStore
-from outrider.serve.settings import Settings
+from outrider.serve.openai.response_store import ResponseStore
+from outrider.serve.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "sort a list"}]
 LOOK = {
@@ -39,7 +39,7 @@ def live() -> Iterator[Live]:
     calls = "{% for m in messages %}{% for c in m.tool_calls or [] %}# calls {{ c.function.name }}\n{% endfor %}{% endfor %}"
     llm = builtin(2)
     llm.tokenizer.chat_template = calls + TEMPLATE  # type: ignore[union-attr]
-    with serving(llm, Settings(model_name="code", max_responses=20)) as live:
+    with serving(llm, ServeOptions(model="code", max_responses=20)) as live:
         yield live
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 
 import httpx
 import openai
@@ -14,7 +13,7 @@ from hypothesis import settings as quick
 from hypothesis import strategies as st
 from serving import TEMPLATE, Live, builtin, serving
 
-from outrider.serve.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered, spelled_out
+from outrider.serve.openai.tools import FORMATS, PLAIN, ToolCallReader, ToolOffer, chosen, offered, spelled_out
 
 LOOK = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [
@@ -158,7 +157,7 @@ def live() -> Iterator[Live]:
 
 @pytest.mark.parametrize("parser", ["none", *FORMATS])
 def test_a_call_that_is_asked_for_is_certain_and_the_same_with_and_without_guesses(live: Live, parser: str) -> None:
-    live.service.settings = replace(live.service.settings, tool_call_parser=parser)
+    live.service.settings = live.service.settings.with_(tool_call_parser=parser)
     body = {"model": "code", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "temperature": 1.2}
     stop = {"type": "function", "function": {"name": "stop"}}
     with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
@@ -193,7 +192,7 @@ def test_a_call_that_is_asked_for_is_certain_and_the_same_with_and_without_guess
 
 def test_calls_that_a_model_writes_of_itself_and_broken_ones(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is set by a grammar of one choice: what a model would write."""
-    live.service.settings = replace(live.service.settings, tool_call_parser="auto")
+    live.service.settings = live.service.settings.with_(tool_call_parser="auto")
     monkeypatch.setattr(live.service.llm.tokenizer, "chat_template", TEMPLATE + "{# <tool_call> #}")
     for text, content, calls in (
         (
@@ -269,7 +268,7 @@ def test_an_opening_that_is_a_special_token_is_seen_and_other_special_tokens_are
     tokenizer = live.service.llm.tokenizer
     special = property(lambda self: ["<|endoftext|>", "[TOOL_CALLS]"])
     monkeypatch.setattr(type(tokenizer), "all_special_tokens", special)
-    live.service.settings = replace(live.service.settings, tool_call_parser="mistral")
+    live.service.settings = live.service.settings.with_(tool_call_parser="mistral")
     for text, content, calls in ((f"So: [TOOL_CALLS][{ONE}]", "So:", ["look"]), ("plain", "plain", [])):
         body = {
             "messages": [{"role": "user", "content": "x"}],

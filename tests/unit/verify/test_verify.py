@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from outrider.config import SpeculativeConfig
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import chain, tree
 from outrider.core.types import Draft, Guarantee, Siblings
+from outrider.drafters.config import SpeculativeConfig
 from outrider.verify import VERIFIERS, FixedDistribution, block, match, rejection, traversal
 
 ALL = list(VERIFIERS)

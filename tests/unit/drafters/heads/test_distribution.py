@@ -19,7 +19,7 @@ from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.medusa import MedusaDrafter, MedusaWeights
-from outrider.drafters.heads.reader import EagleWeights
+from outrider.drafters.heads.reader import HeadWeights
 from outrider.models.native_llama import LlamaModel
 from outrider.models.nodes import Nodes
 
@@ -50,7 +50,7 @@ def eagle(kept: tuple[int, ...]) -> EagleDrafter:
     tensors = {
         n: torch.randn_like(t) * 0.5 if t.dim() == 2 else t for n, t in head.state_dict().items() if "embed" not in n
     }
-    return EagleDrafter(EagleModel(EagleWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64)
+    return EagleDrafter(EagleModel(HeadWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64)
 
 
 def medusa(kept: tuple[int, ...]) -> MedusaDrafter:
@@ -107,7 +107,7 @@ def test_the_distribution_is_the_targets(
     expected = [*(want[t] for t in big), samples - sum(want[t] for t in big)]
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True) if e > 0)
     assert chi2.sf(statistic, len(big)) > 1e-4
-    assert sum(map(sum, (r.accepted for r in rows))) > 0
+    assert sum(map(sum, (r.counts.accepted for r in rows))) > 0
 
 
 EXACT = exact()

@@ -24,7 +24,7 @@ from outrider.drafters.heads.config import FINAL_NORM, HeadConfig
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import EagleWeights, read_eagle
+from outrider.drafters.heads.reader import HeadWeights, read_eagle
 from outrider.engine import Engine
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, check_drafter, context
@@ -34,16 +34,16 @@ TABLE = TARGET.model.embedding_rows(torch.arange(128))
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
 
 
-def eagle1() -> EagleWeights:
+def eagle1() -> HeadWeights[HeadConfig]:
     torch.manual_seed(3)
     config = HeadConfig.for_target(TARGET.config, eagle1=True, taps=(FINAL_NORM,), fc_bias=True)
     head = Eagle(config).initialise_(TABLE, TARGET.model.head_rows(torch.arange(128)))
     tensors = {n: torch.randn_like(t) * 0.2 if t.dim() == 2 else t for n, t in head.state_dict().items()}
     del tensors["embed_tokens.weight"]
-    return EagleWeights(config, {n: t.detach() for n, t in tensors.items()}, torch.arange(128))
+    return HeadWeights(config, {n: t.detach() for n, t in tensors.items()}, torch.arange(128))
 
 
-def weights(name: str) -> EagleWeights:
+def weights(name: str) -> HeadWeights[HeadConfig]:
     return eagle1() if name == "eagle1" else read_eagle(GOLDEN / name, TARGET)
 
 
@@ -85,7 +85,7 @@ def chain_of(head: Eagle, tokens: list[int], read: Tensor, depth: int) -> list[i
 
 def reference(name: str, tokens: list[int], depth: int = 5) -> list[int]:
     head = weights(name)
-    return chain_of(head.module(TABLE).eval(), tokens, features(tokens[:-1], head.config.taps), depth)
+    return chain_of(Eagle.of(head, TABLE).eval(), tokens, features(tokens[:-1], head.config.taps), depth)
 
 
 def proposed(made: EagleDrafter, tokens: list[int], depth: int = 5) -> list[int]:
@@ -154,7 +154,7 @@ def test_chains_in_one_call_are_those_grown_level_by_level(temperature: float) -
 def test_every_path_of_a_tree_is_a_chain(name: str) -> None:
     """The logits after a node are those of a head that drafted that path alone."""
     made = fresh(drafter(name), PROMPT)
-    head = weights(name).module(TABLE).eval()
+    head = Eagle.of(weights(name), TABLE).eval()
     seen: dict[tuple[int, ...], Tensor] = {}
     forward, ingest = made._forward, made._ingest
 
@@ -257,7 +257,7 @@ def test_a_draft_depends_on_the_text_alone(name: str, budget: Budget, chunk: int
     rows = loop.generate(asked)
     assert [r.output for r in rows] == plain_texts(TARGET.model, asked)
     assert made.compared >= (10 if budget.depth else 0)
-    assert not budget.depth or sum(map(sum, (r.accepted for r in rows))) > 8
+    assert not budget.depth or sum(map(sum, (r.counts.accepted for r in rows))) > 8
     assert not made._queue.waiting
     assert not made._fed_back
     assert made.cache.length == [0] * 4
@@ -373,7 +373,6 @@ def test_no_text_changes(params: str, budget: Budget) -> None:
             TARGET.model, drafter(name, 3), controller=Fixed(4, budget.width, budget.nodes), rows=3, max_length=128
         )
         assert [r.output for r in loop.generate(asked)] == plain_texts(TARGET.model, asked, end_ids=())
-        asked = [r.fresh() for r in asked]
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "traversal"])
@@ -403,21 +402,21 @@ def test_a_prompt_longer_than_the_heads_positions() -> None:
     ]
     rows = loop.generate(asked)
     assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
-    assert rows[0].drafted[2] == 4
-    assert rows[0].drafted[-1] == 0
-    assert sum(rows[1].drafted) == 0
+    assert rows[0].counts.drafted[2] == 4
+    assert rows[0].counts.drafted[-1] == 0
+    assert sum(rows[1].counts.drafted) == 0
 
 
 def test_prefix_cache_and_preemption() -> None:
     llm = LLM(TARGET, drafter=lucky(), max_num_seqs=3, max_model_len=160)
-    with closing(Engine(llm, kv_tokens=240, prefill_chunk=16)) as engine:
+    with closing(Engine(llm.runtime, kv_tokens=240, prefill_chunk=16)) as engine:
         params = SamplingParams(max_tokens=90, seed=5, ignore_eos=True)
         jobs = [read(request(PROMPT[:n], params)) for n in (48, 59, 50, 55)]
         texts = run(engine, jobs)
         assert engine.scheduler.preemptions > 0
         assert engine.stats.prefix_hits > 0
         assert engine.roster.failures == 0
-    assert [t.output for t in texts] == plain_texts(TARGET.model, [j.sequence for j in jobs])
+    assert [t.output for t in texts] == plain_texts(TARGET.model, [j.request for j in jobs])
 
 
 def test_lower_precision_drafts_nearly_the_same() -> None:

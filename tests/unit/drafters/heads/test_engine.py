@@ -13,10 +13,9 @@ from helpers import plain_texts, request
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.heads.block import BlockDrafter
-from outrider.drafters.heads.block_reader import read_block
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.reader import read_block, read_eagle
 from outrider.engine import Engine
 from outrider.engine.memory import Memory, per_token
 from outrider.models.cache import SCRATCH
@@ -59,16 +58,15 @@ def test_other_rows_without_a_head() -> None:
         max_num_seqs=3,
         max_model_len=160,
     )
-    with closing(Engine(llm, prefill_chunk=16)) as engine:
+    with closing(Engine(llm.runtime, prefill_chunk=16)) as engine:
         params = SamplingParams(max_tokens=30, seed=5, temperature=1, ignore_eos=True)
         asked = [request(PROMPT[:n], params, seed=n) for n in (1, 40, 50, 59)]
-        for sequence, method in zip(asked, (None, "none", "suffix", None), strict=True):
-            sequence.method = method
-        texts = run(engine, [read(s) for s in asked])
+        methods = (None, "none", "suffix", None)
+        texts = run(engine, [read(s, method=method) for s, method in zip(asked, methods, strict=True)])
         assert engine.roster.failures == 0
     assert [t.output for t in texts] == plain_texts(TARGET.model, asked)
-    assert sum(texts[3].drafted) > 0
-    assert sum(texts[1].drafted) == 0
+    assert sum(texts[3].counts.drafted) > 0
+    assert sum(texts[1].counts.drafted) == 0
 
 
 @pytest.mark.parametrize("make", [eagle, block])

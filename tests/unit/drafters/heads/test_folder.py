@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
-from outrider.config import SpeculativeConfig
 from outrider.drafters import make_drafter, make_drafters
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.files import open_head
@@ -24,7 +24,7 @@ from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.builtin.download import DOWNLOADS, find
-from outrider.models.load import SYNTHETIC, load
+from outrider.models.load import load
 
 TARGET = small_target()
 HEAD = str(GOLDEN / "eagle31")
@@ -133,7 +133,7 @@ def test_a_file_with_the_content_of_a_builtin_model_has_its_head(
 
 @pytest.mark.parametrize("folder", sorted(p for p in HEADS.iterdir() if p.is_dir()), ids=lambda p: p.name)
 def test_shipped_heads_are_whole_and_small(folder: Path) -> None:
-    assert f"builtin:{folder.name}" in {*DOWNLOADS, *SYNTHETIC, "builtin:code"}
+    assert f"builtin:{folder.name}" in {*DOWNLOADS, "builtin:code"}
     opened = open_head(folder)
     assert opened.kind == "eagle3"
     assert "embed_tokens.weight" not in opened.tensors, "the embedding is the target's"

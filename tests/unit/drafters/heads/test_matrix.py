@@ -20,12 +20,11 @@ from outrider.control import Fixed
 from outrider.core.types import Draft
 from outrider.drafters.base import DraftContext
 from outrider.drafters.heads.block import BlockDrafter
-from outrider.drafters.heads.block_reader import read_block
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
 from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.reader import read_block, read_eagle
 from outrider.engine import Engine
 from outrider.models.base import FINAL_NORM
 from outrider.models.nodes import Nodes
@@ -72,20 +71,20 @@ def test_an_engine_changes_no_text(name: str, width: int, tmp_path: Path) -> Non
     config = {"model": str(folder), "controller": "fixed", "num_speculative_tokens": 3}
     config |= {"tree_width": 3, "tree_nodes": 7} if width > 1 else {}
     llm = LLM(TARGET, speculative_config=config, max_num_seqs=3, max_model_len=160)
-    with closing(Engine(llm, kv_tokens=200, prefill_chunk=16)) as eng:
+    with closing(Engine(llm.runtime, kv_tokens=200, prefill_chunk=16)) as eng:
         asked = [
             request(PROMPT[:n], SamplingParams(max_tokens=40, temperature=t, seed=5, ignore_eos=True), seed=n)
             for n, t in ((48, 1.0), (59, 0.0), (50, 0.7), (55, 1.0))
         ]
-        asked[2].mask = EveryThird()
-        asked[3].method = "none"
+        asked[2] = replace(asked[2], mask=EveryThird())
+        asked[3] = replace(asked[3], method="none")
         texts = run(eng, [read(s) for s in asked])
         assert eng.scheduler.preemptions > 0
         assert eng.stats.prefix_hits > 0
         assert eng.roster.failures == 0
     assert [t.output for t in texts] == plain_texts(TARGET.model, asked)
-    assert all(sum(texts[n].drafted) > 10 for n in (0, 1, 2))
-    assert sum(texts[3].drafted) == 0
+    assert all(sum(texts[n].counts.drafted) > 10 for n in (0, 1, 2))
+    assert sum(texts[3].counts.drafted) == 0
     assert all((a + b) % 3 for a, b in zip([PROMPT[49], *texts[2].output], texts[2].output, strict=False))
 
 

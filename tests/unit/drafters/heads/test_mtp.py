@@ -23,9 +23,9 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 
 from outrider import SamplingParams
 from outrider.cli.tune import candidates
-from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.drafters import make_drafter, make_drafters
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.mtp import MtpModel as OurMtp
 from outrider.drafters.heads.mtp import MtpWeights, has_mtp
@@ -196,7 +196,7 @@ def test_no_text_changes(kind: str, folders: dict[str, Path]) -> None:
         loop.chunk = 7
         rows = loop.generate(asked)
         assert [r.output for r in rows] == plain_texts(loaded.model, asked, end_ids=())
-        assert sum(map(sum, (r.drafted for r in rows))) > 12
+        assert sum(map(sum, (r.counts.drafted for r in rows))) > 12
     if kind == "glm4_moe":
         loop = Loop(loaded.model, drafter(), "rejection", controller=Fixed(2), rows=2, max_length=96)
         assert all(len(r.output) == 5 for r in loop.generate(asked))
@@ -225,7 +225,7 @@ def test_a_target_with_recurrent_layers(tmp_path: Path) -> None:
         loop.chunk = 7
         rows = loop.generate(asked)
         assert [r.output for r in rows] == want
-        assert sum(map(sum, (r.drafted for r in rows))) > 12
+        assert sum(map(sum, (r.counts.drafted for r in rows))) > 12
 
 
 def test_it_is_found(folders: dict[str, Path]) -> None:

@@ -18,21 +18,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.core.types import Budget, Draft
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.base import DraftContext
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.block import BlockDrafter, BlockModel
 from outrider.drafters.heads.block_module import BlockModule
-from outrider.drafters.heads.block_reader import read_block
 from outrider.drafters.heads.files import head_kind, open_head
 from outrider.drafters.heads.lattice import ParallelDrafter, grown_lattice
 from outrider.drafters.heads.medusa import MedusaDrafter, MedusaWeights, read_medusa
 from outrider.drafters.heads.medusa_module import MedusaModule
 from outrider.drafters.heads.parallel_writer import write_block, write_medusa
 from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.reader import read_block, read_eagle
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, HOT, check_drafter, context
 
@@ -234,7 +233,7 @@ def test_no_text_changes(name: str, params: str, makers: dict[str, Callable[[], 
         loop.chunk = 7
         rows = loop.generate(asked)
         assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
-        assert sum(map(sum, (r.drafted for r in rows))) > 20
+        assert sum(map(sum, (r.counts.drafted for r in rows))) > 20
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "traversal"])
@@ -295,9 +294,9 @@ def test_a_text_longer_than_the_head(tmp_path: Path) -> None:
     ]
     rows = loop.generate(asked)
     assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
-    assert rows[0].drafted[2] > 0
-    assert rows[0].drafted[-1] == 0
-    assert sum(rows[1].drafted) == 0
+    assert rows[0].counts.drafted[2] > 0
+    assert rows[0].counts.drafted[-1] == 0
+    assert sum(rows[1].counts.drafted) == 0
 
 
 # -- folders --------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from helpers import Loop, plain_texts, request
 from torch import Tensor
 
 from outrider import SamplingParams
-from outrider.config import SpeculativeConfig
 from outrider.control import Fixed
 from outrider.drafters import make_drafter
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.peagle import PEagleDrafter
 from outrider.drafters.heads.reader import read_eagle
@@ -93,8 +94,8 @@ def test_a_text_longer_than_the_head(tmp_path: Path) -> None:
     asked = [request(PROMPT[:40], SamplingParams(max_tokens=30, temperature=0))]
     rows = Loop(TARGET.model, drafter("", folder=short), controller=Fixed(4), rows=1, max_length=256).generate(asked)
     assert [r.output for r in rows] == plain_texts(TARGET.model, asked, end_ids=())
-    assert rows[0].drafted[2] > 0
-    assert rows[0].drafted[-1] == 0
+    assert rows[0].counts.drafted[2] > 0
+    assert rows[0].counts.drafted[-1] == 0
 
 
 def test_its_embedding_is_its_own_without_a_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -134,4 +135,4 @@ def test_kinds(tmp_path: Path) -> None:
     flat = copied("peagle", tmp_path, {"speculators_model_type": None})
     assert head_kind(flat) == "peagle"  # by its tensors
     with pytest.raises(ValueError, match="cannot be trained or written"):
-        read_eagle(GOLDEN / "peagle", TARGET).module(torch.zeros(128, 32))
+        Eagle.of(read_eagle(GOLDEN / "peagle", TARGET), torch.zeros(128, 32))

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from outrider.drafters.heads.eagle_module import Eagle
 from outrider.drafters.heads.files import head_kind, open_head
-from outrider.drafters.heads.reader import EagleWeights, read_eagle
+from outrider.drafters.heads.reader import HeadWeights, read_eagle
 from outrider.drafters.heads.writer import write_eagle
 
 TARGET = small_target()
 TABLE = TARGET.model.embedding_rows(torch.arange(128))
 
 
-def module(read: EagleWeights) -> Eagle:
-    return read.module(TABLE).eval()
+def module(read: HeadWeights) -> Eagle:
+    return Eagle.of(read, TABLE).eval()
 
 
 @torch.no_grad()

@@ -17,18 +17,17 @@ from heads import GOLDEN, copied, small_target
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.config import SpeculativeConfig
 from outrider.core.types import Budget
 from outrider.drafters import make_drafter
+from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.block import BlockDrafter
-from outrider.drafters.heads.block_reader import read_block
 from outrider.drafters.heads.eagle import EagleDrafter
 from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
 from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.reader import read_block, read_eagle
 from outrider.drafters.heads.selftest import DEPTH, examine, parallel_survival, survival
 from outrider.models.base import BaseModel, Output, Want
 from outrider.models.load import Loaded

@@ -1,0 +1,125 @@
+"""`SamplingParams`: what a request asks for. Names and meanings are vLLM's, and speculation honours every one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+# Below this temperature a text is greedy. Logits divided by less would not fit into a float.
+GREEDY_BELOW = 1e-6
+
+
+class BadParameter(ValueError):
+    """A parameter is out of range. name: its name. The message says what is allowed."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a text ends.
+
+    temperature: 0 is greedy. A value below 1e-6 becomes 0.
+    top_k, top_p, min_p: filters. top_k 0 or -1, top_p 1.0 and min_p 0.0 are off.
+    repetition_penalty: counts the tokens of prompt and output; 1.0 is off.
+    presence_penalty, frequency_penalty: count the tokens of the output; 0.0 is off.
+    logit_bias: token id -> number to add to its logit.
+    bad_words: strings, or lists of token ids, that must not appear.
+    allowed_token_ids: the only tokens that may appear; None allows all.
+    min_tokens: the text does not end before it has this many tokens.
+    max_tokens: the text ends after this many; None means as many as the model's length allows.
+    stop: strings that end the text. They are cut from it unless include_stop_str_in_output is set.
+    stop_token_ids: tokens that end the text. ignore_eos: the model's end token does not end it.
+    skip_special_tokens: leave special tokens out of the text.
+    seed: at most 64 bits. None draws a seed, and the output reports it.
+    prediction: a text, or token ids, that the answer will mostly repeat (OpenAI's predicted outputs). It is drafted from and
+    never changes the answer.
+    n: outputs per prompt.
+    logprobs, prompt_logprobs: how many alternatives to report, from the model's own distribution.
+    stops: `stop` as a tuple; derived.
+
+    Raises BadParameter, a ValueError, for a value out of range. The message says what is allowed.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    prediction: str | Sequence[int] | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stops: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise BadParameter(f"{name} must be {allowed}, got {getattr(self, name)!r:.80}", name)
+
+        check(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or more")
+        whole = isinstance(self.top_k, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+        check(whole and self.top_k >= -1, "top_k", "0 (off) or a positive whole number")
+        check(0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off")
+        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]; 0 is off")
+        check(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "above 0; 1 is off")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more, or None")
+        check(self.min_tokens >= 0, "min_tokens", "0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            more = f"min_tokens={self.min_tokens!s:.20} is more than max_tokens={self.max_tokens!s:.20}"
+            raise BadParameter(f"{more}; raise max_tokens", "min_tokens")
+        check(self.n >= 1, "n", "1 or more")
+        check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None")
+        check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more, or None")
+        check(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "None or not empty"
+        )
+        check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a whole number of at most 64 bits, or None")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if any(not isinstance(s, str) or not s for s in stops):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = f"{self.stop!r:.80}"
+            raise BadParameter(f"stop must be non-empty strings, got {got}; for token ids use stop_token_ids", "stop")
+        object.__setattr__(self, "stops", stops)
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the likeliest one. Among equals it is the one with the lowest id."""
+        return self.temperature == 0
+
+    def with_(self, **changes: object) -> SamplingParams:
+        """Return the same parameters with some changed. Raises ValueError as the constructor does."""
+        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise ValueError for token ids outside [0, vocab_size)."""
+        named = {
+            "logit_bias": list(self.logit_bias or ()),
+            "allowed_token_ids": list(self.allowed_token_ids or ()),
+            "stop_token_ids": list(self.stop_token_ids),
+            "prediction": () if isinstance(self.prediction, str) else (self.prediction or ()),
+            "bad_words": [t for w in self.bad_words if not isinstance(w, str) for t in w],
+        }
+        for name, ids in named.items():
+            wrong = [t for t in ids if not 0 <= int(t) < vocab_size]
+            if wrong:
+                holds = f"{wrong[:5]!s:.80}"
+                raise BadParameter(f"{name} holds {holds}, outside the vocabulary of {vocab_size} tokens", name)

@@ -1,0 +1,240 @@
+"""Calibration: measures once what steps cost, and keeps it in the user's cache. It makes the planner of a model.
+
+The result is a `CostModel`. It holds for one machine, these models, their precision and this number of threads. A second at load
+is enough: the planner corrects the costs by every step (`outrider.control.Costs`). `outrider calibrate` measures more sizes, more
+often, for reports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from outrider.control import Controller, CostModel, Costs, DraftCost, Fixed, Planner
+from outrider.control.costs import assumed
+from outrider.core.files import cache_folder, written_whole
+from outrider.core.params import SamplingParams
+from outrider.core.types import Budget, Draft
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.registry import METHODS, chain_kind, level_cost, lookup_names, method_of
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
+from outrider.kernels.machine import machine
+from outrider.models.base import LanguageModel
+from outrider.models.checkpoint import fingerprint
+from outrider.models.load import Loaded
+from outrider.models.packs import store
+
+REVISION = "4"  # of this method of measurement; costs that an older one has stored are measured again
+AT_LOAD, WHOLE = (1, 4, 16), (1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Nodes of the forwards that are measured, at load and by `outrider calibrate`."""
+ROUNDS = 8
+"""Rounds of `outrider calibrate`."""
+_PROMPT, _FEW, _MANY = 33, 2, 6  # tokens that are read, and the levels of two chains
+_SLOW = 0.15  # seconds of a plain step from which on everything is measured once at load
+
+
+def conditions() -> dict[str, str]:
+    """What a measurement holds for, apart from the models."""
+    facts = machine()
+    return {
+        "calibration": REVISION,
+        "threads": str(torch.get_num_threads()),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **{name: str(facts[name]) for name in ("outrider", "torch", "cpu", "cores", "kernels")},
+    }
+
+
+def costs_of(config: SpeculativeConfig, target: Loaded) -> dict[str, str]:
+    """What a measurement holds for: the target and the drafter, with their settings and the present state of their files.
+
+    Other weights of the same shape may have other costs: they choose experts, and the layers of layer_skip.
+    """
+    free = {"controller", "verifier", "prediction", "num_speculative_tokens", "tree_width", "tree_nodes"}
+    draft = config.model_dump_json(exclude=free, fallback=str)
+    cells = "" if target.kv_cache_dtype == "auto" else f" {target.kv_cache_dtype} keys and values"
+    return {
+        "target": f"{target.source} {target.weights} {fingerprint(target.source)}{cells}",
+        "draft": f"{draft} {fingerprint(config.model)} {fingerprint(config.layers)} "
+        f"{fingerprint(config.speculative_token_map)}",
+    }
+
+
+def make_planner(
+    config: SpeculativeConfig,
+    target: Loaded,
+    drafters: Mapping[str, Drafter],
+    lengths: Controller | None = None,
+    whole: bool = False,
+) -> Planner:
+    """The planner of a model and its drafters, with the costs that this machine has for them.
+
+    Costs that are not stored are measured now and stored; those of drafters that others wrote are learned from the steps.
+    lengths: a controller that says how long drafts are; None for what the configuration says. Fixed lengths need no costs. whole:
+    measure with `WHOLE` sizes and `ROUNDS`, whatever is stored.
+    """
+    shares = {name: level_cost(name, drafter, target.model) for name, drafter in drafters.items()}
+    kinds = {name: chain_kind(name, share) for name, share in shares.items() if name not in lookup_names(drafters)}
+    if lengths is None and not config.adaptive:
+        lengths = Fixed(config.budget.depth, config.budget.width, config.budget.nodes)
+    if lengths is not None:
+        return Planner(config.budget, Costs(assumed(1.0, shares)), kinds, lengths)
+    models = {name: drafters[name] for name in kinds if (method := method_of(name)) and method.name in METHODS}
+    return Planner(config.budget, Costs(costs(config, target, models, whole), _store), kinds)
+
+
+def costs(config: SpeculativeConfig, target: Loaded, models: Mapping[str, Drafter], whole: bool = False) -> CostModel:
+    """The stored costs of a target and its drafters. If there are none, they are measured and stored.
+
+    Of two measurements of one thing the faster one is stored. The steps of the model correct it, see `Costs`.
+    models: the drafters that cost something, by name. whole: as for `make_planner`.
+    """
+    key = {**conditions(), **costs_of(config, target), "drafters": ",".join(sorted(models))}
+    before = _stored(_place(key))
+    before = before if before is not None and before.key == key else None
+    if before is not None and not whole:
+        return before
+    found = measure(target.model, models, key, WHOLE if whole else AT_LOAD, ROUNDS if whole else 2)
+    found = found if before is None else found.faster(before)
+    _store(found)
+    return found
+
+
+def _place(key: Mapping[str, str]) -> Path:
+    return cache_folder() / f"cost-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
+
+
+def _store(model: CostModel) -> None:
+    with suppress(OSError), written_whole(_place(model.key)) as part:  # else they are measured again at the next start
+        part.write_text(model.to_json(), encoding="utf-8")
+
+
+def all_stored() -> list[CostModel]:
+    """The cost models of this machine as it is now, by the names in their keys."""
+    here, found = conditions(), list[CostModel]()
+    for path in sorted(cache_folder().glob("cost-*.json")):
+        model = _stored(path)
+        if model is not None and all(model.key.get(name) == value for name, value in here.items()):
+            found.append(model)
+    return sorted(found, key=lambda model: (model.key["target"], model.key["draft"]))
+
+
+def measure(
+    target: LanguageModel,
+    models: Mapping[str, Drafter],
+    key: Mapping[str, str],
+    sizes: tuple[int, ...] = AT_LOAD,
+    rounds: int = 2,
+) -> CostModel:
+    """Measure a cost model in real steps over a text of `_PROMPT` tokens.
+
+    Every setting is timed once a round, and its fastest time counts: other programs can only slow a step down. The first round
+    does not count. models: drafters that cost something; they forget the text. sizes: nodes of a forward, the root counted.
+    """
+    store.wait()  # a pack that is being written slows some of the steps
+    with Workbench(target, Wrong()) as bench:
+        sizes = tuple(n for n in sizes if n == 1 or bench.room > 2 * n) if bench.room > 2 else (1,)
+        first = bench.seconds(1)[1]
+        if first > _SLOW and sizes == AT_LOAD:
+            rounds = 1
+        seconds = {n: min(bench.seconds(n)[1] for _ in range(rounds + (n == 1))) for n in sizes}
+        for few, many in zip(sizes[-2::-1], sizes[:0:-1], strict=True):  # more nodes never take less
+            seconds[few] = min(seconds[few], seconds[many])
+    drafters = {name: _drafter(target, drafter, rounds - (rounds == 2)) for name, drafter in models.items()}
+    return CostModel(dict(key), seconds, {name: cost for name, cost in drafters.items() if cost is not None})
+
+
+def _drafter(target: LanguageModel, drafter: Drafter, rounds: int) -> DraftCost | None:
+    """What a drafter costs; None if it cannot draft here, as on a target with a very short context."""
+    error = getattr(drafter, "error", None)
+    few = many = whole = float("inf")
+    read = 1
+    for turn in range(rounds + 1):
+        with Workbench(target, drafter) as bench:
+            if bench.room <= _FEW + 2 * _MANY:
+                return None
+            read = max(drafter.missing(bench.slot, bench.tokens), 0)
+            reading = bench.seconds(1 + _FEW)[0]
+            times = bench.seconds(1 + _FEW)[0], bench.seconds(1 + _MANY)[0]
+        if turn:  # the first round reads the weights for the first time
+            whole, few, many = min(whole, reading), min(few, times[0]), min(many, times[1])
+    if error is not None:
+        drafter.error = type(error)()  # pyright: ignore[reportAttributeAccessIssue]  # that text was none
+    level = max((many - few) / (_MANY - _FEW), 1e-7)
+    return DraftCost(max(few - _FEW * level, 1e-7), level, max(whole - few, 0.0) / read if read > 1 else 0.0)
+
+
+def _stored(path: Path) -> CostModel | None:
+    try:
+        return CostModel.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # there is none, or it is damaged, or of an older version
+
+
+class Wrong(BaseDrafter):
+    """Always proposes one token, which is almost never right. Speculation must still be exact, only slower."""
+
+    def __init__(self, token: int = 0) -> None:
+        self.token = token
+
+    def propose(self, context: DraftContext) -> Draft:
+        return chains(context, [[self.token] * b.depth for b in context.budgets])
+
+
+class Workbench:
+    """A decoder with one sequence. room: draft tokens that its text has room for."""
+
+    def __init__(self, target: LanguageModel, drafter: Drafter) -> None:
+        self.asked, length = Fixed(0), min(4 * _PROMPT + 64, target.max_length)
+        self.decoder = Decoder(target, drafter, controller=self.asked, rows=1, max_length=length)
+        count = min(_PROMPT, length // 3)
+        prompt = [(7 * n + 1) % target.vocab_size for n in range(max(count, 1))]
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        self.row = self.decoder.start(Request(0, prompt, params))
+        self.room = length - len(prompt) - 2
+
+    def __enter__(self) -> Workbench:
+        while self.decoder.waiting:
+            self.decoder.prefill(self.row)
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.decoder.release(self.row.slot)
+
+    @property
+    def slot(self) -> int:
+        return self.row.slot
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.row.tokens
+
+    def seconds(self, nodes: int) -> tuple[float, float]:
+        """Time a step over so many nodes: its draft, and the rest."""
+        self.asked.budget = Budget(nodes - 1)
+        began = perf_counter()
+        step = self.decoder.round([self.row])
+        taken, draft = perf_counter() - began, step.seconds["draft"]
+        return draft, taken - draft
+
+
+__all__ = [
+    "AT_LOAD",
+    "ROUNDS",
+    "WHOLE",
+    "Workbench",
+    "Wrong",
+    "all_stored",
+    "conditions",
+    "costs",
+    "costs_of",
+    "make_planner",
+    "measure",
+]

@@ -1,0 +1,383 @@
+"""The loop: propose, forward, verify, commit. Plain decoding is the same loop with a drafter that proposes nothing.
+
+Invariant before and after every step, for every row that decodes: `cache.length[row] == len(tokens) - 1`, and the last
+token is the root of the next draft.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import abc
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from outrider.control import Controller, Fixed
+from outrider.core.noise import Noise
+from outrider.core.params import BadParameter
+from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
+from outrider.core.stopping import StopChecker
+from outrider.core.types import Commit, Draft, Guarantee, Step, Verdict
+from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
+from outrider.engine.request import Request, Sequence
+from outrider.kernels import cpu as native
+from outrider.models.base import LanguageModel, Output
+from outrider.models.cache import SlotCache
+from outrider.models.nodes import Nodes
+from outrider.verify import VERIFIERS
+
+_NO_DRAFT = NoDraft()
+PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
+
+
+class PrefixSource(Protocol):
+    """Keys and values of texts that were read before."""
+
+    def fetch(self, cache: SlotCache, slot: int, tokens: abc.Sequence[int]) -> tuple[int, torch.Tensor | None]:
+        """Put the longest known start of `tokens` into an empty slot and commit it.
+
+        Returns its length, and the features [token, feature] of the tapped layers if they were kept.
+        """
+        ...
+
+    def keep(
+        self, cache: SlotCache, slot: int, tokens: abc.Sequence[int], features: torch.Tensor | None, first: int = 0
+    ) -> int:
+        """Remember a slot, which holds `tokens`. features: float [token, feature] of the tapped layers, from token `first` on;
+        None without taps. Returns the place of the first token whose features a later call may need."""
+        ...
+
+    def parting(self, tokens: abc.Sequence[int]) -> int:
+        """How many of these tokens earlier texts begin with."""
+        ...
+
+
+class _Laps:
+    """Seconds between calls, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._then = perf_counter()
+
+    def __call__(self, name: str) -> None:
+        now = perf_counter()
+        self.seconds[name], self._then = now - self._then, now
+
+
+class Decoder:
+    """Continues sequences in the slots of one cache. Sequences join and leave between steps.
+
+    sequences: those that have a slot, by slot, in order of admission. free: the other slots. waiting: sequences whose tokens
+    are not all in the cache yet. chunk: prompt tokens per forward.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter | None = None,
+        verifier: str = "match",
+        controller: Controller | None = None,
+        *,
+        rows: int = 8,
+        max_length: int | None = None,
+        end_ids: abc.Sequence[int] = (),
+        tokenizer: Any | None = None,
+        prefixes: PrefixSource | None = None,
+    ) -> None:
+        """rows: slots of the cache. max_length: tokens of prompt and output of a sequence. end_ids: the model's end tokens.
+        tokenizer: for text. prefixes: where starts of prompts are found that were read before; None reads every prompt."""
+        self.target, self.drafter = target, drafter or NoDraft()
+        self.verifier = VERIFIERS[verifier]
+        self.controller = controller or Fixed(5)
+        self.max_length = min(max_length or target.max_length, target.max_length)
+        self.end_ids, self.tokenizer = tuple(end_ids), tokenizer
+        self.prefixes, self.chunk = prefixes, PREFILL_CHUNK
+        self.cache = target.new_cache(rows, self.max_length)
+        self.free = list(range(rows))[::-1]
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self._batch: tuple[tuple[int, ...], LogitsWarper, torch.Tensor] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Nothing drafts."""
+        return isinstance(self.drafter, NoDraft)
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What holds for the texts. Where logits change with the batch, a near-tie may fall the other way. Then only the
+        distribution is promised."""
+        if not self.target.batch_invariant:
+            return Guarantee.EXACT_DISTRIBUTION
+        return Guarantee.EXACT_TOKENS if self.plain else self.verifier.guarantee
+
+    def check(self, request: Request) -> int:
+        """Raise ValueError if the request cannot run. Returns how many tokens may be written."""
+        p, n = request.params, len(request.prompt)
+        if not n:
+            message = "the prompt is empty; a model continues at least one token (its begin token will do)"
+            raise BadParameter(message, "prompt")
+        for name, tokens in (("prompt", request.prompt), ("continued", request.continued)):
+            if wrong := [t for t in tokens if not 0 <= t < self.target.vocab_size]:
+                vocab = self.target.vocab_size
+                raise BadParameter(f"{name} token {wrong[0]!s:.20} is outside the vocabulary of {vocab} tokens", name)
+        p.check_vocab(self.target.vocab_size)
+        if n >= self.max_length:
+            message = (
+                f"the prompt has {n} tokens and the model holds {self.max_length} of prompt and output; shorten it"
+            )
+            raise BadParameter(message, "prompt")
+        if request.prefill_only:
+            if request.continued:
+                raise ValueError("a text of no tokens cannot be continued; raise max_tokens")
+            return 0
+        if p.max_tokens is not None and n + p.max_tokens > self.max_length:
+            raise BadParameter(
+                f"prompt ({n} tokens) plus max_tokens ({p.max_tokens!s:.20}) is more than the {self.max_length} that fit; "
+                f"use max_tokens={self.max_length - n} or less",
+                "max_tokens",
+            )
+        return self.max_length - n if p.max_tokens is None else p.max_tokens
+
+    def checker(self, request: Request) -> StopChecker:
+        """What decides where the text of a request ends. It has read the tokens that the request continues.
+
+        Raises ValueError for a request that cannot run, and for a text that ends before its last continued token.
+        """
+        limit = self.check(request)
+        checker = StopChecker(request.params, self.end_ids, limit, self.tokenizer, request.prompt)
+        for count, token in enumerate(request.continued, 1):
+            end = checker.push(token)
+            if end is not None and count < len(request.continued):
+                why = "max_tokens is reached" if end.finish == "length" else "it stops there"
+                raise ValueError(
+                    f"the text ends at token {count} of the {len(request.continued)} to continue, because {why}; "
+                    "continue a text with the parameters that it began with"
+                )
+        return checker
+
+    def start(self, request: Request) -> Sequence:
+        """A new sequence of the request, in a free slot. Raises what `admit` raises."""
+        sequence = Sequence(request)
+        self.admit(sequence)
+        return sequence
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give a new sequence a free slot. It may have ended then, if the tokens that it continues end the text.
+
+        Raises IndexError when no slot is free, and ValueError for a request that cannot run or for a sequence that ran.
+        """
+        request, p = sequence.request, sequence.params
+        if sequence.checker is not None:
+            raise ValueError(f"sequence {request.id} was run already; make another one: Sequence(request)")
+        checker, ends = self.checker(request), (*(() if p.ignore_eos else self.end_ids), *p.stop_token_ids)
+        if not self.free:
+            raise IndexError("no slot is free; release one, or make the decoder with more")
+        prompt = len(request.prompt)
+        state = SequenceState(p, ends, request.bad_words, sequence.tokens, prompt, request.mask)
+        sequence.begin(checker, state)
+        self.resume(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Give a sequence that `release` took out a slot again. Raises IndexError when no slot is free.
+
+        What it holds is read again. Its text goes on as if nothing had happened, because noise is keyed by position.
+        """
+        sequence.slot = self.free.pop()
+        sequence.features, sequence.features_from = [], 0
+        if not sequence.written:
+            sequence.prompt_logprobs.clear()
+        self.sequences[sequence.slot] = sequence
+        self.waiting.append(sequence)
+
+    def release(self, slot: int) -> None:
+        """Free a slot, whether its sequence has finished or not."""
+        sequence = self.sequences.pop(slot)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.cache.release(slot)
+        self.drafter.release(slot)
+        self.controller.release(slot)
+        self.free.append(slot)
+
+    def step(self) -> Step | None:
+        """Prefill a chunk of the oldest waiting prompt, then one draft-verify round of the sequences that decode, if any."""
+        if self.waiting:
+            self.prefill(self.waiting[0])
+        live = self.live
+        return self.round(live) if live else None
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that decode."""
+        return [
+            sequence for sequence in self.sequences.values() if sequence not in self.waiting and sequence.finish is None
+        ]
+
+    def round(self, live: list[Sequence]) -> Step:
+        """One draft-verify round of some of the sequences that decode."""
+        with native.one_torch_thread(self.target.device):
+            before, lap = [len(sequence.tokens) for sequence in live], _Laps()
+            context = self._context(live)
+            asked = any(b.depth and b.max_nodes for b in context.budgets)  # a drafter that may not draft costs nothing
+            draft = (self.drafter if asked else _NO_DRAFT).propose(context).to(self.target.device)
+            lap("draft")
+            nodes = Nodes(draft.tokens, self.cache, context.slots, draft.parents)
+            out = self.target.forward(nodes, taps=self.drafter.taps)
+            lap("target")
+            target = LogitsDistribution(out.logits, draft, context.warp)
+            verdict = self.verifier(target, draft, context.noise, context.positions)
+            lap("verify")
+            commits = self._commit(live, draft, verdict, out)
+            if asked or self.drafter.taps:
+                self.drafter.update(context, commits, TargetPass(draft, out.logits))
+            lap("commit")
+            step = Step(draft, verdict, commits, context.slots, before, context.budgets, lap.seconds, out.logits)
+            self.controller.observe(step)
+            return step
+
+    def prefill(self, sequence: Sequence) -> None:
+        """Read the next chunk of a sequence's tokens, all but the last, into the cache."""
+        tokens, last = sequence.tokens, len(sequence.tokens) - 1
+        wanted = sequence.params.prompt_logprobs
+        if sequence.written:
+            wanted = None  # a resumed sequence has them already
+        done = self.cache.length[sequence.slot]
+        if done == 0 and self.prefixes is not None and wanted is None:
+            done, features = self.prefixes.fetch(self.cache, sequence.slot, tokens[:last])
+            if not sequence.written:
+                sequence.counts.cached = min(done, len(sequence.prompt))
+            if features is not None:
+                self._started(sequence, 0, features)
+        end = min(done + self.chunk, last)
+        if self.cache.states and self.prefixes is not None and done < (border := self.prefixes.parting(tokens[:last])):
+            end = min(end, border)  # a state can be found again only where one was kept
+        part = tokens[done:end]
+        if part:
+            want = "none" if wanted is None else "all"
+            out = self.target.forward(
+                Nodes(torch.tensor([part]), self.cache, [sequence.slot]), taps=self.drafter.taps, want=want
+            )
+            self.cache.commit([sequence.slot], [range(len(part))])
+            if out.features is not None:
+                self._started(sequence, done, out.features[0])
+            if wanted is not None:
+                following = tokens[done + 1 : done + 1 + len(part)]
+                sequence.prompt_logprobs += [
+                    logprobs(x, t, wanted) for x, t in zip(out.logits[0], following, strict=True)
+                ]
+        held = self.cache.length[sequence.slot]
+        if held == last or self.cache.states:
+            self.remember(sequence)
+        if held == last:
+            self.waiting.remove(sequence)
+            if wanted is not None:
+                sequence.prompt_logprobs.insert(0, None)  # nothing predicts the first token
+                del sequence.prompt_logprobs[len(sequence.prompt) :]
+            if sequence.request.prefill_only:
+                sequence.end("length")
+
+    def remember(self, sequence: Sequence) -> None:
+        """Let the prefix cache have what is read of a sequence that has a slot."""
+        if self.prefixes is None:
+            return
+        held, first = sequence.tokens[: self.cache.length[sequence.slot]], sequence.features_from
+        features = torch.cat(sequence.features) if sequence.features else None
+        needed = self.prefixes.keep(self.cache, sequence.slot, held, features, first)
+        if features is not None:
+            sequence.features, sequence.features_from = [features[needed - first :].clone()], needed
+
+    def _started(self, sequence: Sequence, first: int, features: torch.Tensor) -> None:
+        """Hand a chunk's features to the drafter, and keep them until the prefix cache has them."""
+        if self.prefixes is not None:
+            sequence.features.append(features)
+        self.drafter.start(sequence.slot, sequence.tokens, first, features)
+
+    def _context(self, live: list[Sequence]) -> DraftContext:
+        """What the drafter sees of this step. The compiled parameters live as long as the batch stays the same."""
+        key = tuple(id(sequence.state) for sequence in live)  # the warper keeps them alive: no id is used twice
+        if self._batch is None or self._batch[0] != key:
+            seeds = torch.tensor([signed(sequence.request.seed) for sequence in live], device=self.target.device)
+            self._batch = (key, LogitsWarper([sequence.state for sequence in live], self.target.device), seeds)
+        _, warp, seeds = self._batch
+        budgets = [
+            budget.clipped(sequence.limit - len(sequence.output) - 1)
+            for sequence, budget in zip(live, self.controller.budgets([r.slot for r in live]), strict=True)
+        ]
+        return DraftContext(
+            slots=[sequence.slot for sequence in live],
+            tokens=[sequence.tokens for sequence in live],
+            budgets=budgets,
+            warp=warp,
+            noise=Noise(seeds, torch.tensor([sequence.steps for sequence in live], device=seeds.device)),
+            stream=self.verifier.draft_stream,
+            needs_probs=self.verifier.needs_probs,
+            prompt_lengths=[len(sequence.prompt) for sequence in live],
+            predictions=[sequence.request.prediction for sequence in live],
+            cache=self.cache,
+            left=[sequence.limit - len(sequence.output) for sequence in live],
+        )
+
+    def _commit(self, live: list[Sequence], draft: Draft, verdict: Verdict, out: Output) -> list[Commit]:
+        """Move what was accepted into cache and text, cut at the first thing that ends it."""
+        trees, paths = draft.host, verdict.path.tolist()
+        commits: list[Commit] = []
+        for b, (sequence, path, last) in enumerate(zip(live, paths, verdict.token.tolist(), strict=True)):
+            nodes = [n for n in path if n >= 0]
+            new = [*(trees[b][n][0] for n in nodes[1:]), last]
+            end, checker = None, sequence.checker
+            assert checker is not None
+            for count, token in enumerate(new, 1):
+                end = checker.push(token)
+                if end is not None:
+                    new = new[:count]
+                    break
+            if new[-1] < 0:
+                new = new[:-1]  # the distribution was empty: there is no token
+            if (wanted := sequence.params.logprobs) is not None:
+                sequence.logprobs += [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
+            now = perf_counter()
+            sequence.clock.first = sequence.clock.first or now
+            sequence.clock.done, sequence.finish = (now, end) if end else (None, None)
+            sequence.tokens += new
+            held = nodes[: len(new)]
+            features = None if out.features is None else out.features[b, held]
+            commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)
+            if features is not None and self.prefixes is not None:
+                sequence.features.append(features)
+            sequence.step_done(len(trees[b]) - 1, commit)
+            commits.append(commit)
+        self.cache.commit([sequence.slot for sequence in live], [commit.nodes for commit in commits])
+        return commits
+
+
+def logprobs(logits: torch.Tensor, token: int, alternatives: int) -> dict[int, float]:
+    """The log-probabilities, by the model's own distribution, of a token and of the `alternatives` most likely ones."""
+    scores = logits.float().log_softmax(-1)
+    best = scores.topk(min(alternatives, len(scores)))
+    return {token: float(scores[token]), **dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))}
+
+
+def draw_seed() -> int:
+    """A fresh seed for a request that names none."""
+    return secrets.randbits(63)
+
+
+def nth_seed(seed: int, n: int) -> int:
+    """The seed of the n-th output of one prompt: the seed itself for the first, well mixed for the others (splitmix64)."""
+    if n == 0:
+        return seed
+    z = (seed + n * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return z ^ (z >> 31)
+
+
+def signed(seed: int) -> int:
+    """64 unsigned bits as torch's int64 holds them."""
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+__all__ = ["Decoder", "draw_seed", "logprobs", "nth_seed", "signed"]

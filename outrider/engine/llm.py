@@ -1,0 +1,253 @@
+"""LLM: a model with a drafter beside it, from prompts to texts. The names are vLLM's."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from outrider.control import Controller
+from outrider.core.outputs import Delta, RequestMetrics, RequestOutput
+from outrider.core.params import SamplingParams
+from outrider.drafters.base import Drafter
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.decoder import draw_seed, nth_seed
+from outrider.engine.request import Request, Sequence
+from outrider.engine.runtime import build
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.trace import Recorder, describe
+from outrider.models.load import Loaded, load
+from outrider.models.tokenizer import complete
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Prompt = str | Mapping[str, Any] | abc.Sequence[Mapping[str, str]]
+
+
+class LLM:
+    """A model ready to generate.
+
+    model: a folder, a GGUF file, a hub name, `builtin:code`, a loaded transformers model (which stays as it is), or what
+    another LLM has `loaded`: then both share the weights, and tokenizer, dtype, quantization and kv_cache_dtype are that one's.
+    tokenizer: a transformers tokenizer, or a folder or hub name of one; None: the model's own, if it is loaded by name.
+    Without one, prompts are token ids.
+    speculative_config: see `SpeculativeConfig`; None is plain decoding.
+    dtype: float32, bfloat16 or float16, what the weights are kept in; "auto" keeps the checkpoint's own precision.
+    quantization: "int8" or "int4" for the weights, on the CPU; None keeps them at dtype.
+    kv_cache_dtype: how keys and values are kept: "int8" takes 28 % of the memory of float32 and "bfloat16" half of it; "auto" is
+    float32 on the CPU, and dtype on the GPU. A draft model keeps its own as with "auto".
+    device: "cpu" or "cuda"; "auto" is the GPU if there is one, and for a loaded model where it is.
+    max_model_len: tokens of prompt and output together, at least 2; None: as many as the model was made for.
+    max_num_seqs: sequences that decode side by side, at least 1; further ones wait.
+    drafter: an object of your own that satisfies `outrider.drafters.base.Drafter`, instead of a configured method. If it
+    fails, there is a warning and the text goes on without it.
+    controller: an object of your own that satisfies `outrider.control.Controller`, instead of the configured one.
+    calibrate: measure what a step costs anew, and more precisely than the second at the first load does.
+    trace: a file that every step is written to (docs/guides/trace.md), with the token ids of prompts and texts; a `Recorder` says
+    how much.
+
+    Raises ValueError, with what would work, for arguments that are wrong or contradict each other, also those of
+    speculative_config; what `outrider.models.load.load` raises for a model that cannot be had or does not fit; OSError for a
+    trace that cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | Loaded,
+        tokenizer: Any | None = None,
+        speculative_config: SpeculativeConfig | dict[str, Any] | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        *,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        drafter: Drafter | None = None,
+        controller: Controller | None = None,
+        calibrate: bool = False,
+        trace: Recorder | str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.config = SpeculativeConfig.of(speculative_config)
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be 1 or more, got {max_num_seqs}")
+        if not isinstance(model, Loaded):
+            model = load(
+                model, tokenizer, dtype=dtype, device=device, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+            )
+        longest = model.model.max_length
+        if max_model_len is not None and not 2 <= max_model_len <= longest:
+            raise ValueError(f"max_model_len must be in 2..{longest} for {model.name}, got {max_model_len}")
+        self.runtime = build(
+            model,
+            self.config,
+            rows=max_num_seqs,
+            max_length=max_model_len,
+            device=device,
+            drafters=None if drafter is None else {type(drafter).__name__: drafter},
+            controller=controller,
+            calibrate=calibrate,
+            tell=_warn,
+        )
+        self.decoder, self.drafters, self.method = self.runtime.decoder, self.runtime.drafters, self.runtime.method
+        self.trace = trace if trace is None or isinstance(trace, Recorder) else Recorder(trace)
+        if self.trace is not None:
+            self.trace.begin(describe(self.loaded, self.config, self.decoder))
+        self._ids = itertools.count()
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model, its tokenizer and where they came from."""
+        return self.runtime.loaded
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """Runs the sequences of `generate` and `stream`."""
+        depth = self.config.budget.depth
+        return Scheduler(self.decoder, self.runtime.roster, max_draft_tokens=depth, trace=self.trace, raises=True)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was chosen for this run: how its draft model was made cheaper. Empty if nothing was."""
+        made = dict.fromkeys(getattr(drafter, "reduction", None) for drafter in self.drafters.values())
+        return [str(reduction) for reduction in made if reduction is not None]
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """A tokenizer of transformers, or the object that was given."""
+        return complete(self.loaded.tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompt | abc.Sequence[Prompt],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or a list. A prompt is a string, a list of chat messages, or {"prompt_token_ids": [...]}.
+
+        sampling_params: one for all, or one per prompt; None is `SamplingParams()`. Returns one output per prompt, in their
+        order. Raises ValueError for a bad request before anything runs.
+        """
+        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        params = self._params(sampling_params, len(many))
+        groups = [self.requests(p, s) for p, s in zip(many, params, strict=True)]
+        done = iter(self.scheduler.generate(itertools.chain.from_iterable(groups)))
+        return [
+            self._output(prompt, list(itertools.islice(done, len(group))))
+            for prompt, group in zip(many, groups, strict=True)
+        ]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Continue one prompt, given as to `generate`, and yield what each step adds to the text, from no tokens to many.
+
+        Text that may still become a stop string is held back. The last delta carries the whole output.
+        sampling_params: with n=1; None is `SamplingParams()`. Raises ValueError for a bad request, at the first `next`. A
+        reader that stops early leaves the slot free.
+        """
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"stream writes one text, got n={params.n}; use generate for several")
+        [sequence] = self.scheduler.add(self.requests(prompt, params))
+        for _, moved in self.scheduler.follow([sequence]):
+            if sequence in moved:
+                output = self._output(prompt, [sequence]) if sequence.finish else None
+                yield replace(sequence.delta(), output=output)
+
+    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """The requests of one prompt: params.n of them, each with a number and a seed of its own.
+
+        Bad words and the prediction are token ids in them. Runs nothing. Raises ValueError for a prompt that cannot
+        be encoded, and for what this model cannot do.
+        """
+        ids = self.encode(prompt)
+        seed = draw_seed() if params.seed is None else params.seed
+        bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
+        told = self._prediction(params.prediction)
+        made = [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, told) for i in range(params.n)]
+        self.decoder.check(made[0])
+        return made
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt. Raises ValueError for what cannot be encoded."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" not in prompt:
+                raise ValueError(
+                    f'a prompt given as a dict is {{"prompt_token_ids": [...]}}, got keys {sorted(prompt)}'
+                )
+            return [int(t) for t in prompt["prompt_token_ids"]]
+        if self.loaded.tokenizer is None:
+            raise ValueError(
+                f'{self.loaded.name} has no tokenizer; pass tokenizer=..., or {{"prompt_token_ids": [...]}}'
+            )
+        if isinstance(prompt, str):
+            return list(self.loaded.tokenizer(prompt)["input_ids"])
+        if not getattr(self.loaded.tokenizer, "chat_template", None):
+            raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
+        encoded = self.loaded.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    def encoded(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters with token ids for the texts in bad_words and prediction. Raises ValueError as `requests` does."""
+        bad = [form for word in params.bad_words for form in self._bad_word(word)]
+        return params.with_(bad_words=bad, prediction=self._prediction(params.prediction))
+
+    def _params(self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        if len(given) != count:
+            raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all, or one per prompt")
+        return list(given)
+
+    def _prediction(self, given: str | abc.Sequence[int] | None) -> tuple[int, ...]:
+        """The tokens of a prediction; none without one."""
+        if not isinstance(given, str):
+            return tuple(given or ())
+        if self.loaded.tokenizer is None:
+            raise ValueError("a prediction given as text needs a tokenizer; give token ids, e.g. prediction=[17, 4]")
+        return tuple(self.loaded.tokenizer(given, add_special_tokens=False)["input_ids"])
+
+    def _bad_word(self, word: str | abc.Sequence[int]) -> list[tuple[int, ...]]:
+        """The token sequences that write a forbidden word: at the start of a text and after a space."""
+        if not isinstance(word, str):
+            return [tuple(word)]
+        if self.loaded.tokenizer is None:
+            raise ValueError("bad_words given as strings need a tokenizer; give token ids, e.g. bad_words=[[17, 4]]")
+        forms = {
+            tuple(self.loaded.tokenizer(f, add_special_tokens=False)["input_ids"]) for f in (word, " " + word.lstrip())
+        }
+        return [f for f in forms if f]
+
+    def _output(self, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:
+        """The finished sequences of one prompt."""
+        first, speculative = sequences[0], None
+        drafts = self.config.enabled or not self.decoder.plain
+        if len(sequences) == 1 and drafts:
+            speculative = first.counts.speculative()
+        return RequestOutput(
+            request_id=str(first.id),
+            prompt=prompt,
+            prompt_token_ids=first.prompt,
+            outputs=[s.completion(self.decoder.guarantee, index) for index, s in enumerate(sequences)],
+            metrics=RequestMetrics(
+                time_to_first_token=first.clock.time_to_first_token,
+                e2e_latency=max(s.clock.total for s in sequences),
+                speculative_decoding=speculative,
+            ),
+            prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _is_one(prompts: Any) -> bool:
+    """A string, a dict, or a list of chat messages is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return bool(prompts) and all(isinstance(p, Mapping) and "role" in p for p in prompts)

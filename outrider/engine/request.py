@@ -1,0 +1,260 @@
+"""A request, and one run of it: what is asked, and the text that comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from outrider.core.outputs import CompletionOutput, Delta, SpeculativeMetrics
+from outrider.core.params import SamplingParams
+from outrider.core.sampling import SequenceState, TokenMask
+from outrider.core.stopping import FinishReason, StopChecker
+from outrider.core.types import Commit, Guarantee
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One text to write. Complete when it is made; it may be run more than once.
+
+    id: the caller's. prompt: token ids, not empty. bad_words: as token ids. prediction: tokens that the answer is expected to
+    repeat. mask: what a grammar allows. prefill_only: read the prompt and write nothing, for its log-probabilities.
+    client: sequences of different clients take turns in a queue. owner: slots are shared among owners; "" is none.
+    method: the drafter, None for the configured one, "none" for none. num_speculative_tokens: draft tokens per step, None for
+    the controller's choice. deadline: a `perf_counter` time.
+    sink: is called with every `Delta` by the thread that steps; None without a reader.
+    continued: tokens of the text that were written earlier, by a run that was cut off. The text goes on after them, and
+    limits, penalties and stop strings count them.
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prediction: tuple[int, ...] = ()
+    mask: TokenMask | None = None
+    prefill_only: bool = False
+    client: str = ""
+    owner: str = ""
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+    deadline: float = math.inf
+    sink: Callable[[Delta], None] | None = None
+    continued: tuple[int, ...] = ()
+
+
+@dataclass
+class Clock:
+    """When things happened to a sequence, in `perf_counter` seconds. first: its first token. last: its last step."""
+
+    arrived: float = field(default_factory=perf_counter)
+    admitted: float | None = None
+    first: float | None = None
+    last: float | None = None
+    done: float | None = None
+
+    @property
+    def queued(self) -> float:
+        """Seconds until it first had a slot."""
+        return (self.admitted or self.done or perf_counter()) - self.arrived
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival; None without a token."""
+        return None if self.first is None else self.first - self.arrived
+
+    @property
+    def total(self) -> float:
+        """Seconds from arrival to its end, or until now."""
+        return (self.done or perf_counter()) - self.arrived
+
+
+@dataclass
+class Counts:
+    """What a sequence took.
+
+    cached: prompt tokens that the prefix cache had. drafted, accepted: draft tokens of each step. method: the drafter; "none"
+    for none. depth: draft tokens per step at most. undrafted: why its drafter was taken away.
+    """
+
+    cached: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    method: str = "none"
+    depth: int = 0
+    undrafted: str | None = None
+
+    def speculative(self) -> SpeculativeMetrics:
+        """The counts of draft tokens."""
+        return SpeculativeMetrics.of(self.drafted, self.accepted, self.depth)
+
+
+@dataclass
+class Cursor:
+    """How much of a text was handed out. from_draft: for each output token. continued_text: the text that the continued tokens
+    had given out. ended: the last delta was handed out."""
+
+    tokens: int = 0
+    characters: int = 0
+    marks: int = 0
+    from_draft: list[bool] = field(default_factory=list)
+    continued_text: str = ""
+    ended: bool = False
+
+
+class Sequence:
+    """One run of a request.
+
+    slot: of the cache; -1 without one. tokens: committed: prompt, then output. checker: None until it was admitted once.
+    logprobs: of each written token. features: of the tokens from `features_from` on, for the prefix cache: float
+    [token, feature] of each chunk and step. cancelled: its reader has left.
+    """
+
+    state: SequenceState
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens = [*request.prompt, *request.continued]
+        self.slot = -1
+        self.checker: StopChecker | None = None
+        self.finish: FinishReason | None = None
+        self.logprobs: list[dict[int, float]] = []
+        self.prompt_logprobs: list[dict[int, float] | None] = []
+        self.features: list[torch.Tensor] = []
+        self.features_from = 0
+        self.counts, self.clock, self.cursor = Counts(), Clock(), Cursor()
+        self.cancelled = False
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.request.prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+    @property
+    def client(self) -> str:
+        return self.request.client
+
+    @property
+    def steps(self) -> int:
+        """Draft-verify rounds so far. Each continued token counts for one: no earlier step can have had a higher number, so
+        no noise is used twice."""
+        return len(self.request.continued) + len(self.counts.drafted)
+
+    @property
+    def limit(self) -> int:
+        """Output tokens at most."""
+        return 0 if self.checker is None else self.checker.limit
+
+    @property
+    def output(self) -> list[int]:
+        """The token ids of the text so far, the continued ones among them."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def written(self) -> list[int]:
+        """The token ids written so far by this run."""
+        return self.tokens[len(self.prompt) + len(self.request.continued) :]
+
+    @property
+    def text(self) -> str:
+        """The text written so far, cut at a stop string. Empty without a tokenizer."""
+        return self.checker.text if self.checker else ""
+
+    @property
+    def new_text(self) -> str:
+        """The text after the text that the continued tokens had given out."""
+        return self.text[len(self.cursor.continued_text) :]
+
+    def begin(self, checker: StopChecker, state: SequenceState) -> None:
+        """Take the checker, which has read the continued tokens. Their text counts as given out."""
+        self.checker, self.state, self.clock.admitted = checker, state, perf_counter()
+        self.cursor.from_draft = [False] * len(self.request.continued)
+        self.delta()
+        self.cursor.continued_text = self.text[: self.cursor.characters]
+        if checker.end is not None:
+            self.clock.done, self.finish = perf_counter(), checker.end
+
+    def step_done(self, drafted: int, commit: Commit) -> None:
+        """Count a step."""
+        self.counts.drafted.append(drafted)
+        self.counts.accepted.append(commit.num_accepted)
+        self.cursor.from_draft += [i < commit.num_accepted for i in range(len(commit.tokens))]
+
+    def advance(self, tokens: abc.Sequence[int], steps: int) -> None:
+        """Take over what earlier steps wrote, as a replay does, before the sequence is read."""
+        assert self.checker is not None
+        for token in tokens:
+            self.checker.push(token)
+        self.tokens += tokens
+        self.counts.drafted, self.counts.accepted = [0] * steps, [0] * steps
+
+    def end(self, finish: str, reason: str | int | None = None) -> None:
+        """End it with what it has, if it has not ended. Text held back for a stop string is text now."""
+        if self.finish is None:
+            self.finish = FinishReason(finish, reason)
+            self.clock.done = perf_counter()
+            if self.checker is not None:
+                self.checker.end = self.finish
+
+    def fail(self, reason: str) -> None:
+        """End it with an error, also when a step that failed had ended it."""
+        self.finish = None
+        self.end("error", reason)
+
+    def delta(self) -> Delta:
+        """What was written since the last call. Text that may still become a stop string is held back. `ended` is true from the
+        end on."""
+        if self.checker is None:
+            return Delta("", [], ended=self.finish is not None)
+        text, marks, cursor = self.checker.settled, self.checker.marks, self.cursor
+        pieces, at = list[tuple[str, bool]](), cursor.characters
+        while cursor.marks < len(marks) and marks[cursor.marks] <= len(text):
+            mark = marks[cursor.marks]
+            pieces.append((text[at:mark], self._is_from_draft(cursor.marks)))
+            at = max(at, mark)
+            cursor.marks += 1
+        if self.finish is not None or not marks:
+            pieces.append((text[at:], self._is_from_draft(cursor.marks)))
+            at = len(text)
+        new, tokens = text[cursor.characters : at], self.output[cursor.tokens :]
+        logprobs = self.logprobs[max(0, cursor.tokens - len(self.request.continued)) :]
+        cursor.characters, cursor.tokens = at, cursor.tokens + len(tokens)
+        counts = (self.counts.drafted[-1], self.counts.accepted[-1]) if self.counts.drafted else (0, 0)
+        ended = self.finish is not None
+        return Delta(new, tokens, [p for p in pieces if p[0]], 0, *counts, logprobs=logprobs, ended=ended)
+
+    def _is_from_draft(self, token: int) -> bool:
+        return self.cursor.from_draft[token] if token < len(self.cursor.from_draft) else False
+
+    def completion(self, guarantee: Guarantee, index: int = 0) -> CompletionOutput:
+        """What was written, as an output."""
+        asked = self.params.logprobs is not None
+        total = sum(x[t] for x, t in zip(self.logprobs, self.written, strict=False)) if asked else None
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=self.output,
+            finish_reason=self.finish.finish if self.finish else "abort",
+            stop_reason=self.finish.reason if self.finish else None,
+            seed=self.request.seed,
+            guarantee=guarantee,
+            logprobs=self.logprobs if asked else None,
+            cumulative_logprob=total,
+        )

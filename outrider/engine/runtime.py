@@ -1,0 +1,116 @@
+"""A runtime: a target and everything that it decodes with, made whole by one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from outrider.control import Controller, Fixed, Planner
+from outrider.drafters import make_drafters
+from outrider.drafters.base import Drafter, NoDraft
+from outrider.drafters.combine.planned import NONE, PlannedDrafter
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.registry import DrafterSetup, lookup_names, plugins, request_drafters
+from outrider.engine.calibrate import make_planner
+from outrider.engine.decoder import Decoder, PrefixSource
+from outrider.models.load import Loaded
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A target and what it decodes with.
+
+    drafters: the configured ones, by name; none for plain decoding. method: what all of them together are called, "none" without
+    one. roster: the drafters under a planner, which chooses among them and says how long drafts are; None if nothing drafts.
+    """
+
+    loaded: Loaded
+    config: SpeculativeConfig
+    drafters: Mapping[str, Drafter]
+    method: str
+    roster: PlannedDrafter | None
+    decoder: Decoder
+
+    def serving(
+        self, max_length: int, prefixes: PrefixSource | None = None, tell: Callable[[str], None] | None = None
+    ) -> tuple[Decoder, PlannedDrafter]:
+        """A decoder for a server: a request may choose one drafter of several, and lookups that are not configured.
+
+        max_length, prefixes: as for `Decoder`. tell: as for `build`. Target, drafters and planner are shared: only one of the
+        two decoders may run.
+        """
+        rows, device = self.decoder.cache.num_slots, str(self.loaded.model.device)
+        setup = DrafterSetup(SpeculativeConfig.of(None), self.loaded, rows, self.decoder.max_length, device)
+        every = {**request_drafters(setup), **self.drafters}
+        planner = self.roster.planner if self.roster else make_planner(self.config, self.loaded, every)
+        roster = _roster(self.loaded, self.drafters, every, self.method, planner, tell)
+        return _decoder(self.loaded, roster, self.config.verifier, planner, rows, max_length, prefixes), roster
+
+
+def build(
+    loaded: Loaded,
+    config: SpeculativeConfig,
+    *,
+    rows: int,
+    max_length: int | None = None,
+    device: str = "auto",
+    drafters: Mapping[str, Drafter] | None = None,
+    controller: Controller | None = None,
+    calibrate: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> Runtime:
+    """Make the drafters, the planner, the cache and the decoder of a target.
+
+    rows: sequences that decode side by side. max_length: tokens of prompt and output of a sequence, None for as many as the model
+    was made for. device: of draft models. drafters: objects of your own, by name, in place of the configured ones. controller: of
+    your own, in place of the configured one. calibrate: measure what steps cost anew. tell: gets a message when a drafter that
+    others wrote fails, and the text goes on without it; None lets it raise. Raises ValueError if a drafter cannot draft here.
+    """
+    length = max_length or loaded.model.max_length
+    foreign = drafters is not None or bool(set(config.methods) & set(plugins()))
+    method = "+".join(config.methods if drafters is None else drafters)
+    if drafters is None:
+        drafters = make_drafters(config, loaded, rows=rows, max_length=length, device=device)
+    if not drafters:
+        fixed = controller or Fixed(config.budget.depth, config.budget.width, config.budget.nodes)
+        decoder = _decoder(loaded, NoDraft(), config.verifier, fixed, rows, length)
+        return Runtime(loaded, config, {}, NONE, None, decoder)
+    planner = make_planner(config, loaded, drafters, controller, calibrate)
+    roster = _roster(loaded, drafters, drafters, method, planner, tell if foreign else None)
+    decoder = _decoder(loaded, roster, config.verifier, planner, rows, length)
+    return Runtime(loaded, config, drafters, method, roster, decoder)
+
+
+def _roster(
+    loaded: Loaded,
+    drafters: Mapping[str, Drafter],
+    every: Mapping[str, Drafter],
+    method: str,
+    planner: Planner,
+    tell: Callable[[str], None] | None,
+) -> PlannedDrafter:
+    """Drafters under a planner. drafters: those of `method`. every: also those that only a request chooses."""
+    own = {method: list(drafters)} if drafters else {}
+    return PlannedDrafter(every, planner, loaded.model.vocab_size, lookup_names(every), own, method, tell)
+
+
+def _decoder(
+    loaded: Loaded,
+    drafter: Drafter,
+    verifier: str,
+    controller: Controller,
+    rows: int,
+    max_length: int,
+    prefixes: PrefixSource | None = None,
+) -> Decoder:
+    return Decoder(
+        loaded.model,
+        drafter,
+        verifier,
+        controller,
+        rows=rows,
+        max_length=max_length,
+        end_ids=loaded.end_ids,
+        tokenizer=loaded.tokenizer,
+        prefixes=prefixes,
+    )

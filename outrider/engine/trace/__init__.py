@@ -1,0 +1,33 @@
+"""Traces: a file with each step of a run. It can be read, summed up and computed again.
+
+Recorder  writes a trace (`LLM(..., trace=...)`, `--trace FILE`); `Detail` says how much
+read      file -> Trace: how the run was configured, its texts, their steps, and sums over them
+replay    computes a recorded step again and says why each draft token was accepted or rejected
+
+The loop does not know this package: a recorder is a reader of steps.
+"""
+
+from __future__ import annotations
+
+from outrider.engine.trace.explain import ExplainedNode
+from outrider.engine.trace.reader import DepthAcceptance, Trace, TracedText, read
+from outrider.engine.trace.recorder import Recorder, describe
+from outrider.engine.trace.records import Detail, EndRecord, RequestRecord, RunRecord, StepRecord
+from outrider.engine.trace.replay import Replay, replay
+
+__all__ = [
+    "DepthAcceptance",
+    "Detail",
+    "EndRecord",
+    "ExplainedNode",
+    "Recorder",
+    "Replay",
+    "RequestRecord",
+    "RunRecord",
+    "StepRecord",
+    "Trace",
+    "TracedText",
+    "describe",
+    "read",
+    "replay",
+]

@@ -1,0 +1,291 @@
+"""Writes a trace. A recorder reads steps and copies what its `Detail` names. Without a recorder there is no cost.
+
+The file has whole lines only: a line is one write, and a line that a full disk cut off is removed. An error while
+writing ends the trace with one warning. It never ends a request.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import warnings
+from collections import abc
+from contextlib import suppress
+from dataclasses import fields
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider._version import __version__
+from outrider.core.params import SamplingParams
+from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceState
+from outrider.core.tree import levels
+from outrider.core.types import Draft, Step
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Sequence
+from outrider.engine.trace.records import (
+    PHASES,
+    TOP_TOKENS,
+    Detail,
+    EndRecord,
+    RequestRecord,
+    RunRecord,
+    StepRecord,
+    TopProbs,
+    TraceLine,
+)
+from outrider.kernels import cpu as native
+from outrider.models.load import Loaded
+
+# Sampling parameters that say nothing about a text.
+_NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens", "max_tokens", "ignore_eos", "n",
+)  # fmt: skip
+_DEFAULTS = SamplingParams()
+
+
+class Recorder:
+    """Writes a trace file. problem: why the trace ended early, or None.
+
+    Give it to `LLM(..., trace=...)`, or call it in your own loop:
+
+        with Recorder("run.jsonl", Detail.COUNTS) as trace:
+            trace.begin(describe(...))
+            for step, rows in scheduler.run(requests):
+                if step is not None:
+                    trace.keep(step, rows)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], detail: Detail | str = Detail.TOKENS) -> None:
+        """path: an existing file is overwritten. detail: how much is written; see `Detail`.
+
+        Raises ValueError for an unknown detail, and OSError if the file cannot be opened.
+        """
+        try:
+            self.detail = Detail(detail)
+        except ValueError:
+            names = ", ".join(d.value for d in Detail)
+            raise ValueError(f"a trace's detail is one of {names}, got {detail!r}") from None
+        self.path, self.problem = Path(path), None
+        self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._whole, self._round = 0, 0
+        self._due: dict[int, int] = {}  # by request: the position its next step begins at
+        self._lock = threading.Lock()
+
+    def begin(self, header: RunRecord) -> None:
+        """Write the first line, which `describe` makes; `detail` is the recorder's own. Raises ValueError the second time."""
+        if self._whole:
+            raise ValueError(f"{self.path} already has a run, and a file has one run; give each run its own Recorder")
+        self._write([header.model_copy(update={"detail": self.detail})])
+
+    def keep(self, step: Step, rows: abc.Sequence[Sequence]) -> None:
+        """Write a step. rows: its rows, in its order. It copies what it needs: the step's tensors may change later."""
+        if self._file is None:
+            return
+        try:
+            lines = list[TraceLine]()
+            read = [t.tolist() for t in (step.draft.tokens, step.draft.parents, step.verdict.path, step.verdict.token)]
+            for b, row in enumerate(rows):
+                at = step.positions[b]
+                if row.id not in self._due and at == len(row.prompt) + len(row.request.continued):
+                    self._due[row.id] = at
+                    lines.append(self._request(row))
+                # Another place: the request started before the trace, or moved without this recorder.
+                if self._due.get(row.id) != at:
+                    if row.id in self._due:
+                        lines.append(self._end(row, "abort"))
+                    continue
+                lines.append(self._step(step, b, row, *(rows_of[b] for rows_of in read)))
+                self._due[row.id] = at + len(step.commits[b].tokens)
+                if row.finish is not None:
+                    lines.append(self._end(row, row.finish.finish))
+            self._round += 1
+        except Exception as error:  # an error in a trace must not end a request
+            self._fail(f"a step could not be written: {error!r}")
+        else:
+            self._write(lines)
+
+    def end(self, row: Sequence, finish: str) -> None:
+        """Write the end of a request that did not end in a step: cancelled, late or failed. The second time does nothing."""
+        if row.id in self._due:
+            self._write([self._end(row, finish)])
+
+    def close(self) -> None:
+        """Close the file. The second time does nothing."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- lines ------------------------------------------------------------------------------------------------------
+
+    def _request(self, row: Sequence) -> TraceLine:
+        asked, tokens = row.request, self.detail is not Detail.COUNTS
+        return RequestRecord(
+            request=asked.id,
+            prompt_tokens=len(asked.prompt) + len(asked.continued),
+            continued=len(asked.continued),
+            seed=asked.seed,
+            params=_params(asked.params, tokens),
+            prompt=[*asked.prompt, *asked.continued] if tokens else None,
+            bad_words=[list(w) for w in asked.bad_words] if tokens and asked.bad_words else None,
+            grammar=asked.mask is not None,
+        )
+
+    def _step(
+        self, step: Step, b: int, row: Sequence, tokens: list[int], parents: list[int], path: list[int], token: int
+    ) -> TraceLine:
+        commit, draft, nodes = step.commits[b], step.draft, sum(up >= -1 for up in parents)
+        parents, path = parents[:nodes], [n for n in path if n >= 0]
+        counts: dict[str, Any] = {
+            "request": row.id,
+            "round": self._round,
+            "step": row.steps - 1,
+            "position": step.positions[b],
+            "drafted": nodes - 1,
+            "depth": max(levels(parents)),
+            "accepted": commit.num_accepted,
+            "refused": parents.count(path[-1]),
+            "committed": len(commit.tokens),
+            "rows": len(step.slots),
+            "seconds": tuple(step.seconds[phase] for phase in PHASES),
+        }
+        if self.detail is Detail.COUNTS:
+            return StepRecord(**counts)
+        more: dict[str, Any] = {
+            "tokens": tokens[:nodes],
+            "parents": parents,
+            "siblings": draft.siblings.name,
+            "path": path,
+            "token": token,
+            "budget": step.budgets[b].parts,
+            # a note is any object, and str words it
+            "note": str(draft.notes[b]) if draft.notes and draft.notes[b] is not None else None,
+        }
+        if self.detail is Detail.PROBS:
+            more |= self._probs(step, b, row, nodes)
+        return StepRecord(**counts, **more)
+
+    def _probs(self, step: Step, b: int, row: Sequence, nodes: int) -> dict[str, Any]:
+        draft, out = step.draft, dict[str, Any]()
+        if draft.confidence is not None:
+            out["chances"] = draft.confidence[b, :nodes].tolist()
+        if draft.probs is not None:
+            out["draft_law"] = [top(probs) for probs in draft.probs[b, :nodes]]
+        if step.logits is not None:
+            old, at = row.state, step.positions[b]  # as it stood before the step
+            before = SequenceState(old.params, old.end_ids, old.bad_words, old.tokens[:at], old.prompt_length, old.mask)
+            own = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes])
+            out["target_law"] = target_probs(
+                LogitsDistribution(step.logits[b : b + 1], own, LogitsWarper([before], step.logits.device)), nodes
+            )
+        return out
+
+    def _end(self, row: Sequence, finish: str) -> TraceLine:
+        self._due.pop(row.id, None)
+        return EndRecord(
+            request=row.id,
+            finish=finish,
+            output_tokens=len(row.written),
+            steps=len(row.counts.drafted),
+            first=row.clock.time_to_first_token,
+            seconds=None if row.clock.done is None else row.clock.total,
+        )
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def _write(self, lines: abc.Sequence[TraceLine]) -> None:
+        data = b"".join(line.json_line() for line in lines)
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+                self._whole += len(data)
+            except OSError as error:
+                with suppress(OSError):  # a pipe cannot be cut
+                    os.ftruncate(self._file, self._whole)
+                os.close(self._file)
+                self._file = None
+                problem = error.strerror or str(error)
+            else:
+                return
+        self._fail(problem)
+
+    def _fail(self, why: str) -> None:
+        self.close()
+        self.problem = why
+        warnings.warn(
+            f"the trace {self.path} ends here ({why}); the texts are not affected", RuntimeWarning, stacklevel=4
+        )
+
+
+def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail: Detail = Detail.TOKENS) -> RunRecord:
+    """The first line of a trace: the model, the configuration and the loop that runs them."""
+    texts = {"prediction", "corpus", "draft_vocab_corpus"}  # may be private, and a replay does not need them
+    chosen = config.model_dump(mode="json", exclude_defaults=True, exclude=texts, fallback=lambda x: type(x).__name__)
+    return RunRecord(
+        outrider=__version__,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        detail=detail,
+        model=loaded.name,
+        dtype=loaded.weights,
+        kv_cache_dtype=None if decoder.cache.dtype == "auto" else decoder.cache.dtype,
+        device=str(decoder.target.device),
+        vocab_size=decoder.target.vocab_size,
+        max_length=decoder.max_length,
+        batch_invariant=decoder.target.batch_invariant,
+        end_ids=list(decoder.end_ids),
+        drafter=type(decoder.drafter).__name__,
+        verifier=decoder.verifier.name,
+        guarantee=decoder.guarantee.value,
+        speculative_config=chosen,
+        machine={
+            "system": f"{platform.system()} {platform.machine()}",
+            "cores": str(os.cpu_count()),
+            "threads": str(torch.get_num_threads()),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "native": "yes" if native.available() else str(native.why()),
+        },
+    )
+
+
+def target_probs(target: LogitsDistribution, nodes: int) -> list[TopProbs]:
+    """The most likely tokens after each node of a one-row draft, after all sampling parameters."""
+    return [top(target.probs(torch.tensor([n], device=target.logits.device))[0]) for n in range(nodes)]
+
+
+def top(probs: torch.Tensor) -> TopProbs:
+    """The most likely tokens of a distribution [vocab], without tokens of probability 0."""
+    best = probs.topk(min(TOP_TOKENS, len(probs)))
+    return [(t, p) for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if not p <= 0]
+
+
+def _params(params: SamplingParams, tokens: bool) -> dict[str, Any]:
+    """Parameters other than the defaults; numbers only if `tokens` is False."""
+    names = (
+        {f.name for f in fields(params) if f.init} - {"seed", "prediction", "bad_words"} if tokens else set(_NUMBERS)
+    )
+    found = {name: getattr(params, name) for name in sorted(names)}
+    if found.get("logit_bias"):
+        found["logit_bias"] = {int(t): float(bias) for t, bias in found["logit_bias"].items()}
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if found.get(name):
+            found[name] = [int(t) for t in found[name]]
+    return {name: value for name, value in found.items() if value != getattr(_DEFAULTS, name)}

@@ -1,0 +1,181 @@
+"""The lines of a trace file as checked records. Each line is one JSON object; its field `line` names the record."""
+
+from __future__ import annotations
+
+from enum import Enum
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from outrider.core.origins import letters
+from outrider.core.params import SamplingParams
+
+FORMAT = 1  # increased when a field changes its meaning
+TOP_TOKENS = 5  # tokens of a distribution that `Detail.PROBS` writes
+
+PHASES = ("draft", "target", "verify", "commit")
+
+Id = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+TopProbs = list[tuple[Id, float]]  # the most likely tokens and their probabilities, most likely first
+
+
+class Detail(Enum):
+    """How much of a run a trace holds. Token ids are text: a trace with tokens shows the prompts."""
+
+    COUNTS = "counts"  # numbers of draft and accepted tokens, and times; no tokens and no text
+    TOKENS = "tokens"  # also prompts, drafts and decisions as token ids, enough to compute each step again
+    PROBS = "probs"  # also the most likely tokens of the target's and the draft's distribution at each node
+
+
+class TraceLine(BaseModel):
+    """One line. Unknown fields are an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+    def json_line(self) -> bytes:
+        """The line as it is in the file, with its line break."""
+        return self.model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+class RunRecord(TraceLine):
+    """The first line: the version that wrote the trace, and how the run was configured."""
+
+    line: Literal["header"] = "header"
+    kind: Literal["outrider-trace"] = "outrider-trace"
+    format: int = FORMAT
+    outrider: str  # its version
+    date: str  # ISO 8601, UTC
+    detail: Detail
+    model: str
+    dtype: str  # precision of the weights: float32, bfloat16, float16, int8, int4
+    kv_cache_dtype: str | None = None  # precision of keys and values: bfloat16, int8; None: as they are computed
+    device: str
+    vocab_size: Count
+    max_length: Count  # tokens of prompt and output
+    batch_invariant: bool  # True: a replay has the same bits, because logits do not depend on the other rows
+    end_ids: list[Id]
+    drafter: str  # the name of its class
+    verifier: str
+    guarantee: str
+    speculative_config: dict[str, Any] = {}  # values other than the defaults
+    machine: dict[str, str]  # processor, cores, versions
+
+
+class RequestRecord(TraceLine):
+    """A request at its start. With `Detail.COUNTS` there is no prompt, and `params` has numbers only."""
+
+    line: Literal["request"] = "request"
+    request: Id
+    prompt_tokens: Count
+    seed: int
+    params: dict[str, Any]  # `SamplingParams` other than the defaults
+    prompt: list[Id] | None = None
+    bad_words: list[list[Id]] | None = None
+    continued: Count = 0  # how many tokens of the prompt are text already, written by an earlier run
+    grammar: bool = False  # whether a grammar constrained the request; the trace does not hold it
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters. Raises ValueError for values that they cannot have."""
+        given = dict(self.params)
+        try:
+            if given.get("logit_bias"):
+                given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
+            params = SamplingParams(**given)
+            params.check_vocab(2**63)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"the sampling parameters cannot be read: {error}") from error
+        return params
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RequestRecord:
+        if self.prompt is not None and len(self.prompt) != self.prompt_tokens:
+            raise ValueError(f"the prompt has {len(self.prompt)} tokens, not {self.prompt_tokens}")
+        if self.continued >= max(1, self.prompt_tokens):
+            raise ValueError(f"{self.continued} of {self.prompt_tokens} prompt tokens are said to be text already")
+        _ = self.sampling
+        return self
+
+
+class StepRecord(TraceLine):
+    """One request in one draft-verify round. Requests of the same round share `round` and `seconds`."""
+
+    line: Literal["step"] = "step"
+    request: Id
+    round: Count  # of the run
+    step: Count  # of the request; the noise is keyed by it
+    position: Count  # committed tokens before
+    drafted: Count  # draft tokens
+    depth: Count  # levels of the draft
+    accepted: Count  # draft tokens that became text
+    refused: Count  # children of the last accepted node; the verifier rejected all of them
+    committed: Count  # new tokens of the text
+    rows: Count  # requests in the round
+    seconds: tuple[float, float, float, float]  # in draft, target, verify, commit
+    # with Detail.TOKENS and Detail.PROBS
+    tokens: list[Id] | None = None  # of the draft; node 0 is the last committed token
+    parents: list[int] | None = None
+    siblings: str | None = None
+    path: list[Id] | None = None  # accepted nodes from the root down, also those after the end of the text
+    token: int | None = None  # drawn at the last accepted node; -1 where no token was possible
+    budget: tuple[Count, Count, Count | None] | None = None  # depth, width, nodes
+    note: str | None = None  # the drafter's explanation of its draft
+    # with Detail.PROBS
+    target_law: list[TopProbs] | None = None  # the target's distribution after each node
+    draft_law: list[TopProbs] | None = None  # the distribution that the children of each node were drawn from
+    chances: list[float] | None = None  # the drafter's confidence that a node is accepted
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StepRecord:
+        if not self.accepted <= self.depth <= self.drafted or not self.accepted <= self.committed <= self.accepted + 1:
+            raise ValueError("accepted <= depth <= drafted and accepted <= committed <= accepted + 1 must hold")
+        if self.tokens is None:
+            return self
+        tokens, parents, path = self.tokens, self.parents or [], self.path or []
+        if len(tokens) != len(parents) or len(tokens) != self.drafted + 1 or parents[0] != -1:
+            raise ValueError(f"tokens and parents are {self.drafted + 1} nodes, the root first, with parent -1")
+        if any(not 0 <= up < n for n, up in enumerate(parents[1:], 1)):
+            raise ValueError(f"a parent comes before its children, got parents {parents}")
+        if path[:1] != [0] or any(n >= len(tokens) or parents[n] != up for up, n in pairwise(path)):
+            raise ValueError(f"the path does not follow the tree: path {path}, parents {parents}")
+        if self.token is None or self.siblings is None or self.budget is None:
+            raise ValueError("token, siblings and budget are missing")
+        if any(
+            per_node is not None and len(per_node) != len(tokens)
+            for per_node in (self.target_law, self.draft_law, self.chances)
+        ):
+            raise ValueError("target_law, draft_law and chances need one entry for each node")
+        return self
+
+    @property
+    def written(self) -> list[int]:
+        """The tokens that this step added to the text. Raises ValueError for a trace with counts only."""
+        if self.tokens is None or self.path is None or self.token is None:
+            raise ValueError(NO_TOKENS)
+        return [*(self.tokens[n] for n in self.path[1:]), self.token][: self.committed]
+
+    @property
+    def origins(self) -> str:
+        """One letter per new token; see `outrider.core.origins`."""
+        return letters(self.drafted, self.accepted, self.refused > 0, self.committed)
+
+
+class EndRecord(TraceLine):
+    """The end of a request. Times in seconds since it arrived."""
+
+    line: Literal["end"] = "end"
+    request: Id
+    finish: str  # stop | length | error | abort
+    output_tokens: Count
+    steps: Count
+    first: float | None = None  # to the first token
+    seconds: float | None = None  # to the last
+
+
+NO_TOKENS = (
+    "this trace has counts only; --trace-detail tokens or Recorder(path, Detail.TOKENS) also writes tokens, "
+    "which show the text of the prompts"
+)
+AnyLine = Annotated[RunRecord | RequestRecord | StepRecord | EndRecord, Field(discriminator="line")]

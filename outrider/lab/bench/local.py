@@ -1,0 +1,149 @@
+"""Backend in this process: one target, loaded once, with a drafter and a controller for each setting."""
+
+from __future__ import annotations
+
+import itertools
+from collections import abc
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+from outrider.core.origins import letters
+from outrider.core.params import SamplingParams
+from outrider.core.types import Step
+from outrider.engine.llm import LLM
+from outrider.engine.request import Sequence
+from outrider.lab.bench.prompts import Prompt
+from outrider.lab.bench.run import Sample, Setting
+
+
+class Local:
+    """Models of this process. llms: by the name of the setting. sampling: fields of `SamplingParams`."""
+
+    def __init__(self, llms: Mapping[str, LLM], sampling: Mapping[str, Any]) -> None:
+        self.llms, self.sampling = dict(llms), dict(sampling)
+
+    @classmethod
+    def load(
+        cls, settings: abc.Sequence[Setting], model: str, sampling: Mapping[str, Any], slots: int, **options: Any
+    ) -> Local:
+        """An LLM for each setting; all share the weights of the first. Fills in each setting's `guarantee`.
+
+        slots: prompts that are answered at the same time. options: for `LLM`. Raises what LLM raises.
+        """
+        llms, source = dict[str, LLM](), model
+        for setting in settings:
+            llm = LLM(source, speculative_config=setting.speculative_config, max_num_seqs=slots, **options)
+            llms[setting.name], source = llm, llm.loaded
+            setting.guarantee = llm.decoder.guarantee.value
+        return cls(llms, sampling)
+
+    @property
+    def notes(self) -> list[str]:
+        """What `LLM.notes` says, by setting."""
+        return [f"{name}: {note}" for name, llm in self.llms.items() for note in llm.notes]
+
+    def num_tokens(self, prompt: Prompt) -> int:
+        """The length of a prompt. Raises ValueError for a prompt that does not fit."""
+        llm = next(iter(self.llms.values()))
+        try:
+            return len(llm.requests(prompt.content, self._params(prompt, 0))[0].prompt)
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.id}: {error}") from None
+
+    def warm(self, setting: Setting, prompts: abc.Sequence[Prompt]) -> None:
+        for sample in self.answer(setting, prompts, 0, 0):
+            if sample.error:
+                raise RuntimeError(f"{setting.name} gives no answer: {sample.error}")
+
+    def reset(self) -> None:
+        for llm in self.llms.values():
+            llm.decoder.drafter.reset()
+
+    def answer(self, setting: Setting, prompts: abc.Sequence[Prompt], repeat: int, turn: int) -> list[Sample]:
+        llm = self.llms[setting.name]
+        requests = [llm.requests(p.content, self._params(p, repeat))[0] for p in prompts]
+        recorders = {
+            r.id: SampleRecorder(
+                Sample(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seconds=0, seed=r.seed)
+            )
+            for p, r in zip(prompts, requests, strict=True)
+        }
+        start = perf_counter()
+        try:
+            for step, rows in llm.scheduler.run(requests):
+                now = perf_counter() - start
+                for b, row in enumerate(rows):
+                    assert step is not None
+                    recorders[row.id].add(step, b, row, now)
+        except Exception as error:
+            for recorder in recorders.values():
+                recorder.sample.error = f"{type(error).__name__}: {error}"
+        return [recorders[r.id].sample for r in requests]
+
+    def _params(self, prompt: Prompt, repeat: int) -> SamplingParams:
+        return sampling_params(self.sampling, prompt, repeat)
+
+
+def sampling_params(sampling: Mapping[str, Any], prompt: Prompt, repeat: int) -> SamplingParams:
+    """Parameters of a request: the measurement's, with the prompt's own. Repeat r adds r to the seed."""
+    own: dict[str, Any] = {"seed": sampling["seed"] + repeat, "prediction": prompt.prediction}
+    for name in ("max_tokens", "temperature"):
+        if (value := getattr(prompt, name)) is not None:
+            own[name] = value
+    return SamplingParams(**{**sampling, **own})
+
+
+class SampleRecorder:
+    """Fills a sample, step by step."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample = sample
+        sample.origins, sample.drafted, sample.accepted = "", [], []
+
+    def add(self, step: Step, b: int, row: Sequence, now: float) -> None:
+        """b: index of the sequence in the step. now: seconds since the request."""
+        sample, commit = self.sample, step.commits[b]
+        assert sample.origins is not None
+        assert sample.drafted is not None
+        assert sample.accepted is not None
+        if sample.ttft is None:
+            sample.ttft = now
+        else:
+            sample.gaps.append((now - sample.seconds, len(commit.tokens)))
+        sample.seconds = now
+        drafted = len(step.draft.host[b]) - 1
+        sample.drafted.append(drafted)
+        sample.accepted.append(commit.num_accepted)
+        sample.origins += origins(step, b, drafted)
+        for name, seconds in step.seconds.items():
+            sample.phases[name] = sample.phases.get(name, 0.0) + seconds
+        if row.finish is not None:
+            self._finish(row)
+
+    def _finish(self, row: Sequence) -> None:
+        sample, end, checker, text = self.sample, row.finish, row.checker, row.text
+        assert end is not None
+        assert checker is not None
+        sample.prompt_tokens, sample.output_tokens = len(row.prompt), len(row.output)
+        sample.token_ids, sample.text, sample.finish_reason = row.output, text, end.finish
+        sample.phases["rest"] = max(0.0, sample.seconds - sum(sample.phases.values()))
+        if checker.marks:
+            borders = [0, *(min(mark, len(text)) for mark in checker.marks)]
+            borders[-1] = len(text)
+            sample.pieces = [text[a:b] for a, b in itertools.pairwise(borders)]
+        if end.finish == "error":
+            sample.error = str(end.reason)
+
+
+def origins(step: Step, b: int, drafted: int) -> str:
+    """A letter for each token that a sequence committed in a step, see `outrider.core.origins`.
+
+    drafted: number of its draft tokens. Empty for a sequence that committed nothing.
+    """
+    commit = step.commits[b]
+    if not commit.tokens:
+        return ""
+    # A child of the last accepted node was rejected.
+    rejected = bool((step.draft.parents[b] == commit.nodes[-1]).any())
+    return letters(drafted, commit.num_accepted, rejected, len(commit.tokens))

@@ -1,0 +1,175 @@
+"""Quality: the share of HumanEval's problems that greedy texts solve, with speculation and without.
+
+A problem's program runs in a process of its own, without network where the system allows that, with little memory and time, in an
+empty folder. That protects against mistakes of a model. It is no protection against an attacker.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.core.params import SamplingParams
+from outrider.lab.certify import bounds
+from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
+from outrider.lab.certify.run import CertifyTrial, Record
+from outrider.lab.certify.subjects.base import Job, Subject, Unsupported
+
+STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(")
+_SECONDS, _BYTES, _FILE = 8, 2**30, 2**20
+_GZIP = b"\x1f\x8b"
+# Runs before the program: limits of this process and, on Linux, a network of its own, which leads nowhere.
+_GUARD = """
+import builtins, ctypes, os, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
+resource.setrlimit(resource.RLIMIT_AS, ({bytes}, {bytes}))
+resource.setrlimit(resource.RLIMIT_FSIZE, ({file}, {file}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+try:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER, CLONE_NEWNET
+except Exception:
+    pass
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+def _refused(*given, **more):
+    raise PermissionError("not in the sandbox")
+for name in ("system", "fork", "forkpty", "kill", "killpg", "popen", "execv", "execve", "posix_spawn", "chmod", "chown"):
+    if hasattr(os, name):
+        setattr(os, name, _refused)
+import socket, subprocess
+socket.socket = subprocess.Popen = _refused
+builtins.input = _refused
+"""
+
+
+def solves(problem: dict[str, Any], text: str, *, seconds: float = _SECONDS) -> bool:
+    """Whether a continuation of the problem's prompt passes its tests. problem: a line of HumanEval."""
+    guard = _GUARD.format(seconds=int(seconds) + 1, bytes=_BYTES, file=_FILE)
+    ending = f"\nprint('solved', {problem['task_id']!r})\n"
+    program = "\n".join([problem["prompt"] + text, problem["test"], f"check({problem['entry_point']})", ending])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(guard + "exec(compile(" + repr(program) + ", 'program', 'exec'), {'__name__': 'program'})\n")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", str(path)],
+                cwd=folder,
+                env={"PATH": os.defpath},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0 and done.stdout.decode(errors="replace").endswith(
+        ending.split("'")[1] + f" {problem['task_id']}\n"
+    )
+
+
+def read_problems(path: Path) -> list[dict[str, Any]]:
+    """The problems of a file in HumanEval's format, compressed by gzip or not. Raises ValueError for another file."""
+    problems, data = list[dict[str, Any]](), path.read_bytes()
+    try:
+        text = (gzip.decompress(data) if data[:2] == _GZIP else data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); problems are lines of JSON, in a .jsonl or .jsonl.gz"
+        ) from None
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found = json.loads(line)
+            missing = {"task_id", "prompt", "test", "entry_point"} - set(found)
+        except (ValueError, TypeError):
+            found, missing = {}, {"JSON"}
+        if missing:
+            raise ValueError(
+                f"{path}, line {number}: {', '.join(sorted(missing))} is missing; problems are in HumanEval's format"
+            )
+        problems.append(found)
+    if not problems:
+        raise ValueError(f"{path} holds no problems")
+    return problems
+
+
+class Quality:
+    """The kind `quality`. problems: of HumanEval. length: tokens of a solution, at most."""
+
+    name, share = "quality", 3.0
+
+    def __init__(self, subject: Subject, problems: Sequence[dict[str, Any]], *, length: int = 200) -> None:
+        self.subject, self.problems, self.length = subject, problems, length
+
+    def trials(self) -> Iterator[CertifyTrial]:
+        for problem in self.problems:
+            yield CertifyTrial(str(problem["task_id"]), lambda p=problem: self._trial(p))
+
+    def _trial(self, problem: dict[str, Any]) -> Record:
+        params = SamplingParams(temperature=0, max_tokens=self.length, stop=list(STOPS))
+        job = Job(problem["prompt"], params)
+        record: Record = {"with": None, "without": None, "same": None, "error": ""}
+        try:
+            [text] = self.subject.write([job], self.subject.ways()[0])
+            record["error"] = text.error or ""
+            record["with"] = None if text.error else solves(problem, cut(text.text))
+            [plain] = self.subject.plain([job])
+            record["without"] = None if plain.error else solves(problem, cut(plain.text))
+            record["same"] = text.text == plain.text
+        except Unsupported as why:
+            record["error"] = str(why)
+        return record
+
+    def done(self, records: Sequence[Record]) -> bool:
+        return False
+
+    def judge(self, records: Sequence[Record]) -> CertificatePart:
+        ours = [r["with"] for r in records if r["with"] is not None]
+        plain = [r["without"] for r in records if r["without"] is not None]
+        part = CertificatePart(kind=self.name, conclusion=Conclusion.HOLDS, sentence="")
+        errors = [r["error"] for r in records if r["error"]]
+        part.skipped = [f"{len(errors)} problems: {errors[0]}"] if errors else []
+        if not ours:
+            part.conclusion, part.sentence = Conclusion.CANNOT_TELL, "Cannot tell: no problem was tried."
+            return part
+        both = [(r["with"], r["without"]) for r in records if r["with"] is not None and r["without"] is not None]
+        lost, won = sum(b and not a for a, b in both), sum(a and not b for a, b in both)
+        p = bounds.sign_p_value(lost, won)
+        part.figures = {
+            "problems": len(ours),
+            "with": sum(ours),
+            "without": sum(plain),
+            "lost": lost,
+            "won": won,
+            "p_value": p,
+        }
+        part.sentence = f"Solved with speculation: {_share(ours)}."
+        if plain:
+            part.sentence = f"Solved with speculation: {_share(ours)}; without: {_share(plain)}."
+            part.tested["texts that are the same"] = f"{sum(bool(r['same']) for r in records)} of {len(both)}"
+            part.power = (
+                f"{lost} problems were solved only without, {won} only with (McNemar's exact test: p = {p:.2g})."
+            )
+        part.tested["problems"] = str(len(ours))
+        if p < 0.01 and lost > won:
+            part.conclusion = Conclusion.DIFFERS
+            part.findings.append(Finding(title="speculation loses quality", evidence=part.power))
+            part.sentence += " Differs: fewer problems are solved with speculation."
+        return part
+
+
+def cut(text: str) -> str:
+    """A solution up to the first line after its function, for subjects that do not stop there."""
+    found = [m.start() for stop in STOPS if (m := re.search(re.escape(stop), text))]
+    return text[: min(found)] if found else text
+
+
+def _share(solved: Sequence[bool]) -> str:
+    low, high = bounds.share_interval(sum(solved), len(solved))
+    return f"{sum(solved)} of {len(solved)} problems ({100 * low:.0f} to {100 * high:.0f} % with 95 % confidence)"

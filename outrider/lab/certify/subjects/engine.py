@@ -1,0 +1,297 @@
+"""Our engine as a subject: a model with a speculative_config, every way to speculate, and its own plain decoding."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.control import Fixed
+from outrider.core.params import SamplingParams
+from outrider.core.types import Draft, Guarantee
+from outrider.drafters import ModelDrafter, NoDraft, make_drafters
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
+from outrider.drafters.config import SpeculativeConfig
+from outrider.engine.decoder import Decoder, nth_seed
+from outrider.engine.llm import LLM
+from outrider.engine.request import Request
+from outrider.engine.request import Sequence as Text
+from outrider.engine.runtime import build
+from outrider.engine.scheduler import Scheduler
+from outrider.lab.bench.report.format import count
+from outrider.lab.certify.causes import warped
+from outrider.lab.certify.subjects.base import Job, Prompt, Row, Subject, Way, Writing, failed
+from outrider.models.base import LanguageModel
+from outrider.models.cache import SlotCache
+from outrider.models.identity import sha256, weight_files
+from outrider.models.load import Loaded, load
+from outrider.models.nodes import Nodes
+from outrider.testing.stubs import Wrong
+from outrider.verify import VERIFIERS
+
+CHUNK = 64  # tokens per forward, where a text is read
+FILLERS = ("def", "class A:", "import os\n", "# a comment about nothing\n")
+
+
+def _unheard(message: str) -> None:
+    """A failure that a way plans is told to nobody."""
+
+
+class OutOfVocabulary(BaseDrafter):
+    """Proposes tokens that the target does not have. The loop must refuse them, and the text must not change."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(self, context: DraftContext) -> Draft:
+        return chains(context, [[self.vocab_size + 3] * b.depth for b in context.budgets])
+
+
+class EngineSubject(Subject):
+    """model: as `LLM` takes it. config: the speculative_config to certify. prompts: texts or token ids.
+
+    rows: sequences side by side. options: precision, as `load` takes it.
+    """
+
+    batches = True
+
+    def __init__(
+        self,
+        model: Any,
+        config: dict[str, Any] | None,
+        prompts: Sequence[Prompt],
+        *,
+        rows: int = 6,
+        max_length: int = 512,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.loaded: Loaded = model if isinstance(model, Loaded) else load(model, **options)
+        self.config = SpeculativeConfig.of(config)
+        target = self.loaded.model
+        self.vocab_size, self.end_ids = target.vocab_size, tuple(self.loaded.end_ids)
+        self.exact_numbers = target.batch_invariant
+        self.num_rows, self.max_length = rows, min(max_length, target.max_length)
+        self.llm = LLM(self.loaded, max_num_seqs=rows, max_model_len=self.max_length)
+        self.promise = (
+            VERIFIERS[self.config.verifier].guarantee if target.batch_invariant else Guarantee.EXACT_DISTRIBUTION
+        )
+        self.name = f"outrider, {_short(self.loaded.name)} ({self.loaded.weights}), {self.config.method}, {self.config.verifier}"
+        self.properties = {
+            "engine": "outrider, in this process",
+            "model": _short(self.loaded.name),
+            "precision": self.loaded.weights,
+            "speculative_config": json.dumps(_readable(config or {})),
+            "verifier": self.config.verifier,
+            "promise": self.promise.value,
+        }
+        self.weights = {_short(self.loaded.name): weights_hash(self.loaded.name)}
+        self._prompts = [self._ids(prompt) for prompt in prompts]
+        self._noise: float | None = 0.0 if self.exact_numbers else None
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = self.llm.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return tuple(ids[-(self.max_length // 2) :])
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    def ways(self) -> Sequence[Way]:
+        depth = self.config.budget.depth
+        own = [Way("as configured", {"depth": depth})]
+        if self.config.enabled:
+            own += [Way(count(n, "draft token"), {"depth": n}) for n in (1, 2, 7) if n != depth]
+            if VERIFIERS[self.config.verifier].trees and self.config.verifier == "match":
+                own.append(Way("trees of width 2", {"depth": 3, "width": 2}))
+        end = self.end_ids[0] if self.end_ids else 0
+        return [
+            *own,
+            Way("always wrong", {"depth": 4, "drafter": Wrong(1)}, own=False),
+            Way("always the end token", {"depth": 4, "drafter": Wrong(end)}, own=False),
+            Way(
+                "outside of the vocabulary",
+                {"depth": 4, "drafter": OutOfVocabulary(self.loaded.model.vocab_size)},
+                own=False,
+            ),
+        ]
+
+    def write(self, jobs: Sequence[Job], way: Way) -> list[Writing]:
+        options = way.options
+        width = options.get("width", self.config.tree_width)
+        nodes = self.config.tree_nodes if width == self.config.tree_width else 2 * options["depth"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lengths = Fixed(options["depth"], width, nodes)
+            return self._run(jobs, self._decoder(options.get("drafter"), lengths), self.config.verifier)
+
+    def plain(self, jobs: Sequence[Job]) -> list[Writing]:
+        """One text after the other, without a batch."""
+        return [
+            text
+            for job in jobs
+            for text in self._run([replace(job, companions=0)], self._bare(NoDraft(), Fixed(0), "match", 1), "match")
+        ]
+
+    @cached_property
+    def drafters(self) -> dict[str, Drafter]:
+        """The configured drafters, by name; none for plain decoding."""
+        return make_drafters(self.config, self.loaded, rows=self.num_rows, max_length=self.max_length, device="auto")
+
+    def _decoder(self, drafter: Drafter | None, lengths: Fixed) -> Decoder:
+        """The decoder of a way. drafter: in place of the configured ones."""
+        if drafter is not None and not isinstance(drafter, OutOfVocabulary):
+            return self._bare(drafter, lengths, self.config.verifier, self.num_rows)
+        own, tell = (self.drafters, None) if drafter is None else ({"foreign": drafter}, _unheard)
+        made = build(
+            self.loaded,
+            self.config,
+            rows=self.num_rows,
+            max_length=self.max_length,
+            drafters=own,
+            controller=lengths,
+            tell=tell,
+        )
+        return made.decoder
+
+    def _bare(self, drafter: Drafter, lengths: Fixed, verifier: str, rows: int) -> Decoder:
+        """A decoder whose drafter has no planner over it."""
+        return Decoder(
+            self.loaded.model,
+            drafter,
+            verifier,
+            lengths,
+            rows=rows,
+            max_length=self.max_length,
+            end_ids=self.end_ids,
+            tokenizer=self.loaded.tokenizer,
+        )
+
+    def _run(self, jobs: Sequence[Job], decoder: Decoder, verifier: str) -> list[Writing]:
+        texts = [text for job in jobs for text in self._texts(job)]
+        mates = max((job.companions for job in jobs), default=0)
+        others = [self._companion(i, len(texts)) for i in range(mates)]
+        try:
+            done = Scheduler(decoder, raises=True).generate([*texts, *others])
+        except Exception as error:  # whatever it fails with is a finding
+            return [failed(error) for _ in texts]
+        finally:
+            decoder.drafter.reset()
+        return [self._writing(text, verifier) for text in done[: len(texts)]]
+
+    def _texts(self, job: Job) -> list[Request]:
+        [first, *_] = self.llm.requests(
+            {"prompt_token_ids": list(job.prompt)} if not isinstance(job.prompt, str) else job.prompt, job.params
+        )
+        return [replace(first, id=first.id * 64 + i, seed=nth_seed(first.seed, i)) for i in range(job.params.n)]
+
+    def _companion(self, number: int, at: int) -> Request:
+        prompt = self._prompts[number % len(self._prompts)][: 2 + 3 * number]
+        params = SamplingParams(temperature=1.2, max_tokens=8 + 11 * number, ignore_eos=True)
+        return Request(-1 - number, list(prompt), params, seed=at + number)
+
+    def _writing(self, text: Text, verifier: str) -> Writing:
+        done = text.completion(VERIFIERS[verifier].guarantee)
+        return Writing(
+            tokens=done.token_ids,
+            text=done.text,
+            prompt=list(text.prompt),
+            finish=done.finish_reason,
+            stop=done.stop_reason,
+            logprobs=done.logprobs,
+            drafted=list(text.counts.drafted),
+            accepted=list(text.counts.accepted),
+            usage=len(text.output),
+            error=None if done.finish_reason in ("stop", "length") else f"{done.finish_reason}: {done.stop_reason}",
+        )
+
+    # -- the target's own numbers -----------------------------------------------------------------------------------------
+
+    def rows(self, job: Job, writing: Writing) -> list[Row]:
+        return self._read(self.loaded.model, job, writing)
+
+    def draft_rows(self, job: Job, writing: Writing) -> list[Row] | None:
+        drafter = next(iter(self.drafters.values()), None) if len(self.drafters) == 1 else None
+        if not isinstance(drafter, ModelDrafter) or drafter.model.vocab_size != self.vocab_size:
+            return None
+        return self._read(drafter.model, job, writing)
+
+    def _read(self, model: LanguageModel, job: Job, writing: Writing) -> list[Row]:
+        prompt, tokens = writing.prompt, [*writing.prompt, *writing.tokens]
+        out = list[Row]()
+        for at, logits in enumerate(forward(model, tokens)[len(prompt) - 1 : len(tokens) - 1]):
+            before = tokens[: len(prompt) + at]
+            numbers = logits.numpy()
+            out.append(Row(warped(numbers, job.params, before, len(prompt), self.end_ids), logits=numbers))
+        return out
+
+    def noise(self) -> float | None:
+        """Measured once: the same tokens read in two ways, one by one and many at a time."""
+        if self._noise is None:
+            tokens = list(self._prompts[0])
+            [text] = self.plain([Job(tuple(tokens), _greedy(24))])
+            tokens += text.tokens
+            self._noise = float(
+                (forward(self.loaded.model, tokens) - forward(self.loaded.model, tokens, 1)).abs().max()
+            )
+        return self._noise
+
+    def margin(self, job: Job, writing: Writing, at: int, other: int | None) -> float | None:
+        if other is None or job.params.temperature > 0:
+            return 1.0 if self.exact_numbers else None
+        read = replace(writing, tokens=writing.tokens[: at + 1])
+        logits = self._read(self.loaded.model, job, read)[at].logits
+        assert logits is not None
+        state = warped(
+            logits,
+            job.params.with_(temperature=1.0),
+            [*writing.prompt, *writing.tokens[:at]],
+            len(writing.prompt),
+            self.end_ids,
+        )
+        with np.errstate(divide="ignore"):
+            return float(abs(np.log(state[writing.tokens[at]]) - np.log(state[other])))
+
+    def show(self, tokens: Sequence[int]) -> str:
+        tokenizer = self.loaded.tokenizer
+        return repr(tokenizer.decode(list(tokens)))[1:-1] if tokenizer is not None else super().show(tokens)
+
+
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+@torch.inference_mode()
+def forward(model: LanguageModel, tokens: Sequence[int], chunk: int = CHUNK) -> torch.Tensor:
+    """float32 [token, vocab]: the logits after each token of one text, `chunk` tokens at a time."""
+    cache, parts = model.new_cache(1, len(tokens)), list[torch.Tensor]()
+    assert isinstance(cache, SlotCache)
+    for start in range(0, len(tokens), chunk):
+        part = list(tokens[start : start + chunk])
+        parts.append(model.forward(Nodes(torch.tensor([part]), cache, [0])).logits[0].float().cpu())
+        cache.commit([0], [range(len(part))])
+    return torch.cat(parts)
+
+
+def weights_hash(model: str) -> str:
+    """sha256 over the contents of a model's files; "not at hand" without them."""
+    try:
+        files = weight_files(model)
+    except (OSError, ValueError):
+        files = []
+    return sha256(files) if files else "not at hand"
+
+
+def _short(name: str) -> str:
+    """A name without the folders of this machine."""
+    return Path(name).name if Path(name).expanduser().exists() else name
+
+
+def _readable(config: dict[str, Any]) -> dict[str, Any]:
+    return {k: _short(v) if isinstance(v, str) else v for k, v in config.items()}

@@ -1,0 +1,112 @@
+"""The statistical certificate where the target's probabilities are not known: texts with speculation against texts without.
+
+A kernel two-sample test (Gao et al. 2410.20247): the maximum mean discrepancy with a Hamming kernel, prompt by prompt, judged by
+shuffling the texts of each prompt. It can show a difference. It cannot bound one, so it never says "same distribution".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from outrider.core.params import SamplingParams
+from outrider.lab.certify import bounds
+from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
+from outrider.lab.certify.failures import add_failures, broken
+from outrider.lab.certify.run import CertifyTrial, Record
+from outrider.lab.certify.subjects.base import Job, Subject, Unsupported
+
+_LEAST = 5  # texts of a prompt on each side, before anything is said
+_KEPT = 32  # tokens, or pieces of text, of each text that are compared
+_PIECE = 4  # characters
+
+
+class TwoSample:
+    """The kind `statistical` for a subject without known probabilities."""
+
+    name, share = "statistical", 4.0
+
+    def __init__(self, subject: Subject, *, confidence: float = 0.99, length: int = 32, seed: int = 0) -> None:
+        self.subject, self.alpha, self.length, self.seed = subject, 1 - confidence, min(length, _KEPT), seed
+
+    def trials(self) -> Iterator[CertifyTrial]:
+        number = 0
+        while True:
+            yield CertifyTrial(f"texts {number}", lambda n=number: self._trial(n))
+            number += 1
+
+    def _trial(self, number: int) -> Record:
+        way = next(w for w in self.subject.ways() if w.own)
+        record: Record = {"pairs": [], "errors": []}
+        sides = list[list[list[object]]]()
+        for side in range(2):  # seeds differ, so that equal noise does not make equal texts
+            jobs = [
+                Job(prompt, SamplingParams(temperature=1.0, max_tokens=self.length, ignore_eos=True, seed=seed))
+                for i, prompt in enumerate(self.subject.prompts())
+                for seed in [self.seed + 2 * (1009 * number + i) + side]
+            ]
+            try:
+                texts = self.subject.write(jobs, way) if side == 0 else self.subject.plain(jobs)
+            except Unsupported as why:
+                return {**record, "errors": [str(why)]}
+            if side == 0:
+                record["broke"] = broken(texts)
+            record["errors"] += [t.error for t in texts if t.error][:2]
+            sides.append([[] if t.error else _pieces(t.tokens, t.text) for t in texts])
+        record["pairs"] = [[i, a, b] for i, (a, b) in enumerate(zip(*sides, strict=True)) if a and b]
+        return record
+
+    def done(self, records: Sequence[Record]) -> bool:
+        return False
+
+    def judge(self, records: Sequence[Record]) -> CertificatePart:
+        pairs = [pair for r in records for pair in r["pairs"]]
+        errors = [e for r in records for e in r["errors"]]
+        seconds = sum(r["seconds"] for r in records)
+        prompts = len({i for i, _, _ in pairs})
+        part = CertificatePart(
+            kind=self.name,
+            conclusion=Conclusion.CANNOT_TELL,
+            sentence="",
+            power="A kernel two-sample test sees large differences only: by its authors, three in four changed models with ten "
+            "texts of each prompt. It bounds nothing. Name a model with the same weights (--reference) for a bound.",
+            tested={"texts": f"{2 * len(pairs):,}, half of them without speculation", "prompts": str(prompts)},
+        )
+        if errors:
+            part.skipped.append(f"{len(errors)} texts failed, the first: {errors[0]}")
+        if not prompts or len(pairs) < _LEAST * prompts:
+            wanted = _LEAST * max(prompts, 1)
+            more = seconds / len(pairs) * wanted / 60 if pairs else 0.0
+            why = f" ({errors[0]})" if errors and not pairs else ""
+            part.sentence = (
+                f"Cannot tell with this budget: {len(pairs)} pairs of texts{why}; it needs at least {wanted}"
+            )
+            part.sentence += f", about {max(more, 0.1):.1f} minutes." if pairs else "."
+            add_failures(part, records)
+            return part
+        groups, first, second = zip(*pairs, strict=True)
+        distance, p = bounds.two_sample_p_value(first, second, groups=groups)
+        part.figures = {"pairs": len(pairs), "mmd": distance, "p_value": p}
+        if p < self.alpha:
+            part.conclusion = Conclusion.DIFFERS
+            part.sentence = f"Differs: texts with speculation are other texts than those without (p = {p:.2g})."
+            part.findings.append(
+                Finding(
+                    title="texts with and without speculation come from two distributions",
+                    where=f"{len(pairs)} pairs of texts, {prompts} prompts",
+                    evidence=f"squared MMD {distance:.4f}, p = {p:.2g}",
+                )
+            )
+        else:
+            part.sentence = (
+                f"Cannot tell: no difference was seen between {len(pairs)} texts with speculation and as many without "
+                f"(p = {p:.2g}), and this test cannot show that there is none."
+            )
+        add_failures(part, records)
+        return part
+
+
+def _pieces(tokens: Sequence[int], text: str) -> list[object]:
+    """What is compared: tokens, or pieces of the text where the tokens are not known."""
+    if tokens:
+        return list(tokens[:_KEPT])
+    return [text[i : i + _PIECE] for i in range(0, min(len(text), _KEPT * _PIECE), _PIECE)]

@@ -1,0 +1,190 @@
+"""How many draft tokens are accepted, measured: the curve over the draft length, and how answers differ from each other."""
+
+from __future__ import annotations
+
+import json
+from collections import abc
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import isfinite
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+from outrider.drafters.registry import METHODS
+from outrider.engine.trace import read
+from outrider.lab.bench import stats
+from outrider.lab.bench.run import Run
+
+DEEPEST = 16  # draft tokens at most, where a single rate stands for a curve
+_TRIES = 20  # attempts at a position that make its acceptance known
+_WEIGHT = 8.0  # attempts that the common curve counts as, in the curve of one answer
+
+_RATES = "spec_decode_per_position_acceptance_rates"
+
+Steps = list[tuple[int, int]]  # draft tokens, accepted ones
+
+
+@dataclass(frozen=True)
+class AnswerAcceptance:
+    """Acceptance by position in the drafts of one answer; the fields are those of `AcceptanceCurve`."""
+
+    chances: tuple[float, ...]
+    available: tuple[float, ...]
+
+    @property
+    def kept(self) -> list[float]:
+        """kept[j - 1]: the first j draft tokens would be accepted if they exist."""
+        return [*accumulate(self.chances, mul)]
+
+
+@dataclass(frozen=True)
+class AcceptanceCurve:
+    """Acceptance by position in the draft.
+
+    chances[j]: a draft token at position j + 1 is accepted, given those before it. available[j]: a draft has such a token;
+    a lookup does not always find one. answers: the same of single answers, which differ. source: where they come from, in words.
+    model: they were measured with a drafter that is a model.
+    """
+
+    chances: tuple[float, ...]
+    available: tuple[float, ...]
+    answers: tuple[AnswerAcceptance, ...] = field(default=(), repr=False)
+    source: str = ""
+    model: bool = False
+
+    @property
+    def depth(self) -> int:
+        """The longest draft that the curve knows."""
+        return len(self.chances)
+
+    @property
+    def survival(self) -> list[float]:
+        """survival[j - 1]: the first j draft tokens exist and are accepted; as in `outrider.control.shapes`."""
+        kept = AnswerAcceptance(self.chances, self.available).kept
+        return [a * s for a, s in zip(self.available, kept, strict=True)]
+
+    def cut(self, depth: int) -> AcceptanceCurve:
+        """The curve of drafts of at most so many tokens."""
+        answers = tuple(AnswerAcceptance(a.chances[:depth], a.available[:depth]) for a in self.answers)
+        return AcceptanceCurve(self.chances[:depth], self.available[:depth], answers, self.source, self.model)
+
+
+def constant(rate: float, depth: int = DEEPEST) -> AcceptanceCurve:
+    """The same acceptance at every position. Raises ValueError for a rate outside 0..1."""
+    if not 0 <= rate <= 1:
+        raise ValueError(f"an acceptance rate is between 0 and 1, got {rate:g}")
+    return AcceptanceCurve((rate,) * depth, (1.0,) * depth, source=f"one rate for every position, {rate:g}")
+
+
+def find_curve(text: str, setting: str | None = None) -> AcceptanceCurve:
+    """The curve of a number or of a file: `outrider bench --json`, `outrider tune --json`, a trace, or
+    `vllm bench serve --save-result`.
+
+    setting: the name of a setting in a report with several. Raises ValueError where nothing was drafted, FileNotFoundError.
+    """
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = None
+    if rate is not None:
+        return constant(rate)
+    path = Path(text)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {text}; --acceptance takes one, or a rate such as 0.7")
+    if path.suffix == ".jsonl":
+        trace = read(path)
+        every = [[(step.depth, step.accepted) for step in text.steps] for text in trace.texts.values()]
+        return _measured(every, trace.header.speculative_config, str(path))
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from None
+    if isinstance(found, dict) and (rates := found.get(_RATES)):
+        return _by_position(rates, str(path))
+    if isinstance(found, dict) and "method" in found:
+        raise ValueError(
+            f"{path} is a setting and holds no acceptance; measure it: "
+            f"outrider bench --speculative-config {path} --json report.json (outrider tune has --json, too)"
+        )
+    return _of_run(Run.load(path), path, setting)
+
+
+def _by_position(rates: abc.Sequence[float], source: str) -> AcceptanceCurve:
+    """The curve of the shares of drafts that kept their first 1, 2, ... tokens."""
+    survival = [min(max(float(rate), 0.0), 1.0) for rate in rates]
+    chances = [s / before if before else 0.0 for before, s in zip([1.0, *survival], survival, strict=False)]
+    return AcceptanceCurve(tuple(min(c, 1.0) for c in chances), (1.0,) * len(chances), source=f"{source}, by position")
+
+
+def _of_run(run: Run, path: Path, wanted: str | None) -> AcceptanceCurve:
+    every = {s.name: s.speculative_config or {} for s in run.settings}
+    told = {name: fields[_RATES] for name, fields in run.summary.items() if fields.get(_RATES)}
+    drafted = [name for name in every if name in told or stats.acceptance(stats.answered(run, name)) is not None]
+    if wanted is not None and wanted not in drafted:
+        raise ValueError(
+            f"{path} has no drafts of a setting {wanted!r}; settings with drafts: {', '.join(drafted) or 'none'}"
+        )
+    if not drafted:
+        raise ValueError(
+            f"{path} holds no draft tokens; measure a setting that drafts: outrider bench --json report.json"
+        )
+    name = wanted or drafted[0]
+    if wanted is None and len(drafted) > 1:
+        raise ValueError(
+            f"{path} has several settings that draft; name one: --setting {drafted[0]!r} (or {', '.join(drafted[1:])})"
+        )
+    samples = stats.answered(run, name)
+    if name in told and stats.acceptance(samples) is None:  # another engine's server, which counts and does not list
+        return _by_position(told[name], f"{path}, setting {name}")
+    answers = [list(zip(s.drafted or [], s.accepted or [], strict=True)) for s in samples]
+    return _measured(answers, every[name], f"{path}, setting {name}")
+
+
+def _measured(answers: list[Steps], config: abc.Mapping[str, Any], source: str) -> AcceptanceCurve:
+    """The curve of some answers. A draft that ends early says nothing of the positions after it."""
+    steps = [step for answer in answers for step in answer]
+    deepest = max((drafted for drafted, _ in steps), default=0)
+    hits, tries = _counts(steps, deepest)
+    known = next((j for j, n in enumerate(tries) if n < _TRIES), deepest)
+    if not known:
+        raise ValueError(
+            f"{source} has {len(steps)} steps with {max(tries, default=0):.0f} draft tokens at the first position, too few to "
+            f"know the acceptance; measure at least {_TRIES}"
+        )
+    common = [h / n for h, n in zip(hits[:known], tries[:known], strict=True)]
+    method = config.get("method")
+    names = [method] if isinstance(method, str) else list(method or ())
+    lookup = bool(names) and all(name in METHODS and METHODS[name].cost == "lookup" for name in names)
+    # A model always has a next token; a lookup often has none.
+    available = _available(steps, [1.0] * known, 0.0) if lookup else [1.0] * known
+    single = list[AnswerAcceptance]()
+    for answer in answers:
+        own, of = _counts(answer, known)
+        chances = tuple((h + _WEIGHT * c) / (n + _WEIGHT) for h, n, c in zip(own, of, common, strict=True))
+        some = _available(answer, available, _WEIGHT) if lookup else available
+        single.append(AnswerAcceptance(chances, tuple(some)))
+    assert all(map(isfinite, common))
+    what = f"{source}: {len(steps)} steps of {len(answers)} answers"
+    return AcceptanceCurve(tuple(common), tuple(available), tuple(single), what, bool(names) and not lookup)
+
+
+def _available(steps: Steps, usual: abc.Sequence[float], weight: float) -> list[float]:
+    """The share of steps with a draft token at each position. usual: the share that counts as `weight` steps."""
+    return [
+        (sum(drafted > j for drafted, _ in steps) + weight * share) / (len(steps) + weight)
+        for j, share in enumerate(usual)
+    ]
+
+
+def _counts(steps: Steps, depth: int) -> tuple[list[float], list[float]]:
+    """Accepted tokens and attempts by position. An attempt at a position follows accepted tokens at all positions before."""
+    hits, tries = [0.0] * depth, [0.0] * depth
+    for drafted, accepted in steps:
+        for j in range(min(drafted, accepted + 1, depth)):
+            tries[j] += 1
+            hits[j] += j < accepted
+    return hits, tries
+
+
+__all__ = ["DEEPEST", "AcceptanceCurve", "AnswerAcceptance", "constant", "find_curve"]

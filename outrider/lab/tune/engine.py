@@ -1,0 +1,316 @@
+"""The fastest setting of another engine: its server is started for each candidate, measured, and stopped.
+
+Two servers would share the machine, so candidates cannot take turns. Plain decoding is measured first and last: the difference
+of the two is the drift that a gain must exceed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from outrider.core.intervals import Interval
+from outrider.drafters.config import SpeculativeConfig
+from outrider.integrations.engines import exports
+from outrider.lab.bench import stats
+from outrider.lab.bench.prompts import Prompt
+from outrider.lab.bench.remote import Remote
+from outrider.lab.bench.run import Sample, Setting
+from outrider.lab.bench.schedule import groups
+from outrider.lab.tune.server import EngineServer, ServerFailed, free_port
+
+PLAIN, AGAIN = "plain", "plain again"
+LONGEST = 32
+"""Draft tokens, at most."""
+_WARM = "A short text before the measurement:"
+_COUNTERS = re.compile(
+    r"^\S*spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?(?:\{(.*)\})? (\S+)$",
+    re.MULTILINE,
+)
+_POSITION = re.compile(r'position="(\d+)"')
+
+
+@dataclass
+class EngineTrial:
+    """A setting, and what its server gave. config: a speculative_config. options: words of the engine's command line.
+
+    samples: the answers. drafted, accepted: draft tokens by the engine's own counters; None if it tells none. by_position: the
+    share of drafts whose first 1, 2, ... tokens were accepted; empty if it tells none. start: seconds until the server answered.
+    problem: why there is no measurement.
+    """
+
+    name: str
+    config: dict[str, Any]
+    options: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    drafted: int | None = None
+    accepted: int | None = None
+    by_position: list[float] = field(default_factory=list)
+    start: float = 0.0
+    problem: str = ""
+
+    @property
+    def answered(self) -> list[Sample]:
+        return [s for s in self.samples if s.error is None]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second; 0 without an answer."""
+        found = stats.rate(self.answered)
+        return 0.0 if found is None else found.value
+
+    @property
+    def depth(self) -> int:
+        return SpeculativeConfig.of(self.config).budget.depth
+
+
+class EngineSearch:
+    """Finds the fastest setting of an engine for some prompts. `run` yields a line of progress now and then.
+
+    engine: a name of `ENGINES`. command: its server's command line; the port and the options of a setting are added, or put
+    where it says {port} and {options}. configs: names and configurations of the methods. sampling: fields of each request.
+    logs: the folder for the servers' logs. seconds: to measure for at most, without the starts. ready: seconds for a start.
+
+    A method is measured with its own length. The best method is then measured with half and with twice its length, as long as
+    that is faster. Raises ValueError for a command without words, or with a port that is no number.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        command: str,
+        prompts: Sequence[Prompt],
+        configs: Sequence[tuple[str, dict[str, Any]]],
+        sampling: dict[str, Any],
+        *,
+        logs: Path,
+        model: str | None = None,
+        concurrency: int = 1,
+        seconds: float = 120.0,
+        ready: float = 600.0,
+        timeout: float = 600.0,
+        api_key: str | None = None,
+    ) -> None:
+        try:
+            self.words = shlex.split(command)
+        except ValueError as error:
+            raise ValueError(f"--command {command!r} cannot be split into words: {error}") from None
+        if not self.words:
+            raise ValueError("--command is empty; give the command that starts the server, such as 'vllm serve MODEL'")
+        self.port = _given_port(self.words)
+        self.engine, self.prompts, self.sampling, self.logs = engine, list(prompts), sampling, logs
+        self.model, self.concurrency, self.seconds = model, concurrency, seconds
+        self.ready, self.timeout, self.api_key = ready, timeout, api_key
+        self.trials = [self._trial(PLAIN, {"method": "none"})]
+        self.methods = [self._trial(name, config) for name, config in configs]
+        self.notes: dict[str, None] = {}
+        self.measured = 0.0
+
+    @property
+    def plain(self) -> EngineTrial:
+        return self.trials[0]
+
+    @property
+    def again(self) -> EngineTrial | None:
+        return next((t for t in self.trials if t.name == AGAIN), None)
+
+    @property
+    def candidates(self) -> list[EngineTrial]:
+        """The settings that speculate."""
+        return [t for t in self.trials if t.name not in (PLAIN, AGAIN)]
+
+    @property
+    def best(self) -> EngineTrial | None:
+        """The fastest setting that speculates; None if none was measured."""
+        return max((t for t in self.candidates if t.answered), key=lambda t: t.speed, default=None)
+
+    @property
+    def drift(self) -> float:
+        """Speed of plain decoding at the end over that at the beginning; 1 if it was not measured again."""
+        again = self.again
+        return again.speed / self.plain.speed if again is not None and again.answered and self.plain.speed else 1.0
+
+    @property
+    def answer(self) -> EngineTrial:
+        """The best setting, if it is clearly faster than plain decoding, at both its measurements. Otherwise plain decoding."""
+        best, again = self.best, self.again
+        if best is None:
+            return self.plain
+        gains = [self.gain(best), self.gain(best, again) if again is not None and again.answered else None]
+        return best if all(gain is None or gain.low > 1 for gain in gains) and gains[0] is not None else self.plain
+
+    def gain(self, trial: EngineTrial, base: EngineTrial | None = None) -> Interval | None:
+        """Speed over plain decoding. None without a common prompt."""
+        return stats.ratio(trial.answered, (base or self.plain).answered)
+
+    def same_texts(self, trial: EngineTrial) -> tuple[int, int]:
+        """Texts that equal those of plain decoding, and texts that were compared."""
+        different, compared = stats.differing(trial.answered, self.plain.answered)
+        return compared - len(different), compared
+
+    def run(self) -> Iterator[str]:
+        yield from self._measured(self.plain)
+        if not self.plain.answered:
+            return
+        for trial in self.methods:
+            self.trials.append(trial)
+            yield from self._measured(trial)
+        yield from self._lengths()
+        self.trials.append(self._trial(AGAIN, {"method": "none"}))
+        yield from self._measured(self.trials[-1], always=True)
+
+    def _lengths(self) -> Iterator[str]:
+        """Half and twice the length of the best method, and on in a direction that is faster."""
+        best = self.best
+        if best is None:
+            return
+        for longer in (False, True):
+            last = best
+            while True:
+                depth = last.depth * 2 if longer else last.depth // 2
+                if not 1 <= depth <= LONGEST or depth == last.depth:
+                    break
+                config = {**best.config, "num_speculative_tokens": depth}
+                trial = self._trial(f"{best.name.partition(' k=')[0]} k={depth}", config)
+                self.trials.append(trial)
+                yield from self._measured(trial)
+                if trial.speed <= last.speed:
+                    break
+                last = trial
+
+    def _trial(self, name: str, config: dict[str, Any]) -> EngineTrial:
+        [command] = exports(config, engines=[self.engine], folder=str(self.logs / re.sub(r"\W+", "-", name)))
+        trial = EngineTrial(name, config, shlex.split(command.command), dict(command.environment))
+        if not command.supported:
+            trial.problem = command.notes[0]
+        for file, text in command.files.items():
+            if any(file in word for word in trial.options):
+                path = self.logs / re.sub(r"\W+", "-", name) / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+        return trial
+
+    def _measured(self, trial: EngineTrial, *, always: bool = False) -> Iterator[str]:
+        """Start the server, measure, and stop it. always: whatever the time."""
+        if trial.problem:
+            yield f"{trial.name}: {trial.problem}"
+            return
+        if self.measured > self.seconds and not always:
+            trial.problem = "not measured: the time was over, --seconds allows more"
+            yield f"{trial.name}: {trial.problem}"
+            return
+        port = self.port or free_port()
+        log = self.logs / f"{len(self.trials) - 1}-{re.sub(r'[^0-9A-Za-z]+', '-', trial.name)}.log"
+        words = command_words(self.words, port, trial.options)
+        yield f"{trial.name}: starting {shlex.join(words)}"
+        try:
+            with EngineServer(words, port, log, ready=self.ready, environment=trial.environment) as server:
+                trial.start = server.start_seconds
+                yield f"{trial.name}: ready after {trial.start:.0f} s"
+                yield from self._answers(trial, server)
+        except ServerFailed as error:
+            trial.problem = str(error)
+            yield f"{trial.name}: {trial.problem}"
+
+    def _answers(self, trial: EngineTrial, server: EngineServer) -> Iterator[str]:
+        setting = Setting(name=trial.name, base_url=server.url, speculative_config={})
+        try:
+            remote = Remote([setting], self.model, self.sampling, api_key=self.api_key, timeout=self.timeout)
+        except (ConnectionError, httpx.HTTPError) as error:
+            trial.problem = server.failure(f"the server cannot be measured: {error}")
+            yield f"{trial.name}: {trial.problem}"
+            return
+        try:
+            chat = not isinstance(self.prompts[0].content, str)
+            warm = Prompt("warm-up", "", [{"role": "user", "content": _WARM}] if chat else _WARM)
+            remote.warm(setting, [warm])
+            before, start = engine_counters(server.url), perf_counter()
+            for turn, together in enumerate(groups(self.prompts, self.concurrency)):
+                trial.samples += remote.answer(setting, together, 0, turn)
+                yield f"{trial.name}: {trial.speed:.0f} tokens/s, {len(trial.samples)} of {len(self.prompts)} texts"
+                if server.ended:
+                    break
+            self.measured += perf_counter() - start
+            self._count(trial, before, engine_counters(server.url), remote)
+            if trial.drafted and trial.name in (PLAIN, AGAIN):
+                self.notes[
+                    f"{self.engine} drafts tokens in plain decoding too, so the gains are not those of speculation; "
+                    "leave its speculative options out of --command"
+                ] = None
+            self.notes |= {note.replace(server.url, trial.name): None for note in remote.notes}
+        finally:
+            remote.close()
+        failed = [s.error for s in trial.samples if s.error is not None]
+        if failed:
+            trial.problem = server.failure(f"{len(failed)} of {len(self.prompts)} requests failed: {failed[0]}")
+            yield f"{trial.name}: {trial.problem}"
+
+    def _count(self, trial: EngineTrial, before: dict[str, float], after: dict[str, float], remote: Remote) -> None:
+        """Draft tokens by the engine's metrics, or by the requests' own numbers."""
+        new = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        if "draft_tokens" in new:
+            trial.drafted, trial.accepted = int(new["draft_tokens"]), int(new["accepted_tokens"])
+            if drafts := new.get("drafts"):
+                places = itertools.takewhile(new.__contains__, (f"accepted_tokens.{j}" for j in itertools.count()))
+                trial.by_position = [new[place] / drafts for place in places]
+        elif (found := stats.acceptance(trial.answered)) is not None:
+            trial.drafted, trial.accepted = found.drafted, found.accepted
+        elif remote.draft_totals:
+            trial.drafted, trial.accepted = (sum(column) for column in zip(*remote.draft_totals, strict=True))
+
+
+def command_words(words: Sequence[str], port: int, options: Sequence[str]) -> list[str]:
+    """The command line of a server. The port and the options stand where {port} and {options} are, or at the end."""
+    out = list[str]()
+    for word in words:
+        if word == "{options}":
+            out += options
+        else:
+            out.append(word.replace("{port}", str(port)))
+    if "{options}" not in words:
+        out += options
+    if _given_port(out) is None and not any("{port}" in word for word in words):
+        out += ["--port", str(port)]
+    if not any(word == "--host" or word.startswith("--host=") for word in out):
+        out += ["--host", "127.0.0.1"]  # vLLM listens on every address otherwise
+    return out
+
+
+def _given_port(words: Sequence[str]) -> int | None:
+    """The port that a command line names. Raises ValueError if it is no number."""
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name != "--port" or (not equals and at + 1 == len(words)):
+            continue
+        given = value if equals else words[at + 1]
+        if given == "{port}":
+            return None
+        if not given.isdecimal() or not 0 < int(given) < 65536:
+            raise ValueError(f"--command says --port {given}, which is no port; leave it out, and a free one is taken")
+        return int(given)
+    return None
+
+
+def engine_counters(url: str) -> dict[str, float]:
+    """Sums of an engine's counters on `/metrics`: drafts, draft_tokens, accepted_tokens, and the last one also by position, as
+    accepted_tokens.0 and so on; empty if it tells none."""
+    try:
+        text = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False).text
+    except httpx.HTTPError:
+        return {}
+    out: dict[str, float] = {}
+    for name, labels, value in _COUNTERS.findall(text):
+        if name.endswith("_per_pos"):
+            position = _POSITION.search(labels)
+            name = f"accepted_tokens.{position[1] if position else 0}"
+        out[name] = out.get(name, 0.0) + float(value)
+    return out

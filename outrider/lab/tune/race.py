@@ -1,0 +1,100 @@
+"""Candidates of a search, and their measurement: they answer the same prompts in turns of a few tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.engine.llm import LLM
+from outrider.engine.request import Request
+from outrider.lab.bench.interleave import TimedRun, interleave
+from outrider.lab.bench.local import SampleRecorder, sampling_params
+from outrider.lab.bench.prompts import Prompt
+from outrider.lab.bench.run import Sample
+from outrider.models.load import Loaded
+
+# Tokens of a turn.
+STRETCH = 16
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A setting that can be measured.
+
+    drafters: the names of its drafters in the recording, none for plain decoding. length: of every draft, None if the planner
+    chooses. predicted: speed over plain decoding in the replay. samples: its measurements. dropped: why it is not measured any
+    longer. llm: set when it is first measured.
+    """
+
+    name: str
+    config: dict[str, Any]
+    drafters: tuple[str, ...] = ()
+    length: int | None = None
+    predicted: float | None = None
+    samples: list[Sample] = field(default_factory=list)
+    dropped: str = ""
+    llm: LLM | None = None
+
+    @property
+    def speed(self) -> float:
+        """Measured tokens per second of all answers together. NaN without samples."""
+        seconds = sum(s.seconds for s in self.samples)
+        return sum(s.output_tokens for s in self.samples) / seconds if seconds else math.nan
+
+
+def plain_candidate() -> Candidate:
+    """Plain decoding."""
+    return Candidate("plain", {"method": "none"}, predicted=1.0)
+
+
+class Racer:
+    """Measures candidates with one target. sampling: fields of `SamplingParams`."""
+
+    def __init__(self, target: Loaded, sampling: Mapping[str, Any]) -> None:
+        self.target, self.sampling, self.turn = target, sampling, 0
+        self.plain = LLM(target, max_num_seqs=1)
+
+    def race(self, candidates: abc.Sequence[Candidate], prompt: Prompt, repeat: int) -> None:
+        """Each candidate answers the prompt, and gets one more sample. Raises ValueError for a setting that cannot be made."""
+        runs = dict[str, TimedRun]()
+        [request] = self.requests([prompt], repeat)
+        samples = {
+            c.name: Sample(
+                prompt=prompt.id, setting=c.name, repeat=repeat, turn=self.turn, seconds=0, seed=request.seed
+            )
+            for c in candidates
+        }
+        for c in candidates if self.turn % 2 else candidates[::-1]:
+            runs[c.name] = TimedRun(self.llm(c).decoder, request, recorder=SampleRecorder(samples[c.name]))
+        self.turn += 1
+        interleave(runs, STRETCH)
+        for c in candidates:
+            c.samples.append(samples[c.name])
+
+    def llm(self, candidate: Candidate) -> LLM:
+        """A candidate's own drafters: what one learns from answers helps no other. The target is shared.
+
+        Raises ValueError for a setting that cannot be made.
+        """
+        if candidate.llm is None:
+            plain = candidate.config["method"] == "none"
+            candidate.llm = (
+                self.plain if plain else LLM(self.target, speculative_config=candidate.config, max_num_seqs=1)
+            )
+        return candidate.llm
+
+    def reset(self, candidates: abc.Sequence[Candidate]) -> None:
+        """Make their drafters forget the answers they have seen."""
+        for candidate in candidates:
+            if candidate.llm is not None:
+                candidate.llm.decoder.drafter.reset()
+
+    def requests(self, prompts: abc.Sequence[Prompt], repeat: int = 0) -> list[Request]:
+        return [
+            request
+            for p in prompts
+            for request in self.plain.requests(p.content, sampling_params(self.sampling, p, repeat))
+        ]

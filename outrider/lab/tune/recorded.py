@@ -1,0 +1,182 @@
+"""Texts with what every drafter would have proposed at every position: recorded once, replayed with any setting.
+
+The target writes each text plainly. Beside it each drafter drafts after every token, as deep as it may, and nothing of that is
+verified. So a recording tells what every draft length would have accepted, and costs one draft of each kind a token.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.core.types import Budget, Commit, Draft
+from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
+from outrider.drafters.combine.merge import NodeList, SharedTaps, accepted_path, draft_confidence, own_commit
+from outrider.drafters.lookup.mixture import Match
+from outrider.engine.decoder import Decoder
+from outrider.engine.request import Request
+from outrider.engine.request import Sequence as Text
+
+DEPTH = 16
+"""Levels that lookups are asked for."""
+STATED = 0.75
+"""The scale of `LogitError` at which chances are recorded."""
+LEAST = 0.004
+"""A model's draft ends below this chance: no machine verifies such a token."""
+
+
+class RecordedDraft(NamedTuple):
+    """A chain that a drafter proposed at one position.
+
+    accepted: how many of its tokens the text goes on with. match: tokens that a lookup found, 0 for none and for a model.
+    chances: of each token, given those before it, as the drafter states them; empty if it states none. length: its tokens.
+    """
+
+    accepted: int
+    match: int
+    chances: list[float]
+    length: int
+
+
+@dataclass(eq=False)
+class RecordedText:
+    """A text. kind: of its prompt, such as code. limit: tokens that it may have. prompt, output: token ids. drafts: by drafter,
+    one for each output token, made before it was known."""
+
+    kind: str
+    temperature: float
+    limit: int
+    prompt: list[int]
+    output: list[int]
+    drafts: dict[str, list[RecordedDraft]] = field(default_factory=dict)
+
+
+class Recorder(BaseDrafter):
+    """Asks drafters at every position, and proposes nothing itself. A drafter that raises is not asked again.
+
+    lookups: the names of those that cost nothing. problems: how drafters failed, by name.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter], lookups: Sequence[str] = (), depth: int = 8) -> None:
+        """depth: levels that the others are asked for."""
+        self.drafters, self.lookups, self.depth = dict(drafters), set(lookups), depth
+        self._shared = SharedTaps.of(drafters)
+        self.taps = self._shared.taps
+        self.problems: dict[str, str] = {}
+        self._proposals: dict[str, list[NodeList]] = {}
+        self.made: dict[int, dict[str, list[tuple[NodeList, int, list[float]]]]] = {}  # by slot and drafter
+
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        self._each(
+            lambda name, drafter: drafter.start(slot, tokens, first, self._shared.of_drafter(name, features)),
+            self._shared.columns,
+        )
+
+    def propose(self, context: DraftContext) -> Draft:
+        self._each(lambda name, drafter: self._asked(name, drafter, context))
+        roots = torch.tensor([[tokens[-1]] for tokens in context.tokens])
+        return Draft(roots, torch.full_like(roots, -1))
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        def updated(name: str, drafter: Drafter) -> None:
+            own = [self._shared.commit(name, own_commit(c, self._proposals[name][b])) for b, c in enumerate(commits)]
+            drafter.update(context, own, target)
+
+        self._each(updated)
+
+    def release(self, slot: int) -> None:
+        self._each(lambda name, drafter: drafter.release(slot))
+
+    def _each(self, act: Callable[[str, Drafter], None], names: Iterable[str] | None = None) -> None:
+        """Do the same with all drafters that did not fail."""
+        for name in self.drafters if names is None else names:
+            if name not in self.problems:
+                try:
+                    act(name, self.drafters[name])
+                except Exception as error:
+                    self.problems[name] = " ".join(f"it failed: {type(error).__name__}: {error}".split())
+
+    def _asked(self, name: str, drafter: Drafter, context: DraftContext) -> None:
+        error = getattr(drafter, "error", None)
+        if error is not None:
+            error.scale = STATED  # all chances are stated with the same error
+        budget = Budget(DEPTH) if name in self.lookups else Budget(self.depth, min_probability=LEAST)
+        budgets = [budget.clipped(own.depth) for own in context.budgets]
+        draft = drafter.propose(replace(context, budgets=budgets))
+        self._proposals[name] = draft.host
+        for b, slot in enumerate(context.slots):
+            nodes, note = draft.host[b], draft.notes[b] if draft.notes else None
+            stated = draft_confidence(draft, b, len(nodes)) or [1.0]
+            chances = [x / max(before, 1e-9) for before, x in pairwise(stated)]
+            match = note.length if isinstance(note, Match) else 0
+            self.made.setdefault(slot, {}).setdefault(name, []).append((nodes, match, chances))
+
+    def taken(self, text: Text, slot: int, kind: str, limit: int) -> RecordedText:
+        """What was recorded of a text that has ended. slot: the one that it had."""
+        made, out = (
+            self.made.pop(slot, {}),
+            RecordedText(kind, text.params.temperature, limit, text.prompt, text.output),
+        )
+        for name, every in made.items():
+            if name in self.problems:
+                continue
+            out.drafts[name] = [
+                RecordedDraft(len(accepted_path(nodes, text.output[at:])) - 1, match, chances, len(nodes) - 1)
+                for at, (nodes, match, chances) in enumerate(every)
+            ]
+            # nothing can be drafted before a text's last token, so nothing was asked for
+            out.drafts[name] += [RecordedDraft(0, 0, [], 0)] * (len(out.output) - len(out.drafts[name]))
+        return out
+
+
+def record(decoder: Decoder, recorder: Recorder, texts: Sequence[tuple[str, Request]]) -> list[RecordedText]:
+    """Write texts, as many at a time as the decoder has slots, and return them in their order.
+
+    texts: (kind, request). decoder: drafts with the recorder, whatever the length.
+    """
+    found, left, running = dict[int, RecordedText](), list(enumerate(texts)), dict[int, tuple[int, str, Text]]()
+    while left or running:
+        while left and decoder.free:
+            number, (kind, request) = left.pop(0)
+            text = decoder.start(request)
+            running[text.slot] = number, kind, text
+        decoder.step()
+        for slot, (number, kind, text) in list(running.items()):
+            if text.finish is not None:
+                found[number] = recorder.taken(text, slot, kind, text.limit)
+                decoder.release(slot)
+                del running[slot]
+    return [found[number] for number in range(len(texts))]
+
+
+def save(texts: Sequence[RecordedText], path: Path) -> None:
+    """Write texts as compressed JSON lines. Chances are kept to a thousandth."""
+    lines = list[str]()
+    for text in texts:
+        drafts = {
+            name: [[d.accepted, d.match, d.length, *(round(1000 * c) for c in d.chances)] for d in every]
+            for name, every in text.drafts.items()
+        }
+        lines.append(json.dumps({**vars(text), "drafts": drafts}, separators=(",", ":")))
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), mtime=0))
+
+
+def read(path: Path) -> list[RecordedText]:
+    """Read what `save` wrote."""
+    found = list[RecordedText]()
+    for line in gzip.decompress(path.read_bytes()).decode().splitlines():
+        given: dict[str, Any] = json.loads(line)
+        drafts = {
+            name: [RecordedDraft(a, m, [min(c / 1000, 0.9999) for c in stated], n) for a, m, n, *stated in every]
+            for name, every in given.pop("drafts").items()
+        }
+        found.append(RecordedText(**given, drafts=drafts))
+    return found

@@ -1,0 +1,131 @@
+"""The page of a run: one HTML file with its style, its script and its data. It needs no network and no other file.
+
+The script is made of the ES modules in a folder, in the order in which they need each other. A content security policy allows
+this script and this style by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from outrider.core.files import written_whole
+from outrider.pages.explained import ExplainedRun, read_run
+
+ASSETS = Path(__file__).parent / "assets"
+BUILTIN = Path(__file__).parent / "builtin.json"
+
+# Every page has this head and this end.
+FRAME = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<!-- policy -->
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<!-- title -->
+<link rel="icon" href="data:,">
+<!-- style -->
+</head>
+<body>
+<!-- body -->
+<!-- data -->
+<!-- script -->
+</body>
+</html>
+"""
+
+_IMPORT = re.compile(r"""^import \{([^}]*)\} from "\./([\w-]+\.js)";\n""", re.M)
+_EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|class) (\w+)", re.M)
+
+
+def builtin() -> ExplainedRun:
+    """The run that comes with outrider; `python -m outrider.lab.explain.record` made it."""
+    return read_run(BUILTIN)
+
+
+def render(run: ExplainedRun) -> str:
+    """The page of a run. It is ASCII, and texts of the run are data, never markup."""
+    return assemble(ASSETS / "explain.html", ASSETS / "explain.css", ASSETS / "explain.js", run.to_json())
+
+
+def write(run: ExplainedRun, path: Path) -> None:
+    """Write the page of a run. The file is replaced as a whole."""
+    with written_whole(path) as part:
+        part.write_text(render(run), encoding="utf-8")
+
+
+def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool = False) -> str:
+    """One page from its parts. data: JSON for the element `data`. connect: the page may ask its own server.
+
+    html: the line of the title, then the body. base.css stands before the style.
+    """
+    style = (ASSETS / "base.css").read_text(encoding="utf-8") + css.read_text(encoding="utf-8")
+    code = bundle(script)
+    allowed = [
+        "default-src 'none'",
+        f"script-src '{_hash(code)}'",
+        f"style-src '{_hash(style)}'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        *(["connect-src 'self'"] if connect else []),
+    ]
+    parts = {
+        "policy": f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(allowed)}">',
+        "style": f"<style>{style}</style>",
+        # A data block is not a script. No `<` can end it early.
+        "data": f'<script type="application/json" id="data">{json_text(data)}</script>' if data else "",
+        "script": f'<script type="module">{code}</script>',
+    }
+    parts["title"], _, body = html.read_text(encoding="utf-8").partition("\n")
+    parts["body"] = body.rstrip("\n")
+    return re.sub(r"<!-- (\w+) -->", lambda found: parts[found[1]], FRAME)
+
+
+def json_text(data: str) -> str:
+    """JSON that is safe inside an HTML element: ASCII without `<`, `>` and `&`."""
+    return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def bundle(script: Path) -> str:
+    """One module from a module and those that it imports. Each keeps its names to itself.
+
+    Only `import {a, b} from "./file.js";` and `export` before function, const or class are known. Raises ValueError for others.
+    """
+    done = dict[str, str]()
+    folders = [script.parent, ASSETS]
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            raise ValueError(f"modules import each other in a circle: {' -> '.join([*above, name])}")
+        if name in done:
+            return
+        source = next(folder / name for folder in folders if (folder / name).exists()).read_text(encoding="utf-8")
+        for _, other in _IMPORT.findall(source):
+            visit(other, (*above, name))
+        exports = _EXPORT.findall(source)
+        body = _IMPORT.sub(lambda m: f"const {{{m[1]}}} = {_variable(m[2])};\n", source)
+        body = re.sub(r"^export ", "", body, flags=re.M)
+        if re.search(r"^(import|export)\b", body, re.M):
+            raise ValueError(f"{name} has an import or export of a form that `bundle` does not know")
+        done[name] = f"const {_variable(name)} = (() => {{\n{body}return {{ {', '.join(exports)} }};\n}})();\n"
+
+    visit(script.name, ())
+    code = "".join(done.values())
+    if "</script" in code.lower():
+        raise ValueError(f"{script.name} or a module of it holds </script, which would end it")
+    return code
+
+
+def _variable(name: str) -> str:
+    return "module_" + re.sub(r"\W", "_", name.removesuffix(".js"))
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+__all__ = ["assemble", "builtin", "bundle", "json_text", "render", "write"]

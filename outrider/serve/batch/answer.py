@@ -1,0 +1,120 @@
+"""Answers the lines of a batch on this machine, with full rows."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from outrider.engine import Engine
+from outrider.serve.assembly import load_llm
+from outrider.serve.batch.lines import BatchRequest
+from outrider.serve.errors import Refused, invalid_body
+from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
+from outrider.serve.openai.responses_request import ResponsesRequest
+from outrider.serve.openai.responses_writer import ResponsesWriter
+from outrider.serve.options import BatchOptions, ServeOptions
+from outrider.serve.service import Service
+
+_BODIES = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+}
+
+
+class BatchAnswerer:
+    """A model that answers lines. Use it in a `with` block. Raises what `LLM` raises."""
+
+    def __init__(self, options: BatchOptions) -> None:
+        self.options = options
+        self.llm, self.note = load_llm(options)
+        # a line may wait for as long as the batch takes
+        settings = ServeOptions(**options.model_dump(exclude={"seed"}), request_timeout=math.inf)
+        self.window = 2 * options.max_num_seqs  # lines in work: as many wait as there are slots, so no slot waits
+        self.service = Service(
+            self.llm, Engine(self.llm.runtime, max_queue=self.window * settings.max_choices), settings
+        )
+        self._loop = asyncio.new_event_loop()
+
+    def __enter__(self) -> BatchAnswerer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.service.close()
+        self._loop.close()
+
+    def answers(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, dict[str, Any]]]:
+        """Each request with its row of the output, in the order of their ends.
+
+        Raises RuntimeError if the engine dies: then the lines in work have no answer.
+        """
+        source, tasks = iter(requests), dict[asyncio.Task[dict[str, Any]], BatchRequest]()
+        try:
+            while True:
+                while len(tasks) < self.window and (request := next(source, None)) is not None:
+                    tasks[self._loop.create_task(self._answer(request))] = request
+                if not tasks:
+                    return
+                done, _ = self._loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+                for task in done:
+                    request = tasks.pop(task)
+                    yield request, task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks))
+
+    async def _answer(self, request: BatchRequest) -> dict[str, Any]:
+        try:
+            body = self._body(request)
+            whole = self._response if request.url == "/v1/responses" else self._text
+            status, answer = 200, await whole(body, request.key)
+        except Refused as refused:
+            if self.service.engine.problem is not None or not self.service.engine.alive:
+                raise RuntimeError(
+                    f"{self.service.engine.problem or 'the engine has stopped'}; answers so far are kept"
+                ) from refused
+            status, answer = refused.status, refused.body
+        response = {"status_code": status, "request_id": request.key, "body": answer}
+        return {
+            "id": f"batch_req_{request.key}",
+            "custom_id": request.custom_id,
+            "response": response,
+            "error": None,
+        }
+
+    async def _text(self, body: ChatRequest | CompletionRequest, name: str) -> dict[str, Any]:
+        return await (await self.service.accept(body, name, "batch")).whole()
+
+    async def _response(self, body: ResponsesRequest, name: str) -> dict[str, Any]:
+        if body.previous_response_id is not None:
+            raise Refused(
+                "the lines of a batch do not follow each other; send the whole conversation as input",
+                param="previous_response_id",
+            )
+        chat = body.chat([])
+        writer = ResponsesWriter(f"resp_{name}", self.service.settings.model_name, body, chat)
+        return writer.whole(await self._text(chat, name))
+
+    def _body(self, request: BatchRequest) -> Any:
+        try:
+            body = _BODIES[request.url].model_validate(request.body)
+        except ValidationError as error:
+            raise invalid_body(error.errors()) from None
+        if body.stream:
+            raise Refused("a batch has whole answers; leave out stream", param="stream")
+        if body.seed is None:
+            body = body.model_copy(update={"seed": line_seed(self.options.seed, request.custom_id)})
+        return body
+
+
+def line_seed(seed: int, custom_id: str) -> int:
+    """The seed of a line that has none. It does not depend on the other lines. JSON keeps it exactly."""
+    named = hashlib.sha256(f"{seed} {custom_id}".encode("utf-8", "replace")).digest()
+    return int.from_bytes(named[:8], "big") % 2**53

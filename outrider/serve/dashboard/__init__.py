@@ -1,0 +1,1 @@
+"""The live page of a server: what it watches, and the viewers that it tells."""

@@ -1,0 +1,321 @@
+"""The pages of a server: `/dashboard`, which is live, and `/explain`. Nothing is computed or sent while nobody looks.
+
+Each viewer has a short queue. A viewer that does not read is dropped, and its queue with it. Every viewer is dropped after
+`LEASE` seconds and its browser comes back, so one that has gone to sleep holds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import abc, deque
+from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from time import thread_time
+from typing import Annotated, Any
+
+import anyio
+from fastapi import FastAPI, Query
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.engine.trace import Detail
+from outrider.pages.explained import CostCurve, curve
+from outrider.pages.page import assemble, builtin, render
+from outrider.serve.connection import abort, disconnected
+from outrider.serve.dashboard.figures import WINDOWS, added, figures, outlook, recent
+from outrider.serve.dashboard.trial import MOST
+from outrider.serve.dashboard.watch import EndedRequest, Watch
+from outrider.serve.errors import Refused, dumps, json_response
+from outrider.serve.service import Service
+
+ASSETS = Path(__file__).parents[1] / "assets"
+INTERVAL = 0.5  # seconds between two ticks
+KEPT = 600  # ticks: the longest window
+WAITING = 8  # ticks that a viewer may be behind
+VIEWERS = 16
+LEASE = 900.0  # seconds of a viewer; browsers connect again
+TOKENS = 300  # of a prompt and of an answer that are sent
+HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "frame-ancestors 'none'",
+}
+
+
+class Audience:
+    """Viewers, and the task that feeds them while there are any. dropped: viewers that did not read."""
+
+    def __init__(self, interval: float) -> None:
+        self.interval, self.viewers, self.dropped = interval, list[Viewer](), 0
+        self._past, self._windows, self._turn = deque[dict[str, Any]](maxlen=KEPT), dict[str, dict[str, Any]](), 0
+        self._ticker: asyncio.Task[None] | None = None
+
+    def join(self) -> Viewer:
+        """A new viewer. The first one starts the ticks. Raises Refused if there are too many."""
+        if len(self.viewers) >= VIEWERS:
+            raise Refused(f"the dashboard has {VIEWERS} viewers already; close one", 503, code="overloaded", retry=5)
+        viewer = Viewer()
+        if self._ticker is None:
+            self._past.clear()
+            self.begin()
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        if hello := self.hello():
+            viewer.put("hello", hello)
+        self.viewers.append(viewer)
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """A viewer is gone. With the last one the ticks end."""
+        if viewer in self.viewers:
+            self.viewers.remove(viewer)
+        self._rest()
+
+    def send(self, data: bytes, closing: bool = False) -> None:
+        """Queue an event for all. Viewers that do not read are dropped; all are if the server is closing."""
+        for viewer in list(self.viewers):
+            if closing or not viewer.offer(data):
+                self.dropped += not closing
+                self.viewers.remove(viewer)
+                viewer.drop()
+        self._rest()
+
+    def summed(self, tick: dict[str, Any]) -> dict[str, Any]:
+        """The tick with what it and those before it say: `windows`, by seconds, and `point`, speed and depth of four ticks.
+
+        A long window changes slowly, so it is summed up at every second or tenth tick.
+        """
+        self._past.append(added([tick]))
+        self._turn += 1
+        for seconds in WINDOWS:
+            if self._turn % max(min(len(self._past), 2 * seconds) // 60, 1) == 0:
+                self._windows[str(seconds)] = outlook(self._past, tick, seconds)
+        now = figures(recent(self._past, 3.5 * self.interval))
+        return {**tick, "windows": self._windows, "point": [now["rate"], now["depth"]]}
+
+    def _rest(self) -> None:
+        if not self.viewers and self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+            self.end()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval)
+            await self.tick()
+
+    def begin(self) -> None:
+        """The first viewer joins."""
+
+    def end(self) -> None:
+        """The last viewer has left."""
+
+    def hello(self) -> dict[str, Any] | None:
+        """What a new viewer is told first; None if that is not known yet."""
+        raise NotImplementedError
+
+    async def tick(self) -> None:
+        """Send what happened since the last tick."""
+        raise NotImplementedError
+
+
+class Dashboard(Audience):
+    """Sends events to viewers. `watch` is an observer of the engine while there are viewers."""
+
+    def __init__(self, service: Service, interval: float = INTERVAL) -> None:
+        super().__init__(interval)
+        self.service, self.watch = service, Watch(service.engine)
+        self._spent = 0.0  # processor seconds of the last tick
+        self._pollers = dict[str, Viewer]()
+        trace = service.engine.scheduler.trace
+        self.shows_text = trace is not None and trace.detail is not Detail.COUNTS
+
+    def begin(self) -> None:
+        """See `Audience.begin`."""
+        self.watch.clear()
+        self.service.engine.watch(self.watch)
+
+    def end(self) -> None:
+        """See `Audience.end`."""
+        self.service.engine.unwatch(self.watch)
+
+    def poll(self, name: str) -> bytes:
+        """The events of a viewer that comes again and again for them, as the front of many servers does.
+
+        It joins when it comes first, and is dropped like others when it has stayed away for `WAITING` ticks.
+        """
+        self._pollers = {known: viewer for known, viewer in self._pollers.items() if viewer in self.viewers}
+        if name not in self._pollers:
+            self._pollers[name] = self.join()
+        return self._pollers[name].taken()
+
+    async def tick(self) -> None:
+        """See `Audience.tick`."""
+        begun = thread_time()
+        event, ended = self.watch.tick()
+        event["own"] += self._spent
+        event |= {"viewers": len(self.viewers), "dropped": self.dropped, "trial": self.service.trials.state()}
+        event["ended"] = [self._shown(request) for request in ended]
+        event["speculates"] = self.service.engine.roster.default != "none"
+        self.send(encoded("tick", self.summed(event)), self.service.engine.closing)
+        self._spent = thread_time() - begun
+
+    def hello(self) -> dict[str, Any]:
+        """What does not change, and the requests that have ended lately."""
+        service, decoder = self.service, self.service.engine.decoder
+        config = service.llm.config
+        return {
+            "model": service.settings.model_name,
+            "method": "+".join(config.methods),
+            "num_speculative_tokens": config.budget.depth,
+            "verifier": decoder.verifier.name,
+            "guarantee": decoder.guarantee.value,
+            "slots": decoder.cache.num_slots,
+            "since": service.started,
+            "shows_text": self.shows_text,
+            "interval": self.interval,
+            "ended": [self._shown(request) for request in self.watch.recent],
+            "trial": self.service.trials.state(),
+        }
+
+    def _shown(self, request: EndedRequest) -> dict[str, Any]:
+        """A request for viewers; its texts only if the server's trace holds them too."""
+        found = dict(request.facts)
+        if self.shows_text:
+            decode, output = self.service.decode, request.output[:TOKENS]
+            origins = request.origins or "?" * len(request.output)
+            runs = groupby(zip(origins, output, strict=False), key=lambda pair: pair[0])
+            found["prompt"] = decode(request.prompt[-TOKENS:])
+            found["text"] = [[letter, decode([t for _, t in some])] for letter, some in runs]
+        return found
+
+
+class Viewer:
+    """A client that looks. Its queue is short; `drop` ends its response, whatever that waits for."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue(WAITING)
+        self._scope = anyio.CancelScope()
+
+    def put(self, name: str, event: dict[str, Any]) -> None:
+        self._queue.put_nowait(encoded(name, event))
+
+    def offer(self, data: bytes) -> bool:
+        """Queue an event; False if the viewer has not read for too long."""
+        try:
+            self._queue.put_nowait(data)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    @property
+    def waiting(self) -> int:
+        """Events that it has not been sent."""
+        return self._queue.qsize()
+
+    def taken(self) -> bytes:
+        """The events that wait, which it need not be sent any more."""
+        return b"".join([self._queue.get_nowait() for _ in range(self._queue.qsize())])
+
+    def drop(self) -> None:
+        self._scope.cancel()
+
+    async def send_all(self, send: Send) -> None:
+        """Send what comes, until `drop`, or until the lease ends."""
+        with self._scope, anyio.move_on_after(LEASE):
+            while True:
+                await send({"type": "http.response.body", "body": await self._queue.get(), "more_body": True})
+
+
+class EventStream(Response):
+    """The events of a viewer. It ends when the client leaves or is dropped."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, dashboard: Audience) -> None:
+        super().__init__(headers={**HEADERS, "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.dashboard = dashboard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        viewer = self.dashboard.join()
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def gone() -> None:
+                    await disconnected(receive)
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(gone)
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await viewer.send_all(send)
+                with anyio.move_on_after(1) as late:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                if late.cancelled_caught:  # one that does not read cannot be told
+                    abort(scope)
+                tasks.cancel_scope.cancel()
+        finally:
+            self.dashboard.leave(viewer)
+
+
+class TrialRequest(BaseModel):
+    requests: int = Field(40, ge=4, le=MOST)
+
+
+def install(app: FastAPI, service: Service, interval: float = INTERVAL) -> Dashboard:
+    """Add the pages to an application. They are not part of its API and have no place in the schema."""
+    dashboard = Dashboard(service, interval)
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def page() -> Response:
+        return Response(_page(), headers=HEADERS, media_type="text/html")
+
+    @app.get("/dashboard/events", include_in_schema=False)
+    async def events() -> Response:
+        return EventStream(dashboard)
+
+    @app.post("/dashboard/poll", include_in_schema=False)
+    async def poll(viewer: Annotated[str, Query(min_length=1, max_length=64)]) -> Response:
+        return Response(dashboard.poll(viewer), headers=HEADERS, media_type="text/event-stream")
+
+    @app.post("/dashboard/trial", include_in_schema=False)
+    async def start(body: TrialRequest) -> Response:
+        service.trials.start(body.requests)
+        return json_response({"trial": service.trials.state()})
+
+    @app.delete("/dashboard/trial", include_in_schema=False)
+    async def stop() -> Response:
+        service.trials.stop()
+        return json_response({"trial": service.trials.state()})
+
+    @app.get("/explain", include_in_schema=False)
+    async def explain() -> Response:
+        run = builtin()
+        run = replace(run, costs=[*own_curves(service), *run.costs])
+        return Response(await anyio.to_thread.run_sync(render, run), headers=HEADERS, media_type="text/html")
+
+    return dashboard
+
+
+def encoded(name: str, event: abc.Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return f"event: {name}\ndata: ".encode() + dumps(event) + b"\n\n"
+
+
+def own_curves(service: Service) -> list[CostCurve]:
+    """What a step costs on this server; nothing is known where the draft length is fixed."""
+    planner = service.engine.roster.planner
+    if planner.lengths is not None:
+        return []
+    return [curve(planner.costs.model, f"This server: {service.settings.model_name}", "measured at load")]
+
+
+@lru_cache(1)
+def _page() -> str:
+    return assemble(ASSETS / "dashboard.html", ASSETS / "dashboard.css", ASSETS / "dashboard.js", connect=True)
+
+
+__all__ = ["INTERVAL", "Audience", "Dashboard", "EventStream", "Viewer", "encoded", "install"]

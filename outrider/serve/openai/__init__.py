@@ -1,0 +1,1 @@
+"""OpenAI's protocol: requests, answers, streams, tools and the Responses API."""

@@ -1,0 +1,365 @@
+"""Request bodies. Names and meanings are OpenAI's, else vLLM's, and a few of our own.
+
+An unknown field is ignored, as other servers do. A field that looks like a misspelling of a known one is refused.
+A number may also come as a string that holds a JSON number, "0.7": clients in some languages send that, and vLLM takes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from outrider.core.params import BadParameter, SamplingParams
+from outrider.core.stopping import content_text
+from outrider.serve.options import ServeOptions
+
+# Validation stops at the first wrong item. An error for each of a million items would take minutes.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+MAX_UNKNOWN = 100  # keys that no field has
+_NUMBER = re.compile(r"-?(0|[1-9]\d{0,39})(\.\d{1,40})?([eE][+-]?\d{1,3})?")  # of JSON, and not a long one
+
+
+def few(given: Any) -> Any:
+    """A field before its validation. Raises ValueError for an object of very many entries."""
+    if isinstance(given, dict) and len(given) > 8192:
+        raise ValueError(f"{len(given)} entries are too many")
+    return given
+
+
+class RequestBody(BaseModel):
+    """A JSON body: valid UTF-8, and not nested too deeply."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, data: Any) -> Any:
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the request has half of a surrogate pair, which is not a character") from None
+        except TypeError:
+            raise ValueError("the body is not JSON, or its content-type is not application/json") from None
+        except RecursionError:
+            raise ValueError("the request is nested too deeply") from None
+        return data
+
+
+class StreamOptions(BaseModel):
+    """include_usage: one more event, with the usage. continuous_usage_stats: `so_far` in every event, with counts."""
+
+    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    """The `json_schema` of a response format."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: exactly one of the fields."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    json_object: bool | None = None
+
+
+class Prediction(BaseModel):
+    """A text that most of the answer is expected to repeat."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["content"]
+    content: str | Objects
+
+
+class CommonRequest(RequestBody):
+    """The fields of text completions and chat completions."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(few)] = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Ids | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prediction: Prediction | None = None
+    disable_spec_decode: bool | None = Field(
+        None, description="also disable_speculative_decoding, or speculative: false"
+    )
+    num_speculative_tokens: int | None = Field(None, ge=0, description="also num_draft_tokens")
+    method: str | None = Field(
+        None, description="the drafting method: none, ngram, suffix, prediction, or the server's own"
+    )
+    timeout: float | None = Field(None, gt=0, description="seconds; then the text ends where it is")
+    detailed_metrics: bool | None = Field(None, description="also the counts of each step")
+    return_token_ids: bool | None = Field(None, description="the token ids of prompt and output, too")
+    continued_tokens: int | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None = Field(
+        None,
+        description="an answer that was cut off goes on: the token ids of each choice so far, or how many tokens at the end "
+        "of the prompt they are; with the seed and the other fields of the first request the text is the same",
+    )
+    best_of: int | None = Field(None, ge=1, description="only the value of n is accepted")
+    use_beam_search: bool | None = Field(None, description="only false is accepted")
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of_is_n(cls, value: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n") or 1
+        if value not in (None, n):
+            raise ValueError(
+                f"this server does not choose among outputs, and n is {n}; send best_of={n} or leave it out"
+            )
+        return value
+
+    @field_validator("use_beam_search")
+    @classmethod
+    def _no_beams(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("this server has no beam search; leave it out, or send temperature=0 for greedy decoding")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for old, new in (
+            ("disable_speculative_decoding", "disable_spec_decode"),
+            ("num_draft_tokens", "num_speculative_tokens"),
+        ):
+            if old in data:
+                data.setdefault(new, data.pop(old))
+        if isinstance(data.get("speculative"), bool):
+            data.setdefault("disable_spec_decode", not data.pop("speculative"))
+        for name, value in data.items():
+            if isinstance(value, str) and _NUMBER.fullmatch(value) and _is_number(cls, name):
+                data[name] = json.loads(value)
+        unknown = [key for key in data if key not in cls.model_fields and key not in HARMLESS]
+        if len(unknown) > MAX_UNKNOWN:
+            raise ValueError(
+                f"the request has {len(unknown)} fields that do not exist; {MAX_UNKNOWN} are ignored, no more"
+            )
+        known = [name for name in cls.model_fields if len(name) > 4]
+        longest = 2 * max(map(len, known))
+        for key in unknown:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85) if len(key) < longest else []
+            if close:
+                raise BadParameter(f"there is no field {key!r}; did you mean {close[0]!r}?", key)
+        return data
+
+    @property
+    def depth(self) -> int | None:
+        """Draft tokens per step; None leaves it to the server."""
+        return 0 if self.disable_spec_decode else self.num_speculative_tokens
+
+    def params(self, max_tokens: int | None, logprobs: int | None, settings: ServeOptions) -> SamplingParams:
+        """The sampling parameters. Raises ValueError for invalid values, and for more than a limit of the server."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        longest = settings.max_stop_length
+        _at_most(len(stops), settings.max_stops, "stop strings", "stop")
+        _at_most(max(map(len, stops), default=0), longest, "characters in a stop string", "stop")
+        _at_most(logprobs or 0, settings.max_logprobs, "logprobs of one token", "logprobs")
+        shown = getattr(self, "prompt_logprobs", None) or 0
+        _at_most(shown, settings.max_logprobs, "prompt_logprobs of one token", "prompt_logprobs")
+        for name in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids"):
+            _at_most(len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}", name)
+        _at_most(max(map(len, self.bad_words or ()), default=0), longest, "characters in a bad word", "bad_words")
+        bias = {}
+        for token, value in (self.logit_bias or {}).items():
+            if not re.fullmatch("[0-9]{1,19}", token) or not -100 <= value <= 100:
+                got = f"{token[:20]!r}: {value:g}"
+                raise BadParameter(f"logit_bias maps token ids to numbers in [-100, 100], got {got}", "logit_bias")
+            bias[int(token)] = value
+        given = {
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "temperature": self.temperature,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": bias or None,
+            "stop": stops or None,
+            "stop_token_ids": self.stop_token_ids,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "bad_words": self.bad_words,
+            "allowed_token_ids": self.allowed_token_ids,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
+            "seed": self.seed,
+            "n": self.n,
+            "logprobs": logprobs,
+            "prediction": self.predicted,
+        }
+        return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+
+    @property
+    def predicted(self) -> str | None:
+        if self.prediction is None:
+            return None
+        return text_of(self.prediction.content, "prediction.content")
+
+
+# Fields that clients send and that have no meaning here. They are not misspellings.
+HARMLESS = {"metadata", "store", "service_tier", "modalities", "reasoning_effort", "verbosity"}
+HARMLESS |= {"max_tokens", "max_completion_tokens", "prompt", "messages", "logprobs", "top_logprobs", "suffix"}
+HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_penalty", "functions"}
+
+
+class CompletionRequest(CommonRequest):
+    """POST /v1/completions"""
+
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+    logprobs: int | None = Field(None, ge=0)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    max_tokens: int | None = Field(16, ge=0, description="0 reads the prompt only, with echo or prompt_logprobs")
+    suffix: str | None = Field(None, description="only the empty text is accepted")
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _something_to_do(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and not info.data.get("echo") and info.data.get("prompt_logprobs") is None:
+            raise ValueError(
+                "Input should be greater than or equal to 1; 0 reads the prompt only: add echo or prompt_logprobs"
+            )
+        if value == 0 and info.data.get("min_tokens"):
+            raise ValueError(f"min_tokens={info.data['min_tokens']} is more than max_tokens=0; raise max_tokens")
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: str | None) -> str | None:
+        if value:
+            raise ValueError(
+                "this server does not fill in the middle; send the text before the gap as prompt, no suffix"
+            )
+        return value
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Each a text or {"prompt_token_ids": [...]}."""
+        given = self.prompt
+        many: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in many]
+
+
+class ChatRequest(CommonRequest):
+    """POST /v1/chat/completions"""
+
+    messages: Objects = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to report for each token; None for no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+
+class TokenizeRequest(RequestBody):
+    """POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Objects | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(RequestBody):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+
+def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, each content as one string: chat templates need that. Raises ValueError for other content."""
+    out = []
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"messages.{number} has no role")
+        content = message.get("content")
+        out.append(
+            {**message, "content": text_of(content, f"messages.{number}.content") if content is not None else ""}
+        )
+    return out
+
+
+def text_of(content: Any, where: str) -> str:
+    """A string, or the joined texts of a list of text parts. Raises ValueError for anything else."""
+    text = content_text(content)
+    if text is None:
+        raise ValueError(
+            f'{where} is a string or a list of {{"type": "text", "text": ...}}; this model reads text only'
+        )
+    return text
+
+
+def _is_number(model: type[BaseModel], name: str) -> bool:
+    field = model.model_fields.get(name)
+    return field is not None and field.annotation in (int | None, float | None)
+
+
+def _at_most(count: int, limit: int, what: str, name: str) -> None:
+    if count > limit:
+        raise BadParameter(f"{str(count)[:20]} {what} are too many; this server takes {limit}", name)

@@ -1,0 +1,209 @@
+"""The body of OpenAI's Responses API, and the chat that it stands for.
+
+See https://platform.openai.com/docs/api-reference/responses/create. What the server cannot do is refused, never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from outrider.serve.errors import Refused
+from outrider.serve.openai.protocol import ChatRequest, CommonRequest, Objects, Texts, few
+
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class TextFormat(BaseModel):
+    """`text.format`: a `response_format` whose schema is not nested."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(BaseModel):
+    """`text`: what form the answer has."""
+
+    model_config = ConfigDict(strict=True)
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(CommonRequest):
+    """POST /v1/responses"""
+
+    input: str | Objects
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    previous_response_id: str | None = None
+    store: bool | None = Field(None, description="false: the answer cannot be continued by its id")
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    include: Texts | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(few)] = None
+    background: bool | None = Field(None, description="only false is accepted")
+    conversation: Any = Field(None, description="only null is accepted")
+    prompt: Any = Field(None, description="only null is accepted")
+    max_tokens: Any = Field(None, description="only null is accepted")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("background")
+    @classmethod
+    def _no_background(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("this server does not answer in the background; leave it out, or run `outrider batch`")
+        return value
+
+    @field_validator("conversation", "prompt")
+    @classmethod
+    def _not_kept(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("this server keeps no such objects; send input, and previous_response_id to go on")
+        return value
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _other_name(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("this endpoint calls it max_output_tokens")
+        return value
+
+    @field_validator("n")
+    @classmethod
+    def _one(cls, value: int | None) -> int | None:
+        if value not in (None, 1):
+            raise ValueError("a response has one text; ask n times, or use /v1/chat/completions")
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _in_text(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError(
+                'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'
+            )
+        return value
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    def chat(self, before: Sequence[dict[str, Any]]) -> ChatRequest:
+        """The chat request that this one stands for. before: items of the earlier conversation. Raises Refused."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        messages = [*system, *_messages([*before, *self.items], len(before))]
+        if not messages:
+            raise Refused("input is an empty list", param="input")
+        shared = self.model_dump(include=set(CommonRequest.model_fields), exclude_none=True, by_alias=True)
+        tools, choice = _tools(self.tools, self.tool_choice)
+        shared |= {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if self.top_logprobs is not None or _LOGPROBS in (self.include or ()):
+            shared |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.text is not None and self.text.format is not None:
+            shared["response_format"] = _format(self.text.format)
+        return ChatRequest.model_validate(shared)
+
+
+def _format(given: TextFormat) -> dict[str, Any]:
+    if given.type != "json_schema":
+        return {"type": given.type}
+    if given.schema_ is None:
+        raise Refused(
+            'text.format is {"type": "json_schema", "name": ..., "schema": {...}}, and schema is missing', param="text"
+        )
+    return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema_, "strict": given.strict}}
+
+
+def _tools(given: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
+    """Tools and choice as chat completions have them. Raises Refused for tools that the server would have to run."""
+    tools = list[dict[str, Any]]()
+    for number, tool in enumerate(given or ()):
+        if tool.get("type") != "function":
+            raise Refused(
+                f"tools.{number} has type {str(tool.get('type'))[:40]!r}; this server runs no tools of its own, and offers "
+                'functions: {"type": "function", "name": ..., "parameters": a JSON schema}',
+                param="tools",
+            )
+        tools.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("tools")
+        names = {t.get("name") for t in allowed if isinstance(t, dict)} if isinstance(allowed, list) else set()
+        tools, choice = [t for t in tools if t["function"].get("name") in names], choice.get("mode")
+    return tools or None, choice
+
+
+def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
+    """Chat messages of items. before: how many of them are of an earlier request. Raises Refused."""
+    messages, names = list[dict[str, Any]](), dict[str, str]()
+    for place, item in enumerate(items):
+        where = f"input.{place - before}"
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "message":
+            if not isinstance(item.get("role"), str):
+                raise Refused(f"{where} has no role", param="input")
+            messages.append({"role": item["role"], "content": _content(item.get("content"), f"{where}.content")})
+        elif kind == "function_call":
+            call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
+            if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str)):
+                raise Refused(f"{where} is a function_call: call_id, name and arguments are texts", param="input")
+            names[call_id] = name
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            call_id = item.get("call_id")
+            if call_id not in names:
+                raise Refused(
+                    f"{where} answers the call {str(call_id)[:40]!r}, which no item before it made; send its function_call, "
+                    "or the previous_response_id of the answer that made it",
+                    param="input",
+                )
+            output = _content(item.get("output"), f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": output})
+        elif kind != "reasoning":  # this model has none, so it cannot have come from here
+            raise Refused(
+                f"{where} has type {str(kind)[:40]!r}; this server takes message, function_call and function_call_output",
+                param="input",
+            )
+    return messages
+
+
+def _content(given: Any, where: str) -> str:
+    """The text of a content. Raises Refused for images and other parts that are no text."""
+    if isinstance(given, str):
+        return given
+    parts = given if isinstance(given, list) else [None]
+    texts = list[str]()
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in _TEXTS or not isinstance(text, str):
+            raise Refused(
+                f'{where} is a string or a list of {{"type": "input_text", "text": ...}}; this model reads text only',
+                param="input",
+            )
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,66 @@
+"""An HTTP request on its way to a replica, and how an answer comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.serve.guard import OWNER
+
+DROP_FROM_REQUEST = {
+    b"content-length",
+    b"connection",
+    b"transfer-encoding",
+    b"keep-alive",
+    b"host",
+    b"authorization",
+    b"origin",
+    OWNER,
+}
+DROP_FROM_RESPONSE = {b"connection", b"transfer-encoding", b"x-request-id"}
+
+
+@dataclass(frozen=True)
+class ReplicaRequest:
+    """An HTTP request. prompt: what its prompt begins with, for the router; empty if it has none.
+
+    home: the replica that keeps what the request is about; empty if any will do.
+    """
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    prompt: str = ""
+    home: str = ""
+
+
+@dataclass(frozen=True)
+class ResponseStart:
+    """The first part of an answer. replica: which one answers."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    replica: str = ""
+
+
+class ReplicaLost(Exception):
+    """A replica is gone, and its answer with it. Another one may be asked."""
+
+
+class Replicas(Protocol):
+    """The replicas of one server."""
+
+    def ask(self, call: ReplicaRequest) -> AsyncGenerator[ResponseStart | bytes, None]:
+        """Send a call to one of them. Yields a `ResponseStart`, then the parts of the body.
+
+        Raises ReplicaLost when the replica dies, and Refused when none can take the call. A reader that stops early
+        cancels the call.
+        """
+        ...
+
+    async def each(self, call: ReplicaRequest) -> dict[str, bytes]:
+        """The body of every replica's answer, by replica. A replica that does not answer is left out."""
+        ...

@@ -1,0 +1,116 @@
+"""The dashboard of many replicas: their events, summed. Replicas are asked only while somebody looks."""
+
+from __future__ import annotations
+
+import secrets
+from collections import abc
+from statistics import fmean
+from typing import Any
+
+from outrider.core.http import named_events
+from outrider.serve.dashboard.figures import added
+from outrider.serve.dashboard.viewers import INTERVAL, Audience, encoded
+from outrider.serve.dashboard.watch import RECENT
+from outrider.serve.ray.calls import ReplicaRequest, Replicas
+
+Event = dict[str, Any]
+
+
+class SummedDashboard(Audience):
+    """Asks all replicas for their events at each tick, and sends viewers the sum."""
+
+    def __init__(self, replicas: Replicas, interval: float = INTERVAL) -> None:
+        super().__init__(interval)
+        self._replicas, self._name = replicas, ""
+        self._hellos, self._last = dict[str, Event](), dict[str, Event]()
+
+    def begin(self) -> None:
+        """See `Audience.begin`. Under a new name, so that replicas say hello again."""
+        self._name, self._hellos, self._last = secrets.token_hex(8), {}, {}
+
+    def hello(self) -> Event | None:
+        """See `Audience.hello`."""
+        return summed_hello(self._hellos) if self._hellos else None
+
+    async def tick(self) -> None:
+        """See `Audience.tick`."""
+        pages = await self._replicas.each(ReplicaRequest("POST", "/dashboard/poll", f"viewer={self._name}".encode()))
+        ticks, fresh = dict[str, list[Event]](), False
+        for name, page in pages.items():
+            ticks[name] = []
+            for kind, event in named_events([page]):
+                assert event is not None
+                if kind == "hello":
+                    fresh, self._hellos[name] = True, event
+                else:
+                    ticks[name].append(event)
+        for gone in set(self._hellos) - set(pages):
+            del self._hellos[gone]
+            fresh = bool(self._hellos)
+        if fresh:
+            self.send(encoded("hello", summed_hello(self._hellos)))
+        self._last = {name: (ticks[name] or [self._last.get(name)])[-1] for name in ticks}
+        self._last = {name: event for name, event in self._last.items() if event is not None}
+        if any(ticks.values()):
+            beside = {"viewers": len(self.viewers), "dropped": self.dropped}
+            self.send(encoded("tick", self.summed({**summed_ticks(ticks, self._last), **beside})))
+
+
+def summed_hello(hellos: abc.Mapping[str, Event]) -> Event:
+    """What does not change, of all replicas. They may differ for a while, in an update."""
+    [first, *_] = hellos.values()
+    merged = {key: _alike(h[key] for h in hellos.values()) for key in ("model", "method", "verifier", "guarantee")}
+    return {
+        **first,
+        **merged,
+        "num_speculative_tokens": max(h["num_speculative_tokens"] for h in hellos.values()),
+        "slots": sum(h["slots"] for h in hellos.values()),
+        "since": min(h["since"] for h in hellos.values()),
+        "ended": _ended((name, h["ended"]) for name, h in hellos.items())[-RECENT:],
+        "shows_text": all(h["shows_text"] for h in hellos.values()),
+        "trial": None,
+        "replicas": sorted(hellos),
+    }
+
+
+def summed_ticks(ticks: abc.Mapping[str, list[Event]], last: abc.Mapping[str, Event]) -> Event:
+    """One tick for those of all replicas. last: the last tick of each, which tells how it is now.
+
+    Counts are sums. The time that went by, the seconds of phases and drifts are means over replicas. What was weighed last of a
+    drafter is that of one of them.
+    """
+    every = [tick for some in ticks.values() for tick in some]
+    count, found, now = max(len(last), 1), added(every), last.values()
+    problems = [f"{name}: {tick['problem']}" for name, tick in last.items() if tick["problem"]]
+    return {
+        **found,
+        "elapsed": found["elapsed"] / count,
+        "seconds": {phase: seconds / count for phase, seconds in found["seconds"].items()},
+        "time": max(tick["time"] for tick in every),
+        "speculates": any(tick["speculates"] for tick in every),
+        "drift": {name: fmean(t["drift"][name] for t in now if name in t["drift"]) for t in now for name in t["drift"]},
+        "engine": {field: _total(tick["engine"][field] for tick in now) for field in every[0]["engine"]},
+        "speed_from": _alike(tick["speed_from"] for tick in now),
+        "why": _alike(tick["why"] for tick in now),
+        "problem": "; ".join(problems) or None,
+        "ended": _ended((name, tick["ended"]) for name, some in ticks.items() for tick in some),
+        "trial": None,
+        "replicas": sorted(last),
+    }
+
+
+def _total(values: abc.Iterable[int | None]) -> int | None:
+    """The sum; None if one has no limit."""
+    found = list(values)
+    return None if None in found else sum(x for x in found if x is not None)
+
+
+def _alike(values: abc.Iterable[str]) -> str:
+    """The values without repetition."""
+    return "; ".join(dict.fromkeys(value for value in values if value))
+
+
+def _ended(requests: abc.Iterable[tuple[str, list[Event]]]) -> list[Event]:
+    """Requests that have ended, the oldest first. Their numbers are those of one replica, so its name stands before."""
+    found = [{**request, "id": f"{name}:{request['id']}"} for name, some in requests for request in some]
+    return sorted(found, key=lambda request: request["at"])

@@ -1,0 +1,232 @@
+"""The front: one address before many replicas. It knows HTTP and our events, and no Ray.
+
+A request that nobody has answered yet is asked again elsewhere when its replica dies. A stream goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outrider.serve.connection import disconnected
+from outrider.serve.dashboard.viewers import EventStream
+from outrider.serve.errors import Refused, dumps
+from outrider.serve.guard import OWNER, guards
+from outrider.serve.logs import log
+from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.openai.responses_route import replica_of
+from outrider.serve.options import ServeOptions
+from outrider.serve.ray.calls import DROP_FROM_REQUEST, ReplicaLost, ReplicaRequest, Replicas, ResponseStart
+from outrider.serve.ray.dashboard import SummedDashboard
+from outrider.serve.ray.pages import merged_metrics
+from outrider.serve.ray.resume import END, MOVES, ResumableStream
+
+STREAMED = ("/v1/completions", "/v1/chat/completions")
+RESPONSES = "/v1/responses"
+HEAD = 16 << 10  # characters of a prompt that the router sees
+PATIENCE = 60.0  # seconds that a request looks for a replica that lives
+PAUSE = 0.1  # seconds before the second try; each further one waits twice as long, a second at most
+
+
+class Front:
+    """An ASGI application that hands requests to replicas. moved: requests that another replica took over."""
+
+    def __init__(self, replicas: Replicas, settings: ServeOptions, patience: float = PATIENCE) -> None:
+        self.replicas, self.settings, self.patience = replicas, settings, patience
+        self.metrics, self.moved = Metrics(settings.metrics_prefix, settings.model_name), 0
+        self.dashboard = SummedDashboard(replicas)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI. The guard before it has read the whole body and gave the request its id."""
+        if scope["type"] == "lifespan":
+            for step in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{step}.complete"})
+            return
+        if scope["type"] != "http":
+            raise NotImplementedError(f"no {scope['type']} here")
+        request = Request(scope, receive)
+        body = await request.body()
+        name = request.state.request_id.encode()
+        own = (b"x-request-id", name), (OWNER, request.state.owner.encode())
+        headers = [
+            (k, v) for k, v in scope["headers"] if k.lower() not in DROP_FROM_REQUEST and k.lower() != b"x-request-id"
+        ]
+        call = ReplicaRequest(scope["method"], scope["path"], scope["query_string"], (*headers, *own), body)
+        if call.path == "/metrics" and call.method == "GET":
+            page = merged_metrics(await self.replicas.each(call), self.metrics.page(), self.settings.metrics_prefix)
+            await Response(page, headers={"content-type": CONTENT_TYPE})(scope, receive, send)
+            return
+        if call.path == "/dashboard/events" and call.method == "GET":
+            await EventStream(self.dashboard)(scope, receive, send)
+            return
+        if call.path == "/dashboard/trial":
+            raise Refused("a trial compares requests of one server; start one `outrider serve` and compare there")
+        parsed = _parsed(body) if call.method == "POST" else None
+        if parsed is not None:
+            call = replace(call, prompt=_beginning(parsed))
+        if call.path.startswith(RESPONSES):
+            call = replace(call, home=_home(call.path, parsed or {}))
+        streams = parsed is not None and call.path in STREAMED and parsed.get("stream") is True
+        await _sent(self._answer(call, ResumableStream(parsed) if streams and parsed else None), receive, send)
+
+    async def _answer(
+        self, call: ReplicaRequest, stream: ResumableStream | None
+    ) -> AsyncGenerator[ResponseStart | bytes, None]:
+        """An answer, from one replica after the other. stream: its events; None for what only one replica can write.
+
+        Another replica may be asked until the first part was handed on, and for a stream also afterwards.
+        """
+        tries, begun = _Tries(self), False
+        while stream is None or not stream.done:
+            sent = call if stream is None else replace(call, body=stream.request())
+            try:
+                async with aclosing(self.replicas.ask(sent)) as parts:
+                    start, first = await _begun(parts)
+                    if tries.again(start, first):
+                        call = replace(call, prompt="")  # the place of its prefix is full or ends
+                        continue
+                    if begun and start.status != 200:
+                        yield b"data: " + first + b"\n\n" + END
+                        return
+                    if stream is None or start.status != 200:
+                        held = [first]
+                        if not dict(start.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+                            held += [part async for part in parts]  # type: ignore[misc]
+                        begun, stream = True, None
+                        yield start
+                        for part in held:
+                            yield part
+                        async for part in parts:
+                            yield part
+                        return
+                    if not begun:
+                        begun = True
+                        yield start
+                    if events := stream.read(first):
+                        yield events
+                    async for part in parts:
+                        assert isinstance(part, bytes)
+                        if events := stream.read(part):
+                            yield events
+                    if not stream.done:
+                        raise ReplicaLost("the stream ended in the middle")
+            except ReplicaLost as lost:
+                if stream is None and begun:
+                    raise
+                if stream is not None:
+                    stream.move()
+                try:
+                    await tries.wait(lost)
+                except Refused as refused:
+                    if not begun:
+                        raise
+                    yield b"data: " + dumps(refused.body) + b"\n\n" + END
+                    return
+
+
+class _Tries:
+    """How often a request was moved, and whether it may be once more."""
+
+    def __init__(self, front: Front) -> None:
+        self._front, self._count, self._until, self._refused = front, 0, 0.0, False
+
+    def again(self, start: ResponseStart, first: bytes) -> bool:
+        """Whether an answer is an error that another replica need not have: it stops, or its queue is full."""
+        if start.status == 503:
+            error = (_parsed(first) or {}).get("error", {})
+            if isinstance(error, dict) and error.get("code") in MOVES:
+                raise ReplicaLost(str(error.get("message")))
+        if start.status == 429 and not self._refused:
+            self._refused = True
+            return True
+        return False
+
+    async def wait(self, lost: ReplicaLost) -> None:
+        """Wait before the next try. Raises Refused when the patience has ended."""
+        now = perf_counter()
+        self._until = self._until or now + self._front.patience
+        if now > self._until:
+            raise Refused(f"no replica could answer: {lost}", 503, code="no_replica", retry=5) from lost
+        log.warning("a replica was lost (%s); its request goes on elsewhere", lost)
+        self._front.moved += 1
+        await asyncio.sleep(0 if self._count == 0 else min(1.0, PAUSE * 2 ** (self._count - 1)))
+        self._count += 1
+
+
+def guarded(front: Front) -> ASGIApp:
+    """The front behind the middleware of a server."""
+    app: ASGIApp = front
+    for guard in reversed(guards(front.settings, front.metrics)):
+        app = guard.cls(app, *guard.args, **guard.kwargs)
+    return app
+
+
+async def _begun(parts: AsyncGenerator[ResponseStart | bytes, None]) -> tuple[ResponseStart, bytes]:
+    """The start of an answer and the first part of its body."""
+    start = await anext(parts, None)
+    if not isinstance(start, ResponseStart):
+        raise ReplicaLost("it closed without an answer")
+    first = await anext(parts, b"")
+    assert isinstance(first, bytes)
+    return start, first
+
+
+async def _sent(answer: AsyncGenerator[ResponseStart | bytes, None], receive: Receive, send: Send) -> None:
+    """Send an answer. When the client leaves, the answer is closed, and the replica stops writing."""
+
+    async def forward() -> None:
+        async with aclosing(answer):
+            async for part in answer:
+                if isinstance(part, ResponseStart):
+                    headers = [*part.headers, (b"x-outrider-replica", part.replica.encode())]
+                    await send({"type": "http.response.start", "status": part.status, "headers": headers})
+                elif part:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    writing, leaving = asyncio.ensure_future(forward()), asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not writing.done():
+            raise ClientDisconnect
+        writing.result()
+    except ClientDisconnect:
+        return
+    finally:
+        for task in (writing, leaving):
+            task.cancel()
+        await asyncio.wait([writing, leaving])
+
+
+def _parsed(body: bytes) -> dict[str, Any] | None:
+    """A JSON object, or None for anything else: the replica says what is wrong with it."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _beginning(body: dict[str, Any]) -> str:
+    """What the prompt of a request begins with. Two prompts with a common beginning have it here, too."""
+    for name in ("prompt", "messages", "input"):
+        if given := body.get(name):
+            head = given[:HEAD] if isinstance(given, (str, list)) else given
+            return (head if isinstance(head, str) else json.dumps([body.get("tools"), head], ensure_ascii=False))[:HEAD]
+    return ""
+
+
+def _home(path: str, body: dict[str, Any]) -> str:
+    """The replica that keeps the response that a request is about."""
+    about = path.removeprefix(RESPONSES).strip("/") or body.get("previous_response_id")
+    return replica_of(about) if isinstance(about, str) else ""

@@ -1,0 +1,259 @@
+"""Calibration on toy models: what it measures, where it is kept, and when it is measured anew."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.control import CostModel, DraftCost, Fixed
+from outrider.core.files import cache_folder
+from outrider.core.params import SamplingParams
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.self_speculation import LayerSearch
+from outrider.engine import calibrate as module
+from outrider.engine.calibrate import AT_LOAD, WHOLE, costs, costs_of, make_planner, measure
+from outrider.engine.llm import LLM
+from outrider.models.load import DATA, Loaded
+from outrider.testing.stubs import Wrong
+from outrider.testing.toy import ToyModel
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "outrider"
+
+
+def toy(length: int = 256) -> ToyModel:
+    return ToyModel(11, 2, 0, max_length=length)
+
+
+def drafter(length: int = 256) -> ModelDrafter:
+    return ModelDrafter(ToyModel(11, 1, 0, max_length=length), 2, length)
+
+
+@pytest.mark.parametrize("sizes", [AT_LOAD, WHOLE])
+def test_every_setting_has_its_seconds(sizes: tuple[int, ...]) -> None:
+    own = drafter()
+    cost = measure(toy(), {"draft": own}, {"k": "v"}, sizes)
+    assert set(cost.target) == set(sizes)
+    assert all(seconds > 0 for seconds in cost.target.values())
+    falling = [cost.target[n] for n in sizes]
+    assert falling == sorted(falling), "more nodes never take less"
+    assert cost.drafters["draft"].level > 0
+    assert cost.drafters["draft"].first > 0
+    assert cost.drafters["draft"].read >= 0
+    assert cost.key == {"k": "v"}
+    assert sum(own.cache.length) == 0, "the drafter forgets the text"
+    assert own.error.scale == type(own.error)().scale
+
+
+def test_a_slow_draft_is_measured_as_slow() -> None:
+    """What is measured is the drafter's own time, not that of the target."""
+    from time import sleep
+
+    class Slow(Wrong):
+        def propose(self, context: Any) -> Any:
+            sleep(0.002 * context.budgets[0].depth)
+            return super().propose(context)
+
+    cost = measure(toy(), {"slow": Slow(), "quick": Wrong()}, {})
+    assert cost.drafters["slow"].level > 0.0015
+    assert cost.drafters["quick"].level < 0.001
+
+
+@pytest.mark.parametrize("length", [4, 12, 20, 40])
+def test_a_short_context_is_measured_as_far_as_it_goes(length: int) -> None:
+    cost = measure(toy(length), {"draft": drafter(length)}, {})
+    assert cost.target[1] > 0
+
+
+def loaded() -> Loaded:
+    from outrider.models.load import load
+
+    return load("builtin:code", device="cpu")
+
+
+def test_it_is_measured_once_and_again_when_anything_differs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, target = list[Any](), loaded()
+    monkeypatch.setattr(
+        module, "measure", lambda model, models, key, *more: counted.append(key) or CostModel(dict(key), {1: 1.0})
+    )
+    config = SpeculativeConfig.of({"model": "builtin:code-draft"})
+    first = costs(config, target, {"draft_model": Wrong()})
+    assert costs(config, target, {"draft_model": Wrong()}) == first
+    assert len(counted) == 1
+    costs(config, target, {})
+    costs(
+        SpeculativeConfig.of({"model": "builtin:code-draft", "quantization": "int8"}), target, {"draft_model": Wrong()}
+    )
+    costs(
+        SpeculativeConfig.of({"model": "builtin:code-draft", "num_speculative_tokens": 3}),
+        target,
+        {"draft_model": Wrong()},
+    )
+    assert len(counted) == 3, "a length changes no cost"
+    monkeypatch.setattr(module, "conditions", lambda: {"threads": "another number"})
+    costs(config, target, {"draft_model": Wrong()})
+    costs(config, target, {"draft_model": Wrong()}, whole=True)
+    assert len(counted) == 5
+    assert cache_folder() == folder
+    assert len(list(folder.glob("cost-*.json"))) == 4
+
+
+def files(folder: Path, part: str) -> tuple[Any, dict[str, Any]]:
+    """A model's folder, and what of an LLM lies in it: the target, the draft model, or the layers of layer_skip."""
+    shutil.copytree(DATA / "code-draft", folder)
+    if part == "target":
+        return folder, {"method": "ngram"}
+    if part == "draft":
+        return "builtin:code", {"method": "draft_model", "model": str(folder)}
+    LayerSearch([0], 0.5, 0.5, 1, 1.0).save(folder / "layers.json")
+    return "builtin:code", {"method": "layer_skip", "layers": str(folder / "layers.json")}
+
+
+@pytest.mark.parametrize(
+    ("part", "file"),
+    [
+        ("target", "model.safetensors"),
+        ("target", "config.json"),
+        ("draft", "model.safetensors"),
+        ("layers", "layers.json"),
+    ],
+)
+def test_files_that_are_written_anew_are_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, file: str
+) -> None:
+    counted, place = list[Any](), tmp_path / "model"
+
+    def cheap(target: Any, models: Any, key: Any, *more: Any) -> CostModel:
+        counted.append(key)
+        return CostModel(dict(key), {1: 0.001}, {name: DraftCost(0.0, 0.001, 0.0) for name in models})
+
+    monkeypatch.setattr(module, "measure", cheap)
+    model, config = files(place, part)
+
+    def made() -> int:
+        LLM(str(model), speculative_config=config, max_num_seqs=1)
+        return len(counted)
+
+    assert (made(), made()) == (1, 1)
+    (place / "README.md").write_text("nothing that costs")
+    assert made() == 1
+    stat = (place / file).stat()
+    os.utime(place / file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert (made(), made()) == (2, 2)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "half a fi"])
+def test_a_broken_file_is_measured_anew(folder: Path, text: str) -> None:
+    config, target = SpeculativeConfig.of({"method": "suffix"}), loaded()
+    costs(config, target, {})
+    [path] = folder.glob("cost-*.json")
+    path.write_text(text)
+    assert costs(config, target, {}).target
+    assert len(path.read_text()) > 100
+
+
+def test_a_cache_that_cannot_be_written_costs_a_second_at_each_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert costs(SpeculativeConfig.of({"method": "suffix"}), loaded(), {}).target
+
+
+def test_a_folder_that_is_not_named_lies_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder().parts[-2:] == (".cache", "outrider")
+
+
+def test_the_constructor_measures_and_the_text_is_plain_decodings(folder: Path) -> None:
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
+    plain = LLM("builtin:code", max_num_seqs=1).generate("def area(r):", params)[0].outputs[0]
+    assert not folder.exists(), "plain decoding needs no costs"
+    for _ in range(2):
+        llm = LLM("builtin:code", speculative_config={"method": "auto"}, max_num_seqs=1)
+        assert llm.runtime.roster is not None
+        costs = llm.runtime.roster.planner.costs.model
+        assert set(costs.drafters) == {"draft_model"}
+        assert set(costs.target) == set(AT_LOAD)
+        assert llm.generate("def area(r):", params)[0].outputs[0].token_ids == plain.token_ids
+    assert len(list(folder.glob("cost-*.json"))) == 1
+    whole = LLM("builtin:code", speculative_config={"method": "auto"}, max_num_seqs=1, calibrate=True)
+    assert whole.runtime.roster is not None
+    assert set(whole.runtime.roster.planner.costs.model.target) == set(WHOLE)
+    assert len(list(folder.glob("cost-*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [{"controller": "fixed"}, {"method": "none"}, {"num_speculative_tokens": 0}, {"verifier": "rejection"}]
+)
+def test_a_fixed_length_is_not_measured(folder: Path, config: dict[str, Any]) -> None:
+    LLM("builtin:code", speculative_config={"method": "auto", **config}, max_num_seqs=1)
+    assert not folder.exists()
+
+
+def test_a_drafter_of_ones_own_is_not_measured(folder: Path) -> None:
+    class Counted(Wrong):
+        asked = 0
+
+        def propose(self, context: Any) -> Any:
+            self.asked += 1
+            return super().propose(context)
+
+    own = Counted()
+    llm = LLM("builtin:code", drafter=own, max_num_seqs=1)
+    assert own.asked == 0
+    assert llm.runtime.roster is not None
+    assert llm.runtime.roster.planner.costs.model.drafters == {}
+
+
+def test_a_controller_of_ones_own_says_how_long() -> None:
+    target = loaded()
+    planner = make_planner(SpeculativeConfig.of({"method": "auto"}), target, {"suffix": Wrong()}, Fixed(3))
+    assert planner.lengths is not None
+    assert planner.budgets([0])[0].depth == 3
+    assert {"target", "draft"} <= set(costs_of(SpeculativeConfig.of(None), target))
+
+
+def test_of_two_measurements_the_faster_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs can only slow a step down."""
+    target, models = loaded(), {"draft": drafter()}
+    given = iter(
+        [
+            ({1: 4.0, 4: 5.0, 16: 9.0}, DraftCost(0.1, 0.3, 0.2)),
+            ({1: 7.0, 2: 8.0, 4: 4.5, 16: 20.0}, DraftCost(0.2, 0.1, 0.2)),
+        ]
+    )
+
+    def measured(model: Any, models: Any, key: Any, *more: Any) -> CostModel:
+        seconds, draft = next(given)
+        return CostModel(dict(key), seconds, {"draft": draft})
+
+    monkeypatch.setattr(module, "measure", measured)
+    config = SpeculativeConfig.model_validate({})
+    costs(config, target, models)
+    again = costs(config, target, models, whole=True)
+    assert again.target == {1: 4.0, 2: 4.5, 4: 4.5, 16: 9.0}
+    assert again.drafters == {"draft": DraftCost(0.1, 0.1, 0.2)}
+    assert costs(config, target, models) == again, "and it is stored"
+
+
+def test_steps_that_contradict_a_measurement_correct_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = CostModel({}, {1: 0.04, 4: 0.05, 16: 0.09}, {})
+    monkeypatch.setattr(module, "measure", lambda model, models, key, *more: replace(slow, key=dict(key)))
+    target, config = loaded(), SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 3})
+    for pace, stored in ((0.95, 0.04), (1.6, 0.04), (0.5, 0.02), (0.48, 0.02), (1.6, 0.02)):
+        planner = make_planner(config, target, {"ngram": Wrong()})
+        for _ in range(200):
+            planner.costs.observe_forward(1, 0.04 * pace)
+        kept = costs(config, target, {})
+        assert kept.target[1] == pytest.approx(stored, rel=0.1), f"steps of {pace} of what was measured"
+    assert kept.target[16] == pytest.approx(0.045, rel=0.1), "all sizes were measured beside the same program"

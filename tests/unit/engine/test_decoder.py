@@ -1,0 +1,237 @@
+"""Identical text: with match, the tokens equal plain decoding's whatever drafts, how far, in what company."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers import VOCAB, RandomTree, TargetTree, counts, decoder, plain_texts, request, toy_drafters
+
+from outrider.core.params import SamplingParams
+from outrider.core.types import Budget, Draft, Guarantee
+from outrider.drafters.base import DraftContext
+from outrider.engine.request import Request
+from outrider.kernels import cpu as native
+from outrider.models.cache import SlotCache
+from outrider.testing.stubs import Echo, Wrong
+from outrider.testing.toy import ToyModel
+
+TARGET = ToyModel(VOCAB, seed=0)
+PARAMETERS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24),
+    "sampled": SamplingParams(temperature=1, max_tokens=24),
+    "hot": SamplingParams(temperature=2.5, max_tokens=24, ignore_eos=True),
+    "top_k": SamplingParams(temperature=1.2, top_k=3, max_tokens=24, ignore_eos=True),
+    "top_p": SamplingParams(temperature=1.2, top_p=0.7, max_tokens=24, ignore_eos=True),
+    "min_p": SamplingParams(temperature=1.2, min_p=0.2, max_tokens=24, ignore_eos=True),
+    "repetition": SamplingParams(temperature=0.7, repetition_penalty=1.5, max_tokens=24, ignore_eos=True),
+    "penalties": SamplingParams(
+        temperature=0, presence_penalty=0.8, frequency_penalty=0.6, max_tokens=24, ignore_eos=True
+    ),
+    "bias": SamplingParams(logit_bias={3: 2.0, 4: -100.0}, max_tokens=24, ignore_eos=True),
+    "bad_words": SamplingParams(bad_words=([2], [3, 5], [6, 7, 8]), max_tokens=24, ignore_eos=True),
+    "allowed": SamplingParams(allowed_token_ids=[1, 2, 5, 9], max_tokens=24, ignore_eos=True),
+    "min_tokens": SamplingParams(min_tokens=12, max_tokens=24),
+    "stop_ids": SamplingParams(stop_token_ids=[4, 7], max_tokens=24, ignore_eos=True),
+    "short": SamplingParams(max_tokens=1),
+}
+
+
+def prompts(n: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 9))] for _ in range(n)]
+
+
+@pytest.mark.parametrize("name", list(PARAMETERS))
+@pytest.mark.parametrize("drafter", list(toy_drafters(TARGET)))
+def test_text_is_plain_decodings_for_every_drafter_and_parameter(name: str, drafter: str) -> None:
+    requests = [request(p, PARAMETERS[name], seed) for seed, p in enumerate(prompts(2))]
+    expected = plain_texts(TARGET, requests)
+    for budget in (Budget(5), Budget(3, 3, 7)):
+        made = toy_drafters(TARGET)[drafter]()
+        rows = decoder(TARGET, made, budget=budget).generate(requests)
+        assert [r.output for r in rows] == expected, budget
+
+
+@pytest.mark.parametrize("depth", range(9))
+def test_text_is_plain_decodings_at_every_draft_length(depth: int) -> None:
+    requests = [request(p, PARAMETERS["sampled"].with_(ignore_eos=True), s) for s, p in enumerate(prompts(2, 1))]
+    expected = plain_texts(TARGET, requests)
+    for name, make in toy_drafters(TARGET).items():
+        assert [r.output for r in decoder(TARGET, make(), depth).generate(requests)] == expected, name
+
+
+@pytest.mark.parametrize("trial", range(12))
+def test_text_does_not_depend_on_company_or_on_when_rows_join(trial: int) -> None:
+    draw = random.Random(trial)
+    chosen = [draw.choice(list(PARAMETERS.values())) for _ in range(9)]
+    requests = [request(p, s, seed) for seed, (p, s) in enumerate(zip(prompts(9, trial), chosen, strict=True))]
+    expected = {r.id: t for r, t in zip(requests, plain_texts(TARGET, requests), strict=True)}
+    drafter = list(toy_drafters(TARGET).values())[trial % len(toy_drafters(TARGET))]()
+    engine, waiting, found = decoder(TARGET, drafter, rows=3), list(requests), dict[int, list[int]]()
+    draw.shuffle(waiting)
+    while waiting or engine.sequences:
+        if waiting and engine.free and draw.random() < 0.4:
+            engine.start(waiting.pop())
+        engine.step()
+        for row in list(engine.sequences.values()):
+            if row.finish is not None:
+                found[row.id] = row.output
+                engine.release(row.slot)
+    assert found == expected
+
+
+def test_a_decoder_used_again_remembers_nothing() -> None:
+    chosen = list(PARAMETERS.values()) * 3
+    requests = [request(p, s, seed) for seed, (p, s) in enumerate(zip(prompts(len(chosen), 7), chosen, strict=True))]
+    expected = plain_texts(TARGET, requests)
+    engine = decoder(TARGET, rows=1)
+    for one, text in zip(requests, expected, strict=True):
+        assert engine.generate([Request(0, one.prompt, one.params, one.seed, one.bad_words)])[0].output == text
+
+
+def test_a_row_that_leaves_early_disturbs_nobody() -> None:
+    requests = [request(p, PARAMETERS["hot"], s) for s, p in enumerate(prompts(3, 5))]
+    expected = plain_texts(TARGET, requests)
+    engine = decoder(TARGET, toy_drafters(TARGET)["draft_model"](), rows=3)
+    rows = [engine.start(r) for r in requests]
+    for _ in range(6):
+        engine.step()
+    engine.release(rows[1].slot)
+    again = engine.start(Request(99, requests[1].prompt, requests[1].params, requests[1].seed))
+    while any(r.finish is None for r in (rows[0], rows[2], again)):
+        engine.step()
+    assert [rows[0].output, again.output, rows[2].output] == expected
+
+
+def test_a_model_that_drafts_for_itself_is_always_accepted() -> None:
+    for params in (
+        PARAMETERS["greedy"].with_(ignore_eos=True, max_tokens=240),
+        PARAMETERS["hot"].with_(max_tokens=240),
+    ):
+        engine = decoder(TARGET, toy_drafters(TARGET)["self"](), 5)
+        steps = [s for s, _ in engine.steps([request([1, 2], params, i) for i in range(4)]) if s]
+        drafted, accepted = counts(steps)
+        assert drafted == accepted > 700
+
+
+def test_echo_is_accepted_and_wrong_is_not() -> None:
+    params = PARAMETERS["hot"]
+    [text] = plain_texts(TARGET, [request([1], params)])
+    steps = [s for s, _ in decoder(TARGET, Echo({(1,): [1, *text]})).steps([request([1], params)]) if s]
+    assert len(steps) == 5  # 24 tokens, five a step
+    only_five = params.with_(allowed_token_ids=[5, 6], max_tokens=20)
+    drafted, accepted = counts([s for s, _ in decoder(TARGET, Wrong(1)).steps([request([1], only_five)]) if s])
+    assert accepted == 0 < drafted
+
+
+def test_accepted_paths_through_trees_leave_the_cache_as_if_decoded_one_by_one() -> None:
+    for drafter in (TargetTree(TARGET), RandomTree()):
+        engine = decoder(TARGET, drafter, budget=Budget(3, 3, 9))
+        rows = [engine.start(request(p, PARAMETERS["hot"], s)) for s, p in enumerate(prompts(3, 2))]
+        for _ in range(10):
+            engine.step()
+            for row in rows:
+                if row in engine.waiting:
+                    continue
+                held = engine.cache.layers[0][0][row.slot, 0, : engine.cache.length[row.slot], 0].long().tolist()
+                assert held == row.tokens[:-1]
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_any_sequence_of_commits_equals_writing_the_kept_tokens(trial: int) -> None:
+    draw = torch.Generator().manual_seed(trial)
+    cache = SlotCache(2, 2000)
+    expected: list[list[float]] = [[], []]
+    for _ in range(60):
+        count = int(torch.randint(1, 12, (1,), generator=draw))
+        cache.reserve([0, 1], count)
+        keys, values = cache.layer(0, (1, 1), (1, 2), torch.zeros(1, dtype=torch.float64))
+        paths = []
+        for row in range(2):
+            new = torch.rand(count, generator=draw, dtype=torch.float64)
+            start = cache.length[row]
+            keys[row, 0, start : start + count, 0] = new
+            values[row, 0, start : start + count] = new[:, None]
+            path = [0, *(i for i in range(1, count) if torch.rand(1, generator=draw) < 0.5)]
+            expected[row] += new[path].tolist()
+            paths.append(path)
+        cache.commit([0, 1], paths)
+    for row in range(2):
+        assert cache.layers[0][0][row, 0, : cache.length[row], 0].tolist() == expected[row]
+        assert cache.layers[0][1][row, 0, : cache.length[row], 1].tolist() == expected[row]
+
+
+def test_a_broken_row_stops_alone() -> None:
+    class Broken(ToyModel):
+        def forward(self, nodes, **options):
+            out = super().forward(nodes, **options)
+            out.logits[torch.as_tensor(nodes.slots) == 1] = float("nan")
+            return out
+
+    requests = [request(p, PARAMETERS["hot"], s) for s, p in enumerate(prompts(3, 3))]
+    expected = plain_texts(TARGET, requests)
+    engine = decoder(Broken(VOCAB, seed=0), toy_drafters(TARGET)["draft_model"](), rows=3)
+    rows = engine.generate(requests)
+    assert [r.output for r in rows if r.slot != 1] == [t for r, t in zip(rows, expected, strict=True) if r.slot != 1]
+    [broken] = [r for r in rows if r.slot == 1]
+    assert broken.finish is not None
+    assert (broken.finish.finish, broken.output) == ("error", [])
+
+
+def test_end_tokens_inside_an_accepted_run_end_the_text_there() -> None:
+    class Long(Echo):
+        """Drafts past the end."""
+
+    params = SamplingParams(max_tokens=24)
+    for seed in range(30):
+        [text] = plain_texts(TARGET, [request([1], params, seed)])
+        far = Long({(1,): [1, *text, *[3] * 9]})
+        row = decoder(TARGET, far, 8).generate([request([1], params, seed)])[0]
+        assert row.output == text
+        assert (row.finish.finish == "stop") == (text[-1] == 0)  # type: ignore[union-attr]
+
+
+def test_bad_requests_say_what_would_work() -> None:
+    engine = decoder(TARGET, max_length=50)
+    for bad, words in (
+        (request([], SamplingParams()), "empty"),
+        (request([1, 99], SamplingParams()), "99 is outside the vocabulary of 11"),
+        (request([1] * 20, SamplingParams(max_tokens=31)), "max_tokens=30 or less"),
+        (request([1] * 60, SamplingParams()), "60 tokens"),
+        (request([1], SamplingParams(logit_bias={44: 1.0})), "logit_bias holds"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.start(bad)
+    assert len(engine.free) == 4
+
+
+def test_the_guarantee_says_what_the_models_arithmetic_allows() -> None:
+    uneven = ToyModel(VOCAB)
+    uneven.batch_invariant = False
+    assert decoder(TARGET, Wrong()).guarantee is Guarantee.EXACT_TOKENS
+    assert decoder(TARGET, Wrong(), verifier="block").guarantee is Guarantee.EXACT_DISTRIBUTION
+    assert decoder(uneven, Wrong()).guarantee is Guarantee.EXACT_DISTRIBUTION
+
+
+def test_torch_has_one_thread_while_the_kernels_work() -> None:
+    """OpenMP's threads spin on after their work, on the cores that the next forward needs: it took 1.4 times as long."""
+    if not native.available():
+        pytest.skip("needs the native kernels")
+
+    class Counting(Wrong):
+        def propose(self, batch: DraftContext) -> Draft:
+            seen.append(torch.get_num_threads())
+            if len(seen) == 3:
+                raise KeyError("broken")
+            return super().propose(batch)
+
+    seen: list[int] = []
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(KeyError):
+            decoder(TARGET, Counting()).generate([request([1, 2], PARAMETERS["greedy"], 0)])
+        assert (seen, torch.get_num_threads()) == ([1, 1, 1], 3)
+    finally:
+        torch.set_num_threads(1)

@@ -1,0 +1,206 @@
+"""From prompts to texts on the built-in pair: the API, identical text, and errors that say what would work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider import LLM, Guarantee, SamplingParams
+from outrider.core.outputs import SpeculativeMetrics
+from outrider.drafters.config import SpeculativeConfig
+
+PAIR = {"method": "draft_model", "model": "builtin:code-draft", "num_speculative_tokens": 4}
+METHODS = [
+    PAIR,
+    {**PAIR, "num_speculative_tokens": 1},
+    {"method": "ngram"},
+    {"method": "suffix", "num_speculative_tokens": 8},
+    {"method": "quantized_self"},
+]
+PROMPTS = [
+    "def quicksort(xs):\n",
+    "import os\nimport sys\n\n\nclass Config:\n",
+    "    def __init__(self, name, value):\n        self.name = name\n",
+    "for i in range(10):\n    print(i)\nfor i in range(10):\n",
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM("builtin:code")
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda c: f"{c['method']}-{c.get('num_speculative_tokens', '')}")
+def test_every_method_writes_the_text_of_plain_decoding(plain: LLM, config: dict) -> None:
+    fast = LLM("builtin:code", speculative_config=config)
+    for params in (
+        SamplingParams(temperature=0, max_tokens=40),
+        SamplingParams(temperature=1, seed=3, max_tokens=40),
+        SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2, seed=4, max_tokens=40),
+    ):
+        expected = [plain.generate(p, params)[0].outputs[0].token_ids for p in PROMPTS]
+        together = fast.generate(PROMPTS, params)
+        assert [o.outputs[0].token_ids for o in together] == expected
+        assert all(o.outputs[0].guarantee is Guarantee.EXACT_TOKENS for o in together)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_other_verifiers_run_and_say_what_they_promise(verifier: str) -> None:
+    llm = LLM("builtin:code", speculative_config={**PAIR, "verifier": verifier})
+    out = llm.generate(PROMPTS, SamplingParams(temperature=0.8, seed=1, max_tokens=30))
+    assert all(o.outputs[0].guarantee is Guarantee.EXACT_DISTRIBUTION and len(o.outputs[0].token_ids) > 0 for o in out)
+    greedy = SamplingParams(temperature=0, max_tokens=30)
+    expected = LLM("builtin:code").generate(PROMPTS, greedy)
+    assert [o.outputs[0].text for o in llm.generate(PROMPTS, greedy)] == [o.outputs[0].text for o in expected]
+
+
+def test_agrees_with_transformers(plain: LLM) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from outrider.models.load import DATA
+
+    model = AutoModelForCausalLM.from_pretrained(DATA / "code")
+    for prompt in PROMPTS:
+        ids = plain.encode(prompt)
+        theirs = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)[0, len(ids) :].tolist()
+        ours = plain.generate(prompt, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0].token_ids
+        for at, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            if a != b:  # only a near-tie of the two libraries' float32 may differ
+                logits = model(torch.tensor([ids + theirs[:at]])).logits[0, -1]
+                assert abs(logits[a] - logits[b]) < 1e-4
+                break
+
+
+def test_metrics_have_vllms_names_and_add_up() -> None:
+    llm = LLM("builtin:code", speculative_config=PAIR)
+    out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
+    spec = out.metrics.speculative_decoding
+    assert spec is not None
+    assert spec.num_spec_steps == sum(spec.acceptance_histogram) == len(spec.per_step_accepted)
+    assert spec.num_accepted_draft_tokens == sum(i * n for i, n in enumerate(spec.acceptance_histogram))
+    assert spec.num_draft_tokens == sum(spec.per_step_drafted)
+    assert spec.num_accepted_draft_tokens + spec.num_spec_steps >= 40
+    assert spec.mean_acceptance_length == pytest.approx(1 + spec.num_accepted_draft_tokens / spec.num_spec_steps)
+    assert out.metrics.time_to_first_token is not None
+    assert LLM("builtin:code").generate("x", SamplingParams(max_tokens=2))[0].metrics.speculative_decoding is None
+
+
+def test_metrics_are_numbers_of_vllms_shape_whatever_was_accepted() -> None:
+    """AIPerf 0.13 drops a record with null rates, and one whose histogram has not num_spec_tokens + 1 buckets."""
+    none = SpeculativeMetrics.of([0, 0], [0, 0], 4)
+    assert (none.mean_acceptance_length, none.draft_acceptance_rate) == (1.0, 0.0)
+    assert none.acceptance_histogram == [2, 0, 0, 0, 0]
+    assert none.acceptance_histogram_by_draft_length == {0: [2]}
+    empty = SpeculativeMetrics.of([], [], 2)
+    assert (empty.mean_acceptance_length, empty.draft_acceptance_rate) == (1.0, 0.0)
+    assert empty.acceptance_histogram == [0, 0, 0]
+    some = SpeculativeMetrics.of([4, 2, 9], [1, 2, 3], 4)  # the last step drafted a tree
+    assert some.acceptance_histogram == [0, 1, 1, 1, 0]
+    assert {k: len(counts) for k, counts in some.acceptance_histogram_by_draft_length.items()} == {2: 3, 4: 5, 9: 10}
+    deeper = SpeculativeMetrics.of([3], [3], 2)
+    assert (deeper.num_spec_tokens, deeper.acceptance_histogram) == (3, [0, 0, 0, 1])
+
+
+def test_streamed_pieces_join_to_the_text() -> None:
+    llm = LLM("builtin:code", speculative_config={**PAIR, "controller": "fixed"})
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=60, stop=["\n\n\n"])
+    deltas = list(llm.stream(PROMPTS[0], params))
+    whole = llm.generate(PROMPTS[0], params)[0].outputs[0]
+    assert "".join(d.text for d in deltas) == whole.text
+    assert all("".join(t for t, _ in d.pieces) == d.text for d in deltas)
+    assert [t for d in deltas for t in d.token_ids] == whole.token_ids
+    assert deltas[-1].output is not None
+    assert any(drafted for d in deltas for _, drafted in d.pieces)
+
+
+def test_a_reader_who_leaves_early_leaves_the_engine_clean() -> None:
+    llm = LLM("builtin:code", speculative_config=PAIR, max_num_seqs=2)
+    for delta in llm.stream(PROMPTS[0], SamplingParams(max_tokens=60)):
+        if delta.text:
+            break
+    assert len(llm.decoder.free) == 2
+    assert not llm.decoder.sequences
+    assert llm.generate(PROMPTS, SamplingParams(max_tokens=5))
+
+
+def test_seeds_n_and_logprobs(plain: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=12, logprobs=2, prompt_logprobs=1)
+    out = plain.generate(PROMPTS[0], params)[0]
+    assert [o.index for o in out.outputs] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in out.outputs}) > 1
+    again = plain.generate(PROMPTS[0], params.with_(n=1, seed=out.outputs[1].seed))[0].outputs[0]
+    assert again.token_ids == out.outputs[1].token_ids
+    for o in out.outputs:
+        assert o.logprobs is not None
+        assert len(o.logprobs) == len(o.token_ids)
+        assert all(t in entry and 2 <= len(entry) <= 3 for t, entry in zip(o.token_ids, o.logprobs, strict=True))
+    assert out.prompt_logprobs is not None
+    assert out.prompt_logprobs[0] is None
+    assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
+    fast = LLM("builtin:code", speculative_config=PAIR).generate(PROMPTS[0], params.with_(n=1, seed=7))[0]
+    slow = plain.generate(PROMPTS[0], params.with_(n=1, seed=7))[0]
+    assert fast.outputs[0].logprobs == slow.outputs[0].logprobs
+
+
+def test_prompts_of_every_kind(plain: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    ids = plain.encode(PROMPTS[0])
+    assert (
+        plain.generate({"prompt_token_ids": ids}, params)[0].outputs[0].token_ids
+        == plain.generate(PROMPTS[0], params)[0].outputs[0].token_ids
+    )
+    two = [params, params.with_(max_tokens=2)]
+    assert [len(o.outputs[0].token_ids) for o in plain.generate(PROMPTS[:2], two)] == [4, 2]
+    with pytest.raises(ValueError, match="no chat template"):
+        plain.generate([{"role": "user", "content": "hi"}], params)
+    with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
+        plain.generate(PROMPTS[:3], two)
+    with pytest.raises(ValueError, match="prompt_token_ids"):
+        plain.generate({"ids": [1]}, params)
+    with pytest.raises(ValueError, match="empty"):
+        plain.generate("", params)
+    with pytest.raises(ValueError, match="max_tokens="):
+        plain.generate(PROMPTS[0], params.with_(max_tokens=10**6))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"method": "ngrams"}, "did you mean 'ngram'"),
+        ({"method": "draft_model"}, "needs a model"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup_min=5"),
+        ({"method": "ngram", "verifier": "matches"}, "did you mean 'match'"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ],
+)
+def test_bad_configurations_say_what_would_work(config: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SpeculativeConfig.of(config)
+
+
+def test_configuration_takes_vllms_names() -> None:
+    assert SpeculativeConfig.of({"model": "builtin:code-draft"}).method == "draft_model"
+    assert SpeculativeConfig.of({"method": "ngram", "rejection_sample_method": "standard"}).verifier == "rejection"
+    assert SpeculativeConfig.of({"method": "ngram", "rejection_sample_method": "block"}).verifier == "block"
+
+
+def test_a_draft_with_another_vocabulary_is_refused_by_name() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = LlamaForCausalLM(
+        LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    with pytest.raises(ValueError, match=r"vocabulary of 50 .* 8192"):
+        LLM("builtin:code", speculative_config={"method": "draft_model", "model": other})
+
+
+def test_full_slots_are_not_preempted() -> None:
+    """Every slot holds a text of the whole length: a library's batch is never read twice."""
+    llm = LLM("builtin:code", device="cpu", max_num_seqs=3, max_model_len=48)
+    prompts = [{"prompt_token_ids": [n + 1] * 8} for n in range(3)]
+    seen: list[int] = []
+    read = llm.decoder.prefill
+    llm.decoder.prefill = lambda sequence: (seen.append(sequence.id), read(sequence))[1]  # type: ignore[method-assign]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert len(seen) == 3

@@ -1,0 +1,26 @@
+"""The drawing of the report: scales and escaping."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.lab.bench.report import svg
+from outrider.lab.bench.report.svg import Scale
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1), st.booleans(), st.booleans())
+def test_scales_hold_what_they_show(values: list[float], zero: bool, log: bool) -> None:
+    scale = svg.around(values, zero=zero, log=log and not zero)
+    assert all(0 <= scale.at(v) <= 100 for v in values)
+    assert all(math.isfinite(t) and -0.1 <= scale.at(t) <= 100.1 for t in scale.ticks())
+    assert 1 <= len(scale.ticks()) <= 8
+    order = sorted(values)
+    assert [scale.at(v) for v in order] == sorted(scale.at(v) for v in order)
+
+
+def test_charts_escape() -> None:
+    assert "<b>" not in svg.axis(Scale(0, 1), {0: "<b>"})
+    assert '"x"' not in svg.bar(Scale(0, 1), 1, 0, 1, 'a "x"')

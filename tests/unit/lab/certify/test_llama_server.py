@@ -1,0 +1,103 @@
+"""llama.cpp's server as a subject: what it tells of its own numbers, on a server over a toy engine."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import numpy as np
+import pytest
+from broken import ToyEngine
+
+from outrider.core.params import SamplingParams
+from outrider.lab.certify.run import TrialJournal, run_kinds
+from outrider.lab.certify.seeded import Seeded
+from outrider.lab.certify.subjects.base import Job, Writing
+from outrider.lab.certify.subjects.server import ServerSubject
+
+PROMPTS = [(1, 2), (3, 4), (5, 1), (2, 2, 7)]
+
+
+class ToyLlama:
+    """llama.cpp over a toy engine: ids come with log-probabilities, `/completion` tells the likeliest tokens of a prompt.
+
+    wobble: added to the score of a token that is read anew. swap: speculation writes the second token at this position.
+    streams: in streams only. Its chat template puts two tokens before a message. A token is a number in a text.
+    """
+
+    def __init__(self, wobble: float, swap: int | None, *, streams: bool = False) -> None:
+        self.engine, self.wobble, self.swap, self.streams = ToyEngine(vocab=8), wobble, swap, streams
+
+    def scores(self, tokens: list[int]) -> np.ndarray:
+        [row] = self.engine.rows(Job(tuple(tokens), SamplingParams(max_tokens=1)), Writing(tokens=[0], prompt=tokens))
+        best = np.sort(row.probs)[::-1]
+        order = np.argsort(-row.probs)
+        scores = np.log(np.maximum(best, 1e-9))
+        scores[1] = scores[0] - 0.05  # the second is always near
+        return scores[np.argsort(order)] - np.log(np.exp(scores).sum())
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        path, speculates = request.url.path, request.url.host == "fast"
+        if path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "toy"}]})
+        if path == "/props":
+            return httpx.Response(200, json={"default_generation_settings": {}, "build_info": "b1"})
+        if path == "/completion":
+            scores = self.scores(body["prompt"])
+            if not body["cache_prompt"]:
+                scores[int(scores.argmax())] -= self.wobble
+            top = [{"id": int(t), "prob": float(np.exp(scores[t]))} for t in np.argsort(-scores)]
+            return httpx.Response(200, json={"completion_probabilities": [{"top_probs": top}]})
+        if path == "/apply-template":
+            return httpx.Response(200, json={"prompt": f"7 7 {body['messages'][0]['content']}"})
+        if path == "/tokenize":
+            return httpx.Response(200, json={"tokens": [int(t) for t in body["content"].split()]})
+        if path not in ("/v1/completions", "/v1/chat/completions") or "return_token_ids" in body:
+            return httpx.Response(400, text="no")
+        chat = "messages" in body
+        tokens = [7, 7, *map(int, body["messages"][0]["content"].split())] if chat else list(body["prompt"])
+        content, start = [], len(tokens)
+        speculates = speculates and (bool(body.get("stream")) or not self.streams)
+        for at in range(body["max_tokens"]):
+            scores = self.scores(tokens)
+            token = int(np.argsort(-scores)[1 if speculates and at == self.swap else 0])
+            content.append({"id": token, "logprob": float(scores[token])})
+            tokens.append(token)
+        shown = {"content": content} if body.get("logprobs") else None
+        text = " ".join(map(str, tokens[start:]))
+        said = {"message": {"content": text}} if chat else {"text": text}
+        choice = {**said, "finish_reason": "length", "logprobs": shown}
+        answer = {
+            "choices": [choice],
+            "usage": {"completion_tokens": len(content)},
+            "timings": {"draft_n": 7 * (request.url.host == "fast")},
+        }
+        if body.get("stream"):  # the log-probabilities of accepted draft tokens are left out, and with them the ids
+            answer["choices"] = [{**choice, "logprobs": None, "delta": said.get("message")}]
+            events = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+            return httpx.Response(200, text=events, headers={"content-type": "text/event-stream"})
+        return httpx.Response(200, json=answer)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["everywhere", "in streams"])
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize(("wobble", "kind"), [(0.04, "tie"), (0.0, "error")])
+def test_llama_cpp_tells_ties_from_errors_by_its_own_numbers(
+    wobble: float, kind: str, endpoint: str, *, streams: bool
+) -> None:
+    """Penalties of llama.cpp count the prompt, so only its own server knows the margin of a penalised token."""
+    toy = ServerSubject(
+        "http://fast:1",
+        [" ".join(map(str, p)) for p in PROMPTS] if endpoint == "chat" else PROMPTS,
+        plain_url="http://plain:2",
+        endpoint=endpoint,
+        transport=httpx.MockTransport(ToyLlama(wobble, swap=6, streams=streams)),
+    )
+    assert toy.properties["speculation"].startswith("seen: 14")
+    assert toy.noise() == pytest.approx(wobble, abs=1e-6)
+    [part] = run_kinds([Seeded(toy, length=16, rounds=1)], TrialJournal(None, {}), 1e9)
+    seen = {d["way"] for n in range(4) for d in Seeded(toy, length=16)._trial(n, 0.0, "the defaults")["differences"]}
+    assert "as a stream" in seen
+    assert part.figures["unclear"] == 0  # a stream's tokens are those of the same text in one piece
+    assert (part.figures["ties"] > 0, part.figures["errors"] > 0) == (kind == "tie", kind == "error"), part.sentence

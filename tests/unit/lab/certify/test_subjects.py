@@ -1,0 +1,401 @@
+"""Our engine, callables, transformers and recorded texts as subjects, and the command line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from broken import ToyEngine
+from typer.testing import CliRunner
+
+from outrider.cli.certify import duration
+from outrider.cli.main import app
+from outrider.core.params import SamplingParams
+from outrider.core.types import Guarantee
+from outrider.lab.certify.certificate import Certificate, CertificatePart, Conclusion
+from outrider.lab.certify.contract import Contract
+from outrider.lab.certify.exact import VerifierFunction
+from outrider.lab.certify.quality import Quality, read_problems, solves
+from outrider.lab.certify.run import CertificateKind, TrialJournal, run_kinds
+from outrider.lab.certify.seeded import Seeded
+from outrider.lab.certify.statistical import RecordedTexts, Statistical
+from outrider.lab.certify.subjects.base import Job, Writing
+from outrider.lab.certify.subjects.engine import EngineSubject
+from outrider.lab.certify.subjects.function import find, is_python_name
+from outrider.lab.certify.subjects.huggingface import TransformersSubject
+from outrider.models import checkpoint
+from outrider.models.load import Loaded
+from outrider.testing import ToyModel
+
+TOY_PROMPTS = ((1, 2), (3, 4), (5, 1))
+
+
+def certified(kind: CertificateKind, most: int | None = None) -> CertificatePart:
+    [part] = run_kinds([kind], TrialJournal(None, {}), 1e9, most=most)
+    return part
+
+
+def toy(verifier: str, **options) -> EngineSubject:
+    """Our engine on a table, with a draft model that is mostly right."""
+    target = Loaded(ToyModel(seed=1), "toy", None, (10,), "float64", "toy")
+    draft = Loaded(ToyModel(seed=1, error=1.0), "toy-draft", None, (10,), "float64", "toy-draft")
+    from outrider.drafters import ModelDrafter
+
+    config = {"method": "ngram", "num_speculative_tokens": 3, "verifier": verifier, **options}
+    subject = EngineSubject(target, config, TOY_PROMPTS, rows=4, max_length=96)
+    if not options:
+        subject.drafters = {"own": ModelDrafter(draft.model, 8, 96)}
+    return subject
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+def test_our_engine_passes(verifier: str) -> None:
+    subject = toy(verifier)
+    assert subject.promise is (Guarantee.EXACT_TOKENS if verifier == "match" else Guarantee.EXACT_DISTRIBUTION)
+    seeded = certified(Seeded(subject, length=12, rounds=1), most=6)
+    assert seeded.conclusion is Conclusion.EXACT_TOKENS, seeded.sentence
+    statistical = certified(Statistical(subject, length=24), most=3)
+    assert statistical.conclusion is Conclusion.CANNOT_TELL, statistical.sentence
+    assert statistical.tested["the drafter's probabilities"] == "known"
+
+
+def test_our_engine_keeps_the_contract() -> None:
+    part = certified(Contract(toy("match"), length=20))
+    assert part.conclusion is Conclusion.HOLDS, part
+
+
+def test_a_drafter_of_ours_that_lies_about_q_is_found() -> None:
+    subject = toy("rejection")
+    [own] = subject.drafters.values()
+    honest = own.propose
+
+    def lies(context):
+        draft = honest(context)
+        if draft.probs is not None:
+            flat = draft.probs.sqrt()
+            object.__setattr__(draft, "probs", flat / flat.sum(-1, keepdim=True))
+        return draft
+
+    own.propose = lies  # type: ignore[method-assign]
+    part = certified(Statistical(subject, length=40), most=60)
+    assert part.conclusion is Conclusion.DIFFERS, part.sentence
+
+
+def generate(prompt, params, speculate):
+    """A function of an author: the right answer is always token 3, and speculation writes 4 at the third place."""
+    tokens = [3] * params.max_tokens
+    if speculate and len(tokens) > 2:
+        tokens[2] = 4
+    return tokens
+
+
+def test_a_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_for_certify.py").write_text(
+        "from outrider.verify.reference import reference_rejection\n"
+        "def verify(tokens, parents, target, drafter, choose):\n"
+        "    return reference_rejection(tokens, parents, target, drafter, choose)\n"
+        "def generate(prompt, params, speculate):\n    return [3] * params.max_tokens\n"
+        "def other(a, b):\n    return 1\nnumber = 3\n"
+    )
+    assert isinstance(find("mine_for_certify:verify"), VerifierFunction)
+    subject = find("mine_for_certify:generate")
+    assert certified(Seeded(subject, length=8, rounds=1), most=2).conclusion is Conclusion.EXACT_TOKENS  # type: ignore[arg-type]
+    for name, why in (("other", "takes"), ("number", "int"), ("nothing", "cannot be imported")):
+        with pytest.raises(ValueError, match=why):
+            find(f"mine_for_certify:{name}")
+    sys.modules.pop("mine_for_certify", None)
+    assert is_python_name("a.b:c")
+    assert not is_python_name("builtin:code")
+    assert not is_python_name("http://127.0.0.1:8000")
+
+
+def test_a_function_that_differs_is_found() -> None:
+    from outrider.lab.certify.subjects.function import FunctionSubject
+
+    part = certified(Seeded(FunctionSubject(generate, "generate"), length=8, rounds=1), most=1)
+    assert part.conclusion is Conclusion.DIFFERS
+
+
+def test_an_engine_that_fails_under_speculation_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.lab.certify.subjects.function import FunctionSubject
+
+    def fails(prompt, params, speculate):
+        if speculate:
+            raise RuntimeError("no memory for the draft")
+        return [3] * params.max_tokens
+
+    ours = toy("match")
+
+    def crash(*_):
+        raise MemoryError("no memory for the draft")
+
+    monkeypatch.setattr(next(iter(ours.drafters.values())), "propose", crash)
+    for subject in (FunctionSubject(fails, "fails"), ours):
+        part = certified(Seeded(subject, length=8, rounds=1), most=1)
+        assert part.conclusion is Conclusion.DIFFERS
+        assert part.findings[0].title == "the engine fails under speculation"
+        assert "no memory for the draft" in part.findings[0].evidence
+
+
+@pytest.fixture(scope="module")
+def pair():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def small(seed: int):
+        torch.manual_seed(seed)
+        config = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                             max_position_embeddings=128, eos_token_id=23, bos_token_id=1, pad_token_id=0)  # fmt: skip
+        model = LlamaForCausalLM(config)
+        model.lm_head.weight.data *= 12
+        return model
+
+    return small(0), small(1)
+
+
+def test_transformers_assisted_generation(pair) -> None:
+    target, draft = pair
+    subject = TransformersSubject(target, {"assistant_model": draft}, TOY_PROMPTS)
+    assert subject.promise is Guarantee.EXACT_DISTRIBUTION
+    assert (subject.noise() or 0) < 1e-3
+    seeded = certified(Seeded(subject, length=10, rounds=1), most=3)
+    assert seeded.conclusion is Conclusion.EXACT_TOKENS, seeded.sentence
+    assert any("presence_penalty" in line for line in seeded.skipped)
+    statistical = certified(Statistical(subject, length=12), most=2)
+    assert statistical.figures["tokens"] == 2 * 3 * 12, statistical
+
+
+def test_transformers_that_fail_and_that_refuse(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = pair
+    subject = TransformersSubject(target, {"assistant_model": draft}, TOY_PROMPTS)
+    generate = target.generate
+
+    def assisted(error: Exception):
+        def broken(*given, assistant_model=None, **more):
+            if assistant_model is not None:
+                raise error
+            return generate(*given, **more)
+
+        return broken
+
+    monkeypatch.setattr(target, "generate", assisted(IndexError("index 24 is out of range")))
+    part = certified(Seeded(subject, length=8, rounds=1), most=1)
+    assert part.conclusion is Conclusion.DIFFERS
+    assert "out of range" in part.findings[0].evidence
+    monkeypatch.setattr(target, "generate", assisted(ValueError("no min_p with an assistant")))
+    part = certified(Seeded(subject, length=8, rounds=1), most=1)
+    assert part.conclusion is Conclusion.CANNOT_TELL
+    assert "no min_p with an assistant" in part.findings[0].evidence
+
+
+def test_transformers_that_are_not_asked_to_speculate() -> None:
+    with pytest.raises(ValueError, match="does not speculate"):
+        TransformersSubject("builtin:code", {"max_new_tokens": 5}, TOY_PROMPTS)
+
+
+def test_recorded_texts_of_a_broken_sampler() -> None:
+    broken, honest = ToyEngine("no residual", error=2.0), ToyEngine(error=2.0)
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
+
+    def recorded(engine: ToyEngine) -> list[tuple[Job, Writing]]:
+        jobs = [Job((i % 8, 1), params.with_(seed=i)) for i in range(12)]
+        return list(zip(jobs, engine.write(jobs, engine.ways()[0]), strict=True))
+
+    bad = certified(RecordedTexts(honest, recorded(broken)))
+    assert bad.conclusion is Conclusion.DIFFERS
+    assert "no residual" in bad.findings[0].cause
+    assert certified(RecordedTexts(honest, recorded(honest))).conclusion is Conclusion.CANNOT_TELL
+
+
+PROBLEM = {
+    "task_id": "T/1",
+    "prompt": "def add(a, b):\n",
+    "entry_point": "add",
+    "test": "def check(f):\n    assert f(1, 2) == 3\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("    return a + b\n", True),
+        ("    return a - b\n", False),
+        ("    while True: pass\n", False),
+        ("    import os; os.system('touch /tmp/no'); return 3\n", False),
+        ("    import subprocess; subprocess.run(['ls']); return 3\n", False),
+        ("    import sys; sys.exit(0)\n", False),
+        ("    import os; os._exit(0)\n", False),
+        ("    x = 'a' * 3_000_000_000; return 3\n", False),
+        ("    import socket; socket.socket(); return 3\n", False),
+        ("    retur", False),
+    ],
+)
+def test_programs_run_in_a_sandbox(text: str, good: bool) -> None:
+    assert solves(PROBLEM, text, seconds=2) is good
+
+
+def test_problems_may_be_compressed(tmp_path: Path) -> None:
+    line = json.dumps(PROBLEM).encode()
+    (tmp_path / "a.jsonl").write_bytes(line)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line))
+    assert read_problems(tmp_path / "a.jsonl") == read_problems(tmp_path / "a.jsonl.gz") == [PROBLEM]
+    for wrong in (gzip.compress(line)[:-9], b"\xff\xfe", b"{}", b""):
+        (tmp_path / "wrong.jsonl").write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"wrong\.jsonl"):
+            read_problems(tmp_path / "wrong.jsonl")
+
+
+def test_quality_counts_both_sides() -> None:
+    class Half(ToyEngine):
+        def write(self, jobs, way):
+            return [Writing(text="    return a - b\n") for _ in jobs]
+
+        def plain(self, jobs):
+            return [Writing(text="    return a + b\ndef more():\n") for _ in jobs]
+
+    part = certified(Quality(Half(), [{**PROBLEM, "task_id": f"T/{i}"} for i in range(8)]))
+    assert part.conclusion is Conclusion.DIFFERS
+    assert (part.figures["with"], part.figures["without"], part.figures["lost"]) == (0, 8, 8)
+    assert "0 of 8" in part.sentence
+
+
+# -- the command line ----------------------------------------------------------------------------------------------------------
+
+
+def outrider(*words: str, code: int) -> str:
+    done = CliRunner().invoke(app, ["certify", *words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_verifier_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong_for_certify.py").write_text(
+        "def verify(tokens, parents, target, drafter, choose):\n"
+        "    last = len(tokens) - 1\n"
+        "    return list(range(last + 1)), choose.token(target(last), depth=last + 1)\n"
+    )
+    said = outrider("wrong_for_certify:verify", "-o", "a.html", code=1)
+    assert "every draft token is accepted" in said
+    assert "counterexample" not in said
+    found = Certificate.load(tmp_path / "a.json")
+    assert found.complete
+    assert found.conclusion is Conclusion.DIFFERS
+    assert "every draft token is accepted" in (tmp_path / "a.html").read_text()
+    assert not (tmp_path / "a.journal").exists()
+    assert "nothing changed" in outrider("--compare", "a.json", "a.json", code=0)
+    assert json.loads((tmp_path / "a.json").read_text())["machine"]
+    sys.modules.pop("wrong_for_certify", None)
+
+
+def test_a_run_that_the_user_stops_goes_on_by_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stopped_for_certify.py").write_text(
+        "calls, last = 0, 60\n"
+        "def generate(prompt, params, speculate):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == last:\n"
+        "        raise KeyboardInterrupt\n"
+        "    return [3] * params.max_tokens\n"
+    )
+    words = ("stopped_for_certify:generate", "--kind", "seeded", "--budget", "1s", "-o", "a.html")
+    assert "the same command goes on from here" in outrider(*words, code=130)
+    assert not Certificate.load(tmp_path / "a.json").complete
+    before = (tmp_path / "a.journal").read_text().splitlines()[1:]
+    assert before
+    said = outrider(*words, code=0)
+    assert f"{len(before)} trials of an earlier run are kept" in said
+    assert Certificate.load(tmp_path / "a.json").complete
+    assert not (tmp_path / "a.journal").exists()
+    sys.modules.pop("stopped_for_certify", None)
+
+
+def test_wrong_options_are_explained() -> None:
+    assert "name what to certify" in outrider(code=2)
+    assert "such as 90s" in outrider("x:y", "--budget", "soon", code=2)
+    assert "unknown kind" in outrider("x:y", "--kind", "fast", code=2)
+    assert "for a server" in outrider("builtin:code", "--plain-url", "http://a", code=2)
+    assert "no folder" in outrider("x:y", "-o", "/nowhere/at/all.html", code=2)
+    assert "certify ./model" not in outrider("http://127.0.0.1:9", "--budget", "1s", code=2)
+    assert duration("90s") == duration("1.5m") == 90
+    assert duration("2h") == 7200
+
+
+GENERATE = ("--generate", '{"prompt_lookup_num_tokens": 3}')
+
+
+@pytest.fixture(scope="module")
+def unloadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders and files that are no model of ours: `unknown`, `incomplete`, `empty` and `cut.gguf`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("unloadable")
+    small = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(small).save_pretrained(folder / "unknown")
+    LlamaForCausalLM(small).save_pretrained(folder / "incomplete")
+    small.num_hidden_layers = 2
+    small.save_pretrained(folder / "incomplete")
+    (folder / "unknown" / "config.json").write_text('{"model_type": "flyingfish"}')
+    (folder / "empty").mkdir()
+    (folder / "cut.gguf").write_bytes(b"GGUF\3\0\0\0" + bytes([9, 0, 0, 0, 0, 0, 0, 0] * 3))
+    return folder
+
+
+@pytest.mark.parametrize("more", [(), GENERATE], ids=["outrider", "transformers"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere", "there is no folder .*; give a model folder"),
+        ("missing.gguf", "there is no file .*; give the path of a GGUF file"),
+        ("unknown", "model_type 'flyingfish'.* does not know.* A newer transformers may"),
+        ("incomplete", "are incomplete: 9 tensors .* Download it again"),
+        ("empty", "has no config.json and no .gguf file; give the folder"),
+        ("cut.gguf", "cut.gguf .*download it again"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_explained(
+    name: str, why: str, more: tuple[str, ...], unloadable: Path, tmp_path: Path
+) -> None:
+    said = " ".join(outrider(str(unloadable / name), *more, "-o", str(tmp_path / "a.html"), code=2).split())
+    assert re.search(why, said), said
+    assert "Error:" not in said
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_draft_model_and_a_reference_that_cannot_be_loaded() -> None:
+    why = "there is no folder /nowhere; give a model folder"
+    draft = ("--speculative-config", '{"method": "draft_model", "model": "/nowhere"}')
+    assert why in outrider("builtin:code", *draft, code=2)
+    assert why in outrider("builtin:code", "--generate", '{"assistant_model": "/nowhere"}', code=2)
+    assert why in outrider("http://127.0.0.1:9", "--reference", "/nowhere", code=2)
+
+
+def test_a_model_that_does_not_fit_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # nothing is to be written
+    monkeypatch.setattr(checkpoint, "free_memory", lambda where: 30_000_000)
+    said = outrider("builtin:code", "--budget", "1s", "--dtype", "float32", code=2)
+    assert "GiB are free on cpu; bfloat16 weights would fit" in said
+    said = outrider("builtin:code", "--budget", "1s", *GENERATE, code=2)
+    assert "GiB as float32" in said
+    assert "bfloat16 weights would fit" in said
+    monkeypatch.setattr(checkpoint, "free_memory", lambda where: 20_000_000)
+    assert "int8 weights would fit" in outrider("builtin:code", "--budget", "1s", code=2)
+    assert "no precision of this model fits here" in outrider(
+        "builtin:code", "--budget", "1s", *GENERATE, code=2
+    )  # it has no int8
+    assert not [*tmp_path.iterdir()]
+
+
+def test_numbers_of_rows_and_plain_decoding_agree() -> None:
+    """What the certificate takes for the target's distribution is what the engine draws from."""
+    subject = toy("match")
+    job = Job(TOY_PROMPTS[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    [text] = subject.plain([job])
+    assert [int(np.argmax(row.probs)) for row in subject.rows(job, text)] == text.tokens

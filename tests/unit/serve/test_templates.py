@@ -1,0 +1,106 @@
+"""Chat templates: the text of a child process is transformers' own, and a template without end is ended."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from serving import TEMPLATE, Live, builtin, serving
+
+from outrider import LLM
+from outrider.core import child
+from outrider.core.child import TooSlow
+from outrider.core.rendering import renderer
+from outrider.serve import lanes
+
+ENDLESS = (
+    "{% for m in messages %}{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{% if m.content == 'grow' %}{{ 'a' * 3000000000 }}{% endif %}"
+    "{% if m.content == 'fail' %}{{ raise_exception('roles must alternate') }}{% endif %}# {{ m.content }}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return builtin(2)
+
+
+def say(live: Live, text: str, **more) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0, **more}
+    return httpx.post(live.url + "/v1/chat/completions", json=body, timeout=120)
+
+
+def test_the_child_renders_what_transformers_does(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "räksmörgås"}, {"role": "assistant", "content": "smörgås"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with serving(llm) as live:
+        asked = httpx.post(
+            live.url + "/v1/chat/completions",
+            json={
+                "messages": messages,
+                "tools": tools,
+                "max_tokens": 2,
+                "return_token_ids": True,
+                "tool_choice": "auto",
+            },
+            timeout=120,
+        ).json()
+    expected = llm.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+        [{"role": "user", "content": "räksmörgås"}, {"role": "assistant", "content": "smörgås"}],
+        tools=tools,
+        add_generation_prompt=True,
+        return_dict=True,
+    )["input_ids"]
+    assert asked["prompt_token_ids"] == expected
+
+
+def test_special_tokens_and_variables_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ eos_token }}|{{ style }}|{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with serving(llm) as live:
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"style": "short"}}
+        asked = httpx.post(
+            live.url + "/v1/chat/completions", json={**body, "max_tokens": 2, "return_token_ids": True}, timeout=120
+        ).json()
+    eos = llm.tokenizer.eos_token  # type: ignore[union-attr]
+    assert asked["prompt_token_ids"] == llm.tokenizer(f"{eos}|short|x", add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+
+
+def test_an_endless_template_is_refused_and_the_next_chat_is_answered(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "SECONDS", (0.5, 1.0))
+    monkeypatch.setattr(llm.tokenizer, "chat_template", ENDLESS)
+    with serving(llm) as live:
+        before = say(live, "hello").json()["choices"][0]["message"]["content"]
+        slow = say(live, "loop")
+        assert slow.status_code == 400
+        assert "needs more than 1 s to render" in slow.json()["error"]["message"]
+        large = say(live, "grow")
+        assert large.status_code == 400
+        assert "memory" in large.json()["error"]["message"].lower() or "MB" in large.json()["error"]["message"]
+        wrong = say(live, "fail").json()["error"]
+        assert "the model's chat template does not take these messages: roles must alternate" in wrong["message"]
+        assert say(live, "hello").json()["choices"][0]["message"]["content"] == before
+
+
+def test_a_child_that_was_ended_starts_anew() -> None:
+    one = renderer()
+    question = {"chat_template": ENDLESS, "messages": [{"role": "user", "content": "x"}]}
+    try:
+        assert one.ask(question, 60) == "# x\n"
+        first = one._process
+        assert first is not None
+        with pytest.raises(TooSlow, match=r"needs more than 0\.2 s to render"):
+            one.ask({**question, "messages": [{"role": "user", "content": "loop"}]}, 0.2)
+        assert first.poll() is not None
+        assert one.ask({"chat_template": TEMPLATE, "messages": []}, 60) == ""
+    finally:
+        one.close()
+    with pytest.raises(ChildProcessError):
+        one.ask(question, 60)
+
+
+def test_a_child_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = child.Child("outrider.core.no_such_module", None, "to render", "")
+    with pytest.raises(ChildProcessError, match="did not start"):
+        one.ask({}, 60)
