@@ -1,6 +1,6 @@
 """How good the pair is on code that neither of the two was trained on.
 
-    python -m recipes.evaluate --target outrider/data/code --draft outrider/data/code-draft \\
+    python -m recipes.evaluate --target data/outrider_data/code --draft data/outrider_data/code-draft \\
         --tokens work/pair/tokenizer --humaneval HumanEval.jsonl.gz --out recipes/results.json
 
 Acceptance is what the two models allow, measured without a speculative loop: along the target's own continuations, how

@@ -17,17 +17,17 @@ from outrider.core.files import read_settings
 from outrider.drafters.registry import METHODS
 from outrider.models import checkpoint, native_llama, pretrained
 from outrider.models.builtin.download import DOWNLOADS, find
+from outrider.models.builtin.shipped import BUILTIN, builtin_folder
 from outrider.models.dtypes import DTYPES, WEIGHT_FORMATS
 from outrider.models.gguf import reader as gguf
 from outrider.models.gguf.architectures import config_of
 from outrider.models.gguf.files import gguf_files
 from outrider.models.gguf.model import sizes as gguf_sizes
 from outrider.models.hf.model import UnsupportedModel, refuse, why_not_by_node
-from outrider.models.load import BUILTIN, DATA
 from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats
 
-TABLE = DATA / "classes.json"
+TABLE = Path(__file__).resolve().parents[1] / "data" / "classes.json"
 SPEEDS = {
     "native": "fastest: one native call runs a whole forward",
     "general": "fast: transformers' code over our kernels for matrices, experts and attention",
@@ -114,7 +114,7 @@ def _configuration(name: str) -> tuple[Any, checkpoint.Sizes | None]:
         name = str(here)
     path = Path(name).expanduser()
     if name in BUILTIN:
-        path = DATA / name.removeprefix("builtin:")
+        path = builtin_folder(name)
     elif path.name.endswith(".gguf") or (path.is_dir() and not (path / "config.json").exists()):
         if not path.exists():
             raise FileNotFoundError(f"there is no file {path}; a check reads files that are here, and fetches none")

@@ -94,13 +94,13 @@ def pull(
     """Fetch a model now, so that the first use needs no network."""
     with readable(debug), working(f"looking for {model}"):
         from outrider.models.builtin.download import DOWNLOADS, fetch
+        from outrider.models.builtin.shipped import BUILTIN, builtin_folder
         from outrider.models.gguf.files import gguf_files
-        from outrider.models.load import BUILTIN, DATA
 
         if model in DOWNLOADS:
             where = fetch(DOWNLOADS[model])
         elif model in BUILTIN:
-            where = DATA / model.removeprefix("builtin:")
+            where = builtin_folder(model)
         elif model.startswith(("builtin:", ".", "~", "/")) or model.count("/") != 1:
             raise ValueError(
                 f"{model} is no name to fetch; give {', '.join(DOWNLOADS)}, owner/name or owner/name:FILE.gguf"
@@ -182,15 +182,16 @@ class Held:
 def _held() -> list[Held]:
     """The models that are here, except those in folders of the user."""
     from outrider.models.builtin.download import DOWNLOADS, find
-    from outrider.models.load import BUILTIN, DATA
+    from outrider.models.builtin.shipped import BUILTIN, data_folder
     from outrider.models.packs import store
 
     found = list[Held]()
-    for name, what in BUILTIN.items():
-        folder = DATA / name.removeprefix("builtin:")
-        sizes = [file.stat().st_size for file in folder.glob("*")]
-        state = "in the package" if (folder / "model.safetensors").exists() else "its files are missing"
-        found.append(Held(name, sum(sizes), state, folder, what))
+    if (data := data_folder()) is not None:
+        for name, what in BUILTIN.items():
+            folder = data / name.removeprefix("builtin:")
+            sizes = [file.stat().st_size for file in folder.glob("*")]
+            state = "in the package" if (folder / "model.safetensors").exists() else "its files are missing"
+            found.append(Held(name, sum(sizes), state, folder, what))
     for name, model in DOWNLOADS.items():
         if (here := find(model)) is not None:
             remove = here.unlink if here == model.cached else None

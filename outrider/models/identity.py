@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.models.builtin.download import DOWNLOADS, fetch
+from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.files import gguf_files
-from outrider.models.load import DATA
 
 
 def weight_files(model: str) -> list[Path]:
@@ -20,7 +20,7 @@ def weight_files(model: str) -> list[Path]:
         return [fetch(DOWNLOADS[model])]
     if found := gguf_files(model):
         return list(found)
-    path = DATA / model.removeprefix("builtin:") if model.startswith("builtin:") else Path(model).expanduser()
+    path = builtin_folder(model) if model.startswith("builtin:") else Path(model).expanduser()
     return sorted(path.glob("*.safetensors"))
 
 

@@ -20,6 +20,7 @@ from outrider.kernels import for_device
 from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
 from outrider.models.builtin.download import DOWNLOADS, fetch
+from outrider.models.builtin.shipped import BUILTIN, builtin_folder
 from outrider.models.cache import check_kv_cache_dtype
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
 from outrider.models.gguf.files import gguf_files
@@ -32,8 +33,6 @@ from outrider.models.tokenizer import of_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-BUILTIN = {"builtin:code": "a small Python code model", "builtin:code-draft": "its draft model, distilled from it"}
 # Seconds that the hub has to answer. transformers would try for half a minute per file.
 _HUB_TIMEOUT = 5.0
 # transformers makes a model by changing torch's functions for that time, so two threads cannot.
@@ -383,7 +382,7 @@ def _path(name: str) -> str:
             raise ValueError(
                 f"there is no built-in model {name!r}{did_you_mean(name, (*BUILTIN, *DOWNLOADS))}; there are {_names()}"
             )
-        name = str(DATA / name.removeprefix("builtin:"))
+        name = str(builtin_folder(name))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():

@@ -18,8 +18,9 @@ from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.kernels import cpu as native
 from outrider.models.base import BaseModel, LanguageModel, Output, Want
+from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.cache import SlotCache
-from outrider.models.load import DATA, load
+from outrider.models.load import load
 from outrider.models.native_llama import LlamaModel
 from outrider.models.nodes import Nodes
 from outrider.testing.oracle import (
@@ -101,7 +102,7 @@ PARAMS: list[dict[str, Any]] = [
 )
 def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
     """Draft for draft, over chains of the native step, chains with filters, trees, and draws for the ratio rules."""
-    target, raw = load("builtin:code"), LlamaForCausalLM.from_pretrained(DATA / "code-draft")
+    target, raw = load("builtin:code"), LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft"))
     ids = torch.randperm(target.model.vocab_size, generator=torch.Generator().manual_seed(0))[:3000].sort().values
     prompts = [target.tokenizer(text)["input_ids"] for text in STARTS]  # pyright: ignore[reportOptionalCall]
 
@@ -143,7 +144,7 @@ def test_a_request_that_allows_no_token_of_the_head(verifier: str, width: int, t
     if (verifier, width) in (("block", 3),):
         pytest.skip("block judges chains")
     ids = torch.arange(0, 8192, 2)
-    model = LlamaModel(LlamaForCausalLM.from_pretrained(DATA / "code-draft"), head_ids=ids)
+    model = LlamaModel(LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft")), head_ids=ids)
     target = load("builtin:code")
     for allowed in (list(range(1, 8192, 2)), list(range(1, 8192, 3))):
         outputs = []

@@ -19,7 +19,7 @@ from outrider.cli.backends import LocalBackend, ServerBackend
 from outrider.cli.conversation import Conversation
 from outrider.cli.http_client import Client
 from outrider.engine import Engine
-from outrider.models.load import DATA
+from outrider.models.builtin.shipped import builtin_folder
 from outrider.serve.templates import set_chat_template
 
 CODE = "builtin:code"
@@ -144,7 +144,7 @@ def test_a_base_model_is_refused_before_it_is_loaded(words: tuple[str, ...], mon
         raise AssertionError("the weights were loaded")
 
     monkeypatch.setattr("outrider.engine.llm.load", load)
-    folder = str(DATA / "code-draft")
+    folder = str(builtin_folder("builtin:code-draft"))
     done = invoke(*words, folder, stdin="Hi\n")
     assert done.exit_code == 2
     shown = " ".join(done.stderr.split())

@@ -15,9 +15,9 @@ from lm_eval_client import CHOICES, LENGTH, TEXTS, Score, computed, loglikelihoo
 from lm_eval_client import write_tasks as written
 from serving import Live, builtin, serving
 
-import outrider
+from outrider.models.builtin.shipped import builtin_folder
 
-DATA = Path(outrider.__file__).parent / "data" / "code"
+CODE = builtin_folder("builtin:code")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_the_numbers_are_those_of_the_librarys_prompt_logprobs(live: Live, expec
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs: pip install 'lm-eval[api]==0.4.13'")
 def test_lm_eval_itself_reports_them(live: Live, expected: dict, tmp_path: Path) -> None:
     tasks = written(tmp_path)
-    model = f"model=code,base_url={live.url}/v1/completions,tokenizer={DATA},tokenizer_backend=huggingface"
+    model = f"model=code,base_url={live.url}/v1/completions,tokenizer={CODE},tokenizer_backend=huggingface"
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--include_path", str(tmp_path)]
     command += ["--model_args", f"{model},max_length={LENGTH + 1}", "--output_path", str(tmp_path / "out")]
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.drafters.method import DrafterSetup
 
-HEADS = Path(__file__).resolve().parents[2] / "data" / "heads"
-"""Trained heads of this package, in folders with the names of built-in models."""
-
 
 def own_head(target: str) -> Path | None:
-    """The folder of the trained head that this package has for a model; None if it has none.
+    """The folder of the trained head that the package outrider-data has for a model; None if it has none, or is not installed.
 
     target: the name of a built-in model, or the path of a file with its content.
     """
     from outrider.models.builtin.download import name_of
+    from outrider.models.builtin.shipped import data_folder
 
     name = target if target.startswith("builtin:") else name_of(target)
-    folder = HEADS / (name or "").removeprefix("builtin:")
-    return folder if name and (folder / "config.json").is_file() else None
+    if name is None or (data := data_folder()) is None:
+        return None
+    folder = data / "heads" / name.removeprefix("builtin:")
+    return folder if (folder / "config.json").is_file() else None
 
 
 def head_of(setup: DrafterSetup) -> Any:

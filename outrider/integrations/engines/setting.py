@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from outrider.drafters.config import SpeculativeConfig
@@ -179,9 +178,9 @@ def model_path(name: str) -> str:
     if not name.startswith("builtin:"):
         return name
     from outrider.models.builtin.download import DOWNLOADS
-    from outrider.models.load import DATA
+    from outrider.models.builtin.shipped import builtin_folder
 
-    return str(DOWNLOADS[name].cached) if name in DOWNLOADS else str(Path(DATA) / name.removeprefix("builtin:"))
+    return str(DOWNLOADS[name].cached) if name in DOWNLOADS else str(builtin_folder(name))
 
 
 def copies_notes(config: SpeculativeConfig, how: Mapping[str, str]) -> list[str]:

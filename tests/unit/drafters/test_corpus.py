@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.lookup.corpus import REACH, SAMPLE, Corpus, Index
 from outrider.drafters.lookup.documents import fingerprint, read_corpus
-from outrider.models.load import DATA, load
+from outrider.models.builtin.shipped import builtin_folder
+from outrider.models.load import load
 
 documents = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5)
 
@@ -197,5 +198,5 @@ def test_the_config_takes_a_corpus_for_suffix_alone() -> None:
 
 
 def test_the_built_in_tokenizer_has_a_lasting_name() -> None:
-    tokenizer = load(str(DATA / "code-draft")).tokenizer
+    tokenizer = load(str(builtin_folder("builtin:code-draft"))).tokenizer
     assert fingerprint(tokenizer) == fingerprint(load("builtin:code-draft").tokenizer) != ""

@@ -19,7 +19,8 @@ from outrider.drafters.model.self_speculation import LayerSearch
 from outrider.engine import calibrate as module
 from outrider.engine.calibrate import AT_LOAD, WHOLE, costs, costs_of, make_planner, measure
 from outrider.engine.llm import LLM
-from outrider.models.load import DATA, Loaded
+from outrider.models.builtin.shipped import builtin_folder
+from outrider.models.load import Loaded
 from outrider.testing.stubs import Wrong
 from outrider.testing.toy import ToyModel
 
@@ -109,7 +110,7 @@ def test_it_is_measured_once_and_again_when_anything_differs(folder: Path, monke
 
 def files(folder: Path, part: str) -> tuple[Any, dict[str, Any]]:
     """A model's folder, and what of an LLM lies in it: the target, the draft model, or the layers of layer_skip."""
-    shutil.copytree(DATA / "code-draft", folder)
+    shutil.copytree(builtin_folder("builtin:code-draft"), folder)
     if part == "target":
         return folder, {"method": "ngram"}
     if part == "draft":

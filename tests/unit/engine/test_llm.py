@@ -57,9 +57,9 @@ def test_other_verifiers_run_and_say_what_they_promise(verifier: str) -> None:
 def test_agrees_with_transformers(plain: LLM) -> None:
     from transformers import AutoModelForCausalLM
 
-    from outrider.models.load import DATA
+    from outrider.models.builtin.shipped import builtin_folder
 
-    model = AutoModelForCausalLM.from_pretrained(DATA / "code")
+    model = AutoModelForCausalLM.from_pretrained(builtin_folder("builtin:code"))
     for prompt in PROMPTS:
         ids = plain.encode(prompt)
         theirs = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)[0, len(ids) :].tolist()

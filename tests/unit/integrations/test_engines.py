@@ -19,7 +19,8 @@ from outrider.drafters.registry import METHODS
 from outrider.integrations.engines import ENGINES, EngineCommand, exports
 from outrider.integrations.engines.heads import head_of, refusal, rewrite_reason, write_head
 from outrider.integrations.engines.tokens import same_tokens
-from outrider.models.load import DATA, Loaded, load
+from outrider.models.builtin.shipped import builtin_folder
+from outrider.models.load import Loaded, load
 from outrider.verify import VERIFIERS
 
 DRAFT = {"method": "draft_model", "model": "me/small", "num_speculative_tokens": 4}
@@ -74,7 +75,7 @@ def test_a_draft_model() -> None:
 
 def test_the_whole_command_line_and_its_files() -> None:
     found = by_engine(DRAFT, model="builtin:code", folder="out")
-    code = str(DATA / "code")
+    code = str(builtin_folder("builtin:code"))
     assert found["vLLM"].serve == f"vllm serve {code} {found['vLLM'].command}"
     assert found["SGLang"].serve.startswith(
         f"python -m sglang.launch_server --model-path {code} --speculative-algorithm"
@@ -175,7 +176,7 @@ def test_whether_two_models_have_the_same_tokens(tmp_path: Path) -> None:
     assert same_tokens("builtin:code", "someone/else") is None
     padded = tmp_path / "padded"
     padded.mkdir()
-    for file in (DATA / "code-draft").iterdir():
+    for file in (builtin_folder("builtin:code-draft")).iterdir():
         (padded / file.name).symlink_to(file)
     settings = json.loads((padded / "config.json").read_text())
     (padded / "config.json").unlink()

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import outrider
 from outrider.integrations.transformers import CustomGenerate
-from outrider.models.load import DATA
+from outrider.models.builtin.shipped import builtin_folder
 
 VOCAB = 61
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
@@ -175,8 +175,8 @@ def test_streamer_gets_what_transformers_gives_it(model: PreTrainedModel, fast: 
 def test_stop_strings_end_where_transformers_ends_them() -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "code-draft")
-    model = LlamaForCausalLM.from_pretrained(DATA / "code-draft")
+    tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:code-draft"))
+    model = LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft"))
     ours = outrider.custom_generate(SUFFIX, tokenizer=tokenizer)
     inputs = tokenizer(["def push(self, item):\n", "class Stack:\n    def"], return_tensors="pt", padding=True)
     settings = {"max_new_tokens": 40, "stop_strings": ["self", "return"], "do_sample": False}

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native
+from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.model import PACKED_FORMATS
 from outrider.models.hf.linear import PackedEmbedding
 from outrider.models.hf.model import HFModel
-from outrider.models.load import DATA, load
+from outrider.models.load import load
 from outrider.models.native_llama import LlamaModel
 from outrider.models.nodes import Nodes
 
@@ -176,8 +177,8 @@ def test_nothing_of_the_file_stays_mapped(tmp_path: Path) -> None:
 
 def test_a_draft_model_in_a_file_keeps_the_text(tmp_path: Path) -> None:
     target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
-    source = AutoModelForCausalLM.from_pretrained(DATA / "code", dtype=torch.float32)
-    tokens = tokenizer_metadata(AutoTokenizer.from_pretrained(DATA / "code"), "gpt-2")
+    source = AutoModelForCausalLM.from_pretrained(builtin_folder("builtin:code"), dtype=torch.float32)
+    tokens = tokenizer_metadata(AutoTokenizer.from_pretrained(builtin_folder("builtin:code")), "gpt-2")
     write_gguf(source, target, "Q8_0", metadata=tokens)
     write_gguf(source, draft, "Q4_0", metadata=tokens)
     plain = LLM(target).generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=24))

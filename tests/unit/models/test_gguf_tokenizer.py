@@ -15,9 +15,10 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, GemmaTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 from outrider.models.builtin.download import DOWNLOADS, find
+from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.reader import GGUFFile, read
 from outrider.models.gguf.tokenizer import end_ids, tokenizer_of
-from outrider.models.load import DATA, load
+from outrider.models.load import load
 
 _ODD = (
     "  ", "\t", "\n\n", "\r\n", "'s", "'LL", "don't", "1", "22", "4444", "é", "e\u0301", "日本語", "हिन्दी", "🙂", "\u200d",
@@ -40,7 +41,7 @@ def file_with(metadata: dict[str, Any], path: Path) -> GGUFFile:
 
 @pytest.fixture(scope="module")
 def code() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(DATA / "code")
+    return AutoTokenizer.from_pretrained(builtin_folder("builtin:code"))
 
 
 def cut(tokenizer: Any, *parts: Any) -> Any:

@@ -28,10 +28,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from outrider.engine.llm import LLM
 from outrider.kernels import cpu as native
 from outrider.models import load as loading
+from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of
 from outrider.models.llama_weights import LlamaWeights
-from outrider.models.load import DATA, load, pack
+from outrider.models.load import load, pack
 from outrider.models.native_llama import LlamaModel, supports
 from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
@@ -68,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A small model in GGUF with the tokenizer of builtin:code, and a chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "code")
+    tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:code"))
     given = tokenizer_metadata(tokenizer, "gpt-2") | {"tokenizer.chat_template": "{{ messages[0]['content'] }}!"}
     write_gguf(
         tiny("qwen2", vocab_size=len(tokenizer), hidden_size=64), tmp_path / "model.gguf", "Q8_0", metadata=given

@@ -19,11 +19,12 @@ from outrider.drafters.heads.eagle_model import EagleModel
 from outrider.drafters.heads.files import open_head
 from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.heads.selftest import examine
-from outrider.drafters.heads.shipped import HEADS, own_head
+from outrider.drafters.heads.shipped import own_head
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.builtin.download import DOWNLOADS, find
+from outrider.models.builtin.shipped import data_folder
 from outrider.models.load import load
 
 TARGET = small_target()
@@ -103,35 +104,39 @@ def test_auto_uses_a_head_where_the_package_has_one(tmp_path: Path, monkeypatch:
     by_name = SpeculativeConfig.of({"method": "eagle"})
     with pytest.raises(ValueError, match="this package has none for builtin:small"):
         make_drafters(by_name, target, rows=1, max_length=64, device="cpu")
-    monkeypatch.setattr("outrider.drafters.heads.shipped.HEADS", tmp_path)
-    copied("eagle31", tmp_path).rename(tmp_path / "small")
+    monkeypatch.setattr("outrider.models.builtin.shipped.data_folder", lambda: tmp_path)
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    copied("eagle31", heads).rename(heads / "small")
     assert "eagle" in drafters()
     assert list(make_drafters(by_name, target, rows=1, max_length=64, device="cpu")) == ["eagle"]
     with pytest.raises(
         ValueError, match='"medusa" needs the folder of a trained head'
     ):  # the package's is of another kind
         make_drafters(SpeculativeConfig.of({"method": "medusa"}), target, rows=1, max_length=64, device="cpu")
-    assert own_head("builtin:small") == tmp_path / "small"
+    assert own_head("builtin:small") == heads / "small"
     assert own_head("builtin:other") is own_head("small") is own_head("builtin:") is None
 
 
 def test_a_file_with_the_content_of_a_builtin_model_has_its_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied("eagle31", tmp_path).rename(tmp_path / "small")
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    copied("eagle31", heads).rename(heads / "small")
     file = tmp_path / "any-name.gguf"
     file.write_bytes(b"weights")
     known = replace(
         DOWNLOADS["builtin:smollm2-135m"], size=7, sha256=hashlib.sha256(b"weights").hexdigest(), file="other.gguf"
     )
     monkeypatch.setattr("outrider.models.builtin.download.DOWNLOADS", {"builtin:small": known})
-    monkeypatch.setattr("outrider.drafters.heads.shipped.HEADS", tmp_path)
-    assert own_head(str(file)) == tmp_path / "small"
+    monkeypatch.setattr("outrider.models.builtin.shipped.data_folder", lambda: tmp_path)
+    assert own_head(str(file)) == heads / "small"
     file.write_bytes(b"wEights")  # the size alone does not tell
     assert own_head(str(file)) is None
 
 
-@pytest.mark.parametrize("folder", sorted(p for p in HEADS.iterdir() if p.is_dir()), ids=lambda p: p.name)
+@pytest.mark.parametrize("folder", sorted((data_folder() or Path()).glob("heads/*/")), ids=lambda p: p.name)
 def test_shipped_heads_are_whole_and_small(folder: Path) -> None:
     assert f"builtin:{folder.name}" in {*DOWNLOADS, "builtin:code"}
     opened = open_head(folder)
