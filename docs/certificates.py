@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from outrider.lab.certify.certificate import Certificate, CertificatePart
+from outrider_certify.certificate import Certificate, CertificatePart
 
 FOLDER = Path(__file__).parent / "certificates"
 HEAD = "| certificate | kind | verdict | amount | seen |\n|---|---|---|---|---|\n"

@@ -15,10 +15,10 @@ from outrider.cli.options import Debug, LoadOptions, grouped, option, own_draft,
 from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, loading, paint, plain, printable, readable
 
 if TYPE_CHECKING:
-    from outrider.lab.certify.certificate import Certificate
     from outrider.lab.certify.exact import VerifierFunction
-    from outrider.lab.certify.run import CertificateKind
-    from outrider.lab.certify.subjects.base import Subject
+    from outrider_certify.certificate import Certificate
+    from outrider_certify.run import CertificateKind
+    from outrider_certify.subjects.base import Subject
 
 KINDS = ("exact", "seeded", "statistical", "contract", "quality")
 
@@ -152,10 +152,10 @@ def _run(
     given: dict[str, Any],
 ) -> tuple[Certificate, bool]:
     """The certificate, and whether the user stopped it."""
-    from outrider.lab.certify.page import write
     from outrider.lab.certify.plan import blank
-    from outrider.lab.certify.run import TrialJournal, run_kinds
-    from outrider.lab.certify.subjects.base import Subject
+    from outrider_certify.page import write
+    from outrider_certify.run import TrialJournal, run_kinds
+    from outrider_certify.subjects.base import Subject
 
     certificate = blank(subject, shlex.join(["outrider", *sys.argv[1:]]), seconds, confidence)
     identity = {k: str(v) for k, v in given.items() if k not in ("kind", "budget")}
@@ -193,7 +193,7 @@ def _run(
 
 
 def _show(certificate: Certificate, out: Path) -> None:
-    from outrider.lab.certify.page import COLOURS
+    from outrider_certify.page import COLOURS
 
     shades = {"good": GREEN, "bad": RED, "unsure": YELLOW}
     print(paint(f"{certificate.subject}: {certificate.conclusion.value}", shades[COLOURS[certificate.conclusion]]))
@@ -206,7 +206,7 @@ def _show(certificate: Certificate, out: Path) -> None:
 
 
 def _compare(before: Path, after: Path) -> int:
-    from outrider.lab.certify.certificate import Certificate, compare
+    from outrider_certify.certificate import Certificate, compare
 
     lines, worse = compare(Certificate.load(before), Certificate.load(after))
     for line in lines or ["nothing changed"]:

@@ -15,9 +15,9 @@ from typing import Any
 
 from outrider.core.types import Siblings
 from outrider.lab.certify import mistakes
-from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
-from outrider.lab.certify.run import CertifyTrial, Record
 from outrider.testing import oracle
+from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.run import CertifyTrial, Record
 
 LETTERS = "abcdefgh"
 _TOYS, _TOYS_OF_TREES = 14, 7  # of each configuration: two of every kind, or one where there are many branches

@@ -11,19 +11,19 @@ from typing import Any
 from outrider.core.params import SamplingParams
 from outrider.kernels.machine import machine
 from outrider.lab.bench.prompts import read
-from outrider.lab.certify.certificate import Certificate
-from outrider.lab.certify.contract import Contract
+from outrider.lab.certify.engine import EngineSubject
 from outrider.lab.certify.exact import Exact, VerifierFunction
-from outrider.lab.certify.quality import Quality, read_problems
-from outrider.lab.certify.run import CertificateKind
-from outrider.lab.certify.seeded import Seeded
-from outrider.lab.certify.statistical import RecordedTexts, Statistical
-from outrider.lab.certify.subjects.base import Job, Prompt, Subject, Unsupported
-from outrider.lab.certify.subjects.engine import EngineSubject
-from outrider.lab.certify.subjects.function import find, is_python_name
-from outrider.lab.certify.subjects.huggingface import TransformersSubject
-from outrider.lab.certify.texts import read_texts
-from outrider.lab.certify.two_sample import TwoSample
+from outrider_certify.certificate import Certificate
+from outrider_certify.contract import Contract
+from outrider_certify.quality import Quality, read_problems
+from outrider_certify.run import CertificateKind
+from outrider_certify.seeded import Seeded
+from outrider_certify.statistical import RecordedTexts, Statistical
+from outrider_certify.subjects.base import Job, Prompt, Subject, Unsupported
+from outrider_certify.subjects.function import find, is_python_name
+from outrider_certify.subjects.huggingface import TransformersSubject
+from outrider_certify.texts import read_texts
+from outrider_certify.two_sample import TwoSample
 
 _VERSIONS = ("python", "torch", "transformers", "outrider")
 
@@ -49,7 +49,7 @@ def subject_of(name: str, given: dict[str, Any]) -> Subject | VerifierFunction:
 
 
 def _server(url: str, given: dict[str, Any], prompts: list[Prompt]) -> Subject:
-    from outrider.lab.certify.subjects.server import ServerSubject
+    from outrider_certify.subjects.server import ServerSubject
 
     reference = EngineSubject(given["reference"], None, prompts, **given["load"]) if given["reference"] else None
     return ServerSubject(

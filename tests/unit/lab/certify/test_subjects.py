@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import sys
@@ -10,28 +9,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from broken import ToyEngine
 from typer.testing import CliRunner
 
 from outrider.cli.certify import duration
 from outrider.cli.main import app
 from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
-from outrider.lab.certify.certificate import Certificate, CertificatePart, Conclusion
-from outrider.lab.certify.contract import Contract
+from outrider.lab.certify.engine import EngineSubject
 from outrider.lab.certify.exact import VerifierFunction
-from outrider.lab.certify.quality import Quality, read_problems, solves
-from outrider.lab.certify.run import CertificateKind, TrialJournal, run_kinds
-from outrider.lab.certify.seeded import Seeded
-from outrider.lab.certify.statistical import RecordedTexts, Statistical
-from outrider.lab.certify.subjects.base import Job, Writing
-from outrider.lab.certify.subjects.engine import EngineSubject
-from outrider.lab.certify.subjects.function import find, is_python_name
-from outrider.lab.certify.subjects.huggingface import TransformersSubject
 from outrider.models import checkpoint
 from outrider.models.load import Loaded
 from outrider.testing import ToyModel
+from outrider_certify.certificate import Certificate, CertificatePart, Conclusion
+from outrider_certify.contract import Contract
+from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
+from outrider_certify.seeded import Seeded
+from outrider_certify.statistical import Statistical
+from outrider_certify.subjects.base import Job
+from outrider_certify.subjects.function import find, is_python_name
 
 TOY_PROMPTS = ((1, 2), (3, 4), (5, 1))
 
@@ -87,14 +82,6 @@ def test_a_drafter_of_ours_that_lies_about_q_is_found() -> None:
     assert part.conclusion is Conclusion.DIFFERS, part.sentence
 
 
-def generate(prompt, params, speculate):
-    """A function of an author: the right answer is always token 3, and speculation writes 4 at the third place."""
-    tokens = [3] * params.max_tokens
-    if speculate and len(tokens) > 2:
-        tokens[2] = 4
-    return tokens
-
-
 def test_a_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine_for_certify.py").write_text(
@@ -116,15 +103,8 @@ def test_a_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not is_python_name("http://127.0.0.1:8000")
 
 
-def test_a_function_that_differs_is_found() -> None:
-    from outrider.lab.certify.subjects.function import FunctionSubject
-
-    part = certified(Seeded(FunctionSubject(generate, "generate"), length=8, rounds=1), most=1)
-    assert part.conclusion is Conclusion.DIFFERS
-
-
 def test_an_engine_that_fails_under_speculation_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.lab.certify.subjects.function import FunctionSubject
+    from outrider_certify.subjects.function import FunctionSubject
 
     def fails(prompt, params, speculate):
         if speculate:
@@ -142,127 +122,6 @@ def test_an_engine_that_fails_under_speculation_is_a_finding(monkeypatch: pytest
         assert part.conclusion is Conclusion.DIFFERS
         assert part.findings[0].title == "the engine fails under speculation"
         assert "no memory for the draft" in part.findings[0].evidence
-
-
-@pytest.fixture(scope="module")
-def pair():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def small(seed: int):
-        torch.manual_seed(seed)
-        config = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-                             max_position_embeddings=128, eos_token_id=23, bos_token_id=1, pad_token_id=0)  # fmt: skip
-        model = LlamaForCausalLM(config)
-        model.lm_head.weight.data *= 12
-        return model
-
-    return small(0), small(1)
-
-
-def test_transformers_assisted_generation(pair) -> None:
-    target, draft = pair
-    subject = TransformersSubject(target, {"assistant_model": draft}, TOY_PROMPTS)
-    assert subject.promise is Guarantee.EXACT_DISTRIBUTION
-    assert (subject.noise() or 0) < 1e-3
-    seeded = certified(Seeded(subject, length=10, rounds=1), most=3)
-    assert seeded.conclusion is Conclusion.EXACT_TOKENS, seeded.sentence
-    assert any("presence_penalty" in line for line in seeded.skipped)
-    statistical = certified(Statistical(subject, length=12), most=2)
-    assert statistical.figures["tokens"] == 2 * 3 * 12, statistical
-
-
-def test_transformers_that_fail_and_that_refuse(pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = pair
-    subject = TransformersSubject(target, {"assistant_model": draft}, TOY_PROMPTS)
-    generate = target.generate
-
-    def assisted(error: Exception):
-        def broken(*given, assistant_model=None, **more):
-            if assistant_model is not None:
-                raise error
-            return generate(*given, **more)
-
-        return broken
-
-    monkeypatch.setattr(target, "generate", assisted(IndexError("index 24 is out of range")))
-    part = certified(Seeded(subject, length=8, rounds=1), most=1)
-    assert part.conclusion is Conclusion.DIFFERS
-    assert "out of range" in part.findings[0].evidence
-    monkeypatch.setattr(target, "generate", assisted(ValueError("no min_p with an assistant")))
-    part = certified(Seeded(subject, length=8, rounds=1), most=1)
-    assert part.conclusion is Conclusion.CANNOT_TELL
-    assert "no min_p with an assistant" in part.findings[0].evidence
-
-
-def test_transformers_that_are_not_asked_to_speculate() -> None:
-    with pytest.raises(ValueError, match="does not speculate"):
-        TransformersSubject("builtin:code", {"max_new_tokens": 5}, TOY_PROMPTS)
-
-
-def test_recorded_texts_of_a_broken_sampler() -> None:
-    broken, honest = ToyEngine("no residual", error=2.0), ToyEngine(error=2.0)
-    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
-
-    def recorded(engine: ToyEngine) -> list[tuple[Job, Writing]]:
-        jobs = [Job((i % 8, 1), params.with_(seed=i)) for i in range(12)]
-        return list(zip(jobs, engine.write(jobs, engine.ways()[0]), strict=True))
-
-    bad = certified(RecordedTexts(honest, recorded(broken)))
-    assert bad.conclusion is Conclusion.DIFFERS
-    assert "no residual" in bad.findings[0].cause
-    assert certified(RecordedTexts(honest, recorded(honest))).conclusion is Conclusion.CANNOT_TELL
-
-
-PROBLEM = {
-    "task_id": "T/1",
-    "prompt": "def add(a, b):\n",
-    "entry_point": "add",
-    "test": "def check(f):\n    assert f(1, 2) == 3\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("text", "good"),
-    [
-        ("    return a + b\n", True),
-        ("    return a - b\n", False),
-        ("    while True: pass\n", False),
-        ("    import os; os.system('touch /tmp/no'); return 3\n", False),
-        ("    import subprocess; subprocess.run(['ls']); return 3\n", False),
-        ("    import sys; sys.exit(0)\n", False),
-        ("    import os; os._exit(0)\n", False),
-        ("    x = 'a' * 3_000_000_000; return 3\n", False),
-        ("    import socket; socket.socket(); return 3\n", False),
-        ("    retur", False),
-    ],
-)
-def test_programs_run_in_a_sandbox(text: str, good: bool) -> None:
-    assert solves(PROBLEM, text, seconds=2) is good
-
-
-def test_problems_may_be_compressed(tmp_path: Path) -> None:
-    line = json.dumps(PROBLEM).encode()
-    (tmp_path / "a.jsonl").write_bytes(line)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line))
-    assert read_problems(tmp_path / "a.jsonl") == read_problems(tmp_path / "a.jsonl.gz") == [PROBLEM]
-    for wrong in (gzip.compress(line)[:-9], b"\xff\xfe", b"{}", b""):
-        (tmp_path / "wrong.jsonl").write_bytes(wrong)
-        with pytest.raises(ValueError, match=r"wrong\.jsonl"):
-            read_problems(tmp_path / "wrong.jsonl")
-
-
-def test_quality_counts_both_sides() -> None:
-    class Half(ToyEngine):
-        def write(self, jobs, way):
-            return [Writing(text="    return a - b\n") for _ in jobs]
-
-        def plain(self, jobs):
-            return [Writing(text="    return a + b\ndef more():\n") for _ in jobs]
-
-    part = certified(Quality(Half(), [{**PROBLEM, "task_id": f"T/{i}"} for i in range(8)]))
-    assert part.conclusion is Conclusion.DIFFERS
-    assert (part.figures["with"], part.figures["without"], part.figures["lost"]) == (0, 8, 8)
-    assert "0 of 8" in part.sentence
 
 
 # -- the command line ----------------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.params import SamplingParams
-from outrider.lab.certify import bounds
-from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
-from outrider.lab.certify.run import CertifyTrial, Record
-from outrider.lab.certify.subjects.base import Job, Subject, Unsupported
+from outrider_certify import bounds
+from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.run import CertifyTrial, Record
+from outrider_certify.subjects.base import Job, Subject, Unsupported
 
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(")
 _SECONDS, _BYTES, _FILE = 8, 2**30, 2**20

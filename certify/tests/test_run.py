@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from broken import ToyEngine
 
-from outrider.lab.certify.certificate import Certificate, CertificatePart, Conclusion, Finding, compare
-from outrider.lab.certify.page import render, words
-from outrider.lab.certify.run import CertifyTrial, TrialJournal, run_kinds
-from outrider.lab.certify.statistical import Statistical
+from outrider_certify.certificate import Certificate, CertificatePart, Conclusion, Finding, compare
+from outrider_certify.page import render, words
+from outrider_certify.run import CertifyTrial, TrialJournal, run_kinds
+from outrider_certify.statistical import Statistical
 
 
 class Counting:
@@ -164,7 +164,7 @@ def test_the_page_speaks_in_words() -> None:
 
 
 def test_the_table_of_published_certificates_is_that_of_their_files() -> None:
-    path = Path(__file__).parents[4] / "docs" / "certificates.py"
+    path = Path(__file__).parents[2] / "docs" / "certificates.py"
     spec = importlib.util.spec_from_file_location("published", path)
     assert spec is not None
     assert spec.loader is not None

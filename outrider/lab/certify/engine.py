@@ -26,8 +26,6 @@ from outrider.engine.request import Sequence as Text
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
 from outrider.lab.bench.report.format import count
-from outrider.lab.certify.causes import warped
-from outrider.lab.certify.subjects.base import Job, Prompt, Row, Subject, Way, Writing, failed
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
 from outrider.models.identity import sha256, weight_files
@@ -35,6 +33,8 @@ from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Wrong
 from outrider.verify import VERIFIERS
+from outrider_certify.causes import warped
+from outrider_certify.subjects.base import Job, Prompt, Row, Subject, Way, Writing, failed
 
 CHUNK = 64  # tokens per forward, where a text is read
 FILLERS = ("def", "class A:", "import os\n", "# a comment about nothing\n")

@@ -14,7 +14,7 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
-from outrider.lab.certify.subjects.base import Row
+from outrider_certify.subjects.base import Row
 
 _MOST_SIMULATED = 64  # tokens of a vocabulary in which the shared noise is simulated
 _DRAWS = 400

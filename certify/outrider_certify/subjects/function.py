@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from outrider.core.types import Guarantee
-from outrider.lab.certify.causes import warped
 from outrider.lab.certify.exact import VerifierFunction
-from outrider.lab.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing, failed
 from outrider.verify import VERIFIERS
+from outrider_certify.causes import warped
+from outrider_certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing, failed
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _PROMPTS: tuple[Prompt, ...] = ((1, 2), (2, 3, 1), (3,), (1, 1, 2), (2,), (3, 2))
 EXAMPLE = (
     "a verifier is f(tokens, parents, target, drafter, choose); an engine is f(prompt, params, speculate), or a class derived "
-    "from outrider.lab.certify.subjects.base.Subject"
+    "from outrider_certify.subjects.base.Subject"
 )
 
 

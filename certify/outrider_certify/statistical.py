@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from outrider.core.params import SamplingParams
-from outrider.lab.certify import bounds
-from outrider.lab.certify.audit import Audit, places
-from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
-from outrider.lab.certify.failures import add_failures, broken
-from outrider.lab.certify.run import CertifyTrial, Record
-from outrider.lab.certify.subjects.base import Job, Row, Subject, Unsupported, Way, Writing
+from outrider_certify import bounds
+from outrider_certify.audit import Audit, places
+from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.failures import add_failures, broken
+from outrider_certify.run import CertifyTrial, Record
+from outrider_certify.subjects.base import Job, Row, Subject, Unsupported, Way, Writing
 
 SQUARE, CUBE, LINE = 4, 3, 16  # cells along one token: of two tokens, of three, of one
 _SURE = 3.0  # nats by which a mistake must lead before it is named

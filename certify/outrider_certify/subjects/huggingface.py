@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from outrider.lab.bench.report.format import count
-from outrider.lab.certify.causes import warped
-from outrider.lab.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing, failed
-from outrider.lab.certify.subjects.engine import weights_hash
+from outrider.lab.certify.engine import weights_hash
 from outrider.models.dtypes import parse_dtype
 from outrider.models.load import files_of
 from outrider.models.pretrained import check_whole
+from outrider_certify.causes import warped
+from outrider_certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing, failed
 
 _SPECULATIVE = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 

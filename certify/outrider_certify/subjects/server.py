@@ -18,9 +18,9 @@ import numpy as np
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
-from outrider.lab.certify.subjects import llama
-from outrider.lab.certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing
-from outrider.lab.certify.subjects.transport import BrokenServer, RefusedRequest, ServerClient
+from outrider_certify.subjects import llama
+from outrider_certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing
+from outrider_certify.subjects.transport import BrokenServer, RefusedRequest, ServerClient
 
 if TYPE_CHECKING:
     import httpx

@@ -13,12 +13,12 @@ from typing import Any
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
-from outrider.lab.certify import bounds
-from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
-from outrider.lab.certify.failures import add_failures, broken
-from outrider.lab.certify.knobs import NEUTRAL, PENALTIES, Knob, chosen, filters, penalties, together
-from outrider.lab.certify.run import CertifyTrial, Record
-from outrider.lab.certify.subjects.base import Job, Subject, Unsupported, Way, Writing
+from outrider_certify import bounds
+from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.failures import add_failures, broken
+from outrider_certify.knobs import NEUTRAL, PENALTIES, Knob, chosen, filters, penalties, together
+from outrider_certify.run import CertifyTrial, Record
+from outrider_certify.subjects.base import Job, Subject, Unsupported, Way, Writing
 
 _SHOWN = 20  # differences of a trial that are kept
 COMPANIONS = (0, 3)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from outrider.core.params import SamplingParams
-from outrider.lab.certify import bounds
-from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
-from outrider.lab.certify.failures import add_failures, broken
-from outrider.lab.certify.run import CertifyTrial, Record
-from outrider.lab.certify.subjects.base import Job, Subject, Unsupported
+from outrider_certify import bounds
+from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.failures import add_failures, broken
+from outrider_certify.run import CertifyTrial, Record
+from outrider_certify.subjects.base import Job, Subject, Unsupported
 
 _LEAST = 5  # texts of a prompt on each side, before anything is said
 _KEPT = 32  # tokens, or pieces of text, of each text that are compared

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.lab.certify import bounds
-from outrider.lab.certify.audit import Audit
-from outrider.lab.certify.causes import TokenPlace, judged, powered
-from outrider.lab.certify.statistical import rank
-from outrider.lab.certify.subjects.base import Row
+from outrider_certify import bounds
+from outrider_certify.audit import Audit
+from outrider_certify.causes import TokenPlace, judged, powered
+from outrider_certify.statistical import rank
+from outrider_certify.subjects.base import Row
 
 VOCAB = 300
 # Tokens until the evidence is 10^6 (algorithms.md 4.3), for the sampler's mistake.

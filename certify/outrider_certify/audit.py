@@ -16,8 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from outrider.core.params import SamplingParams
-from outrider.lab.certify.causes import CAUSES, Cause, Law, TokenPlace, normalized, point
-from outrider.lab.certify.subjects.base import Row
+from outrider_certify.causes import CAUSES, Cause, Law, TokenPlace, normalized, point
+from outrider_certify.subjects.base import Row
 
 STAKES = (0.05, 0.2, 0.5, 0.9)
 _STAKES = np.array(STAKES)

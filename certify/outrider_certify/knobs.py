@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.lab.certify.subjects.base import Writing
+from outrider_certify.subjects.base import Writing
 
 Effect = Callable[[Writing, Writing], str]
 

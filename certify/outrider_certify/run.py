@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from outrider.core.jsonl import JsonLines
-from outrider.lab.certify.certificate import CertificatePart
+from outrider_certify.certificate import CertificatePart
 
 Record = dict[str, Any]
 

@@ -12,15 +12,15 @@ import pytest
 from broken import ToyEngine
 
 from outrider.core.params import SamplingParams
-from outrider.lab.certify.certificate import CertificatePart, Conclusion
-from outrider.lab.certify.contract import Contract
-from outrider.lab.certify.run import CertificateKind, TrialJournal, run_kinds
-from outrider.lab.certify.seeded import Seeded
-from outrider.lab.certify.statistical import Statistical
-from outrider.lab.certify.subjects import transport
-from outrider.lab.certify.subjects.base import Job, Subject, Unsupported, Way, Writing
-from outrider.lab.certify.subjects.server import ServerSubject
-from outrider.lab.certify.two_sample import TwoSample
+from outrider_certify.certificate import CertificatePart, Conclusion
+from outrider_certify.contract import Contract
+from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
+from outrider_certify.seeded import Seeded
+from outrider_certify.statistical import Statistical
+from outrider_certify.subjects import transport
+from outrider_certify.subjects.base import Job, Subject, Unsupported, Way, Writing
+from outrider_certify.subjects.server import ServerSubject
+from outrider_certify.two_sample import TwoSample
 
 PROMPTS = ToyEngine().prompts()
 Answer = Callable[[dict[str, Any]], httpx.Response | None]

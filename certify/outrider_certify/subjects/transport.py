@@ -15,7 +15,7 @@ except ImportError as missing:
 
 from outrider.core.http import StreamError, address, error_text, events
 from outrider.lab.bench.remote import client_of, first_model
-from outrider.lab.certify.subjects.base import Unsupported
+from outrider_certify.subjects.base import Unsupported
 
 _TRIES, _PAUSE = 4, 0.5  # for a server that is busy or breaks off; seconds, doubled each time
 _LONGEST_PAUSE = 20.0

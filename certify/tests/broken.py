@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 from outrider.core.types import Guarantee
-from outrider.lab.certify.subjects.base import Job, Row, Subject, Way, Writing
+from outrider_certify.subjects.base import Job, Row, Subject, Way, Writing
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

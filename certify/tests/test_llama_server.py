@@ -10,10 +10,10 @@ import pytest
 from broken import ToyEngine
 
 from outrider.core.params import SamplingParams
-from outrider.lab.certify.run import TrialJournal, run_kinds
-from outrider.lab.certify.seeded import Seeded
-from outrider.lab.certify.subjects.base import Job, Writing
-from outrider.lab.certify.subjects.server import ServerSubject
+from outrider_certify.run import TrialJournal, run_kinds
+from outrider_certify.seeded import Seeded
+from outrider_certify.subjects.base import Job, Writing
+from outrider_certify.subjects.server import ServerSubject
 
 PROMPTS = [(1, 2), (3, 4), (5, 1), (2, 2, 7)]
 

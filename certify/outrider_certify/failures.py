@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
-from outrider.lab.certify.run import Record
-from outrider.lab.certify.subjects.base import Writing
+from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.run import Record
+from outrider_certify.subjects.base import Writing
 
 _SHOWN = 3
 

@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from outrider.core.files import written_whole
 from outrider.lab.bench.report.page import visible
-from outrider.lab.certify.certificate import Certificate, Conclusion
+from outrider_certify.certificate import Certificate, Conclusion
 
 COLOURS = {
     Conclusion.EXACT_TOKENS: "good",

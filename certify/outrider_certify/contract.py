@@ -11,11 +11,11 @@ from typing import Any
 
 from outrider.core.params import SamplingParams
 from outrider.lab.bench.report.format import count
-from outrider.lab.certify.certificate import CertificatePart, Conclusion, Finding
-from outrider.lab.certify.failures import add_failures, broken
-from outrider.lab.certify.knobs import PENALTIES, chosen, penalties
-from outrider.lab.certify.run import CertifyTrial, Record
-from outrider.lab.certify.subjects.base import Job, Subject, Unsupported, Way, Writing
+from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.failures import add_failures, broken
+from outrider_certify.knobs import PENALTIES, chosen, penalties
+from outrider_certify.run import CertifyTrial, Record
+from outrider_certify.subjects.base import Job, Subject, Unsupported, Way, Writing
 
 
 class _RefusedHere(Unsupported):

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.core.params import SamplingParams
 from outrider.engine.llm import LLM
-from outrider.lab.certify.subjects.base import Job, Writing
+from outrider_certify.subjects.base import Job, Writing
 
 EXAMPLE = '{"prompt": "def area(r):", "text": "\\n    return", "temperature": 0.8}'
 _PARAMS = {f.name for f in fields(SamplingParams) if f.init} - {"prediction", "prompt_logprobs", "logprobs", "n"}

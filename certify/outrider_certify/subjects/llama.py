@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.lab.certify.subjects.transport import ServerClient
+from outrider_certify.subjects.transport import ServerClient
 
 SAMPLERS = ("penalties", "top_k", "top_p", "min_p", "temperature")
 _KNOWN = 40  # likeliest tokens that are asked for

@@ -1,0 +1,88 @@
+"""Recorded texts, and the quality of solutions."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from broken import ToyEngine
+
+from outrider.core.params import SamplingParams
+from outrider_certify.certificate import CertificatePart, Conclusion
+from outrider_certify.quality import Quality, read_problems, solves
+from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
+from outrider_certify.statistical import RecordedTexts
+from outrider_certify.subjects.base import Job, Writing
+
+
+def certified(kind: CertificateKind, most: int | None = None) -> CertificatePart:
+    [part] = run_kinds([kind], TrialJournal(None, {}), 1e9, most=most)
+    return part
+
+
+def test_recorded_texts_of_a_broken_sampler() -> None:
+    broken, honest = ToyEngine("no residual", error=2.0), ToyEngine(error=2.0)
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
+
+    def recorded(engine: ToyEngine) -> list[tuple[Job, Writing]]:
+        jobs = [Job((i % 8, 1), params.with_(seed=i)) for i in range(12)]
+        return list(zip(jobs, engine.write(jobs, engine.ways()[0]), strict=True))
+
+    bad = certified(RecordedTexts(honest, recorded(broken)))
+    assert bad.conclusion is Conclusion.DIFFERS
+    assert "no residual" in bad.findings[0].cause
+    assert certified(RecordedTexts(honest, recorded(honest))).conclusion is Conclusion.CANNOT_TELL
+
+
+PROBLEM = {
+    "task_id": "T/1",
+    "prompt": "def add(a, b):\n",
+    "entry_point": "add",
+    "test": "def check(f):\n    assert f(1, 2) == 3\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("    return a + b\n", True),
+        ("    return a - b\n", False),
+        ("    while True: pass\n", False),
+        ("    import os; os.system('touch /tmp/no'); return 3\n", False),
+        ("    import subprocess; subprocess.run(['ls']); return 3\n", False),
+        ("    import sys; sys.exit(0)\n", False),
+        ("    import os; os._exit(0)\n", False),
+        ("    x = 'a' * 3_000_000_000; return 3\n", False),
+        ("    import socket; socket.socket(); return 3\n", False),
+        ("    retur", False),
+    ],
+)
+def test_programs_run_in_a_sandbox(text: str, good: bool) -> None:
+    assert solves(PROBLEM, text, seconds=2) is good
+
+
+def test_problems_may_be_compressed(tmp_path: Path) -> None:
+    line = json.dumps(PROBLEM).encode()
+    (tmp_path / "a.jsonl").write_bytes(line)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line))
+    assert read_problems(tmp_path / "a.jsonl") == read_problems(tmp_path / "a.jsonl.gz") == [PROBLEM]
+    for wrong in (gzip.compress(line)[:-9], b"\xff\xfe", b"{}", b""):
+        (tmp_path / "wrong.jsonl").write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"wrong\.jsonl"):
+            read_problems(tmp_path / "wrong.jsonl")
+
+
+def test_quality_counts_both_sides() -> None:
+    class Half(ToyEngine):
+        def write(self, jobs, way):
+            return [Writing(text="    return a - b\n") for _ in jobs]
+
+        def plain(self, jobs):
+            return [Writing(text="    return a + b\ndef more():\n") for _ in jobs]
+
+    part = certified(Quality(Half(), [{**PROBLEM, "task_id": f"T/{i}"} for i in range(8)]))
+    assert part.conclusion is Conclusion.DIFFERS
+    assert (part.figures["with"], part.figures["without"], part.figures["lost"]) == (0, 8, 8)
+    assert "0 of 8" in part.sentence
