@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks import RESULTS, headline
+from benchmarks.known_text import KnownTextTarget
 from benchmarks.real.texts import texts
 from benchmarks.report import markdown
 from outrider.control import Fixed
@@ -35,7 +36,6 @@ from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import Scheduler
-from outrider.lab.tune.replay_target import KnownTextTarget
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 

@@ -26,12 +26,12 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks import headline
+from benchmarks.known_text import force_text
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
-from outrider.lab.tune.replay_target import force_text
 from outrider.models.base import BaseModel, LanguageModel, Output
 from outrider.models.nodes import Nodes
 

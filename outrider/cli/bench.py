@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,16 +15,18 @@ import typer
 
 from outrider.cli.options import (
     CODE,
+    DRAFT_MODEL,
+    NUM_SPECULATIVE_TOKENS,
     Debug,
-    DraftModel,
     LoadOptions,
-    NumSpeculativeTokens,
+    Options,
     grouped,
     option,
     own_draft,
     parse_speculative_config,
+    setting,
 )
-from outrider.cli.terminal import DIM, RED, YELLOW, console, loading, paint, plain, readable, working
+from outrider.cli.terminal import RED, check_folders, console, loading, plain, readable, say, warn, working
 from outrider.drafters.registry import AUTO, model_method
 
 if TYPE_CHECKING:
@@ -42,15 +43,14 @@ Prompts = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class WorkloadOptions:
+class WorkloadOptions(Options):
     """What is generated for each prompt. The names are those of `SamplingParams`."""
 
-    num_prompts: Annotated[int | None, option("How", "Use only the first so many prompts.", min=1)] = None
-    max_tokens: Annotated[int, option("How", "Tokens of an answer, at most.", "--max-tokens", "-n", min=1)] = 64
-    temperature: Annotated[float, option("How", "0 is greedy.", "--temperature", "-t")] = 0.0
-    seed: Annotated[int, option("How", "Seed of the first repeat. Each repeat adds 1.")] = 0
-    ignore_eos: Annotated[bool, option("How", "Continue after the end token.", "--ignore-eos")] = False
+    num_prompts: int | None = setting(None, "How", "Use only the first so many prompts.", ge=1)
+    max_tokens: int = setting(64, "How", "Tokens of an answer, at most.", "--max-tokens", "-n", ge=1)
+    temperature: float = setting(0.0, "How", "0 is greedy.", "--temperature", "-t")
+    seed: int = setting(0, "How", "Seed of the first repeat. Each repeat adds 1.")
+    ignore_eos: bool = setting(False, "How", "Continue after the end token.", "--ignore-eos")
 
     def sampling(self, **more: Any) -> dict[str, Any]:
         """Fields of `SamplingParams`. more: further fields; None leaves one out."""
@@ -59,22 +59,20 @@ class WorkloadOptions:
         return given | {name: value for name, value in more.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class SettingOptions:
+class SettingOptions(Options):
     """The settings to compare with plain decoding."""
 
-    model: Annotated[
-        str | None,
-        option("What", f"A model; default {CODE}. For a server: the model's name there.", "--model", "-m"),
-    ] = None
-    method: Annotated[
-        list[str] | None, option("What", "A drafting method to compare with plain decoding. May be repeated.")
-    ] = None
-    speculative_config: Annotated[
-        list[str] | None, option("What", "The same as JSON or a file. May be repeated.", metavar="JSON|FILE")
-    ] = None
-    draft_model: DraftModel = None
-    num_speculative_tokens: NumSpeculativeTokens = None
+    model: str | None = setting(
+        None, "What", f"A model; default {CODE}. For a server: the model's name there.", "--model", "-m"
+    )
+    method: list[str] | None = setting(
+        None, "What", "A drafting method to compare with plain decoding. May be repeated."
+    )
+    speculative_config: list[str] | None = setting(
+        None, "What", "The same as JSON or a file. May be repeated.", metavar="JSON|FILE"
+    )
+    draft_model: str | None = DRAFT_MODEL
+    num_speculative_tokens: int | None = NUM_SPECULATIVE_TOKENS
 
     def configs(self, remote: bool) -> list[tuple[str, dict[str, Any]]]:
         """Names and configurations. remote: of a server. Raises ValueError for a draft model without its method."""
@@ -103,42 +101,34 @@ class SettingOptions:
         return out
 
 
-@dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Options):
     """Running servers to measure."""
 
-    base_url: Annotated[
-        list[str] | None,
-        option("Server", "Measure a running server. Give it twice to compare the second server with the first."),
-    ] = None
-    off_body: Annotated[
-        str | None,
-        option("Server", 'Fields that stop speculation; default {"disable_spec_decode": true}.', metavar="JSON"),
-    ] = None
-    timeout: Annotated[float, option("Server", "Seconds for an answer.")] = 600.0
+    base_url: list[str] | None = setting(
+        None, "Server", "Measure a running server. Give it twice to compare the second server with the first."
+    )
+    off_body: str | None = setting(
+        None, "Server", 'Fields that stop speculation; default {"disable_spec_decode": true}.', metavar="JSON"
+    )
+    timeout: float = setting(600.0, "Server", "Seconds for an answer.")
 
     @property
     def urls(self) -> list[str]:
         return self.base_url or []
 
 
-@dataclass(frozen=True)
-class FileOptions:
+class FileOptions(Options):
     """The files of a measurement."""
 
-    json_file: Annotated[
-        Path | None, option("Output", "Write the measurement to a file.", "--json", metavar="FILE")
-    ] = None
-    html: Annotated[Path | None, option("Output", "Write a report page.", metavar="FILE")] = None
-    resume: Annotated[bool, option("Output", "Continue the interrupted measurement of --json.", "--resume")] = False
+    json_file: Path | None = setting(None, "Output", "Write the measurement to a file.", "--json", metavar="FILE")
+    html: Path | None = setting(None, "Output", "Write a report page.", metavar="FILE")
+    resume: bool = setting(False, "Output", "Continue the interrupted measurement of --json.", "--resume")
 
     def check(self) -> None:
         """Raise ValueError or FileNotFoundError for files that cannot be used."""
         if self.resume and self.json_file is None:
             raise ValueError("--resume continues the measurement of a file; name it: --json RUN.json --resume")
-        for path in (self.json_file, self.html):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise FileNotFoundError(f"there is no folder {path.absolute().parent} to write {path.name} to")
+        check_folders(self.json_file, self.html)
 
 
 @grouped
@@ -231,7 +221,7 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
     if file is not None:
         run.save(file)
     for note in (*notes, *getattr(backend, "notes", ())):
-        print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
+        warn(f"note: {note}")
     answered = sum(s.error is None for s in run.samples)
     if answered:
         show(run, console())
@@ -241,7 +231,7 @@ def run_and_report(run: Run, backend: Any, prompts: list[Prompt], notes: list[st
     if not answered:
         why = next((s.error for s in run.samples), "there was no request")
         said = f"error: none of {len(run.samples)} requests succeeded: {why}"
-        print(paint(said, RED, sys.stderr), file=sys.stderr)
+        warn(said, RED)
         return 1
     return int(any(f.get("texts_differing") and f["identity_promised"] for f in run.summary.values()))
 
@@ -273,9 +263,9 @@ def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) 
 
     write()
     if file is not None:
-        print(paint(f"The measurement is in {file}. Make a page of it: outrider report {file}", DIM))
+        say(f"The measurement is in {file}. Make a page of it: outrider report {file}")
     if html is not None:
-        print(paint(f"The page is {html}.", DIM))
+        say(f"The page is {html}.")
     if isinstance(backend, Local) and not interrupted:
         from outrider.lab.bench.roofline import measure_limits
 
@@ -321,7 +311,7 @@ def _report_interrupt(run: Run, file: Path | None) -> None:
     else:
         command = run.command if " --resume" in run.command else f"{run.command} --resume"
         said = f"interrupted after {have} measurements, kept in {file}. Continue with: {command}"
-    print(paint(said, RED, sys.stderr), file=sys.stderr)
+    warn(said, RED)
 
 
 def _interrupted_run(files: FileOptions) -> Run | None:

@@ -21,7 +21,7 @@ from outrider.cli.options import (
     option,
     own_draft,
 )
-from outrider.cli.terminal import DIM, loading, paint, readable
+from outrider.cli.terminal import DIM, loading, paint, readable, say
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -73,7 +73,7 @@ def demo(
     fetched, it uses builtin:code, which is too small for a speedup.
     """
     with readable(debug):
-        files = FileOptions(json_file)
+        files = FileOptions(json_file=json_file)
         files.check()
         from outrider.drafters.heads.shipped import own_head
 
@@ -98,9 +98,9 @@ def demo(
             llm = backend.llms["speculative"]
         what = config.get("model") or f"the method {config['method']}"
         what = what if head is None else "its trained head"
-        print(paint(f"{llm.loaded.name} generates, {what} drafts up to {llm.config.budget.depth} tokens ahead.", DIM))
+        say(f"{llm.loaded.name} generates, {what} drafts up to {llm.config.budget.depth} tokens ahead.")
         if chosen is None and model == CODE:
-            print(paint(f"{CODE} is too small for a speedup: one of its tokens takes about 1 ms.", DIM))
+            say(f"{CODE} is too small for a speedup: one of its tokens takes about 1 ms.")
         chat = talks(llm)
         first, first_sampling = (FIRST_QUESTION, FIRST_CHAT_SAMPLING) if chat else (FIRST_PROMPT, FIRST_SAMPLING)
         print(paint(f"\n{first}", DIM), end="\n\n" if chat else "", flush=True)

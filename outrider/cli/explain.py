@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.options import Debug, option
-from outrider.cli.terminal import YELLOW, paint, printable, readable, working
+from outrider.cli.terminal import YELLOW, printable, readable, say, working
 
 if TYPE_CHECKING:
     from outrider.engine.trace import Trace
-    from outrider.lab.explain import ExplainedRun
+    from outrider.pages.explained import ExplainedRun
 
 
 def explain(
@@ -50,9 +50,9 @@ def explain(
         with working(f"explaining {'a built-in run' if trace is None else trace}"):
             from dataclasses import replace
 
-            from outrider.lab.explain import builtin
-            from outrider.lab.explain.facts import machine_curves
-            from outrider.pages.page import write
+            from outrider.core.files import write_whole
+            from outrider.lab.explain import machine_curves
+            from outrider.pages.explained import builtin
 
             if trace is None:
                 run = builtin()
@@ -61,9 +61,9 @@ def explain(
                 run = _own(trace, model, recorded)
         if out is None:
             out = Path("outrider-explained.html") if trace is None else trace.with_suffix(".html")
-        write(run, out)
+        write_whole(out, run.page())
         for note in run.notes:
-            print(paint(f"note: {printable(note)}", YELLOW))
+            say(f"note: {printable(note)}", YELLOW)
         opened = not no_open and webbrowser.open(out.resolve().as_uri())
         print(f"The page is {out}." + ("" if opened else " Open it in a browser."))
 

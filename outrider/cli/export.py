@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.options import Debug, option, parse_speculative_config
-from outrider.cli.terminal import DIM, loading, paint, readable
+from outrider.cli.terminal import DIM, loading, readable, say, warn
 
 if TYPE_CHECKING:
     from outrider.integrations.engines import EngineCommand
@@ -67,7 +66,7 @@ def export(
             show_commands(found)
         if out is not None:
             names = [name for command in found for name in write_files(command, out)]
-            print(paint(f"Written to {out}: {', '.join(names) or 'nothing'}", DIM, sys.stderr), file=sys.stderr)
+            warn(f"Written to {out}: {', '.join(names) or 'nothing'}", DIM)
         raise typer.Exit(0 if any(command.supported for command in found) else 1)
 
 
@@ -92,4 +91,4 @@ def show_commands(commands: list[EngineCommand]) -> None:
     for command in commands:
         print(f"  {command.engine}: {command.serve or '-'}")
         for note in command.notes:
-            print(paint(f"    - {note}", DIM))
+            say(f"    - {note}")

@@ -20,8 +20,10 @@ from pydantic.fields import FieldInfo
 
 from outrider.drafters.registry import AUTO, METHODS, owner
 from outrider.serve.options import LoadOptions as LoadOptions
-from outrider.serve.options import Options, setting, shown
+from outrider.serve.options import Options as Options
 from outrider.serve.options import PrecisionOptions as PrecisionOptions
+from outrider.serve.options import setting as setting
+from outrider.serve.options import shown
 
 if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
@@ -105,9 +107,9 @@ def validated(kind: type[Kind], **given: Any) -> Kind:
 
 # -- single options -------------------------------------------------------------------------------------------------------
 
-_MODEL = "A folder, a GGUF file, a hub name or a built-in model."
-Model = Annotated[str, option("Model", _MODEL, "--model", "-m")]
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
+MODEL = "A folder, a GGUF file, a hub name or a built-in model."
+Model = Annotated[str, option("Model", MODEL, "--model", "-m")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
 ModelInstead = Annotated[str | None, option("Model", "The same as the argument MODEL.", "--model", "-m")]
 ApiKey = Annotated[
     str | None, option("Server", "The key of the server; better set by the variable.", envvar="OUTRIDER_API_KEY")
@@ -187,13 +189,11 @@ class SpeculationOptions(Options):
         return {name: value for name, value in values.items() if value != SpeculationOptions.model_fields[name].default}
 
 
-def _alone(name: str) -> Any:
-    """An option of `SpeculationOptions` for a command that takes it alone."""
-    return _option(SpeculationOptions.model_fields[name])
-
-
-DraftModel = Annotated[str | None, _alone("draft_model")]
-NumSpeculativeTokens = Annotated[int | None, _alone("num_speculative_tokens")]
+# Those that a command or a group takes alone.
+DRAFT_MODEL: Any = SpeculationOptions.model_fields["draft_model"]
+NUM_SPECULATIVE_TOKENS: Any = SpeculationOptions.model_fields["num_speculative_tokens"]
+DraftModel = Annotated[str | None, _option(DRAFT_MODEL)]
+NumSpeculativeTokens = Annotated[int | None, _option(NUM_SPECULATIVE_TOKENS)]
 
 
 class PromptSpeculationOptions(SpeculationOptions):

@@ -2,90 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from outrider.cli.options import Debug, option
-from outrider.cli.terminal import DIM, GREEN, YELLOW, console, paint, readable, working
+from outrider.cli.options import Debug, Options, option, setting
+from outrider.cli.terminal import DIM, GREEN, YELLOW, check_folders, console, paint, readable, say, table, working
 
 if TYPE_CHECKING:
     from outrider.lab.plan.answer import PlanAnswer, PlanFigure
     from outrider.lab.plan.serving_plan import ServingPlan
 
 
-@dataclass(frozen=True)
-class PlanModelOptions:
+class PlanModelOptions(Options):
     """The model, and where it runs."""
 
-    model_params: Annotated[str | None, option("Model", "Weights of the model: 70B, 1.5B or 135M.", metavar="SIZE")] = (
-        None
+    model_params: str | None = setting(None, "Model", "Weights of the model: 70B, 1.5B or 135M.", metavar="SIZE")
+    active_params: str | None = setting(
+        None, "Model", "Weights that a token uses, of a mixture of experts.", metavar="SIZE"
     )
-    active_params: Annotated[
-        str | None, option("Model", "Weights that a token uses, of a mixture of experts.", metavar="SIZE")
-    ] = None
-    model_config: Annotated[
-        Path | None,
-        option(
-            "Model", "A config.json, for the shape; without it, that of a model of about this size.", metavar="FILE"
-        ),
-    ] = None
-    weights: Annotated[str, option("Model", "Precision of the weights: bf16, fp8, int8 or int4.")] = "bf16"
-    kv_cache: Annotated[str, option("Model", "Precision of keys and values: bf16 or fp8.")] = "bf16"
-    draft_params: Annotated[
-        str | None, option("Model", "Weights of the draft model; without it, drafts are lookups.", metavar="SIZE")
-    ] = None
-    hardware: Annotated[
-        str, option("Hardware", "Of one replica: h100x8, l40s, ..., or a file FILE.json with your figures.")
-    ] = "h100"
-    price: Annotated[
-        float | None,
-        option("Hardware", "Price of one device for an hour, in your currency; there is no default.", min=0),
-    ] = None
+    config_file: Path | None = setting(
+        None,
+        "Model",
+        "A config.json, for the shape; without it, that of a model of about this size.",
+        "--model-config",
+        metavar="FILE",
+    )
+    weights: str = setting("bf16", "Model", "Precision of the weights: bf16, fp8, int8 or int4.")
+    kv_cache: str = setting("bf16", "Model", "Precision of keys and values: bf16 or fp8.")
+    draft_params: str | None = setting(
+        None, "Model", "Weights of the draft model; without it, drafts are lookups.", metavar="SIZE"
+    )
+    hardware: str = setting(
+        "h100", "Hardware", "Of one replica: h100x8, l40s, ..., or a file FILE.json with your figures."
+    )
+    price: float | None = setting(
+        None, "Hardware", "Price of one device for an hour, in your currency; there is no default.", ge=0
+    )
 
 
-@dataclass(frozen=True)
-class DemandOptions:
+class DemandOptions(Options):
     """What is asked of the fleet."""
 
-    qps: Annotated[float, option("Demand", "Requests per second.")] = 1.0
-    prompt: Annotated[
-        str, option("Demand", "Tokens of a prompt: 300, 100-500, or ~300 for very different lengths with this mean.")
-    ] = "1024"
-    output: Annotated[str, option("Demand", "Tokens of an answer, in the same way.")] = "256"
-    acceptance: Annotated[
-        str,
-        option(
-            "Demand",
-            "Measured acceptance: a report of outrider bench, a trace, a result of vllm bench serve; or a rate such as 0.7.",
-            metavar="FILE|RATE",
-        ),
-    ] = "0.7"
-    setting: Annotated[str | None, option("Demand", "The setting of a report that has several.", metavar="NAME")] = None
+    qps: float = setting(1.0, "Demand", "Requests per second.")
+    prompt: str = setting(
+        "1024", "Demand", "Tokens of a prompt: 300, 100-500, or ~300 for very different lengths with this mean."
+    )
+    output: str = setting("256", "Demand", "Tokens of an answer, in the same way.")
+    acceptance: str = setting(
+        "0.7",
+        "Demand",
+        "Measured acceptance: a report of outrider bench, a trace, a result of vllm bench serve; or a rate such as 0.7.",
+        metavar="FILE|RATE",
+    )
+    setting: str | None = setting(None, "Demand", "The setting of a report that has several.", metavar="NAME")
 
 
-@dataclass(frozen=True)
-class EngineLimitOptions:
+class EngineLimitOptions(Options):
     """The engine of a replica; the names of `outrider serve`."""
 
-    max_num_seqs: Annotated[int, option("Engine", "Sequences in a batch, at most.", min=1, max=1024)] = 64
-    kv_tokens: Annotated[
-        int | None, option("Engine", "Tokens of all sequences together; without it, as many as fit.", min=64)
-    ] = None
-    prefill_chunk: Annotated[int, option("Engine", "Prompt tokens per step while others generate.", min=1)] = 512
+    max_num_seqs: int = setting(64, "Engine", "Sequences in a batch, at most.", ge=1, le=1024)
+    kv_tokens: int | None = setting(
+        None, "Engine", "Tokens of all sequences together; without it, as many as fit.", ge=64
+    )
+    prefill_chunk: int = setting(512, "Engine", "Prompt tokens per step while others generate.", ge=1)
 
 
-@dataclass(frozen=True)
-class TargetOptions:
+class TargetOptions(Options):
     """What 90 % of the requests must get."""
 
-    p90_wait: Annotated[float, option("Limits", "Seconds in the queue, for 90 % of the requests.")] = 1.0
-    p90_ttft: Annotated[float | None, option("Limits", "Seconds to the first token.")] = None
-    p90_tpot: Annotated[float | None, option("Limits", "Seconds per token after the first.")] = None
-    p90_latency: Annotated[float | None, option("Limits", "Seconds to the last token.")] = None
-    replicas: Annotated[
-        int | None, option("Limits", "Forecast so many replicas, and do not search.", min=1, max=10_000)
-    ] = None
+    p90_wait: float = setting(1.0, "Limits", "Seconds in the queue, for 90 % of the requests.")
+    p90_ttft: float | None = setting(None, "Limits", "Seconds to the first token.")
+    p90_tpot: float | None = setting(None, "Limits", "Seconds per token after the first.")
+    p90_latency: float | None = setting(None, "Limits", "Seconds to the last token.")
+    replicas: int | None = setting(None, "Limits", "Forecast so many replicas, and do not search.", ge=1, le=10000)
 
 
 def plan(
@@ -109,9 +99,7 @@ def plan(
     Costs come from data sheets by the roofline model, acceptance from a measurement, queues from a simulator of the engine.
     """
     with readable(debug):
-        for file in (json_file, out):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise FileNotFoundError(f"there is no folder {file.absolute().parent} to write {file.name} to")
+        check_folders(json_file, out)
         with working(f"simulating {demand.qps:g} requests a second on {model.hardware}"):
             from outrider.lab.plan.answer import answer
 
@@ -120,12 +108,12 @@ def plan(
         show(made, found)
         if json_file is not None:
             json_file.write_text(found.to_json() + "\n", encoding="utf-8")
-            print(paint(f"All figures are in {json_file}.", DIM))
+            say(f"All figures are in {json_file}.")
         if out is not None:
-            from outrider.lab.plan.page import write
+            from outrider.core.files import write_whole
 
-            write(found, out)
-            print(paint(f"The page is {out}.", DIM))
+            write_whole(out, found.page())
+            say(f"The page is {out}.")
 
 
 def _plan(
@@ -186,7 +174,7 @@ def _roofline(model: PlanModelOptions, engine: EngineLimitOptions, longest: int)
         raise ValueError("say how large the model is: --model-params 70B")
     hardware = find_hardware(model.hardware)
     hardware = replace(hardware, price=model.price if model.price is not None else hardware.price)
-    target = planned(model.model_params, model.active_params, model.weights, model.kv_cache, model.model_config)
+    target = planned(model.model_params, model.active_params, model.weights, model.kv_cache, model.config_file)
     draft = None if model.draft_params is None else planned(model.draft_params, None, model.weights, model.kv_cache)
     capacity = kv_tokens(hardware, target, draft, longest)
     device = hardware.device
@@ -225,23 +213,16 @@ def _roofline(model: PlanModelOptions, engine: EngineLimitOptions, longest: int)
 
 def show(plan: ServingPlan, found: PlanAnswer) -> None:
     """Print inputs, the table over batch sizes, and the answer with its formulas."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     for figure in found.inputs:
         print(f"{figure.name}: {figure.value} " + paint(f"({figure.formula})", DIM))
-    table = Table(title="A replica by batch size", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in (
-        "batch", "plain\nms/step", "best\ndraft", "with it\nms/step", "decoding\nspeedup", "plain\ntokens/s", "best\ntokens/s",
-    ):  # fmt: skip
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("")
+    heads = "batch", "plain\nms/step", "best\ndraft", "with it\nms/step", "decoding\nspeedup"
+    shown = table("A replica by batch size", *heads, "plain\ntokens/s", "best\ntokens/s", "<")
     for row in found.table:
-        table.add_row(
+        shown.add_row(
             str(row.batch_size), f"{1e3 * row.plain_seconds:.1f}", str(row.depth), f"{1e3 * row.seconds:.1f}",
             f"{row.speedup:.2f} x", f"{row.plain_tokens:.0f}", f"{row.tokens:.0f}", "" if row.reached else "not reached",
         )  # fmt: skip
-    console().print(table)
+    console().print(shown)
     names = {
         "plain": "plain decoding",
         "fixed": f"{plan.adaptive[0]} draft tokens always",
@@ -258,11 +239,7 @@ def show(plan: ServingPlan, found: PlanAnswer) -> None:
     )
     chosen = found.chosen
     decision = "Do not speculate" if found.policy == "plain" else f"Speculate, {names[found.policy]}"
-    print(
-        paint(
-            f"{decision}: {chosen.replicas} replicas, answers {found.speedup:.2f} x as fast as plain decoding.", GREEN
-        )
-    )
+    say(f"{decision}: {chosen.replicas} replicas, answers {found.speedup:.2f} x as fast as plain decoding.", GREEN)
     print(f"Best draft length by batch size: {lengths}")
     for figure in found.figures:
         print(f"  {figure.name}: {figure.value} " + paint(f"= {figure.formula}", DIM))
@@ -272,4 +249,4 @@ def show(plan: ServingPlan, found: PlanAnswer) -> None:
             + paint(f"= {term.formula}", DIM)
         )
     for note in found.notes:
-        print(paint(f"note: {note}", YELLOW))
+        say(f"note: {note}", YELLOW)

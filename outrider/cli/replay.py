@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.options import Debug, option
-from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, printable, readable, working
+from outrider.cli.terminal import (
+    DIM,
+    GREEN,
+    RED,
+    YELLOW,
+    console,
+    loading,
+    paint,
+    printable,
+    readable,
+    say,
+    table,
+    working,
+)
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -41,7 +54,7 @@ def replay(
 
             found = read(trace)
         if found.problem is not None:
-            print(paint(f"note: {found.problem}; everything before it is shown", YELLOW))
+            say(f"note: {found.problem}; everything before it is shown", YELLOW)
         if step is None:
             _summary(found, request)
             return
@@ -78,21 +91,17 @@ def trace_model(trace: Trace, name: str | None, drafts: bool = False) -> Any:
 
 
 def _summary(trace: Trace, request: int | None) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     header, out = trace.header, console()
     texts = [trace.text(request)] if request is not None else list(trace.texts.values())
     config = ", ".join(f"{k} {v}" for k, v in header.speculative_config.items()) or "plain decoding"
     cells = f", {header.kv_cache_dtype} keys and values" if header.kv_cache_dtype else ""
     print(f"{header.model}, {header.dtype} on {header.device}{cells}; {config}")
     print(f"verifier {header.verifier}, {header.guarantee}; outrider {header.outrider}, {header.date}")
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in ("request", "prompt", "tokens", "steps", "accepted of drafted", "tokens/step", "seconds", "ended by"):
-        table.add_column(head, justify="left" if head == "ended by" else "right")
+    heads = "request", "prompt", "tokens", "steps", "accepted of drafted", "tokens/step", "seconds", "<ended by"
+    shown = table(None, *heads)
     for text in texts[:40]:
-        table.add_row(*_row(text))
-    out.print(table)
+        shown.add_row(*_row(text))
+    out.print(shown)
     if len(texts) > 40:
         print(f"... and {len(texts) - 40} more; --request ID shows one")
     if request is not None:
@@ -107,7 +116,7 @@ def _summary(trace: Trace, request: int | None) -> None:
     if header.detail.value != "counts" and texts and texts[0].steps:
         which = f" --request {texts[0].id}" if len(trace.texts) > 1 else ""
         telling = max(texts[0].steps, key=lambda s: (s.accepted, s.drafted)).step
-        print(paint(f"Next: outrider replay {trace.path}{which} --step {telling}", DIM))
+        say(f"Next: outrider replay {trace.path}{which} --step {telling}")
 
 
 def _row(text: TracedText) -> list[str]:
@@ -143,7 +152,7 @@ def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
     if tokenizer is not None:
         print("after " + paint(repr(printable(tokenizer.decode(list(result.before[-24:])))), DIM))
     if step.note:
-        print(paint(step.note, DIM))
+        say(step.note)
     print()
     console().print(_tree(result, show))
     kept = min(len(result.path) - 1, len(result.written))
@@ -161,12 +170,12 @@ def _show(result: Replay, trace: Trace, tokenizer: Any) -> None:
         + f"   ({kept} of {step.drafted} draft tokens accepted; {last})"
     )
     if result.same:
-        print(paint("computed again: the same draft, verdict and tokens as recorded", GREEN))
+        say("computed again: the same draft, verdict and tokens as recorded", GREEN)
         return
     why = "" if trace.header.batch_invariant else "; this model's logits depend on the batch, so near-ties can differ"
     for line in result.differs:
-        print(paint(f"differs: {line}", RED))
-    print(paint(f"Recorded by outrider {trace.header.outrider} on {trace.header.machine}{why}", DIM))
+        say(f"differs: {line}", RED)
+    say(f"Recorded by outrider {trace.header.outrider} on {trace.header.machine}{why}")
 
 
 def _tree(result: Replay, show: Any) -> Tree:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.options import Debug, option
-from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, paint, printable, readable
+from outrider.cli.terminal import GREEN, RED, YELLOW, check_folders, paint, printable, readable, say
 
 if TYPE_CHECKING:
     from outrider.lab.bench.run import Run
@@ -41,12 +41,11 @@ def report(
         path = out or files[-1].with_name("-".join(file.stem for file in files) + ".html")
         if path in files:
             raise ValueError(f"the page would overwrite the run {path}. Name another file: --out page.html")
-        if not path.absolute().parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {path.absolute().parent} to write {path.name} to")
+        check_folders(path)
         recommendation = write(runs[-1], path, other=runs[0] if later else None)
         colour = {"keep": GREEN, "broken": RED}.get(recommendation.kind, YELLOW)
         print(f"{paint(recommendation.label, colour)}: {printable(recommendation.headline)}")
-        print(paint(f"The page is {path}.", DIM))
+        say(f"The page is {path}.")
 
 
 def _load(file: Path) -> Run:

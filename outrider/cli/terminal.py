@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 DIM, RED, GREEN, YELLOW = "2", "31", "32", "33"
 
@@ -88,6 +89,13 @@ def working(what: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def check_folders(*files: Path | None) -> None:
+    """Raise FileNotFoundError for a file that could not be written after the work, because its folder does not exist."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {file.absolute().parent} to write {file.name} to")
+
+
 def home(path: Path) -> str:
     """A path as people write it: `~` for the home folder."""
     return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
@@ -96,6 +104,16 @@ def home(path: Path) -> str:
 def paint(text: str, code: str, stream: TextIO | None = None) -> str:
     """Return the text in a colour, if the stream shows colours. code: an ANSI code, such as `GREEN`."""
     return text if not text or plain(stream or sys.stdout) else f"\x1b[{code}m{text}\x1b[0m"
+
+
+def say(text: str, colour: str = DIM) -> None:
+    """Print a line in a colour."""
+    print(paint(text, colour))
+
+
+def warn(text: str, colour: str = YELLOW) -> None:
+    """Print a line on standard error, in a colour."""
+    print(paint(text, colour, sys.stderr), file=sys.stderr, flush=True)
 
 
 def plain(stream: TextIO) -> bool:
@@ -108,6 +126,19 @@ def printable(text: str) -> str:
     if not sys.stdout.isatty():
         return text
     return "".join(c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else f"\\x{ord(c):02x}" for c in text)
+
+
+def table(title: str | None, *heads: str) -> Table:
+    """A table with columns of numbers. A head that begins with "<" is of a column of words."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in heads:
+        made.add_column(
+            head.removeprefix("<"), justify="left" if head.startswith("<") else "right", no_wrap=head != "<"
+        )
+    return made
 
 
 def console() -> Console:

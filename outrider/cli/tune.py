@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.bench import Prompts, WorkloadOptions
-from outrider.cli.options import CODE, Debug, DraftModel, Model, PrecisionOptions, grouped, option, own_draft
-from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, loading, paint, plain, readable
+from outrider.cli.options import (
+    CODE,
+    DRAFT_MODEL,
+    MODEL,
+    Debug,
+    Options,
+    PrecisionOptions,
+    grouped,
+    option,
+    own_draft,
+    setting,
+)
+from outrider.cli.terminal import GREEN, RED, YELLOW, check_folders, console, loading, plain, readable, say, table, warn
 from outrider.cli.tune_engine import EngineOptions, tell_json, tune_engine
 
 if TYPE_CHECKING:
@@ -22,23 +32,20 @@ if TYPE_CHECKING:
     from outrider.models.load import Loaded
 
 
-@dataclass(frozen=True)
-class CandidateOptions:
+class CandidateOptions(Options):
     """What the search may try."""
 
-    model: Model = CODE
-    draft_model: DraftModel = None
-    method: Annotated[
-        list[str] | None, option("What", "A drafting method to try. May be repeated. Default: all that are possible.")
-    ] = None
-    layers: Annotated[
-        Path | None,
-        option("What", "A file of outrider layers: the model drafts with some of its own layers.", metavar="FILE"),
-    ] = None
-    verifier: Annotated[
-        list[str] | None,
-        option("What", "A verifier to allow. May be repeated. Default: match, which keeps every text as it is."),
-    ] = None
+    model: str = setting(CODE, "Model", MODEL, "--model", "-m")
+    draft_model: str | None = DRAFT_MODEL
+    method: list[str] | None = setting(
+        None, "What", "A drafting method to try. May be repeated. Default: all that are possible."
+    )
+    layers: Path | None = setting(
+        None, "What", "A file of outrider layers: the model drafts with some of its own layers.", metavar="FILE"
+    )
+    verifier: list[str] | None = setting(
+        None, "What", "A verifier to allow. May be repeated. Default: match, which keeps every text as it is."
+    )
 
 
 @grouped
@@ -72,9 +79,7 @@ def tune(
     two and "auto" in turns, until one is clearly ahead. Ctrl-C stops and reports what is known so far.
     """
     with readable(debug):
-        for file in (out, json_file):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise FileNotFoundError(f"there is no folder {file.absolute().parent} to write {file.name} to")
+        check_folders(out, json_file)
         if workload.max_tokens < 2:
             raise ValueError("one token an answer leaves nothing to draft; use --max-tokens 2 or more")
         if engine.check():
@@ -93,7 +98,7 @@ def tune(
             methods = candidates(target, what.draft_model, what.method, layers, predictions)
             racer = Racer(target, workload.sampling())
         for note in notes:
-            print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
+            warn(f"note: {note}")
         whole = {"method": "auto", **({"model": what.draft_model} if what.draft_model else {})}
         verifiers = what.verifier or ["match"]
         search = Search(
@@ -108,7 +113,7 @@ def tune(
             raise typer.Exit(130)
         answer = show(search)
         if interrupted:
-            print(paint("interrupted: this is known so far", RED, sys.stderr), file=sys.stderr)
+            warn("interrupted: this is known so far", RED)
         out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
         print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}")
         if json_file is not None:
@@ -139,7 +144,7 @@ def _tune_server(
         configs = engine_candidates(engine.engine or "", what.draft_model, what.method)
         read_prompts, notes = read(prompts, workload.num_prompts)
     for note in notes:
-        print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
+        warn(f"note: {note}")
     model = None if what.model == CODE else what.model
     return tune_engine(
         engine,
@@ -220,43 +225,37 @@ def _run(search: Search) -> None:
 
 def show(search: Search) -> Candidate:
     """Print the table, and the answer in a sentence. Returns the answer."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from outrider.lab.bench import stats
 
-    table = Table(title="Settings on these prompts", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("setting", no_wrap=True)
-    for head in ("replayed\nover plain", "measured\ntokens/s", "over plain\n(95 %)"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("")
+    heads = "<setting", "replayed\nover plain", "measured\ntokens/s", "over plain\n(95 %)", "<"
+    shown = table("Settings on these prompts", *heads)
     best = {c.drafters: c for c in reversed(search.candidates) if not c.samples}
     for candidate in sorted(search.candidates, key=lambda c: (-len(c.samples), -(c.predicted or 0.0))):
         if not candidate.samples and best.get(candidate.drafters) is not candidate:
             continue
         speed = stats.rate(candidate.samples) if candidate.samples else None
         gain = search.standings.gain(candidate) if candidate.samples else None
-        table.add_row(
+        shown.add_row(
             candidate.name,
             "" if candidate.predicted is None else f"{candidate.predicted:.2f} x",
             "" if speed is None else f"{speed.value:.0f}",
             "" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}-{gain.high:.2f})",
             candidate.dropped,
         )
-    console().print(table)
+    console().print(shown)
     for name, problem in search.forecasts.problems.items():
-        print(paint(f"{name}: {problem}", DIM))
+        say(f"{name}: {problem}")
     if said := search.drafts_with_a_model():
         print(said)
     answer = search.answer
     gain = search.standings.gain(answer)
     if answer is search.plain:
-        print(paint(f"Plain decoding is the fastest here: {why_plain(search)}.", YELLOW))
+        say(f"Plain decoding is the fastest here: {why_plain(search)}.", YELLOW)
     elif gain is not None:
         said = f"{answer.name}: {gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})."
         if gain.low <= 1:
             said += " More prompts would make it certain. It stops where draft tokens do not pay."
-        print(paint(said, GREEN))
+        say(said, GREEN)
     return answer
 
 
@@ -294,4 +293,4 @@ def show_exports(search: Search, out: Path, depths: dict[int, int] | None) -> No
         given = shlex.quote(json.dumps(setting.config))
     show_commands(exports(setting.config, depths, model=search.racer.target.name))
     lengths = f" --lengths {','.join(f'{n}:{k}' for n, k in sorted(depths.items()))}" if depths else ""
-    print(paint(f"Files for one of them: outrider export {given} --to ENGINE -m MODEL{lengths} -o FOLDER", DIM))
+    say(f"Files for one of them: outrider export {given} --to ENGINE -m MODEL{lengths} -o FOLDER")

@@ -6,14 +6,12 @@ import json
 import os
 import shlex
 import signal
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.cli.options import option
-from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, paint
+from outrider.cli.options import Options, setting
+from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, say, table, warn
 
 if TYPE_CHECKING:
     from outrider.lab.bench.prompts import Prompt
@@ -23,27 +21,22 @@ EQUAL = 0.03
 """A drift that matters: plain decoding at the end over plain decoding at the beginning."""
 
 
-@dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(Options):
     """The engine whose server is tuned in place of a model in this process."""
 
-    engine: Annotated[
-        str | None,
-        option("Engine", "Tune the server of vllm, sglang, llama.cpp or trt-llm: it is started for each candidate."),
-    ] = None
-    command: Annotated[
-        str | None,
-        option(
-            "Engine",
-            "The command that starts the server. Port and speculative options are added, or replace {port} and {options}.",
-        ),
-    ] = None
-    concurrency: Annotated[int, option("Engine", "Prompts to send at the same time.", "--concurrency", "-c", min=1)] = 1
-    logs: Annotated[
-        Path | None,
-        option("Engine", "The folder for the servers' logs. Default: a new temporary one.", metavar="FOLDER"),
-    ] = None
-    ready_timeout: Annotated[float, option("Engine", "Seconds that a server has to start.", min=1)] = 600.0
+    engine: str | None = setting(
+        None, "Engine", "Tune the server of vllm, sglang, llama.cpp or trt-llm: it is started for each candidate."
+    )
+    command: str | None = setting(
+        None,
+        "Engine",
+        "The command that starts the server. Port and speculative options are added, or replace {port} and {options}.",
+    )
+    concurrency: int = setting(1, "Engine", "Prompts to send at the same time.", "--concurrency", "-c", ge=1)
+    logs: Path | None = setting(
+        None, "Engine", "The folder for the servers' logs. Default: a new temporary one.", metavar="FOLDER"
+    )
+    ready_timeout: float = setting(600.0, "Engine", "Seconds that a server has to start.", ge=1)
 
     def check(self) -> bool:
         """Whether an engine's server is tuned. Raises ValueError for options that lack another."""
@@ -97,16 +90,16 @@ def tune_engine(
     before = signal.signal(signal.SIGTERM, _interrupt)  # so that the server is stopped too
     try:
         for line in search.run():
-            print(paint(line, DIM, sys.stderr), file=sys.stderr, flush=True)
+            warn(line, DIM)
     except KeyboardInterrupt:
         interrupted = True
     finally:
         signal.signal(signal.SIGTERM, before)
     for note in search.notes:
-        print(paint(f"note: {note}", YELLOW, sys.stderr), file=sys.stderr)
+        warn(f"note: {note}")
     if not search.plain.answered:
         why = search.plain.problem or "it was interrupted"
-        print(paint(f"error: plain decoding could not be measured: {why}", RED, sys.stderr), file=sys.stderr)
+        warn(f"error: plain decoding could not be measured: {why}", RED)
         return 130 if interrupted else 1
     show_trials(search)
     answer = search.answer
@@ -118,20 +111,16 @@ def tune_engine(
 
         of_engine(search, sampling, not interrupted).save(json_file)
         tell_json(json_file, answer.name if answer is not search.plain else None)
-    print(paint(f"The logs are in {logs}.", DIM))
+    say(f"The logs are in {logs}.")
     if interrupted:
-        print(paint("interrupted: this is known so far", RED, sys.stderr), file=sys.stderr)
+        warn("interrupted: this is known so far", RED)
     return 130 if interrupted else 0
 
 
 def tell_json(file: Path, setting: str | None) -> None:
     """Say what the file of all answers is good for. setting: the best one, None for plain decoding."""
     which = f" --setting {shlex.quote(setting)}" if setting is not None else ""
-    print(
-        paint(
-            f"All answers are in {file}: outrider report {file}, or outrider plan ... --acceptance {file}{which}", DIM
-        )
-    )
+    say(f"All answers are in {file}: outrider report {file}, or outrider plan ... --acceptance {file}{which}")
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -140,40 +129,31 @@ def _interrupt(number: int, frame: object) -> None:
 
 def show_trials(search: EngineSearch) -> None:
     """Print the table, and the answer in a sentence."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=f"Settings of {search.engine}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("setting", no_wrap=True)
-    for head in ("start\ns", "tokens/s", "over plain\n(95 %)", "accepted\nof drafted", "equal\ntexts"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = "<setting", "start\ns", "tokens/s", "over plain\n(95 %)", "accepted\nof drafted", "equal\ntexts"
+    shown = table(f"Settings of {search.engine}", *heads)
     for trial in sorted(search.trials, key=lambda t: -t.speed):
-        table.add_row(trial.name, *_cells(search, trial))
-    console().print(table)
+        shown.add_row(trial.name, *_cells(search, trial))
+    console().print(shown)
     for trial in search.trials:
         if trial.problem:
-            print(paint(f"{trial.name}: {trial.problem}", DIM))
-    print(paint(verdict(search), GREEN if search.answer is not search.plain else YELLOW))
+            say(f"{trial.name}: {trial.problem}")
+    say(verdict(search), GREEN if search.answer is not search.plain else YELLOW)
     if abs(search.drift - 1) > EQUAL:
-        print(
-            paint(
-                f"The machine drifted: plain decoding was {search.drift:.2f} times as fast at the end. Smaller gains than that "
-                "are not certain.",
-                YELLOW,
-            )
+        say(
+            f"The machine drifted: plain decoding was {search.drift:.2f} times as fast at the end. Smaller gains than that "
+            "are not certain.",
+            YELLOW,
         )
     if search.sampling.get("temperature") == 0:
         different = [t.name for t in search.trials if (both := search.same_texts(t))[0] < both[1]]
         if different:
-            print(
-                paint(
-                    f"Greedy texts differ from plain decoding: {', '.join(different)}. With 16 bit weights near ties decide "
-                    "differently; if a text is wrong, do not use the setting.",
-                    YELLOW,
-                )
+            say(
+                f"Greedy texts differ from plain decoding: {', '.join(different)}. With 16 bit weights near ties decide "
+                "differently; if a text is wrong, do not use the setting.",
+                YELLOW,
             )
         else:
-            print(paint("Every greedy text equals that of plain decoding.", DIM))
+            say("Every greedy text equals that of plain decoding.")
 
 
 def _cells(search: EngineSearch, trial: EngineTrial) -> list[str]:

@@ -46,3 +46,9 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str, errors: str = "strict") -> None:
+    """Write a text file in UTF-8, whole. errors: as of `str.encode`."""
+    with written_whole(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors=errors)

@@ -1,20 +1,27 @@
 """What the page of a run shows, as records. A page holds one `ExplainedRun` as JSON.
 
+The numbers of the page are computed by the ES modules in `assets/`. Tests compare them with Python (tests/browser).
+
 A field that is not known is left out of the JSON. Token texts stand in one table, so a token is a number everywhere else.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainSerializer, TypeAdapter
 
 from outrider._version import __version__
 from outrider.control import CostModel
+from outrider.pages.page import ASSETS, assemble
 
-FORMAT = 1  # increased when a field changes its meaning
-TopTokens = list[tuple[int, float]]  # the most likely tokens and their probabilities, most likely first
+BUILTIN = Path(__file__).parent / "builtin.json"
+Number = Annotated[float, PlainSerializer(lambda x: float(f"{x:.6g}"))]
+"""Six digits of it stand in the page."""
+TopTokens = list[tuple[int, Number]]  # the most likely tokens and their probabilities, most likely first
 
 
 @dataclass(frozen=True)
@@ -33,17 +40,17 @@ class ExplainedStep:
     accepted: int
     refused: int
     committed: int
-    seconds: tuple[float, float, float, float]
+    seconds: tuple[Number, Number, Number, Number]
     tokens: list[int] | None = None
     parents: list[int] | None = None
     path: list[int] | None = None
     token: int | None = None
     note: str | None = None
-    p: list[float] | None = None
+    p: list[Number] | None = None
     rank: list[int] | None = None
-    q: list[float] | None = None
+    q: list[Number] | None = None
     q_rank: list[int] | None = None
-    confidence: list[float] | None = None
+    confidence: list[Number] | None = None
     likely: list[TopTokens] | None = None
 
 
@@ -56,7 +63,7 @@ class ExplainedRequest:
     id: int
     prompt_tokens: int
     seed: str
-    temperature: float
+    temperature: Number
     params: dict[str, Any]
     finish: str | None
     steps: list[ExplainedStep]
@@ -96,7 +103,7 @@ class ModelSize:
     heads: int
     kv_heads: int
     head_dim: int
-    kv_bytes: float
+    kv_bytes: Number
     weight_bytes: int
 
 
@@ -111,10 +118,10 @@ class CostCurve:
 
     name: str
     source: str
-    nodes: list[tuple[int, float]] = field(default_factory=list)
-    draft: float | None = None
-    plain_seconds: float | None = None
-    balance: float | None = None
+    nodes: list[tuple[int, Number]] = field(default_factory=list)
+    draft: Number | None = None
+    plain_seconds: Number | None = None
+    balance: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -139,35 +146,29 @@ class ExplainedRun:
     speculative_config: dict[str, Any]
     requests: list[ExplainedRequest]
     texts: dict[int, str]
-    plain_seconds: float | None = None
+    plain_seconds: Number | None = None
     compared: list[ComparedDrafts] = field(default_factory=list)
     size: ModelSize | None = None
     costs: list[CostCurve] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    format: int = FORMAT
+    format: Literal[1] = 1  # increased when a field changes its meaning
     outrider: str = __version__
 
     def to_json(self) -> str:
         """The run as JSON, with ASCII only."""
-        return json.dumps(_known(self), separators=(",", ":"), allow_nan=False)
+        return json.dumps(_RUN.dump_python(self, exclude_none=True), separators=(",", ":"), allow_nan=False)
+
+    def page(self) -> str:
+        """The page in HTML. It is ASCII, and texts of the run are data, never markup."""
+        return assemble(ASSETS / "explain.html", ASSETS / "explain.css", ASSETS / "explain.js", self.to_json())
 
 
-def read_run(path: Path) -> ExplainedRun:
-    """Read a run that `to_json` wrote. Raises ValueError for another format."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {found.get('format')}, this outrider reads {FORMAT}")
-    steps = [[ExplainedStep(**step) for step in request.pop("steps")] for request in found["requests"]]
-    requests = [ExplainedRequest(**r, steps=s) for r, s in zip(found.pop("requests"), steps, strict=True)]
-    drafts = found.pop("compared", [])
-    shaped = [
-        ComparedDrafts(d["at"], d["text"], *(TreeDraft(**d[k]) for k in ("chain", "fixed", "best"))) for d in drafts
-    ]
-    size = found.pop("size", None)
-    found["texts"] = {int(token): text for token, text in found["texts"].items()}
-    found["costs"] = [CostCurve(**known) for known in found.get("costs", [])]
-    found["size"] = None if size is None else ModelSize(**size)
-    return ExplainedRun(**found, requests=requests, compared=shaped)
+_RUN = TypeAdapter(ExplainedRun)
+
+
+def builtin() -> ExplainedRun:
+    """The run that comes with outrider; `python docs/builtin_run.py` made it."""
+    return _RUN.validate_json(BUILTIN.read_bytes())
 
 
 def curve(model: CostModel, name: str, source: str) -> CostCurve:
@@ -176,32 +177,3 @@ def curve(model: CostModel, name: str, source: str) -> CostCurve:
     nodes = [(n, seconds / plain) for n, seconds in sorted(model.target.items())]
     draft = max((cost.level / plain for cost in model.drafters.values()), default=None)
     return CostCurve(name, source, nodes, draft, plain)
-
-
-def _known(value: Any) -> Any:
-    """Plain values for JSON, without fields that are None, and with numbers of six digits."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if is_dataclass(value):
-        found = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return {name: _known(item) for name, item in found if item is not None}
-    if isinstance(value, dict):
-        return {key: _known(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return (
-            value if isinstance(value, list) and value and type(value[0]) is int else [_known(item) for item in value]
-        )
-    return value
-
-
-__all__ = [
-    "ComparedDrafts",
-    "CostCurve",
-    "ExplainedRequest",
-    "ExplainedRun",
-    "ExplainedStep",
-    "ModelSize",
-    "TreeDraft",
-    "curve",
-    "read_run",
-]

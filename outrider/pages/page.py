@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file with its style, its script and its data. It needs no network and no other file.
+"""A page: one HTML file with its style, its script and its data. It needs no network and no other file.
 
 The script is made of the ES modules in a folder, in the order in which they need each other. A content security policy allows
 this script and this style by their hashes, and nothing else.
@@ -11,11 +11,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from outrider.core.files import written_whole
-from outrider.pages.explained import ExplainedRun, read_run
-
 ASSETS = Path(__file__).parent / "assets"
-BUILTIN = Path(__file__).parent / "builtin.json"
 
 # Every page has this head and this end.
 FRAME = """\
@@ -39,22 +35,6 @@ FRAME = """\
 
 _IMPORT = re.compile(r"""^import \{([^}]*)\} from "\./([\w-]+\.js)";\n""", re.M)
 _EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|class) (\w+)", re.M)
-
-
-def builtin() -> ExplainedRun:
-    """The run that comes with outrider; `python -m outrider.lab.explain.record` made it."""
-    return read_run(BUILTIN)
-
-
-def render(run: ExplainedRun) -> str:
-    """The page of a run. It is ASCII, and texts of the run are data, never markup."""
-    return assemble(ASSETS / "explain.html", ASSETS / "explain.css", ASSETS / "explain.js", run.to_json())
-
-
-def write(run: ExplainedRun, path: Path) -> None:
-    """Write the page of a run. The file is replaced as a whole."""
-    with written_whole(path) as part:
-        part.write_text(render(run), encoding="utf-8")
 
 
 def assemble(html: Path, css: Path, script: Path, data: str = "", connect: bool = False) -> str:
@@ -126,6 +106,3 @@ def _variable(name: str) -> str:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-__all__ = ["assemble", "builtin", "bundle", "json_text", "render", "write"]

@@ -27,7 +27,8 @@ KiB = int
 MiB = int
 
 PANELS = (
-    "Model", "Speculation", "Server", "Replicas", "Engine", "Limits", "Privacy", "Sampling", "Conversation", "Output",
+    "Model", "What", "How", "Hardware", "Demand", "Speculation", "Server", "Replicas", "Engine", "Limits", "Privacy", "Sampling",
+    "Conversation", "Output",
 )  # fmt: skip
 """The headings of the help page, in its order."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from outrider.core.files import written_whole
+from outrider.core.files import write_whole, written_whole
 from outrider.kernels.machine import machine
 from outrider.train.answers import AnswerFile
 from outrider.train.survival import Survival
@@ -71,7 +71,7 @@ class RunFolder:
                 f"{path} is not empty and is no training run; give a new folder, or that of a run to go on with"
             )
         else:
-            self._write(file, json.dumps(asdict(settings), indent=1) + "\n")
+            write_whole(file, json.dumps(asdict(settings), indent=1) + "\n")
         self.answers = AnswerFile(self._state / "answers.jsonl")
 
     @contextmanager
@@ -102,7 +102,7 @@ class RunFolder:
 
     @writing_seconds.setter
     def writing_seconds(self, seconds: float) -> None:
-        self._write(self._state / "writing_seconds", f"{seconds:.1f}\n")
+        write_whole(self._state / "writing_seconds", f"{seconds:.1f}\n")
 
     def write_card(self, progress: Progress, model: str, parameters: int) -> None:
         """run.json and MODEL_CARD.md."""
@@ -115,8 +115,8 @@ class RunFolder:
             "machine": machine(),
             "curve": progress.curve,
         }
-        self._write(self._state / "run.json", json.dumps(run, indent=1) + "\n")
-        self._write(self.path / "MODEL_CARD.md", self._card(progress, model, parameters))
+        write_whole(self._state / "run.json", json.dumps(run, indent=1) + "\n")
+        write_whole(self.path / "MODEL_CARD.md", self._card(progress, model, parameters))
 
     def _card(self, progress: Progress, model: str, parameters: int) -> str:
         s = self.settings
@@ -152,11 +152,6 @@ class RunFolder:
                     f"{self.path} holds a run with {name}={stored.get(name)!r}, and this one has {value!r}; give the same to go "
                     "on with it, or another folder with -o"
                 )
-
-    @staticmethod
-    def _write(file: Path, text: str) -> None:
-        with written_whole(file) as partial:
-            partial.write_text(text, encoding="utf-8")
 
 
 def point(progress: Progress, loss: float, measured: list[Survival]) -> dict[str, Any]:

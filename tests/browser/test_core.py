@@ -30,10 +30,9 @@ from outrider.core.tree import ancestor_mask, levels
 from outrider.core.types import Budget
 from outrider.engine.memory import per_token
 from outrider.engine.trace import StepRecord, read
-from outrider.lab.explain import builtin
-from outrider.lab.explain.facts import _step, model_size
+from outrider.lab.explain import _step, model_size
 from outrider.models.load import load
-from outrider.pages.explained import ExplainedStep
+from outrider.pages.explained import ExplainedStep, builtin
 from outrider.testing.oracle import distribution, total_variation
 from outrider.verify.reference import reference_match, reference_rejection, residual
 

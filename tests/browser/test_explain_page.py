@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from outrider.engine.trace import read
-from outrider.lab.explain import builtin, explained, render
+from outrider.lab.explain import explained
+from outrider.pages.explained import builtin
 from outrider.pages.page import ASSETS
 from tests.browser.conftest import violations
 from tests.support.explained import HostileTokenizer, long_trace
@@ -28,13 +29,13 @@ MOVING = """() => [...document.querySelectorAll("*")].map((node) => getComputedS
 @pytest.fixture(scope="session")
 def page_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("page") / "page.html"
-    file.write_text(render(builtin()))
+    file.write_text(builtin().page())
     return file.as_uri()
 
 
 def test_it_is_one_small_file_that_asks_nobody(page_url: str, visit: Any) -> None:
     run = builtin()
-    assert len(render(run)) - len(run.to_json()) < 400_000
+    assert len(run.page()) - len(run.to_json()) < 400_000
     with visit(page_url) as seen:
         seen.page.wait_for_selector(READY)
         assert seen.asked == [page_url]
@@ -418,7 +419,7 @@ def test_a_long_and_hostile_trace_is_shown_as_text(tmp_path: Path, visit: Any) -
     file = tmp_path / "<img src=x>.jsonl"
     long_trace(file, 100_000)
     page_file = tmp_path / "page.html"
-    page_file.write_text(render(explained(read(file), HostileTokenizer())))
+    page_file.write_text(explained(read(file), HostileTokenizer()).page())
     with visit("about:blank") as seen:
         meter = seen.context.new_cdp_session(seen.page)
         meter.send("Performance.enable", {"timeDomain": "threadTicks"})
@@ -446,7 +447,7 @@ def test_a_trace_with_counts_only_is_shown(tmp_path: Path, visit: Any) -> None:
     lines[0]["detail"] = "counts"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page_file = tmp_path / "page.html"
-    page_file.write_text(render(explained(read(file))))
+    page_file.write_text(explained(read(file)).page())
     with visit(page_file.as_uri()) as seen:
         seen.page.locator("#run-stage").focus()
         seen.page.keyboard.press("End")

@@ -9,7 +9,6 @@ import pytest
 
 from outrider.lab.plan.acceptance_curve import constant
 from outrider.lab.plan.answer import PlanAnswer, PlanFigure, answer
-from outrider.lab.plan.page import write
 from outrider.lab.plan.serving_costs import MeasuredCosts
 from outrider.lab.plan.serving_plan import ServingPlan
 from outrider.lab.plan.simulation import ReplicaLimits
@@ -32,7 +31,7 @@ def found() -> PlanAnswer:
 @pytest.fixture(scope="module")
 def plan_url(found: PlanAnswer, tmp_path_factory: pytest.TempPathFactory) -> str:
     file: Path = tmp_path_factory.mktemp("plan") / "plan.html"
-    write(found, file)
+    file.write_text(found.page(), encoding="utf-8")
     return file.as_uri()
 
 

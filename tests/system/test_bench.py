@@ -284,18 +284,18 @@ def test_configurations_and_their_names(tmp_path: Path) -> None:
         '{"model": "x", "verifier": "block"}',
         str(file),
     ]
-    assert SettingOptions("m", speculative_config=given).configs(False) == [
+    assert SettingOptions(model="m", speculative_config=given).configs(False) == [
         ("mine", {"method": "suffix"}),
         ("suffix+ngram width=2", {"method": ["suffix", "ngram"], "tree_width": 2}),
         ("draft_model block", {"model": "x", "verifier": "block"}),
         ("mine #2", {"method": "suffix"}),
     ]
-    assert SettingOptions("builtin:code").configs(False)[0][1]["model"] == SMALL
-    assert SettingOptions("m", draft_model="d", num_speculative_tokens=3).configs(False)[0] == (
+    assert SettingOptions(model="builtin:code").configs(False)[0][1]["model"] == SMALL
+    assert SettingOptions(model="m", draft_model="d", num_speculative_tokens=3).configs(False)[0] == (
         "draft_model k=3", {"method": "draft_model", "model": "d", "num_speculative_tokens": 3},
     )  # fmt: skip
-    assert SettingOptions("m").configs(False) == [("auto", {"method": "auto"})]
-    assert SettingOptions("m").configs(True) == []
+    assert SettingOptions(model="m").configs(False) == [("auto", {"method": "auto"})]
+    assert SettingOptions(model="m").configs(True) == []
 
 
 def test_nobody_answers() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outrider.core.files import written_whole
+from outrider.core.files import write_whole
 from outrider.kernels.machine import machine
 from outrider.lab.bench.prompts import Prompt
 
@@ -150,8 +150,7 @@ class Run(RunPart):
 
     def save(self, path: Path) -> None:
         """Write the file. It is replaced as a whole, so a reader never sees half of it."""
-        with written_whole(path) as part:
-            part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Run:

@@ -7,5 +7,4 @@ workload          requests per second and their lengths
 simulation        replicas that batch continuously and speculate
 serving_plan      batch sizes, fleets and forecasts
 answer            the answer with its formulas
-page              the answer as a page
 """

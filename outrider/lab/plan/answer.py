@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from outrider.core.hardware import Hardware
 from outrider.lab.plan.planned_model import PlannedModel
 from outrider.lab.plan.serving_costs import CostTerm, RooflineCosts
 from outrider.lab.plan.serving_plan import BatchFigures, Forecast, ServingPlan
+from outrider.pages.page import assemble
 
+ASSETS = Path(__file__).parent / "assets"
 SHARES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0, 1.15)  # of the demand, for the picture of load
 
 
@@ -57,6 +60,10 @@ class PlanAnswer:
     def to_json(self) -> str:
         found: dict[str, Any] = {"kind": "outrider-plan", "format": 1, **asdict(self)}
         return json.dumps(found, indent=1)
+
+    def page(self) -> str:
+        """The page of the plan in HTML. Texts of the plan are data, never markup."""
+        return assemble(ASSETS / "plan.html", ASSETS / "plan.css", ASSETS / "plan.js", self.to_json())
 
 
 def answer(plan: ServingPlan, inputs: list[PlanFigure], replicas: int | None = None, sweep: bool = False) -> PlanAnswer:
@@ -188,6 +195,3 @@ def kv_tokens(hardware: Hardware, model: PlannedModel, draft: PlannedModel | Non
             "devices, or --weights fp8"
         )
     return int(free // each)
-
-
-__all__ = ["PlanAnswer", "PlanFigure", "answer", "kv_tokens"]

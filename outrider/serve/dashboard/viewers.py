@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.engine.trace import Detail
-from outrider.pages.explained import CostCurve, curve
-from outrider.pages.page import assemble, builtin, render
+from outrider.pages.explained import CostCurve, builtin, curve
+from outrider.pages.page import assemble
 from outrider.serve.connection import abort, disconnected
 from outrider.serve.dashboard.figures import WINDOWS, added, figures, outlook, recent
 from outrider.serve.dashboard.trial import MOST
@@ -295,7 +295,7 @@ def install(app: FastAPI, service: Service, interval: float = INTERVAL) -> Dashb
     async def explain() -> Response:
         run = builtin()
         run = replace(run, costs=[*own_curves(service), *run.costs])
-        return Response(await anyio.to_thread.run_sync(render, run), headers=HEADERS, media_type="text/html")
+        return Response(await anyio.to_thread.run_sync(run.page), headers=HEADERS, media_type="text/html")
 
     return dashboard
 

@@ -121,8 +121,8 @@ OPTIONS = {
     },
     "tune": {
         "Model": "--model/-m --dtype --quantization",
-        "Speculation": "--draft-model/-d",
         "What": "--method --layers --verifier",
+        "Speculation": "--draft-model/-d",
         "How": "--num-prompts --max-tokens/-n --temperature/-t --seed --ignore-eos --seconds",
         "Engine": "--engine --command --concurrency/-c --logs --ready-timeout",
         "Output": "--out --json --debug",

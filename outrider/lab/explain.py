@@ -1,4 +1,7 @@
-"""From a trace to the records of the page; with the model at hand, also what the trace does not hold."""
+"""The explainer: a run as one interactive page that needs no network.
+
+From a trace to the records of the page (`outrider.pages.explained`); with the model at hand, also what the trace does not hold.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +62,19 @@ def explained(trace: Trace, tokenizer: Any | None = None, title: str | None = No
     return ExplainedRun(
         title=title or trace.path.name,
         builtin=False,
-        model=header.model,
-        device=header.device,
-        drafter=header.drafter,
-        verifier=header.verifier,
-        guarantee=header.guarantee,
         detail=header.detail.value,
-        date=header.date,
-        machine=header.machine,
-        speculative_config=header.speculative_config,
+        **_same(header, "model drafter verifier guarantee device date machine speculative_config"),
         requests=requests,
         texts={} if tokenizer is None else _texts(requests, tokenizer),
         plain_seconds=median(plain) if len(plain) > 2 else None,
         costs=[*machine_curves(), *rooflines()],
         notes=notes,
     )
+
+
+def _same(record: Any, names: str) -> dict[str, Any]:
+    """Fields of a line of the trace that the page has under the same names."""
+    return {name: getattr(record, name) for name in names.split()}
 
 
 def with_model(run: ExplainedRun, trace: Trace, llm: LLM) -> ExplainedRun:
@@ -233,25 +234,12 @@ def _request(text: TracedText, detail: Detail) -> ExplainedRequest:
 
 def _step(step: StepRecord) -> ExplainedStep:
     """The step as it was recorded. Probabilities are known of tokens among the most likely ones."""
-    made = ExplainedStep(
-        step=step.step,
-        position=step.position,
-        drafted=step.drafted,
-        depth=step.depth,
-        accepted=step.accepted,
-        refused=step.refused,
-        committed=step.committed,
-        seconds=step.seconds,
-        tokens=step.tokens,
-        parents=step.parents,
-        path=step.path,
-        token=step.token,
-        note=step.note,
+    law = step.target_law
+    return ExplainedStep(
+        **_same(step, "step position drafted depth accepted refused committed seconds tokens parents path token note"),
         confidence=None if step.chances is None else [_finite(x) for x in step.chances],
+        likely=None if law is None else [[(t, _finite(p)) for t, p in tokens] for tokens in law],
     )
-    if step.target_law is None:
-        return made
-    return replace(made, likely=[[(t, _finite(p)) for t, p in tokens] for tokens in step.target_law])
 
 
 def _finite(x: float) -> float:
@@ -315,6 +303,3 @@ def _texts(
     first = next(iter(used), 0)
     # After another token: some tokenizers drop the space before the first word of a text.
     return {t: tokenizer.decode([first, t]).removeprefix(anchor) for t in sorted(used) if t >= 0}
-
-
-__all__ = ["compare", "explained", "machine_curves", "model_size", "rooflines", "with_model"]

@@ -1,4 +1,4 @@
-"""Makes the built-in runs: `python -m outrider.lab.explain.record -m MODEL -d DRAFT --bad-model OTHER`.
+"""Makes the built-in runs: `python docs/builtin_run.py -m MODEL -d DRAFT --bad-model OTHER`.
 
 They are real runs of one sentence, computed again step by step: a good draft at temperature 0, the same with noise, and a bad
 draft. Costs are measured in the same go, so nothing else should run.
@@ -18,9 +18,8 @@ from outrider.core.params import SamplingParams
 from outrider.engine.calibrate import WHOLE, costs_of, measure
 from outrider.engine.llm import LLM
 from outrider.engine.trace import Detail, Recorder, read
-from outrider.lab.explain.facts import explained, rooflines, with_model
-from outrider.pages.explained import ExplainedRun, curve
-from outrider.pages.page import BUILTIN
+from outrider.lab.explain import explained, rooflines, with_model
+from outrider.pages.explained import BUILTIN, ExplainedRun, curve
 
 PROMPT = "The seven days of the week are"
 CHAIN = {"num_speculative_tokens": 3, "controller": "fixed"}
