@@ -1,0 +1,152 @@
+"""Prints how large and how tangled the package is: python docs/house.py [CHECKOUT] [--where].
+
+With --where, each place that a figure counts is printed, too. It reads the source as text and runs nothing of it.
+
+isinstance of own types   `isinstance` or `match` cases that name a class of the package: ask for a capability instead
+writes to other objects   `x.name = ...`, where x is not the method's own object: an object should be whole when it is made
+modules with one importer `__init__` and `__main__` do not count, as modules or as importers
+circles of imports        groups of files that import each other, also for types only or inside of functions
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+Modules = dict[str, ast.Module]
+
+
+def read(package: Path) -> Modules:
+    """Module name -> its syntax tree."""
+    return {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
+            path.read_text()
+        )
+        for path in sorted(package.rglob("*.py"))
+    }
+
+
+def classes(modules: Modules) -> list[tuple[str, str]]:
+    """(name, place) of each class."""
+    return [
+        (n.name, f"{m}:{n.lineno}")
+        for m, tree in modules.items()
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ClassDef)
+    ]
+
+
+def own_checks(modules: Modules) -> list[str]:
+    """Places that ask whether an object is of a class of the package."""
+    own = {name for name, _ in classes(modules)}
+    found = list[str]()
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            asked: list[ast.expr] = []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                asked = [node.args[1]]
+            elif isinstance(node, ast.MatchClass):
+                asked = [node.cls]
+            names = {getattr(n, "id", getattr(n, "attr", "")) for part in asked for n in ast.walk(part)}
+            found += [f"{module}:{part.lineno} {', '.join(sorted(names & own))}" for part in asked if names & own]
+    return found
+
+
+def writes(modules: Modules) -> list[str]:
+    """Places that set an attribute of an object other than the method's own."""
+    return [
+        f"{module}:{node.lineno} {ast.unparse(node)}"
+        for module, tree in modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+
+
+def imports(modules: Modules) -> dict[str, set[str]]:
+    """Module -> the modules of the package that it imports anywhere in its file."""
+
+    def named(tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    part = f"{node.module}.{alias.name}"
+                    yield part if part in modules else node.module
+
+    return {module: set(named(tree)) & modules.keys() - {module} for module, tree in modules.items()}
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen, waiting = set[str](), [start]
+        while waiting:
+            new = arrows[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reach = {module: reached(module) for module in arrows}
+    groups = {frozenset(other for other in reach[m] if m in reach[other]) for m in arrows if m in reach[m]}
+    return sorted(sorted(group) for group in groups)
+
+
+def single_importers(modules: Modules, arrows: dict[str, set[str]], package: Path) -> list[str]:
+    """Modules that exactly one other module imports."""
+    rooms = {".".join(p.parent.relative_to(package.parent).parts) for p in package.rglob("__init__.py")}
+    importers = defaultdict[str, list[str]](list)
+    for module, targets in arrows.items():
+        for target in targets if module not in rooms else ():
+            importers[target].append(module)
+    return [f"{m} <- {importers[m][0]}" for m in modules if m not in rooms and len(importers[m]) == 1]
+
+
+def fields(modules: Modules, name: str) -> list[str]:
+    """What the objects of a class hold."""
+    found = dict[str, None]()
+    for tree in modules.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                found |= {
+                    n.target.id: None
+                    for n in node.body
+                    if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+                }
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+                found |= {n.attr: None for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
+    return list(found)
+
+
+def figures(checkout: Path) -> dict[str, int | list[str]]:
+    """A figure, or the places that it counts, by name."""
+    package = checkout / "outrider"
+    modules = read(package)
+    arrows = imports(modules)
+    names = Counter(name for name, _ in classes(modules))
+    return {
+        "lines of Python": sum(len(path.read_text().splitlines()) for path in package.rglob("*.py")),
+        "modules": len(modules),
+        "isinstance of own types": own_checks(modules),
+        "writes to other objects' attributes": writes(modules),
+        "class names used twice": sorted(f"{name} {place}" for name, place in classes(modules) if names[name] > 1),
+        "modules with exactly one importer": single_importers(modules, arrows, package),
+        "circles of imports at file level": [" ".join(circle) for circle in circles(arrows)],
+        "fields of Request": fields(modules, "Request"),
+        "fields of Sequence": fields(modules, "Sequence"),
+    }
+
+
+if __name__ == "__main__":
+    where = "--where" in sys.argv
+    folders = [Path(word) for word in sys.argv[1:] if word != "--where"]
+    for name, value in figures(folders[0] if folders else Path(__file__).parents[1]).items():
+        print(f"{len(value) if isinstance(value, list) else value:>7,}  {name}")
+        for place in value if where and isinstance(value, list) else ():
+            print(f"         {place}")
