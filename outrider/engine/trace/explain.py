@@ -14,8 +14,8 @@ import torch
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsDistribution, draw
 from outrider.core.tree import levels
-from outrider.core.types import Draft, Siblings, Verdict, ints
-from outrider.engine.trace.records import TopProbs
+from outrider.core.types import Draft, Siblings, Step, ints
+from outrider.engine.trace.records import TopProbs, top
 from outrider.verify import Verifier
 from outrider.verify.reference import Number
 
@@ -111,44 +111,39 @@ def _odds(p: float, noise: float | None) -> str:
     return f"p {p:.3g}" if noise is None else f"p {p:.3g}, noise {noise:+.2f}"
 
 
-def explain(
-    verifier: Verifier,
-    target: LogitsDistribution,
-    draft: Draft,
-    noise: Noise,
-    position: torch.Tensor,
-    verdict: Verdict,
-    likely: Sequence[TopProbs],
-) -> list[ExplainedNode]:
-    """Explain the nodes of a one-row draft.
+def explain(verifier: Verifier, target: LogitsDistribution, step: Step, seed: int, number: int) -> list[ExplainedNode]:
+    """Explain the nodes of a step of one sequence.
 
-    target, draft, noise, position: what the verifier was given. likely: the most likely tokens after each node.
+    target: the distribution that the verifier was given. seed: of the sequence, as int64. number: of the step, which the noise
+    is keyed by.
     """
-    known = _Known(target, draft, noise, position)
-    path = [n for n in ints(verdict.path[0]) if n >= 0]
-    drawn = dict(zip(path, [*(known.tokens[n] for n in path[1:]), int(verdict.token[0])], strict=True))
-    by_node = _by_coin(verifier, known, path) if verifier.explains_by else _by_sample(known, drawn)
+    device = target.logits.device
+    noise = Noise(torch.tensor([seed], device=device), torch.tensor([number], device=device))
+    judged = _Judged(target, step.draft, noise, torch.tensor(step.positions, device=device))
+    path = [n for n in ints(step.verdict.path[0]) if n >= 0]
+    drawn = dict(zip(path, [*(judged.tokens[n] for n in path[1:]), int(step.verdict.token[0])], strict=True))
+    evidence = _by_coin(verifier, judged, path) if verifier.explains_by else _by_sample(judged, drawn)
     return [
         ExplainedNode(
             node=n,
             parent=parent,
-            depth=known.depth[n],
+            depth=judged.depth[n],
             token=token,
             accepted=n in drawn,
             parent_accepted=n == 0 or parent in drawn,
-            p=known.p(parent)[token] if n else 1.0,
-            rank=1 + sum(x > known.p(parent)[token] for x in known.p(parent)) if n else 1,
-            likely=likely[n],
+            p=judged.p(parent)[token] if n else 1.0,
+            rank=1 + sum(x > judged.p(parent)[token] for x in judged.p(parent)) if n else 1,
+            likely=top(target.probs(torch.tensor([n], device=device))[0]),
             drawn=drawn.get(n),
-            evidence=by_node.get(n),
+            evidence=evidence.get(n),
             explains_by=verifier.explains_by,
         )
-        for n, (token, parent) in enumerate(zip(known.tokens, known.parents, strict=True))
+        for n, (token, parent) in enumerate(zip(judged.tokens, judged.parents, strict=True))
     ]
 
 
-class _Known:
-    """The draft of one row as lists, and the distributions at its nodes."""
+class _Judged:
+    """The draft of one sequence as lists, and the distributions at its nodes."""
 
     def __init__(self, target: LogitsDistribution, draft: Draft, noise: Noise, position: torch.Tensor) -> None:
         self.target, self.draft, self.noise, self.position = target, draft, noise, position
@@ -171,34 +166,33 @@ class _Known:
         return [float(token == self.tokens[child]) for token in range(len(self.p(0)))]
 
 
-def _by_sample(known: _Known, drawn: dict[int, int]) -> dict[int, Evidence]:
+def _by_sample(judged: _Judged, drawn: dict[int, int]) -> dict[int, Evidence]:
     """For a verifier that compares with the target's own sample: every child of an accepted node was judged."""
-    greedy = known.target.warp.all_greedy
+    greedy = judged.target.warp.all_greedy
 
     def gumbel(node: int, token: int) -> float | None:
-        at = known.position + known.depth[node] - 1
-        return None if greedy else float(known.noise.gumbel(Stream.TOKEN, at, token + 1)[0, token])
+        at = judged.position + judged.depth[node] - 1
+        return None if greedy else float(judged.noise.gumbel(Stream.TOKEN, at, token + 1)[0, token])
 
     evidence = dict[int, Evidence]()
-    for n, parent in enumerate(known.parents):
+    for n, parent in enumerate(judged.parents):
         if parent not in drawn:
             continue
         token, rival = drawn[parent], None
         if token < 0:
             rival = (token, 0.0, None)
-        elif token != known.tokens[n]:
-            rival = (token, known.p(parent)[token], gumbel(n, token))
-        evidence[n] = Evidence(gumbel(n, known.tokens[n]), rival)
+        elif token != judged.tokens[n]:
+            rival = (token, judged.p(parent)[token], gumbel(n, token))
+        evidence[n] = Evidence(gumbel(n, judged.tokens[n]), rival)
     return evidence
 
 
-def _by_coin(verifier: Verifier, known: _Known, path: list[int]) -> dict[int, Evidence]:
+def _by_coin(verifier: Verifier, judged: _Judged, path: list[int]) -> dict[int, Evidence]:
     """For a verifier with coins: the coins that its reference reads from the same noise."""
-    choices = _NoiseChoices(known.noise, known.position)
-    siblings = known.draft.siblings if known.draft.probs is not None else Siblings.POINT
-    verifier.reference(known.tokens, known.parents, known.p, known.q, choices, siblings)
-    judged = {*choices.coins, *path[1:]}
-    return {n: Evidence(coin=choices.coins.get(n)) for n in judged}
+    choices = _NoiseChoices(judged.noise, judged.position)
+    siblings = judged.draft.siblings if judged.draft.probs is not None else Siblings.POINT
+    verifier.reference(judged.tokens, judged.parents, judged.p, judged.q, choices, siblings)
+    return {n: Evidence(coin=choices.coins.get(n)) for n in {*choices.coins, *path[1:]}}
 
 
 @dataclass

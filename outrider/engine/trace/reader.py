@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -170,32 +171,26 @@ def _header(where: Path, raw: bytes) -> RunRecord:
     try:
         line = _parse(raw)
     except ValueError as error:
-        other = _format(raw)
-        if other not in (None, FORMAT):
-            raise ValueError(
-                f"{where}, line 1: this trace has format {other}, this outrider reads format {FORMAT}; use the version "
-                f"that wrote it, or {_HOW}"
-            ) from None
-        raise ValueError(f"{where}, line 1: this is no trace of outrider ({error}); {_HOW}") from None
+        raise ValueError(
+            f"{where}, line 1: {_other_format(raw) or f'this is no trace of outrider ({error}); {_HOW}'}"
+        ) from None
     if not isinstance(line, RunRecord):
         raise ValueError(
             f"{where}, line 1: the first line of a trace is its header, and this line is a {line.line}; {_HOW}"
         )
-    if line.format != FORMAT:
-        raise ValueError(
-            f"{where}, line 1: this trace has format {line.format}, this outrider reads format {FORMAT}; use the version "
-            f"that wrote it ({line.outrider}), or {_HOW}"
-        )
     return line
 
 
-def _format(raw: bytes) -> object:
-    """The format number in the header of another version, or None."""
-    try:
-        found = TypeAdapter(dict).validate_json(raw)
-    except ValidationError:
-        return None
-    return found.get("format") if found.get("kind") == "outrider-trace" else None
+def _other_format(raw: bytes) -> str | None:
+    """What to say of the header of another version; None for anything else."""
+    with suppress(ValueError):
+        header = TypeAdapter(dict).validate_json(raw)
+        if header.get("kind") == "outrider-trace" and header.get("format") != FORMAT:
+            return (
+                f"this trace has format {header.get('format')}, this outrider reads format {FORMAT}; use the version that "
+                f"wrote it, or {_HOW}"
+            )
+    return None
 
 
 def _parse(raw: bytes) -> AnyLine:

@@ -7,14 +7,12 @@ writing ends the trace with one warning. It never ends a request.
 from __future__ import annotations
 
 import os
-import platform
 import threading
 import warnings
 from collections import abc
 from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +28,22 @@ from outrider.engine.decoder import Decoder
 from outrider.engine.request import Sequence
 from outrider.engine.trace.records import (
     PHASES,
-    TOP_TOKENS,
     Detail,
     EndRecord,
     RequestRecord,
     RunRecord,
     StepRecord,
-    TopProbs,
     TraceLine,
+    top,
 )
-from outrider.kernels import cpu as native
+from outrider.kernels.machine import machine
 from outrider.models.load import Loaded
 
-# Sampling parameters that say nothing about a text.
-_NUMBERS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "min_tokens", "max_tokens", "ignore_eos", "n",
-)  # fmt: skip
+_ELSEWHERE = (
+    "seed",
+    "prediction",
+    "bad_words",
+)  # sampling parameters that a request's line has in another form, or lacks
 _DEFAULTS = SamplingParams()
 
 
@@ -185,12 +182,9 @@ class Recorder:
         if draft.probs is not None:
             out["draft_law"] = [top(probs) for probs in draft.probs[b, :nodes]]
         if step.logits is not None:
-            old, at = row.state, step.positions[b]  # as it stood before the step
-            before = SequenceState(old.params, old.end_ids, old.bad_words, old.tokens[:at], old.prompt_length, old.mask)
-            own = Draft(draft.tokens[b : b + 1, :nodes], draft.parents[b : b + 1, :nodes])
-            out["target_law"] = target_probs(
-                LogitsDistribution(step.logits[b : b + 1], own, LogitsWarper([before], step.logits.device)), nodes
-            )
+            target = target_distribution(step, b, row)
+            at = torch.arange(nodes, device=step.logits.device)[:, None]
+            out["target_law"] = [top(target.probs(node)[0]) for node in at]
         return out
 
     def _end(self, row: Sequence, finish: str) -> TraceLine:
@@ -254,38 +248,28 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail
         verifier=decoder.verifier.name,
         guarantee=decoder.guarantee.value,
         speculative_config=chosen,
-        machine={
-            "system": f"{platform.system()} {platform.machine()}",
-            "cores": str(os.cpu_count()),
-            "threads": str(torch.get_num_threads()),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-            "native": "yes" if native.available() else str(native.why()),
-        },
+        machine={name: str(fact) for name, fact in {**machine(), "threads": torch.get_num_threads()}.items()},
     )
 
 
-def target_probs(target: LogitsDistribution, nodes: int) -> list[TopProbs]:
-    """The most likely tokens after each node of a one-row draft, after all sampling parameters."""
-    return [top(target.probs(torch.tensor([n], device=target.logits.device))[0]) for n in range(nodes)]
-
-
-def top(probs: torch.Tensor) -> TopProbs:
-    """The most likely tokens of a distribution [vocab], without tokens of probability 0."""
-    best = probs.topk(min(TOP_TOKENS, len(probs)))
-    return [(t, p) for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if not p <= 0]
+def target_distribution(step: Step, b: int, row: Sequence) -> LogitsDistribution:
+    """The target's distribution at the nodes of a row's draft, after all sampling parameters. b: the row's place in the step."""
+    assert step.logits is not None
+    old = row.state  # as it stood before the step
+    tokens = old.tokens[: step.positions[b]]
+    before = SequenceState(old.params, old.end_ids, old.bad_words, tokens, old.prompt_length, old.mask)
+    draft = Draft(step.draft.tokens[b : b + 1], step.draft.parents[b : b + 1])
+    return LogitsDistribution(step.logits[b : b + 1], draft, LogitsWarper([before], step.logits.device))
 
 
 def _params(params: SamplingParams, tokens: bool) -> dict[str, Any]:
     """Parameters other than the defaults; numbers only if `tokens` is False."""
-    names = (
-        {f.name for f in fields(params) if f.init} - {"seed", "prediction", "bad_words"} if tokens else set(_NUMBERS)
-    )
-    found = {name: getattr(params, name) for name in sorted(names)}
-    if found.get("logit_bias"):
-        found["logit_bias"] = {int(t): float(bias) for t, bias in found["logit_bias"].items()}
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        if found.get(name):
-            found[name] = [int(t) for t in found[name]]
-    return {name: value for name, value in found.items() if value != getattr(_DEFAULTS, name)}
+    out = dict[str, Any]()
+    for name in sorted(f.name for f in fields(params) if f.init and f.name not in _ELSEWHERE):
+        value = getattr(params, name)
+        if value == getattr(_DEFAULTS, name) or not (tokens or isinstance(value, int | float)):
+            continue
+        if name == "logit_bias":
+            value = {int(t): float(bias) for t, bias in value.items()}
+        out[name] = [int(t) for t in value] if name in ("stop_token_ids", "allowed_token_ids") and value else value
+    return out

@@ -7,11 +7,12 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
 from outrider.core.origins import letters
 from outrider.core.params import SamplingParams
 
-FORMAT = 1  # increased when a field changes its meaning
+FORMAT: Literal[1] = 1  # increased when a field changes its meaning
 TOP_TOKENS = 5  # tokens of a distribution that `Detail.PROBS` writes
 
 PHASES = ("draft", "target", "verify", "commit")
@@ -19,6 +20,12 @@ PHASES = ("draft", "target", "verify", "commit")
 Id = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 TopProbs = list[tuple[Id, float]]  # the most likely tokens and their probabilities, most likely first
+
+
+def top(probs: Tensor) -> TopProbs:
+    """The most likely tokens of a distribution [vocab], without tokens of probability 0."""
+    best = probs.topk(min(TOP_TOKENS, len(probs)))
+    return [(t, p) for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if not p <= 0]
 
 
 class Detail(Enum):
@@ -44,7 +51,7 @@ class RunRecord(TraceLine):
 
     line: Literal["header"] = "header"
     kind: Literal["outrider-trace"] = "outrider-trace"
-    format: int = FORMAT
+    format: Literal[1] = FORMAT
     outrider: str  # its version
     date: str  # ISO 8601, UTC
     detail: Detail
