@@ -74,7 +74,7 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) ->
     """Write the text as it comes, then the summary line. Returns whether ctrl-C ended it."""
     bare, speculates = plain(sys.stdout), llm.config.enabled
     used = StepsByDrafter(llm.method)
-    llm.scheduler.observers = (used,)
+    llm.scheduler.watch(used)
     source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
     tokens, last, interrupted, started = 0, "\n", False, perf_counter()
     steps = drafted = accepted = 0
@@ -91,7 +91,7 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) ->
             steps, drafted, accepted = steps + 1, drafted + delta.drafted, accepted + delta.accepted
     except KeyboardInterrupt:
         interrupted = True
-    llm.scheduler.observers = ()
+    llm.scheduler.unwatch(used)
     seconds = perf_counter() - started
     if last != "\n":
         sys.stdout.write("\n")

@@ -12,7 +12,7 @@ Evidence comes in as `View`s and `Step`s, plans go out. Nothing here reads a clo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -76,14 +76,18 @@ class View:
 
 
 class Weighed(NamedTuple):
-    """A drafter in a plan. tokens: expected accepted ones. seconds: what they cost. value: tokens less the price of the seconds.
-    verdict: "chosen", or why not."""
+    """A drafter in a plan. tokens: expected accepted ones, and hoped for where it costs something. seconds: what they cost.
+    value: tokens less the price of the seconds. verdict: "chosen", or why not. levels, nodes: expected of a drafter that costs
+    something. survival: of a lookup's nodes, as they are believed."""
 
     name: str
     tokens: float
     seconds: float
     value: float
     verdict: str
+    levels: float = 0.0
+    nodes: float = 0.0
+    survival: Sequence[float] = ()
 
     def __str__(self) -> str:
         cost = f"{1000 * self.seconds:.1f} ms"
@@ -144,37 +148,19 @@ class PlanNote:
         )
 
 
-class _Found(NamedTuple):
-    """The best of a sequence's lookups: its name, what it is worth, what its nodes are believed, and what was weighed."""
-
-    name: str | None = None
-    value: float = 0.0
-    survival: Sequence[float] = ()
-    why: tuple[Weighed, ...] = ()
-
-
-_NOTHING = _Found()
-
-
-class _Ask(NamedTuple):
-    """A drafter that costs something, for one sequence. tokens: expected and hoped for. worth: these, less what they cost."""
-
-    name: str
-    tokens: float
-    levels: float
-    nodes: float
-    worth: float
+_NOTHING = Weighed("", 0.0, 0.0, 0.0, "")
 
 
 @dataclass(eq=False)
 class _Try:
-    """A sequence while its step is planned. ask: the best drafter that costs something. read: what it reads in place of that."""
+    """A sequence while its step is planned. found: the best lookup. ask: the best drafter that costs something. read: what that
+    reads in place of a draft. why: all that was weighed."""
 
     view: View
-    found: _Found = _NOTHING
-    ask: _Ask | None = None
+    found: Weighed = _NOTHING
+    ask: Weighed | None = None
     read: tuple[str, int] | None = None
-    why: list[Weighed] = field(default_factory=lambda: list[Weighed]())
+    why: Sequence[Weighed] = ()
 
 
 @dataclass
@@ -329,22 +315,18 @@ class Planner:
             parts.append(f"{name}: a token costs {cost:.2f} plain steps, {known.speed:.2f} times plain expected")
         return "; ".join(parts)
 
-    def _found(self, view: View, price: float, more: Sequence[float]) -> _Found:
-        """The best of the lookups' offers. more: seconds that further nodes add to the step."""
-        best, why = _Found(), list[Weighed]()
+    def _offers(self, view: View, price: float, more: Sequence[float]) -> list[Weighed]:
+        """What the lookups' offers are worth. more: seconds that further nodes add to the step."""
+        out = list[Weighed]()
         for name, offer in view.offers.items():
             if len(offer.nodes) < 2:
                 continue
             alive = self._lookup(name).survival(view.slot, offer)
             falling = alive[1:] if view.budget.width == 1 else sorted(alive[1:], reverse=True)
-            if view.fixed:
-                count, worth = len(falling), sum(falling)
-            else:
-                count, worth = best_prefix(falling, price, more)
-            why.append(Weighed(name, sum(falling[:count]), more[count - 1] if count else 0.0, worth, "less"))
-            if worth > best.value:
-                best = _Found(name, worth, alive)
-        return best._replace(why=tuple(why))
+            count, worth = (len(falling), sum(falling)) if view.fixed else best_prefix(falling, price, more)
+            seconds = more[count - 1] if count else 0.0
+            out.append(Weighed(name, sum(falling[:count]), seconds, worth, "less", survival=alive))
+        return out
 
     def _tried(
         self,
@@ -356,26 +338,20 @@ class Planner:
         asked: Mapping[str, int],
     ) -> _Try:
         """What a sequence would get if all others did as it does. asked: how many may have each drafter."""
-        out = _Try(view)
         if min(view.budget.depth, view.left - 1, view.budget.max_nodes) < 1:
-            return out
-        out.found = self._found(view, price, more)
-        out.why += out.found.why
-        best = 0.0
+            return _Try(view)
+        why = self._offers(view, price, more)
+        found = max((w for w in why if w.value > 0), key=lambda w: w.value, default=_NOTHING)
+        best, ask = 0.0, None
         for name, missing in view.missing.items():
-            ask = self._ask(name, view.slot, price, around, rows, asked[name])
-            verdict = self._refused(name, view, price, missing, ask.worth)
-            if not verdict and (
-                ask.worth > best if ask.worth >= out.found.value else view.fixed and not out.found.name
-            ):
-                out.ask, best = ask, ask.worth
-            seconds = (ask.tokens - ask.worth) / price
-            out.why.append(
-                Weighed(name, ask.tokens, seconds, ask.worth, verdict or ("less" if best > 0 else "not worth it"))
-            )
-        if out.ask is not None and (piece := self._piece(out.ask.name, view.missing[out.ask.name], rows)):
-            out.read, out.ask = (out.ask.name, piece), None
-        return out
+            one = self._ask(name, view.slot, price, around, rows, asked[name])
+            verdict = self._refused(name, view, price, missing, one.value)
+            if not verdict and (one.value > best if one.value >= found.value else view.fixed and not found.name):
+                best, ask = one.value, one
+            why.append(one._replace(verdict=verdict or ("less" if best > 0 else "not worth it")))
+        if ask is not None and (piece := self._piece(ask.name, view.missing[ask.name], rows)):
+            return _Try(view, found, None, (ask.name, piece), why)
+        return _Try(view, found, ask, None, why)
 
     def _together(self, name: str, tries: Sequence[_Try], price: float, rows: int) -> set[int]:
         """The slots for which a drafter drafts in this step: a draft for several costs little more than one for one."""
@@ -399,21 +375,21 @@ class Planner:
         """The plan of a sequence, when it is known which drafter drafts for which sequence."""
         view, found, ask = one.view, one.found, one.ask
         budget = view.budget.clipped(view.left - 1)
-        wanted = ask.name if ask is not None and view.slot in together[ask.name] else None
-        final = wanted or found.name
-        why = [w._replace(verdict="chosen" if w.name == final else w.verdict) for w in one.why]
+        name = ask.name if ask is not None and view.slot in together[ask.name] else None
+        verdicts = {name or found.name: "chosen"}
         if one.read is not None:
-            why = [w._replace(verdict="reading") if w.name == one.read[0] else w for w in why]
-        if ask is not None and wanted is None:
-            why = [w._replace(verdict="too few others draft") if w.name == ask.name else w for w in why]
-        if wanted is None:
-            return Plan(found.name, budget if found.name else PLAIN, found.survival, one.read, price, tuple(why))
+            verdicts[one.read[0]] = "reading"
+        if ask is not None and name is None:
+            verdicts[ask.name] = "too few others draft"
+        why = tuple(w._replace(verdict=verdicts.get(w.name, w.verdict)) for w in one.why)
+        if name is None:
+            return Plan(found.name or None, budget if found.name else PLAIN, found.survival, one.read, price, why)
         if not view.fixed:
-            least = self._least(wanted, price, around, len(together[wanted])) / self._belief(wanted).truth(view.slot)
-            budget = self._belief(wanted).ending(budget, min(least, _MOST_SURE))
-        return Plan(wanted, budget, price=price, why=tuple(why))
+            least = self._least(name, price, around, len(together[name])) / self._belief(name).truth(view.slot)
+            budget = self._belief(name).ending(budget, min(least, _MOST_SURE))
+        return Plan(name, budget, price=price, why=why)
 
-    def _ask(self, name: str, slot: int, price: float, around: float, rows: int, asked: int) -> _Ask:
+    def _ask(self, name: str, slot: int, price: float, around: float, rows: int, asked: int) -> Weighed:
         """What asking a drafter that costs something is worth, for a sequence among `asked`. One node at least is charged: a
         draft of which nothing is verified shows nothing."""
         tokens, levels, nodes, weight = self._belief(name).means(slot, self._forecast(name, rows))
@@ -421,7 +397,7 @@ class Planner:
         deepest = levels * _harmonic(asked)
         seconds = self.costs.draft(name, asked, deepest) / asked + forward(around + max(nodes, 1.0)) - forward(around)
         hoped = tokens + OPTIMISM / sqrt(1 + weight)
-        return _Ask(name, hoped, levels, nodes, hoped - price * seconds)
+        return Weighed(name, hoped, seconds, hoped - price * seconds, "", levels, nodes)
 
     def _refused(self, name: str, view: View, price: float, missing: int, worth: float) -> str:
         """Why a drafter is not asked, whatever it is worth; "" if it may be."""

@@ -1,6 +1,6 @@
 """The loop: propose, forward, verify, commit. Plain decoding is the same loop with a drafter that proposes nothing.
 
-Invariant before and after every step, for every row that decodes: `cache.length[row] == len(tokens) - 1`, and the last
+Invariant before and after every step, for every slot that decodes: `cache.length[slot] == len(tokens) - 1`, and the last
 token is the root of the next draft.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import abc
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,37 +20,15 @@ from outrider.core.sampling import LogitsDistribution, LogitsWarper, SequenceSta
 from outrider.core.stopping import StopChecker
 from outrider.core.types import Commit, Draft, Guarantee, Step, Verdict
 from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel, Output
-from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
 
 _NO_DRAFT = NoDraft()
 PREFILL_CHUNK = 256  # prompt tokens per forward; sequences that decode wait for one chunk at most
-
-
-class PrefixSource(Protocol):
-    """Keys and values of texts that were read before."""
-
-    def fetch(self, cache: SlotCache, slot: int, tokens: abc.Sequence[int]) -> tuple[int, torch.Tensor | None]:
-        """Put the longest known start of `tokens` into an empty slot and commit it.
-
-        Returns its length, and the features [token, feature] of the tapped layers if they were kept.
-        """
-        ...
-
-    def keep(
-        self, cache: SlotCache, slot: int, tokens: abc.Sequence[int], features: torch.Tensor | None, first: int = 0
-    ) -> int:
-        """Remember a slot, which holds `tokens`. features: float [token, feature] of the tapped layers, from token `first` on;
-        None without taps. Returns the place of the first token whose features a later call may need."""
-        ...
-
-    def parting(self, tokens: abc.Sequence[int]) -> int:
-        """How many of these tokens earlier texts begin with."""
-        ...
 
 
 class _Laps:
@@ -83,7 +61,7 @@ class Decoder:
         max_length: int | None = None,
         end_ids: abc.Sequence[int] = (),
         tokenizer: Any | None = None,
-        prefixes: PrefixSource | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         """rows: slots of the cache. max_length: tokens of prompt and output of a sequence. end_ids: the model's end tokens.
         tokenizer: for text. prefixes: where starts of prompts are found that were read before; None reads every prompt."""

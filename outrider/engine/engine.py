@@ -11,7 +11,6 @@ from time import perf_counter
 
 from outrider.engine.memory import Memory
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.queue import EngineStopped
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import Runtime
 from outrider.engine.scheduler import CLOSING, Observer, Scheduler
@@ -123,43 +122,30 @@ class Engine:
 
     def submit(self, requests: abc.Sequence[Request]) -> list[Sequence]:
         """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
-        for request in requests:
-            self.scheduler.check(request)
+        if self.scheduler.idle:
+            self._turned = perf_counter()
+        sequences = self.scheduler.add(requests)
         with self._wake:
-            if self.closing:
-                raise EngineStopped(self.problem or CLOSING)
-            if self.scheduler.idle:
-                self._turned = perf_counter()
-            sequences = self.scheduler.add(requests)
             self._wake.notify()
         return sequences
 
     def cancel(self, sequences: abc.Sequence[Sequence]) -> None:
         """These have no reader any more. They leave before the next step."""
+        self.scheduler.cancel(sequences)
         with self._wake:
-            self.scheduler.cancel(sequences)
             self._wake.notify()
-
-    def watch(self, observer: Observer) -> None:
-        """Tell this observer of every step and every end from now on, beside those that are told already."""
-        with self._wake:
-            self.scheduler.observers = (*self.scheduler.observers, observer)
-
-    def unwatch(self, observer: Observer) -> None:
-        """Tell it nothing more. Nothing happens if it was not told."""
-        with self._wake:
-            self.scheduler.observers = tuple(o for o in self.scheduler.observers if o is not observer)
 
     def drain(self, seconds: float) -> None:
         """Take no more sequences. What is not finished after `seconds` ends with the text it has."""
+        self.scheduler.stop(perf_counter() + seconds)
         with self._wake:
-            self.scheduler.stop_at = perf_counter() + seconds
             self._wake.notify()
 
     def close(self) -> None:
-        """End the thread. Every sequence that is left is told so."""
+        """End the thread and every sequence that is left."""
         with self._wake:
-            self.scheduler.stop_at, self._stop = 0.0, True
+            self.scheduler.stop(0.0)
+            self._stop = True
             self._wake.notify()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -161,16 +161,14 @@ class LLM:
     def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The requests of one prompt: params.n of them, each with a number and a seed of its own.
 
-        Bad words and the prediction are token ids in them. Runs nothing. Raises ValueError for a prompt that cannot
-        be encoded, and for what this model cannot do.
+        Bad words and the prediction are token ids in them. Runs and checks nothing. Raises ValueError for what cannot be
+        encoded.
         """
         ids = self.encode(prompt)
         seed = draw_seed() if params.seed is None else params.seed
         bad = tuple(form for word in params.bad_words for form in self._bad_word(word))
-        told = self._prediction(params.prediction)
-        made = [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, told) for i in range(params.n)]
-        self.decoder.check(made[0])
-        return made
+        prediction = self._prediction(params.prediction)
+        return [Request(next(self._ids), ids, params, nth_seed(seed, i), bad, prediction) for i in range(params.n)]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises ValueError for what cannot be encoded."""
@@ -190,11 +188,6 @@ class LLM:
             raise ValueError(f"the tokenizer of {self.loaded.name} has no chat template; give the prompt as one string")
         encoded = self.loaded.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
-
-    def encoded(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters with token ids for the texts in bad_words and prediction. Raises ValueError as `requests` does."""
-        bad = [form for word in params.bad_words for form in self._bad_word(word)]
-        return params.with_(bad_words=bad, prediction=self._prediction(params.prediction))
 
     def _params(self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):

@@ -1,10 +1,10 @@
 """Prompts that start alike are computed once: keys and values of earlier texts, in blocks, the least used ones dropped.
 
-Keys and values of a token depend on the tokens up to it and on nothing else, bit for bit where a model's rows are equal
-(`LanguageModel.batch_invariant`), so a copy is what computing it again would give.
+Keys and values of a token depend on the tokens up to it and on nothing else, bit for bit where a model is batch
+invariant (`LanguageModel.batch_invariant`), so a copy is what computing it again would give.
 
-The state of a recurrent layer holds all tokens up to it and cannot be cut. A cache with states is therefore found again only
-where one was kept: at the end of a text, at the end of each chunk of a prompt, and where two prompts were seen to part.
+The state of a recurrent layer holds all tokens up to it and cannot be cut. So a text with such states can be taken up only
+where its state was stored: at the end of a text, at the end of each chunk of a prompt, and where two prompts were seen to part.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, at most `limit` bytes of keys and values. The `PrefixSource` of `outrider.engine.decoder`."""
+    """A tree of blocks, at most `limit` bytes of keys and values.
+
+    bytes: held now. queries, hits: tokens asked for, tokens found.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.root = _Block(None, (), [])
-        self.bytes = self.queries = self.hits = 0  # queries, hits: tokens asked for, tokens found
+        self.bytes = self.queries = self.hits = 0
         self._used: OrderedDict[_Block, None] = OrderedDict()  # least used first; a parent is used whenever a child is
 
     def fetch(self, cache: SlotCache, slot: int, tokens: Sequence[int]) -> tuple[int, Tensor | None]:

@@ -118,7 +118,8 @@ class Sequence:
 
     state: SequenceState
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, method: str = "none", depth: int = 0) -> None:
+        """method, depth: as in `Counts`."""
         self.request = request
         self.tokens = [*request.prompt, *request.continued]
         self.slot = -1
@@ -128,7 +129,7 @@ class Sequence:
         self.prompt_logprobs: list[dict[int, float] | None] = []
         self.features: list[torch.Tensor] = []
         self.features_from = 0
-        self.counts, self.clock, self.cursor = Counts(), Clock(), Cursor()
+        self.counts, self.clock, self.cursor = Counts(method=method, depth=depth), Clock(), Cursor()
         self.cancelled = False
 
     @property

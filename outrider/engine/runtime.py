@@ -12,7 +12,8 @@ from outrider.drafters.combine.planned import NONE, PlannedDrafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.registry import DrafterSetup, lookup_names, plugins, request_drafters
 from outrider.engine.calibrate import make_planner
-from outrider.engine.decoder import Decoder, PrefixSource
+from outrider.engine.decoder import Decoder
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.models.load import Loaded
 
 
@@ -32,7 +33,7 @@ class Runtime:
     decoder: Decoder
 
     def serving(
-        self, max_length: int, prefixes: PrefixSource | None = None, tell: Callable[[str], None] | None = None
+        self, max_length: int, prefixes: PrefixCache | None = None, tell: Callable[[str], None] | None = None
     ) -> tuple[Decoder, PlannedDrafter]:
         """A decoder for a server: a request may choose one drafter of several, and lookups that are not configured.
 
@@ -101,7 +102,7 @@ def _decoder(
     controller: Controller,
     rows: int,
     max_length: int,
-    prefixes: PrefixSource | None = None,
+    prefixes: PrefixCache | None = None,
 ) -> Decoder:
     return Decoder(
         loaded.model,

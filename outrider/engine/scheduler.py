@@ -21,7 +21,7 @@ from outrider.drafters.registry import prediction_method
 from outrider.engine import policy
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.queue import FairQueue, QueueFull
+from outrider.engine.queue import EngineStopped, FairQueue, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.trace import Recorder
 
@@ -48,7 +48,7 @@ class Scheduler:
     max_queue: sequences that may wait. kv_limit: committed tokens of all sequences together, None for what the slots hold.
     When it runs short, the youngest sequences are preempted and read again later. prefill_chunk: prompt tokens per step while
     others decode, None for the decoder's own. max_draft_tokens: per step and sequence, for the counts. trace: where every step is
-    written. observers: those that count now; replaced as a whole, by any thread.
+    written.
     raises: an exception of the model or the drafter leaves `step`. Otherwise it ends the sequences that it concerns.
     """
 
@@ -77,7 +77,8 @@ class Scheduler:
         self.queue, self.running = FairQueue[Sequence](max_queue), dict[int, Sequence]()  # by slot
         self.preemptions = self.accepted = 0
         self.lock = threading.RLock()  # of the queue
-        self.stop_at = math.inf  # when sequences that are left end with what they have
+        # When sequences that are left end with what they have, and why no more are taken from then on.
+        self.stop_at, self.stopped = math.inf, CLOSING
         self._seconds = 1.0  # of a sequence, lately
 
     @property
@@ -96,18 +97,20 @@ class Scheduler:
             own = default
         return request.method or own
 
-    def check(self, request: Request) -> None:
-        """Raise ValueError if the request could never run."""
+    def _sequence(self, request: Request) -> Sequence:
+        """A sequence of a request. Raises ValueError if the request could never run."""
         self.decoder.check(request)
         if self.roster is not None and request.method is not None:
             self.roster.check_method(request.method)
+        depth = request.num_speculative_tokens
+        return Sequence(request, self.method(request), self.max_draft_tokens if depth is None else depth)
 
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
-        """Queue a sequence of each request, all or none. Raises ValueError or QueueFull."""
-        sequences = [Sequence(request) for request in requests]
-        for sequence in sequences:
-            self.check(sequence.request)
+        """Queue a sequence of each request, all or none. Raises ValueError, QueueFull or EngineStopped."""
+        sequences = [self._sequence(request) for request in requests]
         with self.lock:
+            if self.stop_at < math.inf:
+                raise EngineStopped(self.stopped)
             waiting, free = len(self.queue), len(self.decoder.free)
             owner = sequences[0].request.owner if sequences else ""
             room = policy.room(self.queue.limit, free, waiting)
@@ -119,9 +122,6 @@ class Scheduler:
                 raise QueueFull(waiting, max(1, math.ceil(self._seconds * (waiting + 1) / slots)))
             self.accepted += len(sequences)
             for sequence in sequences:
-                asked = sequence.request.num_speculative_tokens
-                sequence.counts.method = self.method(sequence.request)
-                sequence.counts.depth = self.max_draft_tokens if asked is None else asked
                 self.queue.put(sequence)
         return sequences
 
@@ -130,17 +130,26 @@ class Scheduler:
         for sequence in sequences:
             sequence.cancelled = True
 
+    def watch(self, observer: Observer) -> None:
+        """Add an observer. It sees every step and every end from now on."""
+        with self.lock:
+            self.observers = (*self.observers, observer)
+
+    def unwatch(self, observer: Observer) -> None:
+        """Remove an observer. An unknown one is ignored."""
+        with self.lock:
+            self.observers = tuple(o for o in self.observers if o is not observer)
+
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """One step, as the module's docstring says. Returns the draft-verify round, if there was one, and its sequences."""
         now = perf_counter()
         with self.lock:
-            late = [s for s in self.queue if s.cancelled or min(s.request.deadline, self.stop_at) <= now]
-            for sequence in late:
+            over = [(s, why) for s in self.queue if (why := self._over(s, now))]
+            for sequence, _ in over:
                 self.queue.remove(sequence)
-        running = (s for s in self.running.values() if s.cancelled or min(s.request.deadline, self.stop_at) <= now)
-        for sequence in [*late, *running]:
-            late_ = sequence.request.deadline <= now
-            self.finish(sequence, "abort", "cancelled" if sequence.cancelled else LATE if late_ else CLOSING)
+        over += [(s, why) for s in self.running.values() if (why := self._over(s, now))]
+        for sequence, why in over:
+            self.finish(sequence, "abort", why)
         self._seat()
         self._make_way()
         self._preempt()
@@ -174,9 +183,15 @@ class Scheduler:
             pass
         return sequences
 
-    def close(self, finish: str, reason: str) -> None:
-        """End every sequence that is left."""
+    def stop(self, when: float) -> None:
+        """Take no more sequences. Those that are left at the `perf_counter` time `when` end with what they have."""
         with self.lock:
+            self.stop_at = when
+
+    def close(self, finish: str, reason: str) -> None:
+        """End every sequence that is left, and take no more."""
+        with self.lock:
+            self.stop_at, self.stopped = 0.0, reason
             left = [*self.running.values(), *self.queue]
             self.queue = FairQueue[Sequence](0)
         for sequence in left:
@@ -187,11 +202,17 @@ class Scheduler:
         if sequence.finish is None and self.trace and sequence.checker is not None:
             self.trace.end(sequence, finish)
         sequence.end(finish, reason)
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence that has ended, and hand out its last delta."""
         slot = sequence.slot
         if self.running.get(slot) is sequence:
             del self.running[slot]
             self._note_loss(sequence)
-            if finish != "error":  # a conversation goes on after an answer that was stopped, too
+            if (
+                sequence.finish is not None and sequence.finish.finish != "error"
+            ):  # a conversation goes on after an answer that was stopped, too
                 self.decoder.remember(sequence)
             self.decoder.release(slot)
         self._seconds += 0.2 * (sequence.clock.total - sequence.clock.queued - self._seconds)
@@ -218,6 +239,12 @@ class Scheduler:
         if not left <= set(d.sequences):
             wrong.append(f"the drafters remember slots {sorted(left - set(d.sequences))}, which are free")
         return wrong + (self.prefixes.check() if self.prefixes else [])
+
+    def _over(self, sequence: Sequence, now: float) -> str | None:
+        """Why a sequence ends before its text does; None if it goes on."""
+        if sequence.cancelled:
+            return "cancelled"
+        return LATE if sequence.request.deadline <= now else CLOSING if self.stop_at <= now else None
 
     def _seat(self) -> None:
         """Give free slots to the sequences whose turn it is, while they fit."""
@@ -264,7 +291,7 @@ class Scheduler:
             if sequence.request.num_speculative_tokens is not None:
                 self.roster.planner.depths[slot] = sequence.request.num_speculative_tokens
         if sequence.finish is not None:  # the tokens that it continues end the text
-            self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
+            self._leave(sequence)
 
     def _held(self) -> int:
         """Tokens that the seated sequences hold, or will hold once they are read."""
@@ -298,7 +325,7 @@ class Scheduler:
             self._fail(sequence, error)
             return
         if sequence.finish is not None:  # a request that is only read
-            self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
+            self._leave(sequence)
 
     def _round(self, live: list[Sequence]) -> Step | None:
         try:
@@ -342,7 +369,7 @@ class Scheduler:
         """Hand out what a step wrote, and free the slot if that was the end."""
         sequence.clock.last = perf_counter()
         if sequence.finish is not None:
-            self.finish(sequence, sequence.finish.finish, sequence.finish.reason)
+            self._leave(sequence)
         else:
             self._tell(sequence)
 
@@ -355,7 +382,7 @@ class Scheduler:
         if self.trace and sequence.checker is not None:
             self.trace.end(sequence, "error")
         sequence.fail(reason)
-        self.finish(sequence, "error", reason)
+        self._leave(sequence)
 
     def _tell(self, sequence: Sequence) -> None:
         """Hand out what is new. Exactly one delta says that the sequence ended."""

@@ -184,7 +184,6 @@ class Service:
             params.prediction, str
         ):  # only drafts are made of it, and what cannot be written is never drafted
             params = params.with_(prediction=params.prediction[:room])
-        params = self.llm.encoded(params)
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
             made += self.llm.requests({"prompt_token_ids": prompt}, drawn)

@@ -266,8 +266,8 @@ def _params(params: SamplingParams, tokens: bool) -> dict[str, Any]:
     """Parameters other than the defaults; numbers only if `tokens` is False."""
     out = dict[str, Any]()
     for name in sorted(f.name for f in fields(params) if f.init and f.name not in _ELSEWHERE):
-        value = getattr(params, name)
-        if value == getattr(_DEFAULTS, name) or not (tokens or isinstance(value, int | float)):
+        value: Any = getattr(params, name)
+        if value == getattr(_DEFAULTS, name) or not (tokens or type(value) in (bool, int, float)):
             continue
         if name == "logit_bias":
             value = {int(t): float(bias) for t, bias in value.items()}

@@ -132,12 +132,12 @@ class Trials:
             raise Refused(str(error), param="requests") from error
         self.stop()
         self.current = self.latest = trial
-        self._engine.watch(trial)
+        self._engine.scheduler.watch(trial)
 
     def stop(self) -> None:
         """End the trial."""
         if self.current is not None:
-            self._engine.unwatch(self.current)
+            self._engine.scheduler.unwatch(self.current)
         self.current = None
 
     def state(self) -> dict[str, Any] | None:

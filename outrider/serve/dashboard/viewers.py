@@ -136,11 +136,11 @@ class Dashboard(Audience):
     def begin(self) -> None:
         """See `Audience.begin`."""
         self.watch.clear()
-        self.service.engine.watch(self.watch)
+        self.service.engine.scheduler.watch(self.watch)
 
     def end(self) -> None:
         """See `Audience.end`."""
-        self.service.engine.unwatch(self.watch)
+        self.service.engine.scheduler.unwatch(self.watch)
 
     def poll(self, name: str) -> bytes:
         """The events of a viewer that comes again and again for them, as the front of many servers does.
