@@ -2,7 +2,7 @@
 
     python docs/pictures.py [--only explain dashboard]
 
-Needs playwright (`pip install 'outrider[dev]'`) and a Chromium in the path. The dashboard shows a real server at work, so let
+Needs playwright (`pip install '.[dev]'`) and a Chromium in the path. The dashboard shows a real server at work, so let
 the machine do nothing else meanwhile.
 """
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-try:
+from outrider.core.extras import needs
+
+with needs("certify", "a certificate"):
     from scipy import optimize, stats
-except ImportError as missing:
-    raise ValueError(
-        f"{missing.name} is not installed, and a certificate needs it: pip install 'outrider[certify]'"
-    ) from None
 
 POWER = 0.99  # with which a deviation is said to be found
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from http.client import HTTPResponse
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
-from outrider.cli.http_client import Client
+from outrider.core.http import address, error_message, error_text, events
 
 if TYPE_CHECKING:
     from outrider.core.outputs import Delta
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
 Messages = Sequence[Mapping[str, str]]
+_TIMEOUT = 600.0  # seconds between two parts of a response
 
 
 class ChatBackend(Protocol):
@@ -31,26 +36,58 @@ class ChatBackend(Protocol):
 
 
 class ServerBackend:
-    """A server of OpenAI's API. model: its name there; None for the server's first."""
+    """A server of OpenAI's API. model: its name there; None for the server's first.
 
-    def __init__(self, client: Client, model: str | None) -> None:
-        self._client = client
-        self.name = model or client.get("/v1/models")["data"][0]["id"]
+    Raises ValueError for what is no address. Every request raises ConnectionError if no server answers, and ValueError, with the
+    server's own words, for what it refuses.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
+        self._address = address(url)
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
         self._template = True  # until the server says that the model has none
+        if model is None:
+            with self._open("/v1/models") as response:
+                model = str(json.load(response)["data"][0]["id"])
+        self.name = model
 
     def answer(self, messages: Messages, options: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """See `ChatBackend`. A model without a chat template continues the text of the conversation."""
         body = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **options}
         if self._template:
             try:
-                yield from self._client.events("POST", "/v1/chat/completions", {**body, "messages": messages})
+                yield from self._events("/v1/chat/completions", {**body, "messages": messages})
                 return
             except ValueError as error:
                 if "no chat template" not in str(error):
                     raise
                 self._template = False
         text = "\n".join(m["content"] for m in messages)
-        yield from self._client.events("POST", "/v1/completions", {"max_tokens": 512, **body, "prompt": text})
+        yield from self._events("/v1/completions", {"max_tokens": 512, **body, "prompt": text})
+
+    def _events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of a stream. Closing the generator closes the connection."""
+        with self._open(path, json.dumps(body).encode()) as response:
+            for event in events(iter(lambda: response.read1(1 << 16), b"")):
+                if "error" in event:
+                    raise ValueError(error_text(event["error"]))
+                yield event
+
+    def _open(self, path: str, body: bytes | None = None) -> HTTPResponse:
+        try:
+            request = Request(self._address + path, body, self._headers)
+            return build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT)
+        except HTTPError as error:
+            said = error_message(error.read()) or f"{self._address} answers {error.code} to {path}"
+            hint = "; give the key with --api-key or OUTRIDER_API_KEY" if error.code == 401 else ""
+            raise ValueError(said + hint) from None
+        except OSError as error:
+            raise ConnectionError(
+                f"no server answers at {self._address} ({getattr(error, 'reason', error)}); start one: outrider serve "
+                "builtin:code"
+            ) from error
 
 
 class LocalBackend:

@@ -12,6 +12,7 @@ import typer
 
 from outrider.cli.options import CODE, Debug, Model, SpeculationOptions, option, validated
 from outrider.cli.terminal import RED, loading, paint, plain, readable
+from outrider.core.extras import needs
 from outrider.serve.options import BatchOptions
 
 if TYPE_CHECKING:
@@ -51,12 +52,8 @@ def batch(
         if ray is None and (replicas or cpus):
             raise ValueError("--replicas and --cpus are those of a cluster; add --ray ADDRESS, or leave them out")
         with loading(model):
-            try:
+            with needs("serve", "outrider batch"):
                 import outrider.serve.batch.answer  # noqa: F401
-            except ImportError as error:
-                raise ValueError(
-                    f"packages of the server are missing ({error.name}); pip install 'outrider[serve]'"
-                ) from None
             from outrider.serve.batch.journal import Journal
             from outrider.serve.batch.lines import scan
         options = validated(BatchOptions, model=model, speculative_config=config, **given)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from outrider.cli.options import Debug, LoadOptions, option, parse_speculative_config
+from outrider.cli.options import Debug, LoadOptions, ModelArgument, option, parse_speculative_config
 from outrider.cli.terminal import loading, readable
 
 
 def calibrate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
-    ],
+    model: ModelArgument,
     speculative_config: Annotated[
         str,
         option(

@@ -11,11 +11,9 @@ from typing import Annotated
 import typer
 
 from outrider.cli.backends import ChatBackend, LocalBackend, ServerBackend
-from outrider.cli.conversation import Conversation, tell
-from outrider.cli.http_client import Client
-from outrider.cli.keyboard import Keyboard, message
-from outrider.cli.options import ApiKey, Debug, LoadOptions, SpeculationOptions, option
-from outrider.cli.terminal import RED, loading, readable
+from outrider.cli.conversation import Conversation
+from outrider.cli.options import ApiKey, Debug, LoadOptions, ModelArgument, SpeculationOptions, option
+from outrider.cli.terminal import RED, loading, readable, tell
 from outrider.core.files import state_folder
 from outrider.serve.options import Options, setting
 
@@ -86,14 +84,11 @@ def chat(
                 "a server decides how its model is loaded and drafted for; give these options to outrider serve, or start "
                 "the model here: outrider chat -m MODEL"
             )
-        client = Client(url or SERVER, api_key)
-        _talk(talk, ServerBackend(client, model))
+        _talk(talk, ServerBackend(url or SERVER, api_key, model))
 
 
 def run(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
-    ],
+    model: ModelArgument,
     prompt: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]", help="One message. The command ends with its answer.")
     ] = None,
@@ -129,6 +124,8 @@ def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
             if line.strip() and not conversation.handle(line.rstrip("\n")):
                 break
         return
+    from outrider.cli.keyboard import Keyboard, message  # readline changes the terminal
+
     keyboard = Keyboard(state_folder() / "chat_history" if talk.history else None)
     name, seed = backend.name, conversation.options["seed"]
     tell(f"{name}, seed {seed}. /help lists the commands, ctrl-D ends.")
@@ -138,12 +135,11 @@ def _talk(talk: TalkOptions, backend: ChatBackend) -> None:
             if text is None:
                 print()
                 return
-            if not text.strip():
-                continue
-            keyboard.remember(text)
-            if not conversation.handle(text):
-                return
-            print()
+            if text.strip():
+                keyboard.remember(text)
+                if not conversation.handle(text):
+                    return
+                print()
         except KeyboardInterrupt:
             print()
             tell("ctrl-D or /bye ends")

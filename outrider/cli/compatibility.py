@@ -177,14 +177,10 @@ def _drafters(config: Any, whole: bool) -> Iterator[tuple[str, str]]:
     """The drafting methods, with what each needs. whole: no layer of the model can be left out."""
     text = config.get_text_config()
     mtp = any(getattr(text, n, 0) for n in ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"))
-    own = {
-        "mtp": "fits, if the checkpoint keeps its MTP layer" if mtp else "the model has no MTP layer",
-        "layer_skip": "no layer of this model can be left out"
-        if whole
-        else "fits, with the layers that `outrider layers` finds",
-    }
+    own = {"mtp": "fits, if the checkpoint keeps its MTP layer" if mtp else "the model has no MTP layer"}
+    if whole:
+        own["layer_skip"] = "no layer of this model can be left out"
     for method in METHODS.values():
         if method.name not in ("none", "auto"):
-            needed = "a head that was trained for this model" if method.heads else ""
-            needed = needed or ("a smaller model of the same vocabulary" if method.needs_model else "")
-            yield method.name, own.get(method.name, f"fits, with {needed}" if needed else "fits")
+            fits = "fits" if method.needs == "nothing" else f"fits, with {method.needs}"
+            yield method.name, own.get(method.name, fits)

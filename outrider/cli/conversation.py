@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from outrider.cli.backends import ChatBackend
-from outrider.cli.terminal import DIM, paint, printable
+from outrider.cli.terminal import printable, tell
 from outrider.cli.wrap import WordWrap
 from outrider.core.suggest import did_you_mean
 
@@ -184,13 +182,6 @@ class Conversation:
             )
         self.stats = rest == "on" if rest else self.stats
         tell(f"figures are {rest}" if rest else self._figures)
-
-
-def tell(text: str, code: str = DIM) -> None:
-    """Show a line that is not the model's: never in a pipe of texts, and on a terminal wrapped between words."""
-    to, width = sys.stdout if sys.stdout.isatty() else sys.stderr, shutil.get_terminal_size().columns
-    shown = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) if to.isatty() else text
-    print(paint(shown, code, to), file=to, flush=True)
 
 
 def _file(command: str, given: str) -> Path:

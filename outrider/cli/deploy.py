@@ -5,19 +5,17 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from outrider.cli.options import Debug, ModelArgument, ModelInstead, SpeculationOptions, one_model, option, validated
+from outrider.cli.options import Debug, ModelFirst, ModelInstead, SpeculationOptions, one_model, option, validated
 from outrider.cli.serve import ready_lines
 from outrider.cli.terminal import loading, readable
+from outrider.core.extras import needs
 from outrider.serve.ray.options import DeployOptions, serve_config
-
-if TYPE_CHECKING:
-    from outrider.serve.ray.cluster import Deployed
 
 
 def deploy(
-    model: ModelArgument = None,
+    model: ModelFirst = None,
     *,
     model_option: ModelInstead = None,
     speculation: SpeculationOptions,
@@ -41,13 +39,8 @@ def deploy(
     with readable(debug):
         model = one_model(model, model_option)
         config = speculation.config(model)
-        try:
-            import ray  # noqa: F401
-            from ray import serve  # noqa: F401
-        except ImportError as error:
-            raise ValueError(
-                f"replicas need Ray Serve ({error.name} is missing); pip install 'outrider[ray]'"
-            ) from None
+        with needs("ray", "outrider deploy"):
+            import ray.serve  # noqa: F401
         own = address == "local" and write_config is None
         if "ssl_certfile" in given and not own:
             raise ValueError(
@@ -66,27 +59,14 @@ def deploy(
                 cluster.free_port(options.host, options.port)
             cluster.join_for(options, address)
             deployed = cluster.start(options, name, own, start_timeout)
-        _ready(options, deployed)
+        print(f"{options.fewest} replicas of {options.model_name} are ready")
+        end = "ctrl-C" if deployed.own else f"serve delete {deployed.name} && serve delete {deployed.engines}"
+        ready_lines(options, deployed.port, False, end)
         if own:
-            _wait()
+            ended = threading.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: ended.set())
+            while not ended.wait(0.5):
+                pass
             print("stopping: requests that run may finish", flush=True)
             cluster.stop(deployed)
-
-
-def _ready(options: DeployOptions, deployed: Deployed) -> None:
-    print(f"{options.fewest} replicas of {options.model_name} are ready")
-    end = "ctrl-C" if deployed.own else f"serve delete {deployed.name} && serve delete {deployed.engines}"
-    ready_lines(options, deployed.port, False, end)
-
-
-def _wait() -> None:
-    """Until ctrl-C or SIGTERM."""
-    ended = threading.Event()
-
-    def end(*_: Any) -> None:
-        ended.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    while not ended.wait(0.5):
-        pass

@@ -6,12 +6,12 @@ import os
 import socket
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
 import typer
 
 from outrider.cli.options import Debug
 from outrider.cli.terminal import GREEN, RED, YELLOW, home, paint, readable, working
+from outrider.core.extras import install
 
 PORT = 8000
 
@@ -45,35 +45,25 @@ def _machine() -> list[Check]:
 
     from outrider.kernels import cpu as native
     from outrider.kernels.machine import machine
+    from outrider.models.checkpoint import free_memory
 
     facts = machine()
     versions = ", ".join(f"{name} {facts[name]}" for name in ("outrider", "python", "torch", "transformers"))
     threads = f"{native.num_threads()} threads" if native.available() else f"{torch.get_num_threads()} threads of torch"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none; models run on the CPU"
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    kernels = Check("kernels", f"compiled, for {native.isa()}") if native.available() else _no_kernels(native.why())
+    rebuild = (
+        "pip install --force-reinstall --no-deps .   # in the checkout"  # without kernels torch does it all, and slower
+    )
+    kernels = f"compiled, for {native.isa()}" if native.available() else f"not in use: {native.why()}"
+    free = free_memory(torch.device("cpu"))
     return [
         Check("versions", versions),
         Check("processor", f"{facts['cpu']}; {facts['cores']} cores, {threads}"),
-        kernels,
-        Check("memory", _memory()),
+        Check("kernels", kernels) if native.available() else Check("kernels", kernels, rebuild, wrong=True),
+        Check("memory", f"{free / 1e9:.1f} GB are free" if free else "this system does not say"),
         Check("torch", f"{build}; GPU: {gpu}"),
     ]
-
-
-def _no_kernels(why: str | None) -> Check:
-    """Without the kernels everything runs, by torch, and slower."""
-    return Check("kernels", f"not in use: {why}", "pip install --force-reinstall --no-deps .   # in the checkout", True)
-
-
-def _memory() -> str:
-    """Bytes that are free and that there are, where the system says so."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        return f"{sizes['MemAvailable'] / 1e9:.1f} GB free of {sizes['MemTotal'] / 1e9:.1f} GB"
-    except (OSError, KeyError, ValueError):
-        return "this system does not say"
 
 
 def _cache() -> Check:
@@ -98,9 +88,10 @@ def _packages() -> list[Check]:
         for extra in ("serve", "grammar", "bench", "certify", "ray", "otel")
     }
     return [
-        Check(f"extra {extra}", f"missing: {', '.join(names)}" if names else "installed", fix)
+        Check(f"extra {extra}", f"missing: {', '.join(names)}", install(extra))
+        if names
+        else Check(f"extra {extra}", "installed")
         for extra, names in missing.items()
-        for fix in (f"pip install '.[{extra}]'   # in the checkout" if names else "",)
     ]
 
 

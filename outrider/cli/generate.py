@@ -22,7 +22,7 @@ from outrider.cli.options import (
     TraceOptions,
     option,
 )
-from outrider.cli.terminal import DIM, GREEN, loading, paint, plain, printable, readable
+from outrider.cli.terminal import DIM, GREEN, loading, paint, plain, printable, readable, tell
 
 if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
@@ -102,8 +102,7 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) ->
         facts += [f"acceptance rate {accepted / drafted:.2f}", used.sentence] if drafted else ["no draft tokens"]
     facts += [*llm.notes, f"seed {params.seed}", llm.decoder.guarantee.value if speculates else "plain decoding"]
     line = ("interrupted: " if interrupted else "") + ", ".join(facts)
-    where = sys.stdout if sys.stdout.isatty() else sys.stderr
-    print(paint(line, DIM, where), file=where, flush=True)
+    tell(line)
     return interrupted
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+try:
+    import readline
+except ImportError:  # a Python without it still reads lines
+    readline = None
 
 _KEPT = 1000  # lines of the history
 _QUOTES = '"""'
@@ -19,44 +25,33 @@ class Keyboard:
     """
 
     def __init__(self, history: Path | None) -> None:
-        try:
-            import readline
-        except ImportError:  # a Python without it still reads lines
-            self._readline = None
+        self._history = history
+        if readline is None:
             return
-        self._readline, self._file = readline, history
         readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
         readline.set_auto_history(False)  # a message is one entry, however many lines it has
         readline.set_history_length(_KEPT)
         if history is not None:
-            try:
+            with suppress(OSError):
                 history.parent.mkdir(parents=True, exist_ok=True)
                 os.close(os.open(history, os.O_CREAT | os.O_APPEND, 0o600))
                 readline.read_history_file(history)
-            except OSError:
-                self._file = None
 
     def line(self, prompt: str) -> str | None:
         """The next line without its newline; None at the end. Raises KeyboardInterrupt for ctrl-C."""
-        try:
-            if sys.stdout.isatty():
-                return input(prompt)
-            sys.stderr.write(prompt)  # what is piped on is text only
-            sys.stderr.flush()
-            return input()
-        except EOFError:
-            return None
+        if not sys.stdout.isatty():  # what is piped on is text only
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        with suppress(EOFError):
+            return input(prompt)
 
     def remember(self, message: str) -> None:
         """Add a message to the history."""
-        if self._readline is None:
-            return
-        self._readline.add_history(message)
-        if self._file is not None:
-            try:
-                self._readline.append_history_file(1, self._file)
-            except OSError:
-                self._file = None
+        if readline is not None:
+            readline.add_history(message)
+            if self._history is not None:
+                with suppress(OSError):
+                    readline.append_history_file(1, self._history)
 
 
 def message(line: Callable[[str], str | None]) -> str | None:

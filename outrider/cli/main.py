@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -28,9 +29,17 @@ from outrider.cli.plan import plan
 from outrider.cli.replay import replay
 from outrider.cli.report import report
 from outrider.cli.serve import serve
-from outrider.cli.terminal import environment, show_warnings
+from outrider.cli.terminal import show_warnings
 from outrider.cli.train import train
 from outrider.cli.tune import tune
+
+# Variables that torch and transformers read when they are imported. Values of the user stay.
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads that spin slow every other program on the same core
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 app = typer.Typer(
     name="outrider",
@@ -211,6 +220,7 @@ def main() -> None:
     """The entry point of the `outrider` command."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    environment()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     show_warnings()  # also of what runs behind a command
     app()

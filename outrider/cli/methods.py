@@ -20,4 +20,4 @@ def methods(debug: Debug = False) -> None:
         for method in (*METHODS.values(), *map(find, plugins())):
             table.add_row(method.name, method.needs, method.help)
         console().print(table)
-        print('--method NAME takes one; --speculative-config \'{"method": ["suffix", "draft_model"]}\' takes several')
+        print('One: --method suffix\nSeveral: --speculative-config \'{"method": ["suffix", "draft_model"]}\'')

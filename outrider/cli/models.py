@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import CODE, Debug, Model, PrecisionOptions, option
+from outrider.cli.options import CODE, Debug, Model, ModelArgument, PrecisionOptions, option
 from outrider.cli.terminal import DIM, home, loading, paint, readable, working
 from outrider.core.suggest import did_you_mean
 
@@ -69,7 +70,7 @@ def models(
     """List the models that are here, as `outrider list` does; or check any model."""
     with readable(debug):
         if check is None:
-            _list()
+            list_(debug)
             return
         with loading(check):
             from outrider.cli import compatibility
@@ -82,7 +83,24 @@ def models(
 def list_(debug: Debug = False) -> None:
     """List the models that are here: name, size, where. Built-in, fetched and packed ones, and those of the hub's cache."""
     with readable(debug):
-        _list()
+        with loading("the list"):
+            from outrider.models.builtin.download import DOWNLOADS
+            from outrider.models.packs import store
+
+            held = _held()
+        names = [one.name for one in held]
+        absent = {name: model for name, model in DOWNLOADS.items() if name not in names}
+        width = max(map(len, [*names, *absent]))
+        for one in held:
+            print(f"{one.name:<{width}}  {_size(one.bytes):>9}  {one.kind}")
+            for line in filter(None, (one.what, home(one.path))):
+                print(paint(f"  {line}", DIM))
+        for name, model in absent.items():
+            print(f"{name:<{width}}  {_size(model.size):>9}  not here; outrider pull {name}")
+        print(
+            f"\nRemove one from a cache: outrider rm NAME. Packs take {_size(store.limit())} at most; {store.LIMIT} changes that."
+        )
+        print(f'Use one: outrider generate "def main():" -m {CODE}')
 
 
 def pull(
@@ -150,9 +168,7 @@ def rm(
 
 
 def pack(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a built-in model.")
-    ],
+    model: ModelArgument,
     out: Annotated[Path, option("Output", "The folder to write.", "--out", "-o", metavar="FOLDER")],
     *,
     precision: PrecisionOptions,
@@ -181,6 +197,8 @@ class Held:
 
 def _held() -> list[Held]:
     """The models that are here, except those in folders of the user."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
     from outrider.models.builtin.download import DOWNLOADS, find
     from outrider.models.builtin.shipped import BUILTIN, data_folder
     from outrider.models.packs import store
@@ -195,65 +213,19 @@ def _held() -> list[Held]:
     for name, model in DOWNLOADS.items():
         if (here := find(model)) is not None:
             remove = here.unlink if here == model.cached else None
-            found.append(
-                Held(
-                    name,
-                    model.size,
-                    "fetched" if remove else "installed",
-                    here,
-                    f"{model.title}, {model.licence}",
-                    remove,
-                )
-            )
+            state, what = "fetched" if remove else "installed", f"{model.title}, {model.licence}"
+            found.append(Held(name, model.size, state, here, what, remove))
     for pack in sorted(store.packs(), key=lambda p: -p.used):
         used = f"last used {datetime.fromtimestamp(pack.used):%Y-%m-%d}, from {home(Path(pack.source))}"
-        where = store.folder() / pack.name
-        found.append(
-            Held(pack.name, pack.bytes, f"packed {pack.weights}", where, used, partial(store.remove, pack.name))
-        )
-    return found + _of_the_hub()
-
-
-def _of_the_hub() -> list[Held]:
-    """The models in Hugging Face's cache folder."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
+        where, remove = store.folder() / pack.name, partial(store.remove, pack.name)
+        found.append(Held(pack.name, pack.bytes, f"packed {pack.weights}", where, used, remove))
+    with suppress(CacheNotFound):
         cache = scan_cache_dir()
-    except CacheNotFound:
-        return []
-    return [
-        Held(
-            repo.repo_id,
-            repo.size_on_disk,
-            HUB,
-            repo.repo_path,
-            remove=cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute,
-        )
-        for repo in sorted(cache.repos, key=lambda repo: repo.repo_id)
-        if repo.repo_type == "model"
-    ]
-
-
-def _list() -> None:
-    with loading("the list"):
-        from outrider.models.builtin.download import DOWNLOADS
-        from outrider.models.packs import store
-
-        held = _held()
-    width = max(len(one.name) for one in held)
-    for one in held:
-        print(f"{one.name:<{width}}  {_size(one.bytes):>9}  {one.kind}")
-        for line in (one.what, home(one.path)):
-            if line:
-                print(paint(f"  {line}", DIM))
-    names = {one.name for one in held}
-    for name, model in DOWNLOADS.items():
-        if name not in names:
-            print(f"{name:<{width}}  {_size(model.size):>9}  not here; outrider pull {name}")
-    packed = f"Packs take {_size(store.limit())} at most; {store.LIMIT} changes that."
-    print(f"\nRemove one from a cache: outrider rm NAME. {packed}")
-    print(f'Use one: outrider generate "def main():" -m {CODE}')
+        for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
+            if repo.repo_type == "model":
+                remove = cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute
+                found.append(Held(repo.repo_id, repo.size_on_disk, HUB, repo.repo_path, remove=remove))
+    return found
 
 
 def _size(count: float) -> str:

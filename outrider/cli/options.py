@@ -109,7 +109,8 @@ def validated(kind: type[Kind], **given: Any) -> Kind:
 
 MODEL = "A folder, a GGUF file, a hub name or a built-in model."
 Model = Annotated[str, option("Model", MODEL, "--model", "-m")]
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
+ModelFirst = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
 ModelInstead = Annotated[str | None, option("Model", "The same as the argument MODEL.", "--model", "-m")]
 ApiKey = Annotated[
     str | None, option("Server", "The key of the server; better set by the variable.", envvar="OUTRIDER_API_KEY")
@@ -154,39 +155,30 @@ class SpeculationOptions(Options):
     def config(self, model: str) -> dict[str, Any]:
         """The speculative_config for a model; `auto` without a method and a draft model. Raises ValueError for options that
         exclude another."""
-        method = self.method
-        if method is None and self.draft_model is None and self.speculative_config is None:
+        given = self.model_dump(include={"method", "draft_model", *_SHAPE}, exclude_defaults=True)
+        corpus = {"corpus": self.corpus} if self.corpus else {}
+        if self.speculative_config is not None:
+            for name in given:
+                raise ValueError(f"--speculative-config replaces --{name.replace('_', '-')}; give one or the other")
+            return {**parse_speculative_config(self.speculative_config), **corpus}
+        method, draft = self.method, self.draft_model
+        if method is None and draft is None:
             own = owner(self._key())
             # another verifier has drafts of fixed length, for which one drafter is better than the choice of all
             usual = None if self.verifier != "match" and own_draft(model) else AUTO
             method = own.name if own else usual
-        config = self._config(model, method)
-        return {**config, "corpus": self.corpus} if self.corpus else config
+        known = METHODS.get(method or "")
+        needs_model = method is None or (known is not None and known.needs_model)
+        if draft is not None and not needs_model and method != AUTO:
+            raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
+        if needs_model and not (known and known.heads):
+            draft = draft or own_draft(model)
+        shape = {name: value for name, value in given.items() if name in _SHAPE}
+        return {k: v for k, v in {"method": method, **shape, "model": draft, **corpus}.items() if v is not None}
 
     def _key(self) -> str:
         """The key of the configuration that alone names its method."""
         return "corpus" if self.corpus else ""
-
-    def _config(self, model: str, method: str | None) -> dict[str, Any]:
-        draft = self.draft_model
-        if self.speculative_config is not None:
-            for name in self._given("method", "draft_model", *_SHAPE):
-                given = f"--{name.replace('_', '-')}"
-                raise ValueError(f"--speculative-config replaces {given}; give one or the other")
-            return parse_speculative_config(self.speculative_config)
-        needs_model = method is None or (method in METHODS and METHODS[method].needs_model)
-        if draft is not None and not needs_model and method != AUTO:
-            raise ValueError(f"--method {method} uses no draft model; leave out --draft-model {draft} or --method")
-        if needs_model and not (method in METHODS and METHODS[method].heads):
-            draft = draft or own_draft(model)
-        config: dict[str, Any] = {} if method is None else {"method": method}
-        config |= self._given(*_SHAPE)
-        return config if draft is None else {**config, "model": draft}
-
-    def _given(self, *names: str) -> dict[str, Any]:
-        """Those of these options that the user gave."""
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value != SpeculationOptions.model_fields[name].default}
 
 
 # Those that a command or a group takes alone.

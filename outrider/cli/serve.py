@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.options import (
     Debug,
-    ModelArgument,
+    ModelFirst,
     ModelInstead,
     SpeculationOptions,
     TraceOptions,
@@ -19,15 +19,15 @@ from outrider.cli.options import (
     validated,
 )
 from outrider.cli.terminal import DIM, loading, paint, readable
+from outrider.core.extras import needs
 from outrider.serve.options import ServeOptions, public_name
 
 if TYPE_CHECKING:
     from outrider.serve.assembly import Assembly
-    from outrider.serve.spans import Spans
 
 
 def serve(
-    model: ModelArgument = None,
+    model: ModelFirst = None,
     *,
     model_option: ModelInstead = None,
     speculation: SpeculationOptions,
@@ -49,19 +49,19 @@ def serve(
         model = one_model(model, model_option)
         options = validated(ServeOptions, model=model, speculative_config=speculation.config(model), **given)
         with loading(model):
-            try:
+            with needs("serve", "the server"):
                 from outrider.serve import logs
+                from outrider.serve.app import create_app
                 from outrider.serve.assembly import assemble
                 from outrider.serve.connection import bound
-            except ImportError as error:
-                raise ValueError(
-                    f"the server's packages are missing ({error.name}); pip install 'outrider[serve]'"
-                ) from None
-            from outrider.serve.app import create_app
 
             ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
             sockets = [one for port in ports for one in bound(options.host, port)]
-            spans = None if otlp_traces_endpoint is None else _spans(otlp_traces_endpoint)
+            spans = None
+            if otlp_traces_endpoint is not None:
+                with needs("otel", "--otlp-traces-endpoint"):
+                    from outrider.serve.spans import Spans
+                spans = Spans(otlp_traces_endpoint)
             started = perf_counter()
             made = assemble(options, trace.recorder("counts"))
         service, llm, engine = made.service, made.service.llm, made.service.engine
@@ -77,17 +77,6 @@ def serve(
             notes.append(f"clients call it {name}")
         what += "".join(f"; {note}" for note in notes)
         _run(create_app(service, made.metrics, spans), made, sockets, what)
-
-
-def _spans(endpoint: str) -> Spans:
-    try:
-        from outrider.serve.spans import Spans
-    except ImportError as error:
-        raise ValueError(
-            f"spans need OpenTelemetry, of which {error.name} is missing; pip install 'outrider[otel]', or leave out "
-            "--otlp-traces-endpoint"
-        ) from None
-    return Spans(endpoint)
 
 
 def _run(app: Any, made: Assembly, sockets: list[socket.socket], what: str) -> None:

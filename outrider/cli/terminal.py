@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,15 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DIM, RED, GREEN, YELLOW = "2", "31", "32", "33"
-
-
-def environment() -> None:
-    """Set variables that torch and transformers read when they are imported. Values of the user stay."""
-    # Waiting threads that spin slow every other program on the same core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def show_warnings(debug: bool = False) -> None:
@@ -69,13 +62,7 @@ def readable(debug: bool) -> Iterator[None]:
 
 
 def loading(what: str) -> AbstractContextManager[Any]:
-    """Show a spinner on a terminal. The progress bars and logs of transformers stay silent."""
-    environment()
-    if "transformers" in sys.modules:  # else it reads the environment
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    """Show a spinner on a terminal."""
     return nullcontext() if plain(sys.stderr) else working(f"loading {what}")
 
 
@@ -114,6 +101,13 @@ def say(text: str, colour: str = DIM) -> None:
 def warn(text: str, colour: str = YELLOW) -> None:
     """Print a line on standard error, in a colour."""
     print(paint(text, colour, sys.stderr), file=sys.stderr, flush=True)
+
+
+def tell(text: str, code: str = DIM) -> None:
+    """Show a line that is not the model's: never in a pipe of texts, and on a terminal wrapped between words."""
+    to, width = sys.stdout if sys.stdout.isatty() else sys.stderr, shutil.get_terminal_size().columns
+    shown = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) if to.isatty() else text
+    print(paint(shown, code, to), file=to, flush=True)
 
 
 def plain(stream: TextIO) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.child import Child, TooSlow
+from outrider.core.extras import install
 from outrider.core.schema import unenforced
 
 # Limits of a schema, a regular expression or a list of choices.
@@ -107,7 +108,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
         if not available():
-            raise ImportError("grammars need xgrammar; install it with: pip install 'outrider[grammar]'")
+            raise ImportError(f"grammars need xgrammar: {install('grammar')}")
         if tokenizer is None or not end_ids:
             raise ValueError("a grammar needs a tokenizer and an end token, and this model lacks one of them")
         import xgrammar

@@ -11,6 +11,7 @@ from time import time
 from typing import Any
 
 from outrider.core.compiling import compiler
+from outrider.core.extras import install
 from outrider.core.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.core.params import SamplingParams
 from outrider.engine import Engine
@@ -214,7 +215,7 @@ class Service:
             )
         if not available():
             raise Refused(
-                "this server has no grammars; install them with: pip install 'outrider[grammar]'",
+                f"this server has no grammars; for the next start: {install('grammar')}",
                 param="tool_choice" if forced else "response_format",
             )
         param = "tools" if forced else "structured_outputs" if own else "response_format"

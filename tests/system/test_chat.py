@@ -17,7 +17,6 @@ import outrider
 from outrider.cli import main as cli
 from outrider.cli.backends import LocalBackend, ServerBackend
 from outrider.cli.conversation import Conversation
-from outrider.cli.http_client import Client
 from outrider.engine import Engine
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.serve.templates import set_chat_template
@@ -44,7 +43,7 @@ def test_a_model_here_answers_as_a_server_does() -> None:
             if local:
                 backend: Any = LocalBackend(llm, stack.enter_context(contextlib.closing(Engine(llm.runtime))))
             else:
-                backend = ServerBackend(Client(stack.enter_context(serving(llm)).url), None)
+                backend = ServerBackend(stack.enter_context(serving(llm)).url)
             talk = conversation(backend)
             for text in typed:
                 talk.handle(text)

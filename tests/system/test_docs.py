@@ -23,6 +23,8 @@ PAGES = [*ROOT_PAGES, *sorted((ROOT / "recipes").rglob("README.md")), *sorted(DO
 # The log keeps its old entries as they were written. The reference pages quote docstrings.
 PROSE = [page for page in PAGES if page.name != "log.md" and page.parent.name != "reference"]
 
+SOURCES = sorted((ROOT / "outrider").rglob("*.py"))
+
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 LONGEST_SENTENCE, MEAN_SENTENCE = 25, 16  # words
@@ -243,8 +245,8 @@ def test_the_page_of_licences_names_each_file_with_data() -> None:
     assert not missing, f"docs/licences.md does not say what these are: {sorted(missing)}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "log.md"], ids=name)
-def test_no_page_promises_a_package_on_pypi(page: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in [*PAGES, *SOURCES] if page.name != "log.md"], ids=name)
+def test_no_page_and_no_message_promises_a_package_on_pypi(page: Path) -> None:
     """outrider is installed from a checkout: `pip install '.[serve]'`."""
     assert not re.findall(r"pip install [^`\n]*'?outrider\b(?!-)[^`\n]*", page.read_text())
 

@@ -24,7 +24,6 @@ from outrider import LLM, SamplingParams
 from outrider.cli import main as cli
 from outrider.cli.backends import ServerBackend
 from outrider.cli.conversation import Conversation
-from outrider.cli.http_client import Client
 from outrider.cli.serve import ready_lines
 from outrider.serve import assembly
 from outrider.serve.options import ServeOptions
@@ -220,4 +219,4 @@ def _continues(live: Live) -> None:
 
 
 def conversation(url: str, model: str | None, system: str | None = None, **options: Any) -> Conversation:
-    return Conversation(ServerBackend(Client(url), model), options, system=system, stats=True)
+    return Conversation(ServerBackend(url, model=model), options, system=system, stats=True)

@@ -163,7 +163,7 @@ def test_without_the_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch)
         cli.app, ["serve", "builtin:code", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"]
     )
     assert said.exit_code == 2
-    assert "pip install 'outrider[otel]'" in said.output
+    assert "pip install '.[otel]'" in said.output
 
 
 def test_a_bad_endpoint_and_a_detail_without_a_file_are_refused() -> None:

@@ -6,16 +6,13 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-try:
-    import httpx
-except ImportError as missing:
-    raise ValueError(
-        f"{missing.name} is not installed, and certifying a server needs it: pip install 'outrider[certify]'"
-    ) from None
-
+from outrider.core.extras import needs
 from outrider.core.http import StreamError, address, error_text, events
 from outrider.lab.bench.remote import client_of, first_model
 from outrider_certify.subjects.base import Unsupported
+
+with needs("certify", "certifying a server"):
+    import httpx
 
 _TRIES, _PAUSE = 4, 0.5  # for a server that is busy or breaks off; seconds, doubled each time
 _LONGEST_PAUSE = 20.0

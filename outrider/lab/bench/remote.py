@@ -9,16 +9,13 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-try:
-    import httpx
-except ImportError as missing:
-    raise ValueError(
-        f"{missing.name} is not installed, and a measurement of servers needs it: pip install 'outrider[bench]'"
-    ) from None
-
+from outrider.core.extras import needs
 from outrider.core.http import StreamError, address, error_message, error_text, events
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.run import Sample, Setting
+
+with needs("bench", "a measurement of servers"):
+    import httpx
 
 # Fields of a request without draft tokens. outrider's servers understand them.
 OFF = {"disable_spec_decode": True}

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from outrider.core.extras import needs
 from outrider.serve.batch.answer import BatchAnswerer
 from outrider.serve.batch.lines import BatchRequest
 from outrider.serve.options import BatchOptions
@@ -22,10 +23,8 @@ def answers(
     replicas: actors, at most; each has the model. cpus: of each actor; with device "cuda" it has a GPU, too. Raises
     ValueError without Ray Data and if an actor cannot load the model, RuntimeError if the cluster fails.
     """
-    try:
+    with needs("ray", "--ray"):
         import ray.data
-    except ImportError as error:
-        raise ValueError(f"--ray needs {error.name}, which is missing; pip install 'outrider[ray]'") from None
     from ray.exceptions import RayError
 
     context = ray.data.DataContext.get_current()

@@ -1,4 +1,4 @@
-"""Many replicas of the server behind one address, on Ray Serve. Needs `pip install 'outrider[ray]'`.
+"""Many replicas of the server behind one address, on Ray Serve. Needs the extra `ray`.
 
 `outrider deploy` starts them; `serve run outrider.serve.ray:build model=... replicas=2` does, too, and so does a YAML file with
 `import_path: outrider.serve.ray:build`.

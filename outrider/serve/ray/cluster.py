@@ -9,6 +9,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.core.extras import needs
 from outrider.serve.connection import bound
 from outrider.serve.ray.options import DeployOptions
 
@@ -42,10 +43,8 @@ def join(address: str, option: str = "--address", otherwise: str = "", **own: An
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address not in (LOCAL, "auto"):
         _reach(address, option)
-    try:
+    with needs("ray", option):
         import ray
-    except ImportError as error:
-        raise ValueError(f"{option} needs Ray, of which {error.name} is missing; pip install 'outrider[ray]'") from None
     if ray.is_initialized():
         return
     given: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
