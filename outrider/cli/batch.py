@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.options import CODE, Debug, Model, SpeculationOptions, option, validated
-from outrider.cli.terminal import RED, loading, paint, plain, readable
+from outrider.cli.terminal import RED, loading, plain, readable, warn
 from outrider.core.extras import needs
 from outrider.serve.options import BatchOptions
 
@@ -161,9 +161,9 @@ class BatchProgress:
         """Say what was done, and which lines failed. lines: of the output."""
         seconds = perf_counter() - self.started
         for problem in failed[:_SHOWN]:
-            print(paint(f"error: {problem}", RED, sys.stderr), file=sys.stderr)
+            warn(f"error: {problem}", RED)
         if len(failed) > _SHOWN:
-            print(paint(f"and {len(failed) - _SHOWN} more errors, in {out}", RED, sys.stderr), file=sys.stderr)
+            warn(f"and {len(failed) - _SHOWN} more errors, in {out}", RED)
         speed = f", {self.tokens / seconds:.1f} tokens/s" if self.tokens else ""
         what = _counted(lines - len(failed), "answer") + (f" and {_counted(len(failed), 'error')}" if failed else "")
         print(f"{what} in {out}: {self.tokens} tokens in {_duration(seconds)}{speed}", file=sys.stderr)

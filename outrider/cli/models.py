@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli.options import CODE, Debug, Model, ModelArgument, PrecisionOptions, option
-from outrider.cli.terminal import DIM, home, loading, paint, readable, working
+from outrider.cli.terminal import home, loading, readable, say, working
 from outrider.core.suggest import did_you_mean
 
 HUB = "in the hub's cache"
@@ -41,7 +41,7 @@ def layers(
         if loaded.tokenizer is None:
             raise ValueError(f"{loaded.name} has no tokenizer, so it cannot read a text; choose a model with one")
         ids = [loaded.tokenizer(text)["input_ids"] for text in samples or [SAMPLE]]
-        found = search_layers(loaded.model, ids, progress=lambda line: print(paint(line, DIM)))
+        found = search_layers(loaded.model, ids, progress=say)
         if out is not None:
             found.save(out)
         chosen = f'{{"method": "layer_skip", "layers": {json.dumps(str(out)) if out else found.layers}, '
@@ -94,7 +94,7 @@ def list_(debug: Debug = False) -> None:
         for one in held:
             print(f"{one.name:<{width}}  {_size(one.bytes):>9}  {one.kind}")
             for line in filter(None, (one.what, home(one.path))):
-                print(paint(f"  {line}", DIM))
+                say(f"  {line}")
         for name, model in absent.items():
             print(f"{name:<{width}}  {_size(model.size):>9}  not here; outrider pull {name}")
         print(

@@ -26,7 +26,7 @@ def show_warnings(debug: bool = False) -> None:
 
     def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if debug or issubclass(category, RuntimeWarning):
-            print(paint(f"note: {message}", YELLOW, sys.stderr), file=sys.stderr)
+            warn(f"note: {message}")
 
     warnings.showwarning = note
 
@@ -42,7 +42,7 @@ def readable(debug: bool) -> Iterator[None]:
         try:
             yield
         except (KeyboardInterrupt, typer.Abort):
-            print(paint("interrupted", RED, sys.stderr), file=sys.stderr)
+            warn("interrupted", RED)
             raise typer.Exit(130) from None
         # typer.Exit is a RuntimeError.
         except typer.Exit:
@@ -57,7 +57,7 @@ def readable(debug: bool) -> Iterator[None]:
             message = " ".join(str(error).split()) or type(error).__name__
             if not isinstance(error, (ValueError, OSError, MemoryError)):
                 message = f"{type(error).__name__}: {message} (--debug shows where)"
-            print(paint(f"error: {message}", RED, sys.stderr), file=sys.stderr)
+            warn(f"error: {message}", RED)
             raise typer.Exit(2) from None
 
 
