@@ -123,15 +123,14 @@ def printable(text: str) -> str:
 
 
 def table(title: str | None, *heads: str) -> Table:
-    """A table with columns of numbers. A head that begins with "<" is of a column of words."""
+    """A table with columns of numbers, whose heads wrap. A head that begins with "<" is of a column of words, which do not."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in heads:
-        made.add_column(
-            head.removeprefix("<"), justify="left" if head.startswith("<") else "right", no_wrap=head != "<"
-        )
+        words = head.startswith("<")
+        made.add_column(head.removeprefix("<"), justify="left" if words else "right", no_wrap=words and head != "<")
     return made
 
 
