@@ -1,35 +1,76 @@
 """The native kernels: one plain shared library without Python's or torch's headers, loaded with ctypes.
 
 Optional: where no C++ compiler is to be had the package installs without it, and `outrider.kernels.cpu.why()` says so.
+
+CXX names the compiler. OUTRIDER_PLATFORM names the platform of a wheel for another machine, which CXX compiles for.
+Such a wheel must have its library. `make dist` sets both.
 """
 
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SOURCE = Path("outrider/kernels/cpu/src")
+PLATFORM = os.environ.get("OUTRIDER_PLATFORM", "")
+SUFFIXES = {"win": ".dll", "mac": ".dylib", "darwin": ".dylib"}  # else .so
+# No -march and no -ffast-math: the instruction set is chosen at run time, and every rounding is meant.
+FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
+# gcc would sum integer products as trees, and then has too few registers. clang does not know the flag, and says so.
+FLAGS += ["-fno-tree-reassoc", "-Wno-ignored-optimization-argument"]
 
-setup(
-    ext_modules=[
-        Extension(
-            "outrider.kernels.cpu._kernels",
-            sources=sorted(map(str, SOURCE.glob("*.cpp"))),
-            depends=sorted(map(str, [*SOURCE.glob("*.hpp"), *SOURCE.rglob("*.inc")])),
-            # No -march and no -ffast-math: the instruction set is chosen at run time, and every rounding is meant.
-            extra_compile_args=[
-                "-std=c++20",
-                "-O3",
-                "-g0",
-                "-ffp-contract=off",
-                "-fno-math-errno",
-                # gcc would sum integer products as trees, and then has too few registers.
-                "-fno-tree-reassoc",
-                "-fvisibility=hidden",
-                "-Wno-psabi",
-            ],
-            extra_link_args=["-pthread"],
-            language="c++",
-            optional=True,
-        )
-    ]
+
+class BuildLibrary(build_ext):
+    """Compiles without the flags that this machine's Python was built with. The library does not depend on Python's version."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        system = PLATFORM or sys.platform
+        suffix = next((end for start, end in SUFFIXES.items() if system.startswith(start)), ".so")
+        return str(Path(*fullname.split("."))) + suffix
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        folder, library = Path(self.build_temp), Path(self.get_ext_fullpath(ext.name))
+        folder.mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        windows = (PLATFORM or sys.platform).startswith("win")
+        pic, threads = ([], []) if windows else (["-fPIC"], ["-pthread"])
+
+        def compiled(source: str) -> str:
+            made = folder / f"{Path(source).stem}.o"
+            run([*compiler, *FLAGS, *pic, "-c", source, "-o", str(made)])
+            return str(made)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, ext.sources))
+        run([*compiler, "-shared", "-s", *threads, *objects, "-o", str(library)])
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for every Python of a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", PLATFORM or super().get_tag()[2]
+
+
+def run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompileError(f"the native kernels were not built: {error}") from error
+
+
+kernels = Extension(
+    "outrider.kernels.cpu._kernels",
+    sources=sorted(map(str, SOURCE.glob("*.cpp"))),
+    depends=sorted(map(str, [*SOURCE.glob("*.hpp"), *SOURCE.rglob("*.inc")])),
+    optional=not PLATFORM,
 )
+setup(ext_modules=[kernels], cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel})

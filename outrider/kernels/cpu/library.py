@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -184,18 +185,17 @@ def layout() -> str:
 
 def load() -> tuple[Library | None, str | None]:
     """The library, or None and the reason."""
-    folder = Path(__file__).parent
-    files = sorted(p for p in folder.glob("_kernels*") if p.suffix in (".so", ".dylib", ".pyd"))
-    if not files:
+    file = Path(__file__).with_name("_kernels" + {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so"))
+    if not file.exists():
         return None, "the package was installed without a C++ compiler; install g++ or clang and reinstall outrider"
     try:
-        library = Library(files[0])
+        library = Library(file)
     except (OSError, AttributeError) as error:
-        return None, f"{files[0].name} cannot be loaded ({error}); reinstall outrider on this machine"
+        return None, f"{file.name} cannot be loaded ({error}); reinstall outrider on this machine"
     if (theirs := library.layout().decode()) != layout():
         part = next(a.split(":")[0] for a, b in zip(theirs.splitlines(), layout().splitlines(), strict=False) if a != b)
         return None, (
-            f"{files[0].name} is from another version of outrider (its {part} differs); rebuild with "
+            f"{file.name} is from another version of outrider (its {part} differs); rebuild with "
             "`python setup.py build_ext --inplace`"
         )
     isa = os.environ.get("OUTRIDER_ISA")  # for tests: a slower variant than the processor's best

@@ -4,7 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(_WIN32)
+#define OUTRIDER_API extern "C" __declspec(dllexport)
+#else
 #define OUTRIDER_API extern "C" __attribute__((visibility("default")))
+#endif
 
 namespace outrider {
 

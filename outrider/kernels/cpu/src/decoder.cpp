@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "abi.hpp"
@@ -16,17 +17,19 @@ namespace {
 // A row length that is not a power of two: rows must not all map to the same cache sets.
 int64_t padded(int64_t n) { return (n + 15) / 16 * 16 + 16; }
 struct Buffer {
+    static constexpr std::align_val_t ALIGNED{64};
     float* data = nullptr;
     int64_t size = 0;
     float* need(int64_t floats) {
         if (floats > size) {
-            std::free(data);
+            ::operator delete(data, ALIGNED);
+            data = nullptr;
             size = floats + floats / 4;
-            data = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>((size * 4 + 63) / 64 * 64)));
+            data = static_cast<float*>(::operator new(static_cast<size_t>((size * 4 + 63) / 64 * 64), ALIGNED));
         }
         return data;
     }
-    ~Buffer() { std::free(data); }
+    ~Buffer() { ::operator delete(data, ALIGNED); }
 };
 
 struct Decoder {
