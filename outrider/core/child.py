@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 START_SECONDS = 120.0  # for a child on a busy machine
 MEMORY = 1 << 30  # bytes that a child may take for an answer
@@ -156,7 +157,7 @@ def bound_memory() -> None:
     with suppress(ImportError, OSError, ValueError):  # systems other than Linux have less of this
         import resource
 
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        held = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 
 class JsonLine(NamedTuple):
@@ -34,7 +34,7 @@ class JsonLines:
         self._file = path.open("a+b")
         try:
             if alone:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(self._file)
         except OSError:
             self._file.close()
             raise
@@ -71,3 +71,19 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock an open file until it is closed. Raises BlockingIOError while another process has it locked."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        file.seek(2**62)  # Windows keeps others from reading what is locked, so it is a byte that no file has
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError(error.errno, error.strerror) from error
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

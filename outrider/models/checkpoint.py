@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from outrider.core.files import read_settings
@@ -185,14 +186,10 @@ def fingerprint(source: Any) -> str:
 
 
 def free_memory(where: torch.device) -> int:
-    """Bytes of free memory. 0 if unknown."""
+    """Bytes of free memory."""
     if where.type == "cuda":
         return int(torch.cuda.mem_get_info(where)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    free = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")), 0)
+    free = psutil.virtual_memory().available
     # A container has a limit of its own. The page cache counts against it, but can be given back.
     try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{f}").read_text().strip() for f in ("max", "current"))

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any
 
+import psutil
 import uvicorn
 from starlette.types import Receive
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -263,7 +264,7 @@ def connection_limit(max_connections: int) -> int:
         import resource
 
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        opened = len(os.listdir("/proc/self/fd"))
+        opened = psutil.Process().num_fds()
     except (ImportError, OSError):
         return wanted
     return wanted if files < 0 else max(8, min(wanted, files - opened - FILES))
