@@ -49,6 +49,8 @@ def serve(
         model = one_model(model, model_option)
         options = validated(ServeOptions, model=model, speculative_config=speculation.config(model), **given)
         with loading(model):
+            from outrider.engine.memory import gib
+
             with needs("serve", "the server"):
                 from outrider.serve import logs
                 from outrider.serve.app import create_app
@@ -63,19 +65,18 @@ def serve(
                     from outrider.serve.spans import Spans
                 spans = Spans(otlp_traces_endpoint)
             started = perf_counter()
-            made = assemble(options, trace.recorder("counts"))
+            made = assemble(options, trace.recorder("counts"), fit=True)
         service, llm, engine = made.service, made.service.llm, made.service.engine
         logs.start(log_file, made.metrics.log_failures.inc)
-        name, notes = options.model_name, made.notes
-        said = options.served_model_name or public_name(llm.loaded.name)
-        what = f"{said} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}, "
-        what += (
-            f"{engine.decoder.guarantee.value}, {options.max_num_seqs} sequences of {engine.decoder.max_length} tokens"
-        )
-        what += f", {options.kv_cache_dtype} keys and values" if options.kv_cache_dtype != "auto" else ""
-        if name != said:
-            notes.append(f"clients call it {name}")
-        what += "".join(f"; {note}" for note in notes)
+        name, said = options.model_name, options.served_model_name or public_name(llm.loaded.name)
+        facts = [
+            f"{said} is ready after {perf_counter() - started:.1f} s: {'+'.join(llm.config.methods)}",
+            engine.decoder.guarantee.value,
+            f"{options.max_num_seqs} sequence{'s'[: options.max_num_seqs - 1]} of {engine.decoder.max_length} tokens",
+            f"at most {gib(engine.memory.most)} of keys and values",
+            *([f"kept as {options.kv_cache_dtype}"] if options.kv_cache_dtype != "auto" else []),
+        ]
+        what = "; ".join([", ".join(facts), *made.notes, *([f"clients call it {name}"] if name != said else [])])
         _run(create_app(service, made.metrics, spans), made, sockets, what)
 
 

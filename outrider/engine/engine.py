@@ -9,7 +9,7 @@ from collections import abc
 from dataclasses import dataclass
 from time import perf_counter
 
-from outrider.engine.memory import Memory
+from outrider.engine.memory import Memory, spare
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.engine.runtime import Runtime
@@ -17,6 +17,7 @@ from outrider.engine.scheduler import CLOSING, Observer, Scheduler
 from outrider.engine.trace import Recorder
 
 log = logging.getLogger("outrider.engine")
+SHORTEST = 256  # tokens of a text for which a server makes room, however little memory is free
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Engine:
     max_queue: sequences that may wait. kv_tokens: committed tokens of all sequences together, None for as many as fit; see
     `Scheduler`. prefix_bytes: keys and values kept for prompts that start alike, 0 for none. prefill_chunk: prompt tokens per
     step while others decode. memory: bytes that keys and values may take at most, those of drafters and the prefix cache
-    included. Raises ValueError when that is too little for the slots and lengths asked for.
+    included. Raises ValueError when that is too little for the slots and lengths asked for. fit: shorten the longest texts, so
+    that each slot can hold one of them in the memory that is free now.
     """
 
     def __init__(
@@ -59,10 +61,14 @@ class Engine:
         prefix_bytes: int = 256 << 20,
         prefill_chunk: int = 64,
         memory: int | None = None,
+        fit: bool = False,
         observer: Observer | None = None,
         trace: Recorder | None = None,
     ) -> None:
         slots, length = runtime.decoder.cache.num_slots, runtime.decoder.max_length
+        if fit and (room := spare(runtime.loaded.model.device)):
+            caches = Memory(runtime.decoder.target, runtime.decoder.cache, runtime.drafters.values())
+            length = min(length, max(caches.longest(room - prefix_bytes), SHORTEST))
         self.kv_limit = slots * length if kv_tokens is None else kv_tokens
         self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes else None
         # One sequence alone always fits.

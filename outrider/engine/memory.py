@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
+from outrider.models.checkpoint import free_memory
 from outrider.models.nodes import Nodes
 
 
@@ -27,7 +31,7 @@ class Memory:
             own = getattr(drafter, "cache", None)
             if isinstance(own, SlotCache):
                 models[id(own)] = (drafter.model, own)
-        self._models = list(models.values())
+        self._models, self._cache = list(models.values()), cache
         self.limit: int | None = None
 
     @property
@@ -35,27 +39,42 @@ class Memory:
         """Taken at this moment, without the prefix store."""
         return sum(cache.bytes for _, cache in self._models)
 
+    @property
+    def most(self) -> int:
+        """Taken when each slot holds the longest text, without the prefix store."""
+        caches = zip(self._each, self._models, strict=True)
+        return self._states + sum(n * cache.num_slots * (cache.max_length + SCRATCH) for n, (_, cache) in caches)
+
+    def longest(self, room: int) -> int:
+        """Tokens of the longest texts of which each slot can hold one, in `room` bytes; below 1 for none."""
+        return (room - self._states) // max(sum(self._each) * self._cache.num_slots, 1) - SCRATCH
+
+    @cached_property
+    def _each(self) -> list[int]:
+        """Bytes of a token in one slot of each cache."""
+        return [per_token(model) for model, _ in self._models]
+
+    @property
+    def _states(self) -> int:
+        return sum(cache.bytes_per_slot * cache.num_slots for _, cache in self._models)
+
     def bound(self, limit: int, prefix_bytes: int) -> None:
         """Take all that the caches can ever need. Raises ValueError when that, and `prefix_bytes` for the prefix store, is
         more than `limit`, or more than the machine has."""
         self.limit = limit
-        each = [per_token(model) for model, _ in self._models]
-        caches = [cache for _, cache in self._models]
-        states = sum(c.bytes_per_slot * c.num_slots for c in caches)
-        need = prefix_bytes + states
-        need += sum(n * c.num_slots * (c.max_length + SCRATCH) for n, c in zip(each, caches, strict=True))
+        need = prefix_bytes + self.most
         if need <= limit:
             self._take()
             return
-        rows, length = caches[0].num_slots, caches[0].max_length
-        fits = (limit - prefix_bytes - states) // max(sum(each) * rows, 1) - SCRATCH
-        fewer = (limit - prefix_bytes) * rows // max(need - prefix_bytes, 1)
+        rows, length, states = self._cache.num_slots, self._cache.max_length, self._states
+        fits = self.longest(limit - prefix_bytes)
+        fewer = (limit - prefix_bytes) * rows // max(self.most, 1)
         ways = [f"--max-model-len {fits}"] * (2 <= fits < length) + [f"--max-num-seqs {fewer}"] * (fewer >= 1)
         ways += [f"--kv-cache-memory-bytes {need}"]
         raise ValueError(
-            f"{rows} texts of {length} tokens may take {mib(need - prefix_bytes)} of keys and values ({sum(each)} bytes a token, "
-            + (f"and {mib(states)} of states, " if states else "")
-            + f"drafters included) and the prefix cache {mib(prefix_bytes)}, which is more than the {mib(limit)} allowed; "
+            f"{rows} texts of {length} tokens may take {gib(self.most)} of keys and values ({sum(self._each)} bytes a token, "
+            + (f"and {gib(states)} of states, " if states else "")
+            + f"drafters included) and the prefix cache {gib(prefix_bytes)}, which is more than the {gib(limit)} allowed; "
             f"{', or '.join(ways)} would fit" + (", or a smaller --prefix-cache" if prefix_bytes else "")
         )
 
@@ -80,5 +99,15 @@ def per_token(model: LanguageModel) -> int:
     return cache.bytes_per_token
 
 
-def mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+def spare(device: torch.device) -> int:
+    """Bytes that caches can take beside the weights; 0 if unknown. Files that this process has mapped count as free for the
+    system, and weights are among them."""
+    free = free_memory(device)
+    if device.type != "cpu" or not free:
+        return free
+    mapped = int(Path("/proc/self/statm").read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE")
+    return max(free - mapped, 1)
+
+
+def gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

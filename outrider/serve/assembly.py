@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from outrider.engine import Engine
 from outrider.engine.llm import LLM
+from outrider.engine.memory import gib, spare
 from outrider.engine.trace import Recorder
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ModelOptions, ServeOptions
@@ -32,8 +33,9 @@ def load_llm(options: ModelOptions, recorder: Recorder | None = None) -> tuple[L
     return llm, set_chat_template(llm, options.chat_template)
 
 
-def assemble(options: ServeOptions, recorder: Recorder | None = None) -> Assembly:
-    """Load the model and start its engine. recorder: where steps are written.
+def assemble(options: ServeOptions, recorder: Recorder | None = None, fit: bool = False) -> Assembly:
+    """Load the model and start its engine. recorder: where steps are written. fit: as of `Engine`, unless options say how long
+    texts are or what they may take.
 
     Raises what `LLM` and `Engine` raise for options that are wrong and models that cannot be had.
     """
@@ -46,6 +48,7 @@ def assemble(options: ServeOptions, recorder: Recorder | None = None) -> Assembl
         prefix_bytes=options.prefix_cache << 20,
         prefill_chunk=options.prefill_chunk,
         memory=options.kv_cache_memory_bytes,
+        fit=fit and options.max_model_len is None and options.kv_cache_memory_bytes is None,
         observer=metrics,
         trace=recorder,
     )
@@ -53,4 +56,13 @@ def assemble(options: ServeOptions, recorder: Recorder | None = None) -> Assembl
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(llm, engine, options)
     service.encoder.start()
-    return Assembly(service, metrics, [*llm.notes, *([note] if note else [])], chats)
+    notes = [*llm.notes, *([note] if note else [])]
+    most, room, longest = engine.memory.most, spare(llm.loaded.model.device), llm.decoder.max_length
+    if engine.decoder.max_length < min(longest, engine.kv_limit):
+        notes.append(
+            f"not {longest} tokens: so much in each sequence would not fit in the memory that is free. For longer texts give a "
+            f"smaller --max-num-seqs or --kv-cache-dtype int8; --max-model-len {longest} is believed"
+        )
+    elif engine.memory.limit is None and 0 < room < most:
+        notes.append(f"that does not fit in the {gib(room)} that are free, if all sequences become so long")
+    return Assembly(service, metrics, notes, chats)

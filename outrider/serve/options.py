@@ -113,7 +113,9 @@ class ModelOptions(LoadOptions):
     chat_template: Annotated[str | None, BeforeValidator(_contents)] = setting(
         None, "Model", "A file with a chat template, in place of the model's.", kind=Path | None
     )
-    max_model_len: int | None = setting(None, "Engine", "Tokens of prompt and output together, at most.")
+    max_model_len: int | None = setting(
+        None, "Engine", "Tokens of prompt and output together, at most; without it, as many as model and memory allow."
+    )
     max_num_seqs: int = setting(8, "Engine", "Sequences in a batch, at most.", ge=1)
 
     def of_llm(self) -> dict[str, Any]:
