@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Llama
 from benchmarks.report import rich_table
 from outrider.core.types import Budget, Commit
 from outrider.drafters.base import Drafter
-from outrider.drafters.heads.block import BlockDrafter
-from outrider.drafters.heads.config import BlockConfig, HeadConfig
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.block.drafter import BlockDrafter
+from outrider.drafters.heads.block.module import BlockConfig
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter
+from outrider.drafters.heads.eagle.model import eagle_model
+from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.mtp import MtpModel, MtpWeights
-from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import HeadWeights
+from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.load import load
@@ -85,9 +85,9 @@ def sides(depth: int, draft_vocab: int, folder: Path) -> list[Side]:
     ends = {"norm.weight": (size,), "lm_head.weight": (draft_vocab, size), "fc.weight": (size, 3 * size)}
     paired = ends | layer_of(0, 2 * size) | {"layers.0.hidden_norm.weight": (size,)}
     eagle = EagleDrafter(
-        EagleModel(HeadWeights(HeadConfig(**common), made(paired), ids), target, 2048, "none"), 1, 2048
+        eagle_model(HeadWeights(EagleConfig(**common), made(paired), ids), target, 2048, "none"), 1, 2048
     )
-    settings = HeadConfig(**common, num_layers=2, mask_token_id=5, parallel_drafts=depth)
+    settings = EagleConfig(**common, num_layers=2, mask_token_id=5, parallel_drafts=depth)
     shapes = paired | layer_of(1, size) | {"mask_hidden": (1, 1, 3 * size)}
     peagle = PEagleDrafter(HeadWeights(settings, made(shapes), ids), target, 1, 2048, "none")
     found = [
@@ -108,7 +108,9 @@ def dspark(
 ) -> Side:
     """Two layers, a Markov bias and a confidence. shapes: of the layers, fc, the last norm and the output head."""
     size, dim, rank = common["hidden_size"], common["head_dim"], 256
-    config = BlockConfig(**common, num_layers=2, block_size=depth, mask_token_id=5, from_anchor=True, markov_rank=rank)
+    config = BlockConfig(
+        **common, num_layers=2, block_size=depth, mask_token_id=5, from_anchor=True, markov_rank=rank, confidence=True
+    )
     norms = {f"layers.{i}.self_attn.{n}_norm.weight": (dim,) for i in (0, 1) for n in "qk"}
     tables = {
         "hidden_norm.weight": (size,),

@@ -22,11 +22,10 @@ from benchmarks import headline
 from benchmarks.head_kinds import kinds_table
 from benchmarks.report import console, rich_table
 from outrider.core.types import Budget, Commit
-from outrider.drafters.heads.config import HeadConfig
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import HeadWeights
+from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.model import eagle_model
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native
 from outrider.models.base import BaseModel, LanguageModel
 from outrider.testing.contract import GREEDY, context
@@ -76,9 +75,9 @@ class Embedding(BaseModel):
         return self.table[tokens].float()
 
 
-def made(shape: Shape, draft_vocab: int) -> HeadWeights[HeadConfig]:
+def made(shape: Shape, draft_vocab: int) -> HeadWeights[EagleConfig]:
     """A head of EAGLE-3.1 with random weights."""
-    config = HeadConfig(
+    config = EagleConfig(
         hidden_size=shape.hidden,
         vocab_size=shape.vocab,
         draft_vocab_size=draft_vocab,
@@ -102,7 +101,7 @@ class Timed:
     """A drafter on a text, and the seconds of its parts."""
 
     def __init__(self, head: HeadWeights, target: LanguageModel, quantization: str) -> None:
-        self.model = EagleModel(head, target, 2048, quantization)
+        self.model = eagle_model(head, target, 2048, quantization)
         self.drafter = EagleDrafter(self.model, 1, 2048)
         self.size = len(self.model.taps) * head.config.target_hidden_size
         self.inside = 0.0

@@ -243,12 +243,14 @@ def _has_lower_precision(setup: DrafterSetup) -> bool:
     return copy_weights(setup.config.quantization) in lower and setup.target.model.device.type == "cpu"
 
 
-def _head(name: str, text: str, what: str, file: str = "", heads: tuple[str, ...] = (), **more: Any) -> DraftMethod:
+def _head(
+    name: str, text: str, what: str, file: str = "", maker: str = "from_setup", heads: tuple[str, ...] = (), **more: Any
+) -> DraftMethod:
     """The row of a method with a trained head. what: it has in its folder. heads: kinds that it reads, if not its name alone."""
     return DraftMethod(
         name,
         text,
-        made_by(f"heads.{file or name}"),
+        made_by(f"heads.{file or name}.drafter", maker),
         cost="model",
         needs_model=True,
         heads=heads or (name,),
@@ -299,6 +301,8 @@ _ROWS = (
         "peagle",
         "a trained P-EAGLE head, which drafts all tokens of a step in one forward pass",
         "a P-EAGLE head",
+        file="eagle",
+        maker="parallel_from_setup",
         tune_depth=7,
     ),
     DraftMethod(

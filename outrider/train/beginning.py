@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.config import HeadConfig
-from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import HeadWeights
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.reading import HeadWeights
 from outrider.models.load import Loaded, modules
 from outrider.models.matrix import dense, matrix_of
 from outrider.train.teacher import Teacher
@@ -22,7 +21,7 @@ _NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 
 def new_head(
-    loaded: Loaded, teacher: Teacher, config: HeadConfig, token_ids: Tensor, seed: int, sample: Tensor
+    loaded: Loaded, teacher: Teacher, config: EagleConfig, token_ids: Tensor, seed: int, sample: Tensor
 ) -> Eagle:
     """A head at the beginning of its training. Its embedding and output head are the target's, and are not trained.
 
@@ -38,7 +37,7 @@ def new_head(
     return head.to(teacher.device)
 
 
-def continued_head(given: HeadWeights[HeadConfig], teacher: Teacher) -> Eagle:
+def continued_head(given: HeadWeights[EagleConfig], teacher: Teacher) -> Eagle:
     """A head that was read from a folder, to be trained further. Its embedding and output head stay as they are.
 
     Raises ValueError for a head of EAGLE-1.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.block_module import BlockModule
-from outrider.drafters.heads.config import BlockConfig, HeadConfig, HeadShape
-from outrider.drafters.heads.parallel_writer import write_block
-from outrider.drafters.heads.reader import HeadWeights
+from outrider.drafters.heads.block.files import write_block
+from outrider.drafters.heads.block.module import BlockConfig, BlockModule
+from outrider.drafters.heads.reading import HeadWeights
 from outrider.train.method import Beginning, DraftedToken, TrainedHead
 from outrider.train.teacher import Taught, Teacher
 from outrider.train.vocabulary import mask_token
@@ -48,26 +46,27 @@ class TrainedBlock(TrainedHead):
 def new_block(start: Beginning) -> TrainedBlock:
     """A drafter of two layers whose first guesses are nothing yet. The method says whether it is a DSpark one."""
     loaded, ids, dspark = start.loaded, start.token_ids, start.method == "dspark"
-    shape = HeadConfig.for_target(loaded.config, draft_vocab_size=len(ids), verifier=start.verifier)
     if start.kept is None:
-        mask = mask_token(start.answers, shape.vocab_size, loaded.tokenizer, loaded.end_ids)
+        mask = mask_token(start.answers, loaded.model.vocab_size, loaded.tokenizer, loaded.end_ids)
     else:
         mask = int(start.kept["mask_token_id"])
-    least, most = MARKOV
-    own: dict[str, Any] = {f.name: getattr(shape, f.name) for f in fields(HeadShape)}
-    own["num_layers"] = LAYERS
-    config = BlockConfig(
-        **own,
+    least, most, width = *MARKOV, loaded.config.get_text_config().hidden_size
+    config = BlockConfig.for_target(
+        loaded.config,
+        draft_vocab_size=len(ids),
+        verifier=start.verifier,
+        num_layers=LAYERS,
         block_size=DRAFTS if dspark else DRAFTS + 1,
         mask_token_id=mask,
         from_anchor=dspark,
-        markov_rank=min(most, max(least, shape.hidden_size // 4)) if dspark else 0,
+        markov_rank=min(most, max(least, width // 4)) if dspark else 0,
+        confidence=dspark,
         confidence_markov=dspark,
     )
     teacher = Teacher(loaded, config.taps)
     torch.manual_seed(start.seed)
     output = teacher.output(ids).cpu()
-    module = BlockModule(config, ids, teacher.embedding().cpu(), output, confidence=dspark).initialise_()
+    module = BlockModule(config, ids, teacher.embedding().cpu(), output).initialise_()
     return TrainedBlock(module, teacher)
 
 

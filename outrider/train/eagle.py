@@ -7,10 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outrider.drafters.heads.config import HeadConfig
-from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import HeadWeights
-from outrider.drafters.heads.writer import write_eagle
+from outrider.drafters.heads.eagle.files import write_eagle
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.reading import HeadWeights
 from outrider.train.batches import batch_of
 from outrider.train.beginning import continued_head, new_head
 from outrider.train.method import Beginning, DraftedToken, TrainedHead
@@ -39,7 +38,7 @@ class TrainedEagle(TrainedHead):
 def new_eagle(start: Beginning) -> TrainedEagle:
     """An EAGLE-3.1 head that begins as its target's last layer."""
     loaded, ids = start.loaded, start.token_ids
-    config = HeadConfig.for_target(
+    config = EagleConfig.for_target(
         loaded.config, draft_vocab_size=len(ids), fc_norm=True, norm_output=True, verifier=start.verifier
     )
     teacher = Teacher(loaded, config.taps)
@@ -47,7 +46,7 @@ def new_eagle(start: Beginning) -> TrainedEagle:
     return TrainedEagle(head, teacher, ids)
 
 
-def continued_eagle(given: HeadWeights[HeadConfig], start: Beginning) -> TrainedEagle:
+def continued_eagle(given: HeadWeights[EagleConfig], start: Beginning) -> TrainedEagle:
     """A head that was read. Raises ValueError for one of EAGLE-1."""
     teacher = Teacher(start.loaded, given.config.taps)
     head = continued_head(given, teacher)

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.medusa import MedusaWeights
-from outrider.drafters.heads.medusa_module import MedusaModule
-from outrider.drafters.heads.parallel_writer import write_medusa
+from outrider.drafters.heads.medusa.drafter import MedusaModule
+from outrider.drafters.heads.medusa.files import MedusaWeights, write_medusa
 from outrider.train.method import Beginning, DraftedToken, TrainedHead
 from outrider.train.teacher import Taught, Teacher
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from outrider.drafters.heads.block.files import read_block
+from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE3, MEDUSA, open_head
-from outrider.drafters.heads.medusa import read_medusa
-from outrider.drafters.heads.reader import read_block, read_eagle
+from outrider.drafters.heads.medusa.files import read_medusa
 from outrider.models.load import Loaded
 from outrider.train.block import continued_block, new_block
 from outrider.train.eagle import continued_eagle, new_eagle

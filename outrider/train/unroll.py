@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.eagle.module import Eagle
 
 
 def unrolled(head: Eagle, tokens: Tensor, features: Tensor, anchors: Tensor, steps: int) -> Iterator[Tensor]:

@@ -20,11 +20,10 @@ from heads import small_config
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from outrider.drafters.heads.block_module import BlockModule
-from outrider.drafters.heads.config import BlockConfig, HeadConfig
-from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.parallel_writer import write_block
-from outrider.drafters.heads.writer import write_eagle
+from outrider.drafters.heads.block.files import write_block
+from outrider.drafters.heads.block.module import BlockConfig, BlockModule
+from outrider.drafters.heads.eagle.files import write_eagle
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.train.unroll import unrolled
 
 CHECKOUTS = Path(os.environ.get("OUTRIDER_FOREIGN", "no checkouts"))
@@ -79,7 +78,7 @@ def random_(head: torch.nn.Module) -> None:
 
 def eagle(target: LlamaForCausalLM, **flags: Any) -> Eagle:
     flags = {"draft_vocab_size": len(SOME)} | flags
-    config = HeadConfig.for_target(target.config, taps=TAPS, **flags)
+    config = EagleConfig.for_target(target.config, taps=TAPS, **flags)
     head = Eagle(config, SOME if config.draft_vocab_size < VOCAB else None)
     head.initialise_(target.get_input_embeddings().weight, target.lm_head.weight)  # pyright: ignore[reportArgumentType]
     head.lm_head.requires_grad_(False)
@@ -91,11 +90,11 @@ def block(target: LlamaForCausalLM, rank: int, ids: Tensor) -> BlockModule:
     config = BlockConfig(
         hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=len(ids), taps=TAPS, target_hidden_size=HIDDEN,
         num_layers=2, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, block_size=5,
-        mask_token_id=VOCAB - 1, from_anchor=rank > 0, markov_rank=rank, confidence_markov=rank > 0,
+        mask_token_id=VOCAB - 1, from_anchor=rank > 0, markov_rank=rank, confidence=rank > 0, confidence_markov=rank > 0,
         max_position_embeddings=256, verifier=target.config._name_or_path,
     )  # fmt: skip
     table, rows = target.get_input_embeddings().weight.data, target.lm_head.weight.data[ids]  # pyright: ignore
-    made = BlockModule(config, ids, table, rows, confidence=rank > 0)  # pyright: ignore[reportArgumentType]
+    made = BlockModule(config, ids, table, rows)  # pyright: ignore[reportArgumentType]
     random_(made)
     return made.eval()
 

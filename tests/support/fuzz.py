@@ -214,19 +214,19 @@ def _make_head(name: str, folder: Path) -> None:
 
 
 def _load_eagle(folder: Path) -> None:
-    from outrider.drafters.heads.eagle_model import EagleModel
-    from outrider.drafters.heads.reader import read_eagle
+    from outrider.drafters.heads.eagle.files import read_eagle
+    from outrider.drafters.heads.eagle.model import eagle_model
     from outrider.models.base import Chain
 
     target = _target()
-    model = EagleModel(read_eagle(folder, target), target.model, 64)
+    model = eagle_model(read_eagle(folder, target), target.model, 64)
     if model.has_draft_chains:
         wide = len(model.taps) * model.config.target_hidden_size
         model.draft_chains(model.new_cache(1, 32), [Chain(0, [1, 2], 3, features=torch.zeros(2, wide))])
 
 
 def _load_block(folder: Path) -> None:
-    from outrider.drafters.heads.reader import read_block
+    from outrider.drafters.heads.block.files import read_block
 
     read_block(folder, _target())
 

@@ -19,9 +19,8 @@ from benchmarks.real.sides import Llama
 from benchmarks.real.texts import WORKLOADS, texts
 from benchmarks.side import Missing
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.config import HeadConfig
-from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.writer import write_eagle
+from outrider.drafters.heads.eagle.files import write_eagle
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.models.load import load
 
 STUB = """#!{python}
@@ -110,7 +109,7 @@ def test_every_method_writes_the_plain_text_and_a_run_goes_on_where_it_was(tmp_p
 def test_a_head_sees_the_prompts_and_is_in_the_record(tmp_path: Path) -> None:
     """A made head that repeats the last token: it drafts from the first step on, and its file is named by its hash."""
     target = load("builtin:code")
-    config = HeadConfig.for_target(target.config, norm_output=True, fc_norm=True)
+    config = EagleConfig.for_target(target.config, norm_output=True, fc_norm=True)
     write_eagle(tmp_path / "made-head", Eagle(config).initialise_(target.model.embedding_rows(torch.arange(8192))))
     command = ["--target", "builtin:code", "--head", str(tmp_path / "made-head"), "--methods", "plain", "head 2"]
     command += ["--workloads", "code", "--texts", "1", "--tokens", "12", "--length", "512", "--temperatures", "0"]

@@ -1,17 +1,17 @@
-"""The settings of a head of the EAGLE family, in this package's own terms. `reader` and `writer` know the terms of others."""
+"""What all heads with layers have: a shape in this package's own terms, and how a config.json names it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from outrider.models.base import EMBEDDING, FINAL_NORM
+from outrider.models.base import EMBEDDING
 
 # Rotary types whose frequencies do not depend on the length of the text.
 ROTARY = ("default", "linear", "llama3", "yarn")
@@ -62,7 +62,7 @@ class HeadShape:
     @property
     def layer_ids(self) -> list[int]:
         """`taps` as SafeAILab, speculators and vLLM count: the hidden state before that layer."""
-        return layer_ids(self.taps)
+        return [0 if t == EMBEDDING else t + 1 for t in self.taps]
 
     def rotary(self) -> tuple[Tensor, float]:
         """(float32 [head_dim / 2] frequencies in radians per position, factor of cosine and sine).
@@ -82,90 +82,39 @@ class HeadShape:
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters=dict(rope),  # pyright: ignore[reportCallIssue]
         )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        with torch.device("cpu"):  # also where a module is made without memory
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return frequencies.float(), float(factor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadConfig(HeadShape):
-    """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: a decoder layer over features and tokens.
-
-    norm_before_fc: one norm over all features side by side. fc_norm: a norm for each feature. norm_output: the output of the last
-    norm is what the head feeds back (EAGLE-3.1 has this and fc_norm). norm_before_residual: the normed feature is the residual.
-    eagle1: a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
-    attention_bias, fc_bias: these linears have a bias. qk_norm: queries and keys are normed in each head, as in Qwen3.
-    num_layers: the layers after the first are ordinary. mask_token_id, parallel_drafts: a head of P-EAGLE drafts so many tokens
-    in one forward, and this token stands for those that are not known. None and 0 for all other heads.
-    """
-
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
-    eagle1: bool = False
-    attention_bias: bool = False
-    fc_bias: bool = False
-    qk_norm: bool = False
-    mask_token_id: int | None = None
-    parallel_drafts: int = 0
-
-    def __post_init__(self) -> None:
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError(
-                "norm_before_fc and fc_norm are both true; a head has one norm over all features or one for each"
-            )
-        super().__post_init__()
 
     @classmethod
     def for_target(
         cls, target: Any, *, draft_vocab_size: int | None = None, taps: Sequence[int] | None = None, **settings: Any
-    ) -> HeadConfig:
+    ) -> Self:
         """A head of a target's own shape.
 
         target: its configuration of transformers. draft_vocab_size: None for all tokens. taps: None for `default_taps`.
         settings: any other field.
         """
-        text = target.get_text_config()
-        heads, known = int(text.num_attention_heads), {f.name for f in fields(cls)}
+        text, known = target.get_text_config(), {f.name for f in fields(cls)}
+        heads, size = int(text.num_attention_heads), int(text.hidden_size)
         values: dict[str, Any] = {
-            "hidden_size": int(text.hidden_size),
+            "hidden_size": size,
             "vocab_size": int(text.vocab_size),
             "draft_vocab_size": int(draft_vocab_size or text.vocab_size),
             "taps": tuple(default_taps(text.num_hidden_layers) if taps is None else taps),
             "intermediate_size": int(text.intermediate_size),
             "num_attention_heads": heads,
             "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or heads),
-            "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-            "target_hidden_size": int(text.hidden_size),
+            "head_dim": int(getattr(text, "head_dim", None) or size // heads),
+            "target_hidden_size": size,
             "max_position_embeddings": int(text.max_position_embeddings),
             "rms_norm_eps": float(getattr(text, "rms_norm_eps", 1e-6)),
             "rope_parameters": plain_rope(getattr(text, "rope_parameters", None)),
             "verifier": getattr(target, "_name_or_path", None) or None,
         }
         if unknown := sorted(set(settings) - known):
-            raise ValueError(f"HeadConfig has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
         return cls(**(values | settings))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockConfig(HeadShape):
-    """A block drafter: Qwen3-shaped layers over [root, mask, ...], which also attend to the projected features of the text.
-
-    block_size: slots of a block. mask_token_id: the token of all slots but the first. from_anchor: slot 0 drafts too (DSpark);
-    in DFlash slot k drafts the token at its own position. markov_rank: width of the bias by the token before; 0 without one.
-    confidence_markov: the confidence reads that token too.
-    """
-
-    block_size: int
-    mask_token_id: int
-    from_anchor: bool
-    markov_rank: int = 0
-    confidence_markov: bool = False
-
-    @property
-    def drafts(self) -> int:
-        """Draft tokens of a block."""
-        return self.block_size if self.from_anchor else self.block_size - 1
 
 
 class Field(NamedTuple):
@@ -192,12 +141,6 @@ FIELDS = (
     Field("hidden_act", str, "silu"),
     Field("draft_vocab_size", int, "vocab_size", layer=False),
     Field("target_hidden_size", int, "hidden_size", layer=False),
-)
-EAGLE_FIELDS = (Field("norm_output", bool, False, layer=False), Field("norm_before_residual", bool, False, layer=False))
-BLOCK_FIELDS = (
-    Field("block_size", int, 0, layer=False),
-    Field("from_anchor", bool, key="sample_from_anchor", layer=False),
-    Field("confidence_markov", bool, True, "confidence_head_with_markov", layer=False),
 )
 
 
@@ -230,17 +173,9 @@ def tap_of(layer_id: int) -> int:
     return EMBEDDING if layer_id == 0 else layer_id - 1
 
 
-def layer_ids(taps: Sequence[int]) -> list[int]:
-    """The layers of taps as SafeAILab, speculators and vLLM count: the hidden state before that layer."""
-    return [0 if t == EMBEDDING else t + 1 for t in taps]
-
-
 def plain_rope(given: Any) -> dict[str, Any]:
     """`rope_parameters` of a configuration as one dictionary. Raises ValueError if kinds of layers have different ones."""
     rope = dict(given or {})
     if rope and all(isinstance(v, dict) for v in rope.values()):  # one for each kind of layer, as Gemma 3 has
         rope = dict(rope.get("full_attention") or next(iter(rope.values())))
     return {"rope_type": "default", "rope_theta": 10000.0} | rope
-
-
-__all__ = ["EMBEDDING", "FINAL_NORM", "BlockConfig", "HeadConfig", "HeadShape", "default_taps", "plain_rope", "tap_of"]

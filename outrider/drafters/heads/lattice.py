@@ -18,8 +18,8 @@ from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
 from outrider.core.tree import tree
-from outrider.core.types import Budget, Draft, Siblings
-from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.core.types import Budget, Commit, Draft, Siblings
+from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import FOR_HEADS, LogitError
@@ -42,6 +42,12 @@ class ParallelDrafter(BaseDrafter):
     def __init__(self, vocab_size: int, device: torch.device, subset: TokenSubset | None = None) -> None:
         self.vocab_size, self.device, self.subset = vocab_size, device, subset
         self.error = LogitError(FOR_HEADS)
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        self.error.learn(context.slots, commits)
+
+    def release(self, slot: int) -> None:
+        self.error.release(slot)
 
     def _depth(self, slot: int, tokens: Sequence[int]) -> int:
         """Draft tokens in a row that can be drafted for a sequence now; 0 for none."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +22,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.core.sampling import TokenSubset
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.layers import HeadOutput
+from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.features import HeadOutput, PairModel
 from outrider.drafters.method import DrafterSetup
-from outrider.models.base import FINAL_NORM, Chain, DrawnChain, LanguageModel, Want
+from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.cache import SlotCache
 from outrider.models.checkpoint import header, indexed
 from outrider.models.hf.model import HFModel
@@ -75,18 +74,12 @@ class MtpWeights:
             )
 
 
-class MtpModel:
-    """An MTP layer as `EagleDrafter` reads a head. Cell t of a slot holds the keys and values of the pair (x_{t+1}, h_t).
-
-    weight_bytes: that a forward of one pair reads. The others: see `EagleModel`.
-    """
-
-    has_draft_chains = False
+class MtpModel(PairModel):
+    """An MTP layer as `EagleDrafter` reads a head. Cell t of a slot holds the keys and values of the pair (x_{t+1}, h_t)."""
 
     def __init__(self, weights: MtpWeights, target: Loaded, max_length: int, quantization: str = "auto") -> None:
         model = target.model
-        self.taps: tuple[int, ...] = (FINAL_NORM,)
-        self.device, self.vocab_size, self.subset = model.device, model.vocab_size, cast("TokenSubset | None", None)
+        self.taps, self.device, self.vocab_size = (FINAL_NORM,), model.device, model.vocab_size
         raw = _one_layer(weights, target)
         norm = cast("nn.Module", cast("Any", raw).model.norm)
         self._join = _Join(weights, norm, model)
@@ -106,7 +99,6 @@ class MtpModel:
     def forward(
         self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want = "all"
     ) -> HeadOutput:
-        """See `EagleModel.forward`."""
         self._join.states = features if features is not None else g
         try:
             out = self._model.forward(nodes, taps=(self._fed_back,), want=want)
@@ -117,9 +109,6 @@ class MtpModel:
         if want == "last":
             fed_back = fed_back[torch.arange(len(nodes.slots)), nodes.last][:, None]
         return HeadOutput(out.logits, fed_back[:, :0] if want == "none" else fed_back)
-
-    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
-        raise NotImplementedError("an MTP layer drafts level by level; check has_draft_chains first")
 
 
 class _Join(nn.Module):

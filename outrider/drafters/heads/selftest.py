@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.drafters.heads.checks import log, say_length
-from outrider.drafters.heads.config import HeadConfig, tap_of
-from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.config import tap_of
+from outrider.drafters.heads.features import PairModel
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
-from outrider.drafters.heads.reader import Config, HeadWeights
+from outrider.drafters.heads.reading import Config, HeadWeights, log, say_length
 from outrider.drafters.heads.shipped import head_of
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.self_speculation import SAMPLE
@@ -74,41 +73,49 @@ class HeadReading:
     hits: Callable[[Sequence[int], Tensor, Sequence[int]], DraftHits]
 
 
-def examine(model: EagleModel, target: Loaded, text: Sequence[int], path: object) -> HeadReport:
-    """Draft along a text, and warn if almost nothing is right. Takes one forward of the target.
-
-    text: token ids, at least 8; the first hundred are read. path: names the head in the warning.
-    """
-
-    def reading(what: str, config: HeadConfig) -> HeadReading:
-        return HeadReading(what, config.taps, lambda *given: survival(model.read_as(config), *given))
-
-    config = model.config
-    own = HeadReading("", config.taps, lambda *given: survival(model, *given))
-    flags = {n: n for n in ("norm_output", "norm_before_residual")}
-    others = [] if config.eagle1 else [reading(*pair) for pair in misread(config, target.model.num_layers, flags)]
-    return examined(own, others, model.max_length, target, text, path)
-
-
-def examine_parallel(
-    drafter: ParallelDrafter,
-    others: Sequence[tuple[str, tuple[int, ...], Callable[[], ParallelDrafter]]],
-    longest: int,
+def examine(
+    own: HeadReading,
+    others: Sequence[HeadReading],
     target: Loaded,
+    longest: int,
     path: object,
+    text: Sequence[int] | None = None,
 ) -> HeadReport | None:
-    """As `examine`, along a sample text, for a head of several positions. None for a target without a tokenizer.
+    """Draft along a text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
 
-    others: known misreadings: in words, the taps, and the drafter read so. longest: tokens of the longest text.
+    own: the head as it was read. others: known misreadings, which are tried only if almost nothing is right. longest: tokens of
+    the longest text that the head knows. path: names the head in the warning. text: token ids, at least 8; the first hundred are
+    read. Without one it is a sample, and the result is None for a target without a tokenizer.
     """
-    if target.tokenizer is None:
+    if text is not None:
+        ids = [*text]
+    elif target.tokenizer is not None:
+        ids = [*target.tokenizer(SAMPLE)["input_ids"]]
+    else:
         return None
-    own = HeadReading("", drafter.taps, lambda *given: parallel_survival(drafter, *given))
-    readings = [
-        HeadReading(what, taps, lambda *given, make=make: parallel_survival(make(), *given))
-        for what, taps, make in others
-    ]
-    return examined(own, readings, longest, target, target.tokenizer(SAMPLE)["input_ids"], path)
+    ids = ids[: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
+    taps = tuple(dict.fromkeys(t for reading in (own, *others) for t in reading.taps))
+    cache = target.model.new_cache(1, len(ids))
+    out = target.model.forward(Nodes(torch.tensor([ids]), cache, [0]), taps=taps)
+    assert out.features is not None
+    columns = out.features[0].unflatten(-1, (len(taps), -1))
+    right = out.logits[0].argmax(-1).tolist()
+
+    def tried(reading: HeadReading) -> DraftHits:
+        return reading.hits(ids, columns[:, [taps.index(t) for t in reading.taps]].flatten(1), right)
+
+    found = tried(own)
+    if found.accepted >= ENOUGH:
+        return HeadReport(found)
+    best = max(((r.what, tried(r)) for r in others), key=lambda pair: pair[1].accepted, default=None)
+    report = HeadReport(found, best if best is not None and best[1].accepted > found.accepted + CLEAR else None)
+    log.warning("%s: %s", path, report)
+    return report
+
+
+def parallel_reading(what: str, taps: tuple[int, ...], make: Callable[[], ParallelDrafter]) -> HeadReading:
+    """A way to read a head of several positions. make: its drafter, which is made when it is tried."""
+    return HeadReading(what, taps, lambda *text: parallel_survival(make(), *text))
 
 
 def parallel_drafter(
@@ -123,46 +130,22 @@ def parallel_drafter(
     chains_only(setup)
     target, path = setup.target, head_of(setup)
     head = read(path, target)
-    say_length(path, head.config.max_position_embeddings, setup.max_length)
+    positions = head.config.max_position_embeddings
+    say_length(path, positions, setup.max_length)
 
     def made(config: Config) -> _Made:
         given = replace(head, config=config)
         return kind(given, target.model, setup.rows, setup.max_length, setup.config.quantization)
 
-    others = misread(head.config, target.model.num_layers, flags)
-    tries = [(what, config.taps, partial(made, config)) for what, config in others]
     drafter = made(head.config)
-    examine_parallel(drafter, tries, min(setup.max_length, head.config.max_position_embeddings), target, path)
+    wrong = misread(head.config, target.model.num_layers, flags)
+    others = [parallel_reading(what, config.taps, partial(made, config)) for what, config in wrong]
+    own = parallel_reading("", drafter.taps, lambda: drafter)
+    examine(own, others, target, min(setup.max_length, positions), path)
     return drafter
 
 
-def examined(
-    own: HeadReading, others: Sequence[HeadReading], longest: int, target: Loaded, text: Sequence[int], path: object
-) -> HeadReport:
-    """Try a head as it was read, and in other ways only if almost nothing is right. Warns then, with the way that mends it."""
-    ids = [*text][: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
-    taps = tuple(dict.fromkeys(t for reading in (own, *others) for t in reading.taps))
-    cache = target.model.new_cache(1, len(ids))
-    out = target.model.forward(Nodes(torch.tensor([ids]), cache, [0]), taps=taps)
-    assert out.features is not None
-    columns = out.features[0].unflatten(-1, (len(taps), -1))
-    right = out.logits[0].argmax(-1).tolist()
-
-    def tried(reading: HeadReading) -> DraftHits:
-        return reading.hits(ids, columns[:, [taps.index(t) for t in reading.taps]].flatten(1), right)
-
-    found = tried(own)
-    if found.accepted >= ENOUGH:
-        return HeadReport(found)
-    found_others = [(reading.what, tried(reading)) for reading in others]
-    best = max(found_others, key=lambda pair: pair[1].accepted, default=None)
-    better = best if best is not None and best[1].accepted > found.accepted + CLEAR else None
-    report = HeadReport(found, better)
-    log.warning("%s: %s", path, report)
-    return report
-
-
-def survival(model: EagleModel, text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
+def survival(model: PairModel, text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
     """Drafts after each position of a text, fed with the text's own tokens. All positions are branches of one tree.
 
     features: float [position, feature] of the text. right: the target's most likely token after each position.

@@ -19,43 +19,21 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import Stream
-from outrider.core.tree import chain
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext, TargetPass, chains
+from outrider.drafters.base import DraftContext, chains
 from outrider.drafters.combine.merge import join, select
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
+from outrider.drafters.model.growth import Growth
 from outrider.drafters.model.precision import QUANTIZED
 from outrider.drafters.model.reduction import DraftReduction
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
-from outrider.models.base import BaseModel, LanguageModel, Output, Want
-from outrider.models.cache import SlotCache
+from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 
 Way = Literal["tli", "slem"]
 _NO = float("-inf")
-
-
-class SharedModel(BaseModel):
-    """A draft model that reads its own tokens and returns logits over the target's: -inf for tokens that it lacks."""
-
-    def __init__(self, draft: LanguageModel, pairing: Pairing) -> None:
-        self.draft, self.vocab_size, self.max_length = draft, pairing.target.size, draft.max_length
-        self.device, self.batch_invariant = draft.device, draft.batch_invariant
-        self.num_layers, self.weight_bytes = draft.num_layers, draft.weight_bytes
-        shared = torch.tensor(sorted(pairing.shared.items()), dtype=torch.long, device=self.device).reshape(-1, 2)
-        self._target, self._draft = shared.unbind(1)
-
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return self.draft.new_cache(num_slots, max_length)
-
-    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
-        """See `LanguageModel.forward`. nodes.tokens: the draft's ids."""
-        out = self.draft.forward(nodes, taps=taps, want=want)
-        logits = out.logits.new_full((*out.logits.shape[:2], self.vocab_size), _NO)
-        logits[..., self._target] = out.logits[..., self._draft]
-        return Output(logits, out.features)
 
 
 @dataclass(eq=False)
@@ -79,10 +57,12 @@ class CrossTokenizerDrafter(ModelDrafter):
 
     def __init__(self, model: LanguageModel, pairing: Pairing, num_slots: int, way: Way | None = None) -> None:
         """pairing: of the target's vocabulary and the model's. num_slots: slots of the draft's cache."""
-        super().__init__(SharedModel(model, pairing), num_slots, model.max_length)
-        self.draft, self.pairing = model, pairing
+        super().__init__(model, num_slots, model.max_length)
+        self.pairing, self.vocab_size = pairing, pairing.target.size
         self.way: Way | None = "slem" if not pairing.shared else "tli" if pairing.total else way
         none = pairing.target.size  # for draft tokens that begin with no token of the target
+        shared = torch.tensor(sorted(pairing.shared.items()), dtype=torch.long, device=model.device).reshape(-1, 2)
+        self._shared = shared.unbind(1)
         self._first = torch.tensor([none if t < 0 else t for t in pairing.first], device=model.device)
         self._texts: dict[int, _SpelledText] = {}
 
@@ -104,14 +84,12 @@ class CrossTokenizerDrafter(ModelDrafter):
             return self.way
         return "slem" if context.warp.greedy[b] and not context.needs_probs else "tli"
 
-    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        forwarded = [slot for slot in context.slots if slot in self._places]
-        super().update(context, commits, target)
-        for slot, commit in zip(context.slots, commits, strict=True):
-            if slot in forwarded:  # the accepted part of the scratch is committed, the rest is dropped
-                reading = self._texts[slot]
-                reading.held += [self.pairing.shared.get(t, -1) for t in commit.tokens]
-                del reading.held[self.cache.length[slot] :]
+    def _keep(self, slot: int, places: list[int], commit: Commit) -> None:
+        """The accepted part of the scratch is committed, the rest is dropped."""
+        super()._keep(slot, places, commit)
+        held = self._texts[slot].held
+        held += [self.pairing.shared.get(t, -1) for t in commit.tokens]
+        del held[self.cache.length[slot] :]
 
     def release(self, slot: int) -> None:
         super().release(slot)
@@ -148,10 +126,21 @@ class CrossTokenizerDrafter(ModelDrafter):
     def _own(self, token: int) -> int:
         return self.pairing.shared[token]
 
-    def _level(self, slot: int, tokens: list[int]) -> list[int]:
-        feed = super()._level(slot, tokens)
-        self._texts[slot].held += feed
-        return feed
+    def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], None]:
+        unread = super()._unread(slot, tokens)
+        self._texts[slot].held += unread[0]
+        return unread
+
+    def _has_chain(self, context: DraftContext, b: int) -> bool:
+        return False  # a chain in one call is drawn from the draft's own tokens
+
+    def _children(
+        self, context: DraftContext, grown: dict[int, Growth], at: list[tuple[int, int]], logits: Tensor, level: int
+    ):
+        """TLI: the logits of the shared tokens, in the target's ids; -inf for tokens that the draft lacks."""
+        own, (target, draft) = logits.new_full((len(logits), self.vocab_size), _NO), self._shared
+        own[:, target] = logits[:, draft]
+        return super()._children(context, grown, at, own, level)
 
     def _written(self, context: DraftContext) -> list[list[int]]:
         """SLEM: what the draft writes, in the target's tokens, as a chain for each entry of the batch."""
@@ -162,7 +151,7 @@ class CrossTokenizerDrafter(ModelDrafter):
         if not live:
             return proposals
         texts = [b""] * len(context.slots)
-        logits = self._opened(context, live)
+        logits = self._ingest(context, live)
         count = 0
         while True:
             feed: list[int] = []
@@ -186,23 +175,14 @@ class CrossTokenizerDrafter(ModelDrafter):
             for slot, token in zip(slots, feed, strict=True):
                 self._texts[slot].held.append(token)
             parents = torch.arange(-1, count).repeat(len(live), 1)
-            logits = self.draft.forward(Nodes(torch.tensor(feed)[:, None], self.cache, slots, parents)).logits[:, 0]
-
-    def _opened(self, context: DraftContext, live: list[int]) -> Tensor:
-        """float32 [len(live), vocab of the draft]: logits after each committed text. Its last token is in the scratch."""
-        slots = [context.slots[b] for b in live]
-        feeds = [self._level(slot, context.tokens[b]) for slot, b in zip(slots, live, strict=True)]
-        tokens, parents = chain(feeds)
-        logits = self.draft.forward(Nodes(tokens, self.cache, slots, parents), want="last").logits[:, 0]
-        self.cache.commit(slots, [range(len(feed) - 1) for feed in feeds])
-        return logits
+            logits = self._forward(Nodes(torch.tensor(feed)[:, None], self.cache, slots, parents), None, "all")[:, 0]
 
     def _next(self, context: DraftContext, b: int, proposed: Sequence[int], logits: Tensor) -> int:
         """The draft's next token, -1 for none: the likeliest one that begins with the target token that the noise chooses.
 
         logits: float32 [vocab of the draft]. proposed: the target's tokens proposed so far.
         """
-        mass = logits.new_zeros(self.model.vocab_size + 1).index_add_(0, self._first, logits.softmax(0))
+        mass = logits.new_zeros(self.vocab_size + 1).index_add_(0, self._first, logits.softmax(0))
         log_probs, warp = mass[:-1].log()[None], context.warp.select([b])
         if context.stream is Stream.TOKEN:
             at = context.positions[[b]] + len(proposed)

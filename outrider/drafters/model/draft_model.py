@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from outrider.core.tree import chain
-from outrider.core.types import Commit
-from outrider.drafters.base import DraftContext, TargetPass
 from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
-from outrider.models.base import LanguageModel
+from outrider.models.base import LanguageModel, Want
 from outrider.models.nodes import Nodes
 
 _CHUNK = 256  # prompt tokens read per forward
@@ -21,8 +17,8 @@ _CHUNK = 256  # prompt tokens read per forward
 class ModelDrafter(TreeDrafter):
     """Drafts from an independent model with the target's vocabulary (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
-    The cache takes in committed tokens only. `update` keeps the accepted nodes of the scratch, and the next proposal reads
-    what is missing. So full acceptance, rejection, steps without a draft and reuse of a slot are one case.
+    The cache takes in committed tokens only: the accepted nodes of the scratch, and what the next proposal reads because it is
+    missing. So full acceptance, rejection, steps without a draft and reuse of a slot are one case.
 
     reduction: what was left out of the model to make it cheaper; None if nothing was. `str` words it.
     """
@@ -35,19 +31,6 @@ class ModelDrafter(TreeDrafter):
         self.model = model
         self.reduction: object | None = None
 
-    def release(self, slot: int) -> None:
-        self.cache.release(slot)
-        self.error.release(slot)
-        self._places.pop(slot, None)
-
-    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
-        """Commits the root and the accepted nodes that were forwarded. The next proposal reads what is missing."""
-        self.error.learn(context.slots, commits)
-        for slot, commit in zip(context.slots, commits, strict=True):
-            places = self._places.pop(slot, None)
-            if places is not None:
-                self.cache.commit([slot], [[places[n] for n in commit.nodes if places[n] >= 0]])
-
     def missing(self, slot: int, tokens: list[int]) -> int:
         """How many tokens the model must read before it can draft for a sequence, the root not counted.
 
@@ -59,13 +42,9 @@ class ModelDrafter(TreeDrafter):
     def read(self, slot: int, tokens: list[int], count: int) -> None:
         """Read the next `count` missing tokens, in one forward."""
         have = self.cache.length[slot]
-        self._places.pop(slot, None)  # overwritten
         part = self._context(slot, tokens)[have : have + count]
         self.model.forward(Nodes(torch.tensor([part]), self.cache, [slot]), want="none")
-        self.cache.commit([slot], [range(len(part))])
-
-    def _before_chain(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        return self._level(slot, tokens), None
+        self._ingested(slot, len(part) + 1)
 
     def _context(self, slot: int, tokens: list[int]) -> list[int]:
         """The committed tokens of a sequence as the model reads them, the root last."""
@@ -74,21 +53,11 @@ class ModelDrafter(TreeDrafter):
     def _room(self, slot: int, tokens: list[int]) -> int:
         return self.model.max_length - len(self._context(slot, tokens))
 
-    def _level(self, slot: int, tokens: list[int]) -> list[int]:
-        """Read missing tokens in chunks until less than a chunk is left. Returns the rest, the root last."""
+    def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], None]:
+        """Reads missing tokens in chunks until less than a chunk is left."""
         while self.missing(slot, tokens) >= _CHUNK:
             self.read(slot, tokens, _CHUNK)
-        return self._context(slot, tokens)[self.cache.length[slot] :]
+        return self._context(slot, tokens)[self.cache.length[slot] :], None
 
-    def _forward(self, nodes: Nodes, lines: list[int], columns: list[int]) -> Tensor:
-        return self.model.forward(nodes).logits[lines, columns]
-
-    def _ingest(self, context: DraftContext, some: list[int]) -> Tensor:
-        slots = [context.slots[b] for b in some]
-        for slot in slots:
-            self._places.pop(slot, None)  # the scratch is overwritten
-        feeds = [self._level(slot, context.tokens[b]) for slot, b in zip(slots, some, strict=True)]
-        tokens, parents = chain(feeds)
-        logits = self.model.forward(Nodes(tokens, self.cache, slots, parents), want="last").logits[:, 0]
-        self.cache.commit(slots, [range(len(f) - 1) for f in feeds])
-        return logits
+    def _forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
+        return self.model.forward(nodes, want=want).logits

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.control.shapes import geometric, speedup
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.base import DraftContext
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.precision import copy_weights, require_lower_precision
@@ -57,9 +57,8 @@ class QuantizedSelfDrafter(ModelDrafter):
         self.cache = context.cache
         return super().propose(context)
 
-    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+    def _keep(self, slot: int, places: list[int], commit: Commit) -> None:
         """The target's step has written the accepted tokens."""
-        self.error.learn(context.slots, commits)
 
     def missing(self, slot: int, tokens: list[int]) -> int:
         """0: the target has read everything."""

@@ -9,17 +9,18 @@ from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.control.shapes import Shape, optimal_shape
 from outrider.core.noise import Stream
 from outrider.core.sampling import TokenSubset
 from outrider.core.tree import chain, tree
-from outrider.core.types import PADDING, Budget, Draft, Siblings, ints
-from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.core.types import PADDING, Budget, Commit, Draft, Siblings, ints
+from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import LogitError
 from outrider.drafters.model.growth import Growth
-from outrider.models.base import Chain, DrawnChain
+from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
@@ -51,11 +52,12 @@ class ChainModel(Protocol):
 
 
 class TreeDrafter(BaseDrafter):
-    """Drafts level by level: `_ingest` gives the logits after each root, `_forward` those after the nodes of a level.
+    """Drafts level by level. Write `_room`, `_unread` and `_forward`; `_keep` if not all that was accepted stays in the cache.
 
     With `Budget.width` 1 it drafts a chain, else a tree. One forward reads all nodes of a level, over a scratch that holds the
-    earlier nodes. Under `match` the children of a node are the largest of log q + the noise that the target will use at that
-    position. If a verifier needs probs, the children are drawn from q.
+    earlier nodes. Only `update` commits what was drafted, so nothing is rolled back. Under `match` the children of a node are the
+    largest of log q + the noise that the target will use at that position. If a verifier needs probs, the children are drawn
+    from q.
 
     cache: keys and values of what is read. subset: the tokens of the logits; None for all.
     error: how far its logits are from the target's; learned. Under `match` it ends drafts at `Budget.min_probability`.
@@ -111,7 +113,7 @@ class TreeDrafter(BaseDrafter):
         noise = context.noise.keys(context.stream, context.positions)
         chains: list[Chain] = []
         for b, budget in zip(some, budgets, strict=True):
-            tokens, features = self._before_chain(context.slots[b], context.tokens[b])
+            tokens, features = self._unread(context.slots[b], context.tokens[b])
             chains.append(
                 Chain(
                     context.slots[b],
@@ -137,28 +139,54 @@ class TreeDrafter(BaseDrafter):
         tokens, parents = chain([[t[-1], *p] for t, p in zip(context.tokens, proposals, strict=True)])
         return Draft(tokens, parents, confidence=None if confidence is None else confidence[:, : tokens.shape[1]])
 
-    def _before_chain(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        """What a chain reads first: the tokens that the cache lacks, the root last, and their features if it needs any."""
-        raise NotImplementedError
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        """Keep what may be kept of the scratch. The next proposal reads what is missing."""
+        self.error.learn(context.slots, commits)
+        for slot, commit in zip(context.slots, commits, strict=True):
+            places = self._places.pop(slot, None)
+            if places is not None:
+                self._keep(slot, places, commit)
 
-    def _ingested(self, slot: int, count: int) -> None:
-        """The first `count` cells of the scratch hold what was missing, the root last. All but the root are committed."""
-        self.cache.commit([slot], [range(count - 1)])
+    def release(self, slot: int) -> None:
+        self.cache.release(slot)
+        self.error.release(slot)
+        self._places.pop(slot, None)
 
     def _room(self, slot: int, tokens: list[int]) -> int:
         """Tokens that can still be read after the committed ones."""
         raise NotImplementedError
+
+    def _unread(self, slot: int, tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        """What a draft reads first: the tokens that the cache lacks, the root last, and their features if it needs any."""
+        raise NotImplementedError
+
+    def _forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
+        """float32 [batch, node, vocab]: the logits after the nodes that are wanted. features: of `_unread`, for those nodes."""
+        raise NotImplementedError
+
+    def _keep(self, slot: int, places: list[int], commit: Commit) -> None:
+        """Commit what was accepted of the scratch. places: of the proposed nodes."""
+        self.cache.commit([slot], [[places[n] for n in commit.nodes if places[n] >= 0]])
+
+    def _ingested(self, slot: int, count: int) -> None:
+        """The first `count` cells of the scratch hold what was missing, the root last. All but the root are committed."""
+        self._places.pop(slot, None)  # the scratch was overwritten
+        self.cache.commit([slot], [range(count - 1)])
 
     def _ingest(self, context: DraftContext, some: list[int]) -> Tensor:
         """Read the missing tokens and the root. Returns logits, float32 [len(some), vocab], after each root.
 
         The root is then node 0 of the scratch.
         """
-        raise NotImplementedError
-
-    def _forward(self, nodes: Nodes, lines: list[int], columns: list[int]) -> Tensor:
-        """Read the nodes of a level. Returns logits, float32 [len(lines), vocab], after nodes (line, column)."""
-        raise NotImplementedError
+        slots = [context.slots[b] for b in some]
+        feeds = [self._unread(slot, context.tokens[b]) for slot, b in zip(slots, some, strict=True)]
+        tokens, parents = chain([ids for ids, _ in feeds])
+        features = [own for _, own in feeds if own is not None]
+        padded = pad_sequence(features, batch_first=True) if features else None
+        logits = self._forward(Nodes(tokens, self.cache, slots, parents), padded, "last")[:, 0]
+        for slot, (ids, _) in zip(slots, feeds, strict=True):
+            self._ingested(slot, len(ids))
+        return logits
 
     def _own(self, token: int) -> int:
         """The id by which the drafter itself reads a token that it drafted."""
@@ -237,7 +265,7 @@ class TreeDrafter(BaseDrafter):
             at = [(b, n) for b, nodes in opened.items() for n in nodes]
             lines = [i for i, b in enumerate(opened) for _ in opened[b]]
             columns = [i for nodes in opened.values() for i in range(len(nodes))]
-            logits = self._forward(Nodes(feed, self.cache, slots, parents), lines, columns)
+            logits = self._forward(Nodes(feed, self.cache, slots, parents), None, "all")[lines, columns]
             scratch = {b: scratch[b] for b in opened}  # a tree that has stopped does not grow again
         return drawn_from
 

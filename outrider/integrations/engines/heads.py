@@ -55,13 +55,11 @@ def write_head(head: HeadFolder, engine: str, target: str, folder: Path) -> Path
     loaded = load(target, device="cpu")
     dtype = next((t.dtype for t in head.tensors.values() if t.is_floating_point()), torch.bfloat16)
     if head.kind == MEDUSA:
-        from outrider.drafters.heads.medusa import read_medusa
-        from outrider.drafters.heads.parallel_writer import write_medusa
+        from outrider.drafters.heads.medusa.files import read_medusa, write_medusa
 
         return write_medusa(out, read_medusa(head, loaded), "vllm", dtype=dtype)
-    from outrider.drafters.heads.eagle_module import Eagle
-    from outrider.drafters.heads.reader import read_eagle
-    from outrider.drafters.heads.writer import write_eagle
+    from outrider.drafters.heads.eagle.files import read_eagle, write_eagle
+    from outrider.drafters.heads.eagle.module import Eagle
 
     weights = read_eagle(head, loaded)
     own = weights.own_embedding

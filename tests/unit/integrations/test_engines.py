@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.config import HeadConfig
-from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.eagle.files import write_eagle
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.files import open_head
-from outrider.drafters.heads.writer import write_eagle
 from outrider.drafters.method import EngineExport
 from outrider.drafters.registry import METHODS
 from outrider.integrations.engines import ENGINES, EngineCommand, exports
@@ -386,7 +385,7 @@ def code() -> Loaded:
 
 @pytest.fixture
 def head(code: Loaded, tmp_path: Path) -> Path:
-    return write_eagle(tmp_path / "head", Eagle(HeadConfig.for_target(code.config)))
+    return write_eagle(tmp_path / "head", Eagle(EagleConfig.for_target(code.config)))
 
 
 @pytest.mark.parametrize("engine", ["sglang", "trt-llm"])
@@ -412,7 +411,7 @@ def test_a_head_that_an_engine_reads_stays(engine: str, head: Path) -> None:
 
 
 def test_a_head_is_not_overwritten(code: Loaded, tmp_path: Path) -> None:
-    own = write_eagle(tmp_path / "head-sglang", Eagle(HeadConfig.for_target(code.config)))
+    own = write_eagle(tmp_path / "head-sglang", Eagle(EagleConfig.for_target(code.config)))
     with pytest.raises(ValueError, match="is the head itself"):
         write_head(open_head(own), "sglang", "builtin:code", tmp_path)
 

@@ -18,8 +18,8 @@ from heads import GOLDEN, small_target
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.kernels import cpu as native
 from outrider.kernels.cpu import Packed
 from outrider.models import pretrained
@@ -304,7 +304,7 @@ def test_a_head_cannot_rotate_more_numbers_than_its_heads_have(tmp_path: Path) -
     """The frequencies come from the settings alone, and native code writes as many numbers as there are."""
     folder = Path(shutil.copytree(GOLDEN / "eagle3", tmp_path / "head"))
     target = small_target()
-    EagleModel(read_eagle(folder, target), target.model, 64)
+    eagle_model(read_eagle(folder, target), target.model, 64)
     file = folder / CONFIG
     given = json.loads(file.read_text())
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 4.0}
@@ -312,7 +312,7 @@ def test_a_head_cannot_rotate_more_numbers_than_its_heads_have(tmp_path: Path) -
     inner.update(rope_parameters=rope)
     file.write_text(json.dumps(given))
     with pytest.raises(ValueError, match="cannot be rotated"):
-        EagleModel(read_eagle(folder, target), target.model, 64)
+        eagle_model(read_eagle(folder, target), target.model, 64)
 
 
 @pytest.mark.parametrize("name", ["transformer_layer_config", "max_position_embeddings", "rope_parameters"])

@@ -11,8 +11,7 @@ import torch
 from heads import small_config
 
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.config import HeadConfig
-from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.engine.llm import LLM
 from outrider.models.load import load, modules
 from outrider.train import prompts
@@ -43,7 +42,7 @@ def answer(*lengths: int, number: int = 0, temperature: float = 0.0) -> Training
 )
 def test_the_anchored_unroll_is_the_full_one_at_its_anchors(flags: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    head = Eagle(HeadConfig.for_target(TARGET, **flags))
+    head = Eagle(EagleConfig.for_target(TARGET, **flags))
     for p in head.parameters():
         p.data = torch.randn_like(p) * 0.2 if p.dim() == 2 else torch.rand_like(p) + 0.5
     tokens, features, steps = torch.randint(96, (2, 12)), torch.randn(2, 12, 96), 4
@@ -83,7 +82,7 @@ def test_the_gradient_of_the_loss_is_autograds(weight: float) -> None:
 
 def test_the_teacher_of_a_draft_vocabulary_is_a_distribution_and_answers_alone_are_learnt() -> None:
     loaded = load("builtin:code")
-    config = HeadConfig.for_target(loaded.config, draft_vocab_size=7, fc_norm=True, norm_output=True)
+    config = EagleConfig.for_target(loaded.config, draft_vocab_size=7, fc_norm=True, norm_output=True)
     teacher = Teacher(loaded, config.taps)
     assert teacher.scale == pytest.approx(1, abs=0.01)
     ids = torch.tensor([1, 5, 9, 200, 300, 1000, 8000])
@@ -108,7 +107,7 @@ def test_the_teacher_of_a_draft_vocabulary_is_a_distribution_and_answers_alone_a
 
 def test_a_head_can_begin_as_its_targets_last_layer() -> None:
     loaded = load("builtin:code")
-    config = HeadConfig.for_target(loaded.config, fc_norm=True, norm_output=True)
+    config = EagleConfig.for_target(loaded.config, fc_norm=True, norm_output=True)
     target = modules(loaded)
     head = Eagle(config)
     assert copy_last_layer_(head, target, 1.0)
@@ -117,8 +116,8 @@ def test_a_head_can_begin_as_its_targets_last_layer() -> None:
     q = head.layer.self_attn.q_proj(torch.cat([e, head.layer.hidden_norm(x)], -1))
     assert torch.allclose(q, last.self_attn.q_proj(last.input_layernorm(x)), atol=1e-4)
     assert torch.equal(head.layer.mlp.down_proj.weight, last.mlp.down_proj.weight.float())
-    assert not copy_last_layer_(Eagle(HeadConfig.for_target(TARGET, fc_norm=True)), target, 1.0)
-    assert not copy_last_layer_(Eagle(HeadConfig.for_target(loaded.config)), target, 1.0)
+    assert not copy_last_layer_(Eagle(EagleConfig.for_target(TARGET, fc_norm=True)), target, 1.0)
+    assert not copy_last_layer_(Eagle(EagleConfig.for_target(loaded.config)), target, 1.0)
 
 
 def test_a_pass_reads_every_text_once_within_its_batches() -> None:

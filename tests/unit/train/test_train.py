@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from outrider.cli.main import app
 from outrider.cli.train import METHODS as METHOD_NAMES
 from outrider.core.params import SamplingParams
-from outrider.drafters.heads.reader import read_eagle
+from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.engine.llm import LLM
 from outrider.train import trainer
 from outrider.train.answers import AnswerFile

@@ -14,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.drafters.base import BaseDrafter
-from outrider.drafters.heads.config import HeadConfig
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.medusa import MedusaDrafter, MedusaWeights
-from outrider.drafters.heads.reader import HeadWeights
+from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.model import eagle_model
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.medusa.drafter import MedusaDrafter
+from outrider.drafters.heads.medusa.files import MedusaWeights
+from outrider.drafters.heads.reading import HeadWeights
 from outrider.models.native_llama import LlamaModel
 from outrider.models.nodes import Nodes
 
@@ -45,12 +45,12 @@ MODEL, CONFIG = target()
 
 def eagle(kept: tuple[int, ...]) -> EagleDrafter:
     torch.manual_seed(1)
-    config = HeadConfig.for_target(CONFIG, draft_vocab_size=len(kept), taps=(0, 2))
+    config = EagleConfig.for_target(CONFIG, draft_vocab_size=len(kept), taps=(0, 2))
     head = Eagle(config, torch.tensor(kept))
     tensors = {
         n: torch.randn_like(t) * 0.5 if t.dim() == 2 else t for n, t in head.state_dict().items() if "embed" not in n
     }
-    return EagleDrafter(EagleModel(HeadWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64)
+    return EagleDrafter(eagle_model(HeadWeights(config, tensors, torch.tensor(kept)), MODEL, 64, "none"), 50, 64)
 
 
 def medusa(kept: tuple[int, ...]) -> MedusaDrafter:

@@ -20,12 +20,13 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import DraftContext
-from outrider.drafters.heads.config import FINAL_NORM, HeadConfig
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.heads.eagle_module import Eagle
-from outrider.drafters.heads.reader import HeadWeights, read_eagle
+from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle.model import eagle_model
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+from outrider.drafters.heads.reading import HeadWeights
 from outrider.engine import Engine
+from outrider.models.base import FINAL_NORM
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, check_drafter, context
 
@@ -34,16 +35,16 @@ TABLE = TARGET.model.embedding_rows(torch.arange(128))
 PROMPT = [(7 * i * i + 3 * i + 11) % 127 for i in range(60)]
 
 
-def eagle1() -> HeadWeights[HeadConfig]:
+def eagle1() -> HeadWeights[EagleConfig]:
     torch.manual_seed(3)
-    config = HeadConfig.for_target(TARGET.config, eagle1=True, taps=(FINAL_NORM,), fc_bias=True)
+    config = EagleConfig.for_target(TARGET.config, eagle1=True, taps=(FINAL_NORM,), fc_bias=True)
     head = Eagle(config).initialise_(TABLE, TARGET.model.head_rows(torch.arange(128)))
     tensors = {n: torch.randn_like(t) * 0.2 if t.dim() == 2 else t for n, t in head.state_dict().items()}
     del tensors["embed_tokens.weight"]
     return HeadWeights(config, {n: t.detach() for n, t in tensors.items()}, torch.arange(128))
 
 
-def weights(name: str) -> HeadWeights[HeadConfig]:
+def weights(name: str) -> HeadWeights[EagleConfig]:
     return eagle1() if name == "eagle1" else read_eagle(GOLDEN / name, TARGET)
 
 
@@ -53,7 +54,7 @@ HEADS = (*EAGLE3, "eagle1")
 def drafter(
     name: str = "eagle31", rows: int = 4, max_length: int = 256, plain: bool = False, **settings: Any
 ) -> EagleDrafter:
-    model = EagleModel(weights(name), TARGET.model, max_length, "none", plain=plain)
+    model = eagle_model(weights(name), TARGET.model, max_length, "none", plain=plain)
     return EagleDrafter(model, rows, max_length, **settings)
 
 
@@ -107,7 +108,7 @@ def test_chains_are_those_of_the_plain_head(name: str, plain: bool) -> None:
 @pytest.mark.parametrize("name", HEADS)
 def test_the_native_step_agrees_with_torch(name: str, kind: str) -> None:
     """Prompts of different lengths, the last nodes, all nodes of two levels; in a batch, from features and from g."""
-    made = [EagleModel(weights(name), TARGET.model, 256, kind, plain=plain) for plain in (False, True)]
+    made = [eagle_model(weights(name), TARGET.model, 256, kind, plain=plain) for plain in (False, True)]
     read = torch.stack([features(PROMPT[i : i + 9], made[0].taps) for i in (0, 20)])
     tokens = torch.tensor([PROMPT[1:10], PROMPT[21:30]])
     parents = torch.tensor([[*range(-1, 8)], [*range(-1, 4), -2, -2, -2, -2]])  # the second has 5 pairs
@@ -167,10 +168,12 @@ def test_every_path_of_a_tree_is_a_chain(name: str) -> None:
     made._start = lambda c, b: grown.setdefault(b, start(c, b))  # type: ignore[method-assign]
     made._ingest = lambda c, some: kept(ingest(c, some), [()])  # type: ignore[method-assign]
 
-    def watched(nodes: Nodes, lines: list[int], columns: list[int]) -> Tensor:
-        growth = grown[0]
-        level = [n for n, place in enumerate(growth.places) if place >= nodes.held]
-        return kept(forward(nodes, lines, columns), [tuple(growth.path(n)) for n in level])
+    def watched(nodes: Nodes, read: Tensor | None, want: Any) -> Tensor:
+        logits = forward(nodes, read, want)
+        if read is None:
+            level = [n for n, place in enumerate(grown[0].places) if place >= nodes.held]
+            kept(logits[0], [tuple(grown[0].path(n)) for n in level])
+        return logits
 
     made._forward = watched  # type: ignore[method-assign]
     made.propose(context([0], [PROMPT], [Budget(4, 3, 9)], GREEDY))
@@ -234,7 +237,7 @@ class _Lucky(_Checked):
 
 
 def lucky(name: str = "eagle31", **more: Any) -> _Lucky:
-    return _Lucky(EagleModel(weights(name), TARGET.model, 256, "none"), 4, 256, **more)
+    return _Lucky(eagle_model(weights(name), TARGET.model, 256, "none"), 4, 256, **more)
 
 
 def requests(count: int = 5, tokens: int = 12) -> list:
@@ -258,7 +261,7 @@ def test_a_draft_depends_on_the_text_alone(name: str, budget: Budget, chunk: int
     assert [r.output for r in rows] == plain_texts(TARGET.model, asked)
     assert made.compared >= (10 if budget.depth else 0)
     assert not budget.depth or sum(map(sum, (r.counts.accepted for r in rows))) > 8
-    assert not made._queue.waiting
+    assert not made.waiting
     assert not made._fed_back
     assert made.cache.length == [0] * 4
 
@@ -270,7 +273,7 @@ def test_waiting_features_are_read_in_time() -> None:
     asked = request(PROMPT, SamplingParams(max_tokens=180, temperature=0))
     most = 0
     for _ in loop.steps([asked]):
-        most = max(most, *(len(w) for w in made._queue.waiting.values()), 0)
+        most = max(most, *(len(w) for w in made.waiting.values()), 0)
     assert 32 < most <= 65
 
 
@@ -278,8 +281,8 @@ def test_waiting_features_are_read_in_time() -> None:
 
 
 def _off_by_one(made: EagleDrafter) -> None:
-    add = made._queue.add
-    made._queue.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)  # type: ignore[method-assign]
+    add = made.add
+    made.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)  # type: ignore[method-assign]
 
 
 def _wrong_tap(made: EagleDrafter) -> None:
@@ -295,9 +298,9 @@ def _feedback_kept(made: EagleDrafter) -> None:
             forwarded = [n for n in commit.nodes if n < len(places) and places[n] >= 0]
             if len(forwarded) > 1:
                 made._places.pop(slot)
-                made._queue.waiting.pop(slot)
+                made.waiting.pop(slot)
                 made.cache.commit([slot], [range(len(forwarded))])
-                made._queue.waiting[slot] = commit.features[len(forwarded) - 1 :].clone()
+                made.waiting[slot] = commit.features[len(forwarded) - 1 :].clone()
                 kept.add(slot)
         rest = [replace(c, features=None) if s in kept else c for s, c in zip(context_.slots, commits, strict=True)]
         kept.clear()
@@ -394,7 +397,7 @@ def test_a_prompt_longer_than_the_heads_positions() -> None:
     """The head stops drafting; nothing else changes."""
     read = weights("eagle3")
     short = replace(read, config=replace(read.config, max_position_embeddings=50))
-    made = EagleDrafter(EagleModel(short, TARGET.model, 256, "none"), 2, 256)
+    made = EagleDrafter(eagle_model(short, TARGET.model, 256, "none"), 2, 256)
     loop = Loop(TARGET.model, made, controller=Fixed(4), rows=2, max_length=256)
     asked = [
         request(PROMPT[:40], SamplingParams(max_tokens=30, temperature=0)),
@@ -424,7 +427,7 @@ def test_lower_precision_drafts_nearly_the_same() -> None:
     tokens = PROMPT[:30]
     want = None
     for kind in ("none", "int8", "int4"):
-        made = EagleDrafter(EagleModel(read, TARGET.model, 256, kind), 1, 256)
+        made = EagleDrafter(eagle_model(read, TARGET.model, 256, kind), 1, 256)
         made.start(0, tokens, 0, features(tokens[:-1], made.taps))
         got = made._ingest(context([0], [tokens], [Budget(1)], GREEDY), [0])
         want = got if want is None else want

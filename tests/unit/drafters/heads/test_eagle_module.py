@@ -4,8 +4,8 @@ import pytest
 import torch
 from heads import small_config
 
-from outrider.drafters.heads.config import HeadConfig, default_taps
-from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.config import default_taps
+from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 
 TARGET = small_config(96)
 VARIANTS = {
@@ -19,7 +19,7 @@ VARIANTS = {
 
 def make(name: str = "eagle3", **more: object) -> Eagle:
     torch.manual_seed(0)
-    head = Eagle(HeadConfig.for_target(TARGET, **(VARIANTS[name] | more)))
+    head = Eagle(EagleConfig.for_target(TARGET, **(VARIANTS[name] | more)))
     for p in head.parameters():
         p.data = torch.randn_like(p) * 0.2 if p.dim() == 2 else torch.rand_like(p) + 0.5
     return head
@@ -54,7 +54,7 @@ def test_gradients_reach_all_but_the_embedding(name: str) -> None:
 
 
 def test_a_new_head_starts_as_fc_and_the_targets_output_head() -> None:
-    config = HeadConfig.for_target(TARGET, draft_vocab_size=3)
+    config = EagleConfig.for_target(TARGET, draft_vocab_size=3)
     table = torch.randn(96, 32)
     head = Eagle(config, torch.tensor([2, 5, 90])).initialise_(table)
     g = head.fuse(torch.randn(1, 4, 96))
@@ -84,11 +84,11 @@ def test_default_taps() -> None:
 )
 def test_settings_that_no_head_has(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        HeadConfig.for_target(TARGET, **settings)
+        EagleConfig.for_target(TARGET, **settings)
 
 
 def test_token_ids_are_ascending() -> None:
-    config = HeadConfig.for_target(TARGET, draft_vocab_size=3)
+    config = EagleConfig.for_target(TARGET, draft_vocab_size=3)
     for ids in ([2, 1, 5], [1, 2], [1, 2, 96]):
         with pytest.raises(ValueError, match="ascending ids below 96"):
             Eagle(config, torch.tensor(ids))

@@ -12,10 +12,11 @@ from heads import GOLDEN, small_target
 from helpers import plain_texts, request
 
 from outrider import LLM, SamplingParams
-from outrider.drafters.heads.block import BlockDrafter
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.heads.reader import read_block, read_eagle
+from outrider.drafters.heads.block.drafter import BlockDrafter
+from outrider.drafters.heads.block.files import read_block
+from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.engine import Engine
 from outrider.engine.memory import Memory, per_token
 from outrider.models.cache import SCRATCH
@@ -28,7 +29,7 @@ def eagle(damaged: bool = False) -> EagleDrafter:
     head = read_eagle(GOLDEN / "eagle31", TARGET)
     if damaged:
         head.tensors["lm_head.weight"] = torch.full_like(head.tensors["lm_head.weight"], torch.nan)
-    return EagleDrafter(EagleModel(head, TARGET.model, 160), 3, 160)
+    return EagleDrafter(eagle_model(head, TARGET.model, 160), 3, 160)
 
 
 def block(damaged: bool = False) -> BlockDrafter:

@@ -14,10 +14,10 @@ from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.eagle.drafter import EagleDrafter
+from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.files import open_head
-from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.heads.selftest import examine
 from outrider.drafters.heads.shipped import own_head
 from outrider.drafters.model.self_speculation import SAMPLE
@@ -152,6 +152,6 @@ def test_the_shipped_head_is_right_along_a_text() -> None:
         pytest.skip("builtin:smollm2-135m is not here")
     target, head = load("builtin:smollm2-135m"), own_head("builtin:smollm2-135m")
     assert head is not None
-    model = EagleModel(read_eagle(head, target), target.model, 256)
+    model = eagle_model(read_eagle(head, target), target.model, 256)
     assert target.tokenizer is not None
     assert examine(model, target, target.tokenizer(SAMPLE)["input_ids"], head).found.accepted > 0.5

@@ -19,12 +19,13 @@ from outrider import LLM, SamplingParams
 from outrider.control import Fixed
 from outrider.core.types import Draft
 from outrider.drafters.base import DraftContext
-from outrider.drafters.heads.block import BlockDrafter
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.eagle_model import EagleModel
-from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
-from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import read_block, read_eagle
+from outrider.drafters.heads.block.drafter import BlockDrafter
+from outrider.drafters.heads.block.files import read_block
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter
+from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle.model import eagle_model
+from outrider.drafters.heads.medusa.drafter import MedusaDrafter
+from outrider.drafters.heads.medusa.files import read_medusa
 from outrider.engine import Engine
 from outrider.models.base import FINAL_NORM
 from outrider.models.nodes import Nodes
@@ -49,8 +50,8 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], A
     made, model = tmp_path_factory.mktemp("made"), TARGET.model
     folder, old = medusa_folder(made), eagle1_folder(made)
     return {
-        "eagle1": lambda: EagleDrafter(EagleModel(read_eagle(old, TARGET), model, 160, "none"), 3, 160),
-        "eagle": lambda: EagleDrafter(EagleModel(read_eagle(GOLDEN / "eagle31", TARGET), model, 160, "none"), 3, 160),
+        "eagle1": lambda: EagleDrafter(eagle_model(read_eagle(old, TARGET), model, 160, "none"), 3, 160),
+        "eagle": lambda: EagleDrafter(eagle_model(read_eagle(GOLDEN / "eagle31", TARGET), model, 160, "none"), 3, 160),
         "peagle": lambda: PEagleDrafter(read_eagle(GOLDEN / "peagle", TARGET), model, 3, 160, "none"),
         "medusa": lambda: MedusaDrafter(read_medusa(folder, TARGET), model, "none"),
         "dflash": lambda: BlockDrafter(read_block(GOLDEN / "dflash", TARGET), model, 3, 160, "none"),
@@ -131,8 +132,8 @@ def _off_by_one(made: Any) -> None:
             c, [replace(x, features=x.features * 0.5) for x in commits], t
         )
         return
-    add = made._queue.add
-    made._queue.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)
+    add = made.add
+    made.add = lambda slot, f, first: add(slot, f.roll(1, 0), first)
 
 
 def _wrong_tap(made: Any) -> None:

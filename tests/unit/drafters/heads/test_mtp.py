@@ -26,7 +26,7 @@ from outrider.cli.tune import candidates
 from outrider.control import Fixed
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle import EagleDrafter
+from outrider.drafters.heads.eagle.drafter import EagleDrafter
 from outrider.drafters.heads.mtp import MtpModel as OurMtp
 from outrider.drafters.heads.mtp import MtpWeights, has_mtp
 from outrider.drafters.registry import level_cost

@@ -23,15 +23,15 @@ from outrider.core.types import Budget, Draft
 from outrider.drafters import make_drafter, make_drafters
 from outrider.drafters.base import DraftContext
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.block import BlockDrafter, BlockModel
-from outrider.drafters.heads.block_module import BlockModule
+from outrider.drafters.heads.block.drafter import BlockDrafter, BlockModel
+from outrider.drafters.heads.block.files import read_block, write_block
+from outrider.drafters.heads.block.module import BlockModule
+from outrider.drafters.heads.eagle.drafter import PEagleDrafter
+from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.files import head_kind, open_head
 from outrider.drafters.heads.lattice import ParallelDrafter, grown_lattice
-from outrider.drafters.heads.medusa import MedusaDrafter, MedusaWeights, read_medusa
-from outrider.drafters.heads.medusa_module import MedusaModule
-from outrider.drafters.heads.parallel_writer import write_block, write_medusa
-from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import read_block, read_eagle
+from outrider.drafters.heads.medusa.drafter import MedusaDrafter, MedusaModule
+from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa, write_medusa
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, HOT, check_drafter, context
 
@@ -282,7 +282,7 @@ def test_a_draft_depends_on_the_text_alone(budget: Budget) -> None:
     asked = requests()
     assert [r.output for r in loop.generate(asked)] == plain_texts(TARGET.model, asked, end_ids=())
     assert made.compared > 20 or not budget.depth
-    assert not made._queue.waiting
+    assert not made.waiting
 
 
 def test_a_text_longer_than_the_head(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from outrider import SamplingParams
 from outrider.control import Fixed
 from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.eagle.drafter import PEagleDrafter
+from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle.module import Eagle
 from outrider.drafters.heads.files import head_kind
-from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import read_eagle
 from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.nodes import Nodes
@@ -64,7 +64,7 @@ def test_rows_of_a_batch_are_those_alone(name: str) -> None:
         own = features(PROMPT[: n - 1], both.taps)
         for made, place in ((both, slot), (single, 0)):
             made.start(place, PROMPT[:n], 0, own[: n - 2])
-            made._queue.add(place, own[n - 2 :], n - 2)
+            made.add(place, own[n - 2 :], n - 2)
     texts = [PROMPT[:n] for n in lengths]
     together = both._logits([0, 1, 2], texts, 4)
     for text, single, logits in zip(texts, alone, together, strict=True):

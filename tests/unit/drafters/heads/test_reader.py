@@ -10,10 +10,10 @@ import torch
 from heads import EAGLE3, GOLDEN, copied, golden, small_target
 from safetensors.torch import load_file, save_file
 
-from outrider.drafters.heads.eagle_module import Eagle
+from outrider.drafters.heads.eagle.files import read_eagle, write_eagle
+from outrider.drafters.heads.eagle.module import Eagle
 from outrider.drafters.heads.files import head_kind, open_head
-from outrider.drafters.heads.reader import HeadWeights, read_eagle
-from outrider.drafters.heads.writer import write_eagle
+from outrider.drafters.heads.reading import HeadWeights
 
 TARGET = small_target()
 TABLE = TARGET.model.embedding_rows(torch.arange(128))

@@ -20,14 +20,15 @@ from torch import Tensor
 from outrider.core.types import Budget
 from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.heads.block import BlockDrafter
-from outrider.drafters.heads.eagle import EagleDrafter
-from outrider.drafters.heads.eagle_model import EagleModel
+from outrider.drafters.heads.block.drafter import BlockDrafter
+from outrider.drafters.heads.block.files import read_block
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, readings
+from outrider.drafters.heads.eagle.files import read_eagle
+from outrider.drafters.heads.eagle.model import EagleModel, eagle_model
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.lattice import ParallelDrafter
-from outrider.drafters.heads.medusa import MedusaDrafter, read_medusa
-from outrider.drafters.heads.peagle import PEagleDrafter
-from outrider.drafters.heads.reader import read_block, read_eagle
+from outrider.drafters.heads.medusa.drafter import MedusaDrafter
+from outrider.drafters.heads.medusa.files import read_medusa
 from outrider.drafters.heads.selftest import DEPTH, examine, parallel_survival, survival
 from outrider.models.base import BaseModel, Output, Want
 from outrider.models.load import Loaded
@@ -42,7 +43,7 @@ GUESSED = "eagle31"
 def model(name: str = GUESSED, **settings: Any) -> EagleModel:
     """A golden head, read with other settings than its own."""
     read = read_eagle(GOLDEN / name, TARGET)
-    return EagleModel(replace(read, config=replace(read.config, **settings)), TARGET.model, 256, "none")
+    return eagle_model(replace(read, config=replace(read.config, **settings)), TARGET.model, 256, "none")
 
 
 class Follower(BaseModel):
@@ -77,7 +78,8 @@ def target(name: str = GUESSED) -> Loaded:
 
 
 def test_a_good_head_passes(caplog: pytest.LogCaptureFixture) -> None:
-    report = examine(model(), target(), TEXT, "HEAD")
+    report = examine(*readings(model(), 8), target(), 256, "HEAD", TEXT)
+    assert report is not None
     assert report.found.hits[0] == 1.0
     assert report.better is None
     assert not caplog.records
@@ -150,7 +152,8 @@ def test_a_misreading_is_named(mends: str, caplog: pytest.LogCaptureFixture, mon
     monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)  # random layers resemble their neighbours
     monkeypatch.setattr("outrider.drafters.heads.selftest.CLEAR", 0.05)
     with caplog.at_level(logging.WARNING, "outrider.heads"):
-        report = examine(read, loaded, TEXT, "HEAD")
+        report = examine(*readings(read, 8), loaded, 256, "HEAD", TEXT)
+    assert report is not None
     assert report.better is not None
     assert report.better[0] == mends
     assert report.better[1].hits[0] == 1.0

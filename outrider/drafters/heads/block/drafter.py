@@ -10,10 +10,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
-from outrider.drafters.heads.config import BlockConfig
-from outrider.drafters.heads.features import ContextDrafter
+from outrider.drafters.heads.block.files import read_block
+from outrider.drafters.heads.block.module import BlockConfig
+from outrider.drafters.heads.features import FeatureReader
+from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
-from outrider.drafters.heads.reader import HeadWeights, read_block
+from outrider.drafters.heads.reading import OUTPUT, HeadWeights
 from outrider.drafters.heads.selftest import parallel_drafter
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import LanguageModel
@@ -40,16 +42,14 @@ class BlockModel:
         self._context_norm, self._norm = linears.norm("hidden_norm"), linears.norm("norm")
         read_once = linears.bytes
         self._layers = [PackedLayer(linears, i, "q", "kv") for i in range(config.num_layers)]
-        own = tensors.get("lm_head.weight")
-        self._lm_head = linears([own]) if own is not None else target.output_head
-        embedding = tensors.get("embed_tokens.weight")
-        self._embedding = None if embedding is None else embedding.to(self.device)
+        self._lm_head = linears.named("lm_head") if OUTPUT in tensors else target.output_head
+        self._embedding = None if head.own_embedding is None else head.own_embedding.to(self.device)
         self.weight_bytes = (linears.bytes - read_once) // config.drafts
         self._markov = self._confidence = None
         if config.markov_rank:
             first, second = (tensors[f"markov_head.markov_w{n}.weight"].to(self.device) for n in (1, 2))
             self._markov = first, second.float()
-        if "confidence_head.proj.weight" in tensors:
+        if config.confidence:
             weight, bias = (tensors[f"confidence_head.proj.{n}"].float().to(self.device) for n in ("weight", "bias"))
             self._confidence = weight[0], bias
         self._rotary = Rotary(config, self.max_length + SCRATCH + config.block_size, self.device)
@@ -84,7 +84,7 @@ class BlockModel:
         lengths = [cache.length[slot] for slot in slots]
         positions = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(size, device=self.device)
         for i, layer in enumerate(self._layers):
-            y = layer.input_norm(s)
+            y = layer.input_layernorm(s)
             query = self._rotary(layer.q_norm(layer.reads[0](y).unflatten(-1, (-1, c.head_dim))), positions)
             key, value = self._keys_values(layer, y, positions)
             attended: list[Tensor] = []
@@ -129,7 +129,7 @@ class BlockModel:
             stored[slot, :, start : start + len(new)] = new.transpose(0, 1)
 
 
-class BlockDrafter(ContextDrafter):
+class BlockDrafter(FeatureReader, ParallelDrafter):
     """Drafts all tokens of a step in one forward over [root, mask, ...]. Its cache holds features of committed tokens only."""
 
     def __init__(
@@ -139,18 +139,21 @@ class BlockDrafter(ContextDrafter):
         num_slots: int,
         max_length: int,
         quantization: str = "auto",
-    ):
+    ) -> None:
         """num_slots, max_length: slots of the cache, and tokens of each."""
         config, ids = head.config, head.token_ids
         subset = TokenSubset(ids.to(target.device), config.vocab_size) if len(ids) < config.vocab_size else None
+        super().__init__(config.vocab_size, target.device, subset)
         self.model = BlockModel(head, target, max_length, quantization)
-        cache = self.model.new_cache(num_slots, max_length)
-        super().__init__(config.vocab_size, target.device, subset, cache, config.taps, config.drafts)
+        self.cache, self.waiting, self.taps = self.model.new_cache(num_slots, max_length), {}, config.taps
         self.first_order = config.markov_rank > 0
         self._hidden = torch.empty(0)  # of the last block of each line, [line, depth, hidden]
 
+    def _depth(self, slot: int, tokens: Sequence[int]) -> int:
+        return min(self.model.config.drafts, self._left(slot, tokens))
+
     def _read(self, slot: int, tokens: Sequence[int] = ()) -> None:
-        waiting = self._queue.waiting.pop(slot, None)
+        waiting = self.waiting.pop(slot, None)
         if waiting is not None:
             self.model.read(self.cache, slot, waiting)
 

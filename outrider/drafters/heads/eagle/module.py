@@ -1,4 +1,4 @@
-"""A head of the EAGLE family in plain torch: what is trained, and the slow twin of the drafter on packed kernels.
+"""A head of the EAGLE family: its settings, its equations, and the module that is trained.
 
 Position t of a head reads the pair (x_{t+1}, g_t): a token, and the fused features of the position before it. The logits there
 are those of x_{t+2}. While it drafts, its own output takes the place of g. The names of the parameters are those of speculators.
@@ -7,122 +7,63 @@ are those of x_{t+2}. While it drafts, its own output takes the place of g. The 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from outrider.drafters.heads.config import HeadConfig, HeadShape
-from outrider.drafters.heads.layers import turned, turns
-from outrider.drafters.heads.reader import HeadWeights
+from outrider.drafters.heads.config import HeadShape
+from outrider.drafters.heads.layers import HeadAttention, HeadMLP, HeadModule, turned
+from outrider.drafters.heads.reading import HeadWeights
 
 
-class KeysValues(NamedTuple):
-    """Rotated keys, and values, of pairs: both [batch, kv_head, pair, head_dim]."""
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadShape):
+    """An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) and its variants: a decoder layer over features and tokens.
 
-    keys: Tensor
-    values: Tensor
-
-    def then(self, more: KeysValues) -> KeysValues:
-        """Both, one after the other."""
-        return KeysValues(torch.cat([self.keys, more.keys], 2), torch.cat([self.values, more.values], 2))
-
-
-class HeadAttention(nn.Module):
-    """width: of what it reads. bias: of all linears but the last."""
-
-    def __init__(self, config: HeadShape, width: int, bias: bool = False) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, keys, bias=bias)
-        self.v_proj = nn.Linear(width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
-
-    def split(self, x: Tensor) -> Tensor:
-        """[batch, pair, head * head_dim] -> [batch, head, pair, head_dim]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-class HeadMLP(nn.Module):
-    def __init__(self, config: HeadShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class HeadLayer(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        if not config.eagle1:
-            self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # of the token's embedding
-            self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # of g
-        width = config.hidden_size * (1 if config.eagle1 else 2)
-        self.self_attn = HeadAttention(config, width, config.attention_bias)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = HeadMLP(config)
-
-
-class Eagle(nn.Module):
-    """EAGLE-3, EAGLE-3.1 and EAGLE-1, by the flags of their config (the equations: docs/guides/heads.md).
-
-    The embedding is the target's, and no optimiser should change it: other engines take the target's too. `lm_head` has one row
-    for each token of the draft vocabulary. token_ids: int64 [draft_vocab], ascending: the target's id of each; None for all.
-
-    Raises ValueError for ids that do not fit.
+    norm_before_fc: one norm over all features side by side. fc_norm: a norm for each feature. norm_output: the output of the last
+    norm is what the head feeds back (EAGLE-3.1 has this and fc_norm). norm_before_residual: the normed feature is the residual.
+    eagle1: a head of EAGLE-1 (Li et al. 2024, 2401.15077). It reads the token and one feature, and predicts the next feature.
+    attention_bias, fc_bias: these linears have a bias. qk_norm: queries and keys are normed in each head, as in Qwen3.
+    num_layers: the layers after the first are ordinary. mask_token_id, parallel_drafts: a head of P-EAGLE drafts so many tokens
+    in one forward, and this token stands for those that are not known. None and 0 for all other heads.
     """
 
-    def __init__(self, config: HeadConfig, token_ids: Tensor | None = None) -> None:
-        super().__init__()
-        self.config = config
-        size, eps, taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
-        if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(taps * config.target_hidden_size, eps)
-        if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in range(taps))
-        width = 2 * size if config.eagle1 else taps * config.target_hidden_size
-        self.fc = nn.Linear(width, size, bias=config.fc_bias)
-        self.layers = nn.ModuleList([HeadLayer(config)])
-        if not config.eagle1:
-            self.norm = nn.RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        ids = torch.arange(config.draft_vocab_size, device="cpu") if token_ids is None else token_ids.long().clone()
-        if len(ids) != config.draft_vocab_size or not bool((ids.diff() > 0).all()) or int(ids[-1]) >= config.vocab_size:
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    eagle1: bool = False
+    attention_bias: bool = False
+    fc_bias: bool = False
+    qk_norm: bool = False
+    mask_token_id: int | None = None
+    parallel_drafts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
             raise ValueError(
-                f"token_ids are {config.draft_vocab_size} ascending ids below {config.vocab_size}, one for each row of the "
-                f"output head; got {len(ids)}, the last {int(ids[-1])}"
+                "norm_before_fc and fc_norm are both true; a head has one norm over all features or one for each"
             )
-        frequencies, self._rope_factor = config.rotary()
-        self.token_ids: Tensor
-        self._frequencies: Tensor
-        self.register_buffer("token_ids", ids, persistent=False)
-        self.register_buffer("_frequencies", frequencies, persistent=False)
-
-    @classmethod
-    def of(cls, given: HeadWeights[HeadConfig], embedding: Tensor) -> Eagle:
-        """A head that was read, float32. embedding: float [vocab, hidden], the target's; used if the head has none.
-
-        Raises ValueError for a head that cannot be trained."""
-        c = given.config
-        if c.num_layers > 1 or c.qk_norm or c.mask_token_id is not None:
-            raise ValueError("heads of P-EAGLE, and of Qwen3's layers, draft here and cannot be trained or written")
-        head = cls(c, given.token_ids)
-        own = {n: t.float() for n, t in given.tensors.items()}
-        head.load_state_dict({"embed_tokens.weight": embedding.float()} | own)
-        return head
+        super().__post_init__()
 
     @property
-    def layer(self) -> HeadLayer:
-        found = self.layers[0]
-        assert isinstance(found, HeadLayer)
-        return found
+    def one_plain_layer(self) -> bool:
+        """Whether it is a single layer of Llama's kind. Only such heads are trained, written, and run by the native step."""
+        return self.num_layers == 1 and not self.qk_norm and self.mask_token_id is None
+
+
+class EagleEquations:
+    """The equations of a head (docs/guides/heads.md), over the linears and norms that it has: trained ones or packed ones."""
+
+    config: EagleConfig
+    embed_tokens: Any
+    input_norm: Any
+    fc_norm: Any
+    fc: Any
+    layers: Any
 
     def fuse(self, features: Tensor) -> Tensor:
         """g [..., hidden] of features [..., taps * target_hidden], the tapped layers side by side."""
@@ -141,13 +82,83 @@ class Eagle(nn.Module):
 
         tokens: int64 [batch, pair]. g: [batch, pair, hidden]. x: [batch, pair, hidden], twice as wide in EAGLE-3.
         """
-        embedded = self.embed_tokens(tokens).to(g.dtype)
+        embedded, layer = self.embed_tokens(tokens).to(g.dtype), self.layers[0]
         if self.config.eagle1:
             joined = self.fc(torch.cat([embedded, g], -1))
             return joined, joined
-        normed = self.layer.hidden_norm(g)
+        normed = layer.hidden_norm(g)
         residual = normed if self.config.norm_before_residual else g
-        return torch.cat([self.layer.input_layernorm(embedded), normed], -1), residual
+        return torch.cat([layer.input_layernorm(embedded), normed], -1), residual
+
+
+class KeysValues(NamedTuple):
+    """Rotated keys, and values, of pairs: both [batch, kv_head, pair, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+    def then(self, more: KeysValues) -> KeysValues:
+        """Both, one after the other."""
+        return KeysValues(torch.cat([self.keys, more.keys], 2), torch.cat([self.values, more.values], 2))
+
+
+class EagleLayer(nn.Module):
+    """first: it reads pairs; the other layers of P-EAGLE are ordinary."""
+
+    def __init__(self, config: EagleConfig, *, first: bool) -> None:
+        super().__init__()
+        size, eps, pairs = config.hidden_size, config.rms_norm_eps, first and not config.eagle1
+        if not config.eagle1:
+            self.input_layernorm = nn.RMSNorm(size, eps)  # of the token's embedding in the first layer
+        if pairs:
+            self.hidden_norm = nn.RMSNorm(size, eps)  # of g
+        width = 2 * size if pairs else size
+        self.self_attn = HeadAttention(config, width, bias=config.attention_bias, norms=config.qk_norm)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = HeadMLP(config)
+
+
+class Eagle(EagleEquations, HeadModule):
+    """EAGLE-3, EAGLE-3.1 and EAGLE-1, by the flags of their config. Of P-EAGLE it knows the parameters only.
+
+    The embedding is the target's, and no optimiser should change it: other engines take the target's too. `lm_head` has one row
+    for each token of the draft vocabulary. token_ids: see `HeadModule`.
+    """
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, token_ids: Tensor | None = None) -> None:
+        super().__init__(config, token_ids)
+        size, eps, taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(taps * config.target_hidden_size, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in range(taps))
+        width = 2 * size if config.eagle1 else taps * config.target_hidden_size
+        self.fc = nn.Linear(width, size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(EagleLayer(config, first=i == 0) for i in range(config.num_layers))
+        if not config.eagle1:
+            self.norm = nn.RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, width))
+
+    @classmethod
+    def of(cls, given: HeadWeights[EagleConfig], embedding: Tensor) -> Eagle:
+        """A head that was read, float32. embedding: float [vocab, hidden], the target's; used if the head has none.
+
+        Raises ValueError for a head that cannot be trained."""
+        if not given.config.one_plain_layer:
+            raise ValueError("heads of P-EAGLE, and of Qwen3's layers, draft here and cannot be trained or written")
+        head = cls(given.config, given.token_ids)
+        own = {n: t.float() for n, t in given.tensors.items()}
+        head.load_state_dict({"embed_tokens.weight": embedding.float()} | own)
+        return head
+
+    @property
+    def layer(self) -> EagleLayer:
+        return self.layers[0]
 
     def keys_values(self, x: Tensor, positions: Tensor) -> KeysValues:
         """Of pairs. positions: int64 [batch, pair] or [pair], those of the features."""
@@ -192,9 +203,8 @@ class Eagle(nn.Module):
         return self.lm_head(y if self.config.eagle1 else self.norm(y))
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [batch, head, pair, head_dim]. The halves of a head are its pairs of coordinates, as in Llama."""
-        turn = turns(self._frequencies, self._rope_factor, positions)
-        return turned(x, turn[:, None] if positions.dim() > 1 else turn)
+        """x: [batch, head, pair, head_dim]."""
+        return turned(x, self.turn(positions[:, None] if positions.dim() > 1 else positions))
 
     def initialise_(self, embedding: Tensor, output: Tensor | None = None, std: float = 0.02) -> Eagle:
         """Ready to be trained: the embedding and output head are the target's, and the layer adds nothing yet.

@@ -1,4 +1,4 @@
-"""A block drafter in plain torch: what is trained, and the slow twin of the drafter on packed weights.
+"""A block drafter: its settings, and the module that is trained, which is the slow twin of the drafter on packed weights.
 
 The block after position t holds the token x_{t+1} and masks. It attends to itself in both directions, and to the features of
 positions 0 to t. The names of the parameters are those of speculators.
@@ -8,22 +8,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from outrider.drafters.heads.config import BlockConfig
-from outrider.drafters.heads.eagle_module import HeadAttention, HeadMLP
-from outrider.drafters.heads.layers import turned, turns
-from outrider.drafters.heads.reader import HeadWeights
+from outrider.drafters.heads.config import HeadShape
+from outrider.drafters.heads.layers import HeadAttention, HeadMLP, HeadModule, turned
+from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadShape):
+    """A block drafter: Qwen3-shaped layers over [root, mask, ...], which also attend to the projected features of the text.
+
+    block_size: slots of a block. mask_token_id: the token of all slots but the first. from_anchor: slot 0 drafts too (DSpark);
+    in DFlash slot k drafts the token at its own position. markov_rank: width of the bias by the token before; 0 without one.
+    confidence: whether it has a confidence head. confidence_markov: the confidence reads the token before, too.
+    """
+
+    block_size: int
+    mask_token_id: int
+    from_anchor: bool
+    markov_rank: int = 0
+    confidence: bool = False
+    confidence_markov: bool = False
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens of a block."""
+        return self.block_size if self.from_anchor else self.block_size - 1
 
 
 class BlockAttention(HeadAttention):
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size)
+        super().__init__(config, config.hidden_size, norms=True)
         self.kv_heads = config.num_key_value_heads
-        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, y: Tensor, context: Tensor, visible: Tensor, own_turn: Tensor, context_turn: Tensor) -> Tensor:
         """[batch, anchor, slot, hidden] of normed states y of that shape.
@@ -50,7 +70,7 @@ class BlockAttention(HeadAttention):
         return self.o_proj(heads.reshape(batch, anchors, slots, -1))
 
 
-class BlockModuleLayer(nn.Module):
+class BlockLayer(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -77,39 +97,41 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + seen, 1)
 
 
-class BlockModule(nn.Module):
+class BlockModule(HeadModule):
     """DFlash, and DSpark with `markov_rank` (the equations: docs/guides/heads.md). Embedding and output head are frozen.
 
-    embedding: float [vocab, hidden]. output: float [draft_vocab, hidden], the rows of `token_ids`. confidence: whether it has
-    a confidence head.
+    token_ids: see `HeadModule`. embedding: float [vocab, hidden]. output: float [draft_vocab, hidden], the rows of `token_ids`.
+    Without them the parameters are there, and hold anything.
     """
 
+    config: BlockConfig
+
     def __init__(
-        self, config: BlockConfig, token_ids: Tensor, embedding: Tensor, output: Tensor, *, confidence: bool
+        self,
+        config: BlockConfig,
+        token_ids: Tensor | None = None,
+        embedding: Tensor | None = None,
+        output: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding.float(), freeze=True)
+        super().__init__(config, token_ids)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        table = torch.empty(config.vocab_size, size) if embedding is None else embedding.float()
+        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=True)
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, size, bias=False)
         self.hidden_norm, self.norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
-        self.layers = nn.ModuleList(BlockModuleLayer(config) for _ in range(config.num_layers))
-        self.lm_head = nn.Linear(size, len(token_ids), bias=False)
-        self.lm_head.weight = nn.Parameter(output.float().clone(), requires_grad=False)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
+        if output is not None:
+            self.lm_head.weight = nn.Parameter(output.float().clone(), requires_grad=False)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
-        self.confidence_head = ConfidenceHead(config) if confidence else None
-        frequencies, self._rope_factor = config.rotary()
-        self.token_ids: Tensor
-        self._frequencies: Tensor
-        self.register_buffer("token_ids", token_ids.clone(), persistent=False)
-        self.register_buffer("_frequencies", frequencies, persistent=False)
+        self.confidence_head = ConfidenceHead(config) if config.confidence else None
 
     @classmethod
     def of(cls, given: HeadWeights[BlockConfig], embedding: Tensor, output: Tensor) -> BlockModule:
         """A drafter that was read. embedding, output: the target's, for what the drafter has not of its own."""
-        own = {n: t.float() for n, t in given.tensors.items()}
-        embedding, output = own.pop("embed_tokens.weight", embedding), own.pop("lm_head.weight", output)
-        made = cls(given.config, given.token_ids, embedding, output, confidence="confidence_head.proj.weight" in own)
-        made.load_state_dict({"embed_tokens.weight": embedding.float(), "lm_head.weight": output.float()} | own)
+        tensors = {EMBED: embedding, OUTPUT: output} | given.tensors
+        made = cls(given.config, given.token_ids, tensors[EMBED], tensors[OUTPUT])
+        made.load_state_dict({n: t.float() for n, t in tensors.items()})
         return made
 
     def initialise_(self, std: float = 0.02) -> BlockModule:
@@ -138,9 +160,9 @@ class BlockModule(nn.Module):
         ids = torch.where(slots == 0, roots[..., None], c.mask_token_id)
         s = self.embed_tokens(ids).to(context.dtype)
         visible = places <= anchors[..., None]
-        own, text = self._turn(anchors[..., None] + 1 + slots), self._turn(places)
+        own, text = (self.turn(at)[..., None, :] for at in (anchors[..., None] + 1 + slots, places))  # for all heads
         for layer in self.layers:
-            assert isinstance(layer, BlockModuleLayer)
+            assert isinstance(layer, BlockLayer)
             s = s + layer.self_attn(layer.input_layernorm(s), context, visible, own, text)
             s = s + layer.mlp(layer.post_attention_layernorm(s))
         return self.norm(s)
@@ -170,13 +192,10 @@ class BlockModule(nn.Module):
 
         Without `stored`, the output head is kept if it has not a row for each token of the target.
         """
-        frozen = {"embed_tokens.weight", "lm_head.weight"}
-        tensors = {n: t.detach().cpu() for n, t in self.state_dict().items() if n not in frozen}
-        full = self.config.draft_vocab_size == self.config.vocab_size
-        kept = ({"lm_head.weight"} if not full else set[str]()) if stored is None else frozen & stored.tensors.keys()
-        tensors |= {n: t.detach().cpu() for n, t in self.state_dict().items() if n in kept}
+        left_out = {EMBED, OUTPUT}
+        if stored is not None:
+            left_out -= stored.tensors.keys()
+        elif self.config.draft_vocab_size < self.config.vocab_size:
+            left_out = {EMBED}
+        tensors = {n: t.detach().cpu() for n, t in self.state_dict().items() if n not in left_out}
         return HeadWeights(self.config, tensors, self.token_ids.cpu())
-
-    def _turn(self, positions: Tensor) -> Tensor:
-        """[..., 1, dim]: of all heads at positions."""
-        return turns(self._frequencies, self._rope_factor, positions)[..., None, :]

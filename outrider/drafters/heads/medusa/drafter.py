@@ -1,0 +1,138 @@
+"""Medusa heads (Cai et al. 2024, arXiv 2401.10774): each head predicts one later token from the last hidden state alone.
+
+Head i gives the logits W_i z of the token i + 2 positions after the state h it reads, where z = h + SiLU(A h + b), for each of
+its blocks. W_i is its own, or one matrix serves all heads, for all tokens or for some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from outrider.core.sampling import TokenSubset
+from outrider.core.types import Commit
+from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.layers import Linear, Linears, precision_of
+from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa
+from outrider.drafters.heads.selftest import examine, parallel_reading
+from outrider.drafters.heads.shipped import head_of
+from outrider.drafters.method import DrafterSetup
+from outrider.models.base import FINAL_NORM, LanguageModel
+
+
+class MedusaDrafter(ParallelDrafter):
+    """Drafts from the hidden state before the root, which predicted the root. It keeps one state for each sequence."""
+
+    taps: tuple[int, ...] = (FINAL_NORM,)
+
+    def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str = "auto") -> None:
+        ids = head.token_ids
+        subset = None if ids is None else TokenSubset(ids.to(target.device), head.vocab_size)
+        super().__init__(head.vocab_size, target.device, subset)
+        self.model = MedusaModel(head, target, quantization)
+        self._states: dict[int, tuple[int, Tensor]] = {}  # slot -> (position, hidden [hidden])
+
+    def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
+        self._states[slot] = first + len(features) - 1, features[-1].float().clone()
+
+    def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
+        super().update(context, commits, target)
+        for slot, tokens, commit in zip(context.slots, context.tokens, commits, strict=True):
+            if commit.features is not None and len(commit.features):
+                self._states[slot] = len(tokens) - 2, commit.features[-1].float().clone()
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._states.pop(slot, None)
+
+    def _depth(self, slot: int, tokens: Sequence[int]) -> int:
+        position, _ = self._states.get(slot, (-1, None))
+        return len(self.model.heads) if position == len(tokens) - 2 >= 0 else 0
+
+    def _logits(self, slots: Sequence[int], texts: Sequence[Sequence[int]], depth: int) -> Tensor:
+        return self.model.logits(torch.stack([self._states[slot][1] for slot in slots]), depth)
+
+
+class MedusaModel:
+    """The heads on packed weights. weight_bytes: that a draft of all depths reads, a share of it for each depth."""
+
+    def __init__(self, head: MedusaWeights, target: LanguageModel, quantization: str) -> None:
+        matrices = [a for blocks in head.blocks for a, _ in blocks] + head.outputs
+        linears = Linears(target.device, precision_of(quantization, matrices))
+        self.heads = [[linears([a], [b]) for a, b in blocks] for blocks in head.blocks]
+        self._outputs: list[Linear] = [linears([m]) for m in head.outputs]
+        self._target, self._scale = target, head.logit_scale
+        self.weight_bytes = linears.bytes // len(self.heads)
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """float32 [batch, depth, kept] of states [batch, hidden]."""
+        states = [read_by(blocks, hidden) for blocks in self.heads[:depth]]
+        if len(self._outputs) > 1:
+            return torch.stack([out(z) for out, z in zip(self._outputs, states, strict=False)], 1) * self._scale
+        read = self._outputs[0] if self._outputs else self._target.output_head
+        return read(torch.stack(states, 1)) * self._scale
+
+
+class MedusaModule(nn.Module):
+    """The heads in plain torch, to be trained, and the slow twin of `MedusaModel`. The output matrices stay as they are.
+
+    given: the heads to begin with. rows: float [kept, hidden], the target's output rows, for heads without any of their own.
+    """
+
+    def __init__(self, given: MedusaWeights, rows: Tensor) -> None:
+        super().__init__()
+        self._given = given
+        self.blocks = nn.ModuleList(nn.ModuleList(_linear(*block) for block in blocks) for blocks in given.blocks)
+        outputs = given.outputs or [rows]
+        self.outputs = nn.ParameterList([nn.Parameter(m.float(), requires_grad=False) for m in outputs])
+
+    def logits(self, hidden: Tensor, head: int) -> Tensor:
+        """[..., kept] of states [..., hidden], which the target's output head reads."""
+        z = read_by([*self.blocks[head]], hidden)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        return (z @ self.outputs[min(head, len(self.outputs) - 1)].T) * self._given.logit_scale
+
+    def weights(self) -> MedusaWeights:
+        """The heads as they are now, float32."""
+        made = [
+            [(b.weight.detach().cpu(), None if b.bias is None else b.bias.detach().cpu()) for b in blocks]  # pyright: ignore
+            for blocks in self.blocks  # pyright: ignore[reportGeneralTypeIssues]
+        ]
+        return replace(self._given, blocks=made)
+
+
+def read_by(blocks: Sequence[Linear], hidden: Tensor) -> Tensor:
+    """What the output matrix of a head reads, of states [..., hidden]."""
+    for block in blocks:
+        hidden = hidden + F.silu(block(hidden))
+    return hidden
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    made.load_state_dict({"weight": weight.float()} | ({} if bias is None else {"bias": bias.float()}))
+    return made
+
+
+def from_setup(setup: DrafterSetup) -> MedusaDrafter:
+    """Raises ValueError for trees that heads of several positions do not draw."""
+    chains_only(setup)
+    target, path = setup.target, head_of(setup)
+    head, last = read_medusa(path, target), (target.model.num_layers - 1,)
+
+    def made(given: MedusaWeights) -> MedusaDrafter:
+        return MedusaDrafter(given, target.model, setup.config.quantization)
+
+    drafter = made(head)
+    others = [parallel_reading("the last layer before the final norm", last, lambda: made(head))]
+    if len(head.blocks) > 1:
+        later = replace(head, blocks=head.blocks[1:], outputs=head.outputs[1:] or head.outputs)
+        what = "the first head for the token that is known already"
+        others.append(parallel_reading(what, drafter.taps, lambda: made(later)))
+    own = parallel_reading("", drafter.taps, lambda: drafter)
+    examine(own, others, target, target.model.max_length, path)
+    return drafter

@@ -1,0 +1,259 @@
+"""Reads the folder of a head, and checks it against its target, so that nothing drafts nonsense in silence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from outrider.drafters.heads.config import FIELDS, Field, HeadShape, fields_of, plain_rope, tap_of
+from outrider.drafters.heads.files import HeadFolder, open_head
+from outrider.models.load import Loaded
+
+log = logging.getLogger("outrider.heads")
+EMBED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_SPARE = ("t2d", "d2t", EMBED, OUTPUT)  # tensors that a file may leave out
+_COMPARED = 256  # rows of an embedding that are compared with the target's
+_RENAMED = {
+    "aux_norm_low.weight": "fc_norm.0.weight",  # SGLang's names
+    "aux_norm_mid.weight": "fc_norm.1.weight",
+    "aux_norm_high.weight": "fc_norm.2.weight",
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+Config = TypeVar("Config", bound=HeadShape)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights(Generic[Config]):
+    """A head as it was read. tensors: by the names of its module, without the embedding unless it is the head's own. A block
+    drafter of all tokens has no `lm_head.weight` either: then it uses the target's.
+
+    token_ids: int64 [draft_vocab], ascending: the target's token of each row of the output head.
+    """
+
+    config: Config
+    tensors: dict[str, Tensor]
+    token_ids: Tensor
+
+    @property
+    def own_embedding(self) -> Tensor | None:
+        """float [vocab, hidden], or None for the target's."""
+        return self.tensors.get(EMBED)
+
+
+class HeadReader:
+    """The folder of a head, while it is read for a target.
+
+    given: its settings. tensors: by the names of its module. spare: those that a file may leave out. Buffers that are computed
+    anew, and notes about the target, are in neither. Each method raises ValueError, with the path, for what does not fit.
+    """
+
+    def __init__(self, folder: str | Path | HeadFolder, target: Loaded, *kinds: str) -> None:
+        """kinds: those that may be read. Raises ValueError for a head of another kind."""
+        opened = folder if isinstance(folder, HeadFolder) else open_head(folder)
+        self.path, self.kind, self.given, self.target = opened.path, opened.kind, opened.settings, target
+        self.verifier = opened.verifier
+        if opened.kind not in kinds:
+            raise ValueError(f"{opened.path} is a head of the kind {opened.kind!r}, not {' or '.join(kinds)}")
+        named = {_RENAMED.get(n, n): t for n, t in opened.tensors.items()}
+        self.tensors = {n: t for n, t in named.items() if "rotary_emb" not in n and not n.startswith("verifier_")}
+        self.spare = {n: self.tensors.pop(n) for n in _SPARE if n in self.tensors}
+
+    def shape(self, given: Mapping[str, Any], more: Sequence[Field] = ()) -> dict[str, Any]:
+        """The fields of `FIELDS` and `more`, and the others of a `HeadShape` but its taps and layers."""
+        path = self.path
+        self._needed("fc.weight", "layers.0.mlp.gate_proj.weight")
+        fc, inner = self.tensors["fc.weight"], len(self.tensors["layers.0.mlp.gate_proj.weight"])
+        hidden, heads = int(given.get("hidden_size") or len(fc)), int(given.get("num_attention_heads") or 0)
+        if len(fc) != hidden:
+            raise ValueError(f"{path}: fc.weight has {len(fc)} rows, and config.json says hidden_size {hidden}")
+        if not heads:
+            raise ValueError(f"{path}: config.json does not say num_attention_heads")
+        if any(kind != "full_attention" for kind in given.get("layer_types") or ()):
+            raise ValueError(f"{path} has layers of sliding attention, which outrider's heads do not have")
+        known = {"hidden_size": hidden, "vocab_size": self.target.model.vocab_size, "head_dim": hidden // heads}
+        found = fields_of(given, (*FIELDS, *more), known | {"intermediate_size": inner}) | {"intermediate_size": inner}
+        self.check_target(found["vocab_size"], found["target_hidden_size"])
+        return found | {"rope_parameters": self._rope(given), "verifier": self.verifier}
+
+    def taps(self, key: str, ids: Sequence[Any], wide: int) -> tuple[int, ...]:
+        """The taps for the states before some layers. key: where config.json names them. wide: numbers in a hidden state."""
+        layers, columns = self.target.model.num_layers, self.tensors["fc.weight"].shape[1]
+        wrong = [i for i in ids if not (isinstance(i, int) and 0 <= i <= layers)]
+        if wrong:
+            raise ValueError(
+                f"{self.path} reads the state before layer {wrong[0]} of its target; {self.target.name} has {layers} layers. "
+                f"Correct {key} in its config.json, or give the model that it was trained for"
+            )
+        if columns != len(ids) * wide:
+            trained = f"{columns // wide} layers" if columns % wide == 0 else "features of another width"
+            raise ValueError(
+                f"{self.path}: fc.weight reads {columns} numbers, which is {trained} of a target {wide} wide; its settings name "
+                f"{len(ids)} layers, so {len(ids) * wide}. Write the layers that it was trained on as {key} in its config.json"
+            )
+        return tuple(tap_of(i) for i in ids)
+
+    def mask(self, given: Mapping[str, Any]) -> int:
+        """The token that stands for those that are not known."""
+        mask, size = given.get("mask_token_id"), self.target.model.vocab_size
+        if mask is None or not 0 <= int(mask) < size:
+            raise ValueError(f"{self.path}: mask_token_id is {mask}; it must be a token of the target, 0 to {size - 1}")
+        return int(mask)
+
+    def made(self, kind: Callable[..., Config], **fields: Any) -> Config:
+        """A configuration. Its ValueError names the path."""
+        try:
+            return kind(**fields)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+
+    def check_whole(self, module: Callable[[], nn.Module], kind: str) -> None:
+        """The tensors must be those of the module that the settings make. kind: of head, in words."""
+        with torch.device("meta"):
+            wanted = {n: tuple(t.shape) for n, t in module().state_dict().items() if n not in _SPARE}
+        self._needed(*wanted)
+        for name, shape in wanted.items():
+            if tuple(self.tensors[name].shape) != shape:
+                raise ValueError(
+                    f"{self.path}: {name} is {tuple(self.tensors[name].shape)}, and the settings say {shape}"
+                )
+        if more := sorted(set(self.tensors) - set(wanted)):
+            raise ValueError(
+                f"{self.path} holds {more[0]}{f' and {len(more) - 1} more tensors' if more[1:] else ''} that no {kind} of these "
+                "settings has; without them it would draft badly. Give it the config.json that it was trained with"
+            )
+
+    def check_target(self, vocab_size: int, hidden_size: int) -> None:
+        """The head must have been made for a target of this shape."""
+        for what, head, own in (
+            ("tokens in the vocabulary", vocab_size, self.target.model.vocab_size),
+            ("numbers in a hidden state", hidden_size, self.target_width),
+        ):
+            if head != own:
+                hint = f" (it names {self.verifier})" if self.verifier else ""
+                raise ValueError(
+                    f"{self.path} was trained for a target with {head} {what}{hint}, and {self.target.name} has {own}; a head "
+                    f"drafts only for the model that it was trained for. Train one: outrider train eagle3 -m {self.target.name} "
+                    "-o NEW"
+                )
+
+    def token_ids(self, size: int, rows: int) -> Tensor:
+        """int64 [draft_vocab], ascending: the target's token of each row of the output head.
+
+        The file may hold d2t, the offset from each row to its token, and t2d, bool [vocab], the tokens with a row. size: tokens
+        of the target. rows: those that config.json says.
+        """
+        path, offsets, has = self.path, self.spare.get("d2t"), self.spare.get("t2d")
+        if offsets is None and has is None:
+            if rows != size:
+                raise ValueError(
+                    f"{path} has {rows} draft tokens of {size} and no map (d2t or t2d) that says which; the file is not whole"
+                )
+            return torch.arange(size)
+        with_row = None if has is None else has.bool().nonzero().flatten()
+        if offsets is None:
+            assert with_row is not None
+            ids = with_row
+        else:
+            given = offsets.long()
+            ids = given + torch.arange(len(given))
+            if len(given) and bool((given.diff() > 0).all()) and int(given[-1]) < size <= int(ids.max()):
+                raise ValueError(
+                    f"{path}: d2t holds token ids, and it must hold offsets: id - row. Write d2t - "
+                    f"torch.arange({len(given)})"
+                )
+        if len(ids) != rows:
+            raise ValueError(
+                f"{path}: the map has {len(ids)} draft tokens, and config.json says draft_vocab_size {rows}"
+            )
+        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size or not bool((ids.diff() > 0).all()):
+            raise ValueError(
+                f"{path}: the map d2t gives the tokens {int(ids.min())} to {int(ids.max())}; they must ascend, from 0 to "
+                f"{size - 1}"
+            )
+        if with_row is not None and not torch.equal(with_row, ids):
+            raise ValueError(f"{path}: d2t and t2d name different tokens; one of the two is of another head")
+        return ids
+
+    def output_rows(self, hidden: int, ids: Tensor) -> Tensor:
+        """float [draft_vocab, hidden]: the output head. Without one in the file it is the target's, for the draft tokens."""
+        stored, model = self.spare.get(OUTPUT), self.target.model
+        if stored is None:
+            if hidden != self.target_width:
+                raise ValueError(
+                    f"{self.path} has no lm_head.weight, and the target's is {self.target_width} wide where the head is "
+                    f"{hidden}; the file is not whole"
+                )
+            return model.embedding_rows(ids) if self.given.get("tie_word_embeddings") else model.head_rows(ids)
+        if tuple(stored.shape) == (model.vocab_size, hidden) and len(ids) < model.vocab_size:
+            raise ValueError(
+                f"{self.path}: lm_head.weight has a row for all {model.vocab_size} tokens, and config.json says "
+                f"draft_vocab_size {len(ids)}"
+            )
+        self._check_table(OUTPUT, (len(ids), hidden))
+        return stored
+
+    def own_embedding(self, hidden: int, *, trained: bool = False) -> dict[str, Tensor]:
+        """The embedding of the file by its name. Nothing if there is none, or if it is the target's up to rounding.
+
+        trained: it is kept anyway."""
+        own, target = self.spare.get(EMBED), self.target
+        if own is None:
+            return {}
+        self._check_table(EMBED, (target.model.vocab_size, hidden))
+        if not trained and hidden == self.target_width:
+            some = torch.linspace(0, len(own) - 1, min(_COMPARED, len(own))).long()
+            theirs = target.model.embedding_rows(some).cpu()
+            gap = (own[some].float() - theirs).abs().amax(1) / theirs.abs().amax(1).clamp_min(1e-6)
+            if float(gap.median()) < 0.1:
+                return {}
+            said = "%s has an embedding of its own, not that of %s; it is used, and engines that ignore it draft badly"
+            log.warning(said, self.path, target.name)
+        return {EMBED: own}
+
+    @property
+    def target_width(self) -> int:
+        """Numbers in a hidden state of the target."""
+        return int(self.target.config.get_text_config().hidden_size)
+
+    def _needed(self, *names: str) -> None:
+        if missing := [n for n in names if n not in self.tensors]:
+            raise ValueError(
+                f"{self.path} lacks {', '.join(missing[:3])}; the file is not whole, or of a head of another kind. "
+                "Download it again, with all its files"
+            )
+
+    def _check_table(self, name: str, wanted: tuple[int, int]) -> None:
+        if tuple(self.spare[name].shape) != wanted:
+            raise ValueError(f"{self.path}: {name} is {tuple(self.spare[name].shape)}, and the settings say {wanted}")
+
+    def _rope(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The rotary embedding: `rope_parameters`, else `rope_theta` and `rope_scaling`."""
+        if given.get("rope_parameters"):
+            return plain_rope(given["rope_parameters"])
+        theta = given.get("rope_theta")
+        if theta is None:
+            log.warning(
+                "%s has no rope_theta; 10000 is taken, and a head that was trained with another drafts badly", self.path
+            )
+        scaling = dict(given.get("rope_scaling") or {})
+        kind = scaling.pop("type", None)
+        return plain_rope({"rope_theta": float(theta or 10000.0)} | ({"rope_type": kind} if kind else {}) | scaling)
+
+
+def say_length(path: object, positions: int, wanted: int) -> None:
+    """Warn if a head knows shorter texts than the engine may write. positions: of the head. wanted: tokens of a text."""
+    if positions < wanted:
+        log.warning(
+            "%s drafts in texts of up to %d tokens, and a text may have %d here; beyond that nothing is drafted. Give a head "
+            "with larger max_position_embeddings, or another method beside it: --method suffix,eagle",
+            path,
+            positions,
+            wanted,
+        )
