@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, ints
 from outrider.kernels import for_device
+from outrider.kernels.probabilities import running_total, softmax
 
 _NO = float("-inf")
 # top-p sorts this many candidates first. The full sort gives the same result, slower.
@@ -272,17 +274,19 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         scores = _top_p(scores, params.top_p)
     if params.min_p > 0:
-        border = scores.max() + torch.log(torch.tensor(params.min_p, device=scores.device))
+        # Decimal has its own arithmetic: the C library's logarithm is not the same everywhere
+        border = scores.max() + float(Decimal(params.min_p).ln())
         scores = scores.masked_fill(scores < border, _NO)
     return scores
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
-    probs = scores.softmax(-1)
+    probs = softmax(scores)
     best = probs.topk(min(_SHORTLIST, len(probs))).values
-    if best.cumsum(0)[-1] < top_p:
+    if (mass := running_total(best))[-1] < top_p:
         best = probs.sort(descending=True).values
-    before = best.cumsum(0) - best  # mass of the tokens ahead
+        mass = running_total(best)
+    before = mass - best  # mass of the tokens ahead
     keep = int((before < top_p).sum())
     border = best[keep - 1]
     above = probs > border
@@ -322,7 +326,7 @@ class LogitsDistribution:
 
     def probs(self, node: Tensor) -> Tensor:
         logits, extra = self._at(node)
-        return self.warp.scores(logits, extra).softmax(-1)
+        return softmax(self.warp.scores(logits, extra))
 
     def sample_row(self, row: int, node: int, key: tuple[int, int, int, int]) -> int:
         """`sample` for one row; see `outrider.verify.batched.RowTargetDistribution`."""

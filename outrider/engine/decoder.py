@@ -23,6 +23,7 @@ from outrider.drafters.base import DraftContext, Drafter, NoDraft, TargetPass
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.request import Request, Sequence
 from outrider.kernels import cpu as native
+from outrider.kernels.probabilities import log_softmax
 from outrider.models.base import LanguageModel, Output
 from outrider.models.nodes import Nodes
 from outrider.verify import VERIFIERS
@@ -332,7 +333,7 @@ class Decoder:
 
 def logprobs(logits: torch.Tensor, token: int, alternatives: int) -> dict[int, float]:
     """The log-probabilities, by the model's own distribution, of a token and of the `alternatives` most likely ones."""
-    scores = logits.float().log_softmax(-1)
+    scores = log_softmax(logits.float())
     best = scores.topk(min(alternatives, len(scores)))
     return {token: float(scores[token]), **dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))}
 

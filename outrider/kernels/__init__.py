@@ -22,6 +22,7 @@ class Kernels:
     attention: see `cpu.attention`. pack_vectors: for the cache, see `cpu.pack_vectors`.
     linear: packs weights, see `cpu.Packed`. gumbel: see `cpu.gumbel`.
     argmax, argmax_gumbel: choose one token of one row, see `cpu.argmax`.
+    softmax, log, total: see `kernels.probabilities`.
     missing: why there are no kernels, or None.
     """
 
@@ -31,10 +32,23 @@ class Kernels:
     gumbel: Callable[..., Tensor] | None = None
     argmax: Callable[..., int] | None = None
     argmax_gumbel: Callable[..., int] | None = None
+    softmax: Callable[..., Tensor] | None = None
+    log: Callable[[Tensor], Tensor] | None = None
+    total: Callable[[Tensor], Tensor] | None = None
     missing: str | None = None
 
 
-_CPU = Kernels(cpu.attention, cpu.pack_vectors, cpu.Packed, cpu.gumbel, cpu.argmax, cpu.argmax_gumbel)
+_CPU = Kernels(
+    cpu.attention,
+    cpu.pack_vectors,
+    cpu.Packed,
+    cpu.gumbel,
+    cpu.argmax,
+    cpu.argmax_gumbel,
+    cpu.softmax,
+    cpu.log,
+    cpu.total,
+)
 
 
 def for_device(device: torch.device) -> Kernels:

@@ -23,6 +23,7 @@ from outrider.core import sampling
 from outrider.core.noise import Noise, Stream
 from outrider.core.tree import child_table, depth, levels, lists
 from outrider.core.types import Draft, Siblings, Verdict
+from outrider.kernels.probabilities import log, total
 
 
 class TargetDistribution(Protocol):
@@ -182,7 +183,7 @@ def block(target: TargetDistribution, draft: Draft, noise: Noise, position: Tens
         inside, x, node = length >= n, draft.tokens[:, n], torch.full_like(kept, n)
         weight = torch.where(inside, clipped_ratio(weight * mass(p, x), mass(q, x)), weight)
         p, q = target.probs(length.clamp_max(n)), proposal(draft, (node + 1).clamp_max(end), p)
-        owed = leftover(weight[:, None], p, q).sum(1)
+        owed = total(leftover(weight[:, None], p, q))[:, 0]
         last = length == n
         part, whole = torch.where(last, weight, owed), torch.where(last, 1.0, owed + 1 - weight)
         says_yes = coin(noise, position + (n - 1), node, draft.nodes) * whole < part
@@ -231,7 +232,7 @@ def traversal(target: TargetDistribution, draft: Draft, noise: Noise, position: 
             probs[rows, below] = torch.where(enters[:, None], entered, probs[rows, below])
         if not none_left(refused):
             rest = leftover(w[:, None], p, q)
-            owed = rest.sum(1)
+            owed = total(rest)[:, 0]
             left = torch.where(w == 1, 1.0, owed / (owed + 1 - w))
             weight[rows, above] = torch.where(refused, left, weight[rows, above])
             probs[rows, above] = torch.where((refused & (owed > 0))[:, None], normalized(rest), probs[rows, above])
@@ -305,7 +306,7 @@ def draw(probs: Tensor, noise: Noise, stream: Stream, position: Tensor) -> Tenso
 
     probs: float [batch, vocab], of any total. -1 where probs has NaN or is all zero.
     """
-    return sampling.draw(probs.log(), noise, stream, position)
+    return sampling.draw(log(probs), noise, stream, position)
 
 
 def coin(noise: Noise, position: Tensor, node: Tensor, nodes: int) -> Tensor:
@@ -331,12 +332,12 @@ def leftover(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
 def residual(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """float64 [batch, vocab]: `leftover`, or p where rounding made it empty. A draw needs no normalization."""
     rest = leftover(weight, p, q)
-    return torch.where(rest.sum(1, keepdim=True) > 0, rest, p.double())
+    return torch.where(total(rest) > 0, rest, p.double())
 
 
 def normalized(probs: Tensor) -> Tensor:
     """probs with sum 1; NaN where they are all zero."""
-    return probs / probs.sum(1, keepdim=True)
+    return probs / total(probs)
 
 
 def proposal(draft: Draft, node: Tensor, p: Tensor) -> Tensor:
@@ -360,8 +361,8 @@ def proposal(draft: Draft, node: Tensor, p: Tensor) -> Tensor:
     gone = torch.zeros(len(p), spare + 1, dtype=torch.bool, device=p.device)
     gone = gone.scatter_(1, torch.where(before, draft.tokens, spare), True)[:, :-1]
     rest = q.double().masked_fill(gone, 0)
-    total = rest.sum(1, keepdim=True)
-    q = torch.where(before.any(1, keepdim=True) & (total > 0), rest / total, rest)
+    mass_left = total(rest)
+    q = torch.where(before.any(1, keepdim=True) & (mass_left > 0), rest / mass_left, rest)
     if kind is Siblings.WITHOUT_REPLACEMENT:
         return q
     chosen = (beside & ~before).any(1, keepdim=True)  # TOP_THEN_SAMPLED: only the last sibling was drawn

@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, TokenSubset
 from outrider.core.types import Siblings, ints
+from outrider.kernels.probabilities import log, log_softmax, running_total, softmax
 
 _NO = float("-inf")
 _STEPS = 2**20  # the noise of a node is that of step `node * 2**20 + step`, which no sequence reaches
@@ -86,10 +87,10 @@ def children(
         noise = replace(noise, step=noise.step + node * _STEPS)
     if kind is Siblings.POINT:
         return _chosen(scores, width, noise, stream, position, greedy, subset)
-    probs = scores.softmax(1).masked_fill(scores.amax(1, keepdim=True) == _NO, 0.0)
-    log_probs = probs.log()  # draw from exactly what is returned, rounding included: the verifier divides by it
+    probs = softmax(scores).masked_fill(scores.amax(1, keepdim=True) == _NO, 0.0)
+    log_probs = log(probs).float()  # draw from exactly what is returned, rounding included: the verifier divides by it
     if kind is Siblings.IID:
-        tokens = _independent(log_probs, width, noise, stream, position)
+        tokens = _independent(probs, width, noise, stream, position)
         keys = log_probs.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, _NO)
     elif kind is Siblings.TOP_THEN_SAMPLED:
         tokens, keys = _top_then_sampled(log_probs, width, noise, stream, position)
@@ -117,7 +118,7 @@ def _chosen(
     if greedy is not None and any(greedy):
         perturbed = torch.where(torch.tensor(greedy, device=scores.device)[:, None], scores, perturbed)
     tokens, keys = _largest(perturbed, width)
-    total = scores.logsumexp(1, keepdim=True)
+    total = scores.amax(1, keepdim=True) - log_softmax(scores).amax(1, keepdim=True)  # logsumexp
     log_q = (scores.gather(1, tokens.clamp_min(0)) - total).masked_fill(tokens < 0, _NO)
     keys = (keys - total).masked_fill(tokens < 0, _NO)
     return Children(tokens if subset is None else subset.tokens(tokens), log_q, keys, None)
@@ -133,13 +134,13 @@ def _largest(keys: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return tokens.masked_fill(none, -1), values.masked_fill(none, _NO)
 
 
-def _independent(log_probs: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
+def _independent(probs: Tensor, width: int, noise: Noise, stream: Stream, position: Tensor) -> Tensor:
     """int64 [row, width]: draws by the inverse distribution function, with 53 bits of noise each."""
     words = noise.words(stream, position, 2 * width)
     u = ((words[:, ::2] >> 5) * 2**26 + (words[:, 1::2] >> 6)).double() * 2.0**-53
-    mass = log_probs.double().exp().cumsum(1)
+    mass = running_total(probs)
     tokens = torch.searchsorted(mass, u.clamp_max(1 - 2.0**-50) * mass[:, -1:], right=True)
-    return torch.where(tokens < log_probs.shape[1], tokens, -1)  # a row of NaN has no token
+    return torch.where(tokens < probs.shape[1], tokens, -1)  # a row of NaN has no token
 
 
 def _top_then_sampled(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, log, log1p
 
-import torch
 from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, TokenSubset
 from outrider.core.types import Commit, Siblings
 from outrider.drafters.model.children import child_scores, children
+from outrider.kernels.probabilities import log_softmax
 
 RIVALS = 8  # candidates that share a token's chance
 SCALES = (0.3, 0.4, 0.55, 0.75, 1.0, 1.4)
@@ -95,7 +95,7 @@ class LogitError:
         keys: float32 [node, candidate], descending; logits without noise where the temperature is 0.
         """
         factor = keys.new_tensor([t or 1.0 for t in temperature])[:, None] / self.scale
-        return torch.log_softmax(keys * factor, -1)
+        return log_softmax(keys * factor)
 
 
 def _softplus(x: float) -> float:

@@ -28,6 +28,7 @@ from outrider.drafters.model.growth import Growth
 from outrider.drafters.model.precision import QUANTIZED
 from outrider.drafters.model.reduction import DraftReduction
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
+from outrider.kernels.probabilities import log, softmax
 from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
@@ -182,8 +183,8 @@ class CrossTokenizerDrafter(ModelDrafter):
 
         logits: float32 [vocab of the draft]. proposed: the target's tokens proposed so far.
         """
-        mass = logits.new_zeros(self.vocab_size + 1).index_add_(0, self._first, logits.softmax(0))
-        log_probs, warp = mass[:-1].log()[None], context.warp.select([b])
+        mass = logits.new_zeros(self.vocab_size + 1).index_add_(0, self._first, softmax(logits))
+        log_probs, warp = log(mass[None, :-1]).float(), context.warp.select([b])
         if context.stream is Stream.TOKEN:
             at = context.positions[[b]] + len(proposed)
             chosen = int(warp.draw(log_probs, [proposed], context.noise.select([b]), context.stream, at)[0])

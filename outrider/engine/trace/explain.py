@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.core.noise import Noise, Stream
-from outrider.core.sampling import LogitsDistribution, draw
+from outrider.core.sampling import LogitsDistribution
 from outrider.core.tree import levels
 from outrider.core.types import Draft, Siblings, Step, ints
 from outrider.engine.trace.records import TopProbs, top
 from outrider.verify import Verifier
+from outrider.verify.batched import draw
 from outrider.verify.reference import Number
 
 
@@ -210,4 +211,4 @@ class _NoiseChoices:
 
     def token(self, probs: Sequence[Number], *, depth: int) -> int:
         weights = torch.tensor([[float(x) for x in probs]], dtype=torch.float64, device=self.position.device)
-        return int(draw(weights.log(), self.noise, Stream.RESIDUAL, self.position + depth - 1))
+        return int(draw(weights, self.noise, Stream.RESIDUAL, self.position + depth - 1))

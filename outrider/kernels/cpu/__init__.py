@@ -5,7 +5,18 @@ there, and `why()` returns why it is not. Every function gives the same bits for
 for any instruction set. Imports torch only.
 """
 
-from outrider.kernels.cpu.ops import AttentionPlan, argmax, argmax_gumbel, attention, gumbel, pack_vectors, words
+from outrider.kernels.cpu.ops import (
+    AttentionPlan,
+    argmax,
+    argmax_gumbel,
+    attention,
+    gumbel,
+    log,
+    pack_vectors,
+    softmax,
+    total,
+    words,
+)
 from outrider.kernels.cpu.packed import FORMATS, KINDS, Packed, room
 from outrider.kernels.cpu.recurrence import delta_rule, selective
 from outrider.kernels.cpu.state import (
@@ -34,12 +45,15 @@ __all__ = [
     "isa",
     "isas",
     "library",
+    "log",
     "num_threads",
     "one_torch_thread",
     "pack_vectors",
     "room",
     "selective",
     "set_num_threads",
+    "softmax",
+    "total",
     "use_isa",
     "why",
     "words",

@@ -156,6 +156,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "gumbel_at": (None, (*_NOISE, c_void_p, c_int64, c_void_p)),
     "argmax": (c_int64, (c_void_p, c_int64)),
     "argmax_gumbel": (c_int64, (c_void_p, c_void_p, c_int64, c_float, *_NOISE)),
+    "softmax": (None, (c_int32, c_void_p, c_void_p, c_int64, c_int64)),
+    "log": (None, (c_void_p, c_void_p, c_int64)),
+    "total": (None, (c_void_p, c_void_p, c_int64, c_int64)),
+    "sine_cosine": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
     "elementwise": (None, (c_int32, c_void_p, c_void_p, c_int64)),
 }
 

@@ -189,6 +189,34 @@ def argmax_gumbel(
     return _index(library().argmax_gumbel(_row(scores).data_ptr(), tokens, scores.numel(), temperature, *noise))
 
 
+def softmax(scores: Tensor, *, logarithm: bool = False) -> Tensor:
+    """float32 [..., n] -> its softmax over the last dimension, or the logarithm of that.
+
+    NaN in a row with NaN, inf or only -inf. Raises ValueError if the scores are not float32."""
+    if scores.dtype != torch.float32:
+        raise ValueError(f"scores must be float32, got {scores.dtype}; write scores.float()")
+    scores, n = scores.contiguous(), scores.shape[-1]
+    out = torch.empty_like(scores)
+    library().softmax(int(logarithm), scores.data_ptr(), out.data_ptr(), scores.numel() // max(n, 1), n)
+    return out
+
+
+def log(values: Tensor) -> Tensor:
+    """float64 -> the natural logarithms; -inf for 0 and for subnormal numbers, NaN for negative ones."""
+    values = values.contiguous()
+    out = torch.empty_like(values)
+    library().log(values.data_ptr(), out.data_ptr(), values.numel())
+    return out
+
+
+def total(values: Tensor) -> Tensor:
+    """float64 [..., n] -> [...]: the sums over the last dimension, in one order."""
+    values = values.contiguous()
+    out = values.new_empty(values.shape[:-1])
+    library().total(values.data_ptr(), out.data_ptr(), out.numel(), values.shape[-1])
+    return out
+
+
 _32, _64 = 2**32 - 1, 2**64 - 1
 
 

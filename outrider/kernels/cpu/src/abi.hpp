@@ -202,6 +202,9 @@ struct Kernels {
     int64_t (*argmax)(const float* scores, int64_t n);  // -1: a NaN was seen
     int64_t (*argmax_gumbel)(const float* scores, const int64_t* ids, int64_t n, float temperature, uint64_t seed,
                              uint32_t stream, uint32_t step, uint32_t position);
+    void (*softmax)(int32_t logarithm, const float* x, float* y, int64_t n);  // of one row; 1: its logarithm
+    void (*logarithm)(const double* x, double* y, int64_t n);
+    double (*total)(const double* x, int64_t n);
     void (*scan)(void* job, int64_t begin, int64_t end);  // units of columns or channels of a chain
     void (*elementwise)(int32_t function, const float* x, float* y, int64_t n);  // for tests: exp, log, tanh
 };
@@ -212,7 +215,7 @@ struct Variant {
     uint32_t needs;
     const Kernels* kernels;
 };
-enum : uint32_t { HAS_AVX2 = 1, HAS_AVX_VNNI = 2, HAS_AVX512 = 4, HAS_AVX512_VNNI = 8 };  // AVX2: with FMA and F16C. AVX512: F, BW, VL, DQ
+enum : uint32_t { HAS_AVX2 = 1, HAS_AVX_VNNI = 2, HAS_AVX512 = 4, HAS_AVX512_VNNI = 8, HAS_DOTPROD = 16 };  // AVX2: with FMA and F16C. AVX512: F, BW, VL, DQ
 
 extern const Variant VARIANTS[];  // the fastest first; the last one needs nothing
 extern const int64_t VARIANT_COUNT;

@@ -10,10 +10,14 @@
 #include <vector>
 
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/mman.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #include "abi.hpp"
+#include "angle.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
 #include "quant.hpp"
@@ -34,6 +38,13 @@ uint32_t processor() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
         has |= HAS_AVX512 | (__builtin_cpu_supports("avx512vnni") ? HAS_AVX512_VNNI : 0u);
+#elif defined(__aarch64__) && defined(__linux__)
+    constexpr unsigned long ASIMDDP = 1 << 20;  // a bit of AT_HWCAP (arch/arm64/include/uapi/asm/hwcap.h)
+    if (getauxval(AT_HWCAP) & ASIMDDP) has |= HAS_DOTPROD;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    if (!sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) && found) has |= HAS_DOTPROD;
 #endif
     return has;
 }
@@ -169,6 +180,16 @@ OUTRIDER_API int64_t outrider_argmax(const float* scores, int64_t n) { return ke
 OUTRIDER_API int64_t outrider_argmax_gumbel(const float* scores, const int64_t* ids, int64_t n, float temperature,
                                             uint64_t seed, uint32_t stream, uint32_t step, uint32_t position) {
     return kernels()->argmax_gumbel(scores, ids, n, temperature, seed, stream, step, position);
+}
+OUTRIDER_API void outrider_softmax(int32_t logarithm, const float* x, float* y, int64_t rows, int64_t n) {
+    for (int64_t r = 0; r < rows; r++) kernels()->softmax(logarithm, x + r * n, y + r * n, n);
+}
+OUTRIDER_API void outrider_log(const double* x, double* y, int64_t n) { kernels()->logarithm(x, y, n); }
+OUTRIDER_API void outrider_total(const double* x, double* y, int64_t rows, int64_t n) {
+    for (int64_t r = 0; r < rows; r++) y[r] = kernels()->total(x + r * n, n);
+}
+OUTRIDER_API void outrider_sine_cosine(const double* x, double* sine, double* cosine, int64_t n) {
+    for (int64_t i = 0; i < n; i++) sine_cosine(x[i], sine[i], cosine[i]);
 }
 OUTRIDER_API void outrider_scan(ScanJob* job) {
     double size = static_cast<double>(job->heads * (job->kind == SELECTIVE ? 1 : job->keys) * job->width);

@@ -1,13 +1,12 @@
 // One call per forward of a Llama-like decoder. Every part gives a row the same bits for any other rows in the call, so the whole
 // does too. Short parts run on the calling thread; the pool stays awake between phases.
-#include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <new>
 #include <vector>
 
 #include "abi.hpp"
+#include "angle.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
 
@@ -91,9 +90,10 @@ void start_nodes(void* context, int64_t begin, int64_t end) {
         embed(m, s.job->tokens[s.plan.index[n]], m.pairs ? s.h + n * s.d->ldh : s.x + n * s.d->ldx);
         float* angle = s.angles + n * m.rotary;
         for (int64_t i = 0; i < half; i++) {
-            double f = static_cast<double>(static_cast<float>(s.plan.position[n]) * m.inv_freq[i]);
-            angle[i] = static_cast<float>(std::cos(f)) * m.rope_factor;
-            angle[half + i] = static_cast<float>(std::sin(f)) * m.rope_factor;
+            double sine, cosine;
+            sine_cosine(static_cast<double>(static_cast<float>(s.plan.position[n]) * m.inv_freq[i]), sine, cosine);
+            angle[i] = static_cast<float>(cosine) * m.rope_factor;
+            angle[half + i] = static_cast<float>(sine) * m.rope_factor;
         }
     }
 }
@@ -311,7 +311,10 @@ float chance(const Choice& all, const ChainJob& c, const float* logits, int64_t 
     float top[RIVALS], scale = (c.temperature > 0 ? c.temperature : 1.0f) / c.error, total = 0.0f;
     kernels()->top_keys(logits, all.ids, all.count, c.temperature, c.seed, c.stream, c.step,
                         c.position + static_cast<uint32_t>(c.made), at, 8.0f / scale, top);
-    for (float key : top) total += std::exp((key - top[0]) * scale);
+    float chances[RIVALS];
+    for (int64_t r = 0; r < RIVALS; r++) chances[r] = (top[r] - top[0]) * scale;
+    kernels()->elementwise(0, chances, chances, RIVALS);
+    for (float c : chances) total += c;
     return total > 0 ? 1.0f / total : 0.0f;  // NaN if no token is possible
 }
 

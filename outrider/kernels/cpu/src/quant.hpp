@@ -78,7 +78,7 @@ struct Row8 {
     float scale, sum;  // sum: scale times the sum of q
 };
 struct Row16 {
-    int16_t q[32];  // of each quad: inputs 0, 2, 1, 3
+    int16_t q[32];  // as `place16` of the instruction set keeps them
     float scale;
     float unused[3];
 };

@@ -7,16 +7,29 @@
 #include "abi.hpp"
 #include "quant.hpp"
 
-#define VARIANT_NAME portable
-#define VARIANT_SIMD "simd/portable.inc"
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__x86_64__)
+#include <immintrin.h>
 #endif
+
+#define VARIANT_NAME portable
+#define VARIANT_SIMD "simd/portable.inc"
 #include "variant.inc"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
+#if defined(__aarch64__) && (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 8)  // older ones do not know it
+#define VARIANT_NAME neon
+#if defined(__clang__)
+#define VARIANT_TARGET "dotprod"
+#else
+#define VARIANT_TARGET "arch=armv8.2-a+dotprod"
+#endif
+#define VARIANT_SIMD "simd/neon.inc"
+#include "variant.inc"
+#define MADE_NEON
+#endif
 
+#if defined(__x86_64__)
 #define VARIANT_NAME avx2
 #define VARIANT_TARGET "avx2,fma,f16c"
 #define VARIANT_SIMD "simd/avx2.inc"
@@ -53,6 +66,9 @@ const Variant VARIANTS[] = {
     {"avx_vnni", HAS_AVX2 | HAS_AVX_VNNI, &avx_vnni::table},
 #endif
     {"avx2", HAS_AVX2, &avx2::table},
+#endif
+#ifdef MADE_NEON
+    {"neon", HAS_DOTPROD, &neon::table},
 #endif
     {"portable", 0, &portable::table},
 };

@@ -1,0 +1,219 @@
+// Small random inputs for every native function, and the functions that take them: for exercise.cpp and witness.cpp.
+#pragma once
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "abi.hpp"
+#include "plan.hpp"
+#include "quant.hpp"
+
+using namespace outrider;
+
+extern "C" {
+int32_t outrider_select_isa(const char* name);
+void outrider_set_threads(int32_t threads);
+int64_t outrider_panel_bytes(int32_t format, int64_t k);
+void outrider_pack(Packed*, const void*, int32_t, int64_t n, int64_t stride_n, int64_t stride_k, int64_t start, int32_t paired);
+void outrider_pack_rows(Packed*, const void*, int64_t row_bytes, int64_t n, const int64_t* order, int64_t start, int32_t paired);
+void outrider_linear(const Packed*, const float* x, float* y, int64_t rows, int64_t ldx, int64_t ldy);
+void outrider_unpack_column(const Packed*, int64_t column, float* out);
+void* outrider_decoder_new(const Model*);
+void outrider_decoder_free(void*);
+int64_t outrider_forward(void*, const ForwardJob*);
+int64_t outrider_draft_chains(void*, const ChainsJob*);
+void outrider_gumbel(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, float* out);
+}
+
+namespace {
+
+constexpr int64_t FILE_BYTES[FORMATS] = {0, 0, 0, 34, 18, 20, 22, 24, 84, 110, 144, 176, 210, 18, 136};
+int failures = 0;
+
+void expect(bool fine, const std::string& what) {
+    if (!fine) std::printf("WRONG: %s\n", what.c_str()), failures++;
+}
+
+struct Random {
+    uint64_t state = 88172645463325252ull;
+    uint64_t next() {
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        return state;
+    }
+    float real() { return static_cast<float>(next() >> 40) / (1 << 23) - 1; }
+};
+
+std::vector<float> reals(int64_t n, Random& random, float scale = 1) {
+    std::vector<float> out(static_cast<size_t>(n));
+    for (float& x : out) x = random.real() * scale;
+    return out;
+}
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));
+}
+
+// A packed matrix with its memory.
+struct Matrix {
+    std::vector<uint8_t> data;
+    std::vector<float> bias;
+    std::vector<const Packed*> parts;
+    Packed packed{};
+
+    Matrix(int32_t format, int64_t n, int64_t k) {
+        int64_t panels = (n + LANES - 1) / LANES, size = outrider_panel_bytes(format, k);
+        data.resize(static_cast<size_t>(panels * size) + 64);
+        bias.assign(static_cast<size_t>(panels * LANES), 0.25f);
+        uint8_t* start = data.data() + (64 - reinterpret_cast<uintptr_t>(data.data()) % 64) % 64;
+        packed = {start, bias.data(), n, k, size, format, static_cast<int32_t>(panels), nullptr, 0, 0};
+    }
+    explicit Matrix(std::vector<const Packed*> given, bool alternate) : parts(std::move(given)) {
+        packed.format = MIXED, packed.k = parts[0]->k, packed.parts = parts.data();
+        packed.count = static_cast<int32_t>(parts.size()), packed.alternate = alternate;
+        for (const Packed* p : parts) packed.n += p->n, packed.panels += p->panels;
+    }
+    Matrix(const Matrix&) = delete;
+};
+using Owned = std::unique_ptr<Matrix>;
+
+// Small scales of a block as its format stores them.
+void set_scales(int32_t format, uint8_t* block) {
+    const uint16_t half = 0x2000;
+    int64_t at = format == Q2_K ? 80 : format == Q3_K ? 108 : format == Q6_K ? 208 : 0;
+    std::memcpy(block + at, &half, 2);
+    if (block_of(format).min) std::memcpy(block + at + 2, &half, 2);
+}
+
+Owned random_matrix(int32_t format, int64_t n, int64_t k, Random& random) {
+    Owned m = std::make_unique<Matrix>(format, n, k);
+    if (!quantised(format) || FILE_BYTES[format] == 0 || k % BLOCK || (block_of(format).super && k % SUPER)) {
+        std::vector<float> w = reals(n * k, random, 0.1f);
+        outrider_pack(&m->packed, w.data(), FLOAT32, n, k, 1, 0, 0);
+        return m;
+    }
+    int64_t blocks = k / (block_of(format).super ? SUPER : BLOCK), row = blocks * FILE_BYTES[format];
+    std::vector<uint8_t> raw(static_cast<size_t>(n * row));
+    for (uint8_t& b : raw) b = static_cast<uint8_t>(random.next() >> 30);
+    for (int64_t i = 0; i < n * blocks; i++) set_scales(format, raw.data() + i * FILE_BYTES[format]);
+    std::vector<int64_t> order(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; i++) order[static_cast<size_t>(i)] = n - 1 - i;
+    outrider_pack_rows(&m->packed, raw.data(), row, n, order.data(), 0, 0);
+    return m;
+}
+
+std::vector<float> product(const Packed& w, const std::vector<float>& x, int64_t first, int64_t rows) {
+    std::vector<float> y(static_cast<size_t>(rows * w.n));
+    outrider_linear(&w, x.data() + first * w.k, y.data(), rows, w.k, w.n);
+    return y;
+}
+
+enum Reads { TOKENS, EAGLE3, EAGLE1 };
+
+// A decoder of two layers with matrices in many formats; or the one layer of a trained head, which reads pairs.
+struct Toy {
+    static constexpr int64_t HIDDEN = 256, HEADS = 4, KV = 2, DIM = 40, INNER = 256, VOCAB = 75, SLOTS = 3, CELLS = 70;
+    std::vector<Owned> matrices;
+    std::vector<std::vector<float>> vectors;
+    std::vector<Layer> layers;
+    std::vector<int64_t> ids;
+    Pairs pairs{};
+    Model model{};
+    void* decoder;
+
+    const Packed* matrix(int32_t format, int64_t n, int64_t k, Random& random) {
+        matrices.push_back(random_matrix(format, n, k, random));
+        return &matrices.back()->packed;
+    }
+    const Packed* mixed(std::vector<const Packed*> parts, bool alternate) {
+        matrices.push_back(std::make_unique<Matrix>(std::move(parts), alternate));
+        return &matrices.back()->packed;
+    }
+    const float* ones(int64_t n) {
+        vectors.emplace_back(static_cast<size_t>(n), 1.0f);
+        return vectors.back().data();
+    }
+    explicit Toy(Random& random, Reads reads = TOKENS) {
+        vectors.reserve(32);
+        for (int i = 0; i < (reads == TOKENS ? 2 : 1); i++) {
+            Layer l{};
+            int64_t width = reads == EAGLE3 ? 2 * HIDDEN : HIDDEN;
+            l.qkv = mixed({matrix(Q4_K, HEADS * DIM, width, random), matrix(Q6_K, 2 * KV * DIM, width, random)}, false);
+            l.out = matrix(i ? Q5_0 : BFLOAT16, HIDDEN, HEADS * DIM, random);
+            l.gate_up = mixed({matrix(Q4_K, INNER, HIDDEN, random), matrix(Q8_0, INNER, HIDDEN, random)}, true);
+            l.down = matrix(Q3_K, HIDDEN, INNER, random);
+            l.norm1 = reads == TOKENS ? ones(HIDDEN) : nullptr, l.norm2 = ones(HIDDEN), l.q_norm = ones(DIM), l.k_norm = ones(DIM);
+            l.window = i ? 9 : 0;
+            layers.push_back(l);
+        }
+        vectors.push_back(reals(DIM / 2, random));
+        model.layers = layers.data(), model.inv_freq = vectors.back().data(), model.rotary = DIM;
+        model.head = model.table = matrix(Q8_0, VOCAB, HIDDEN, random);
+        model.final_norm = reads == EAGLE1 ? nullptr : ones(HIDDEN);
+        if (reads == EAGLE3) {
+            pairs = {matrix(Q8_0, HIDDEN, 3 * HIDDEN, random), ones(HIDDEN), ones(HIDDEN), ones(3 * HIDDEN), 3 * HIDDEN, 3, 1, 1};
+            model.head = matrix(BFLOAT16, 21, HIDDEN, random);
+            for (int64_t i = 0; i < 21; i++) ids.push_back(3 * i + 1);
+            model.head_ids = ids.data();
+        } else if (reads == EAGLE1) {
+            pairs = {matrix(FLOAT32, HIDDEN, 2 * HIDDEN, random), nullptr, nullptr, nullptr, HIDDEN, 1, 0, 0};
+        }
+        if (reads != TOKENS) model.pairs = &pairs;
+        model.count = static_cast<int64_t>(layers.size()), model.hidden = HIDDEN, model.intermediate = INNER, model.heads = HEADS, model.kv_heads = KV;
+        model.dim = DIM, model.vocab = VOCAB, model.activation = SWIGLU;
+        model.eps = 1e-5f, model.scale = 0.2f, model.rope_factor = model.embedding_factor = 1;
+        model.residual_factor = model.logits_factor = 1;
+        decoder = outrider_decoder_new(&model);
+    }
+    ~Toy() { outrider_decoder_free(decoder); }
+
+    // Logits of a prompt of 6 tokens, then of a tree of 5 nodes and one of 3; then two chains are drafted.
+    std::vector<float> text(int32_t format) {
+        size_t bytes = static_cast<size_t>(SLOTS * KV * CELLS * vector_bytes(format, DIM));
+        std::vector<std::vector<uint8_t>> memory(4, std::vector<uint8_t>(bytes));
+        void* cache[4] = {memory[0].data(), memory[1].data(), memory[2].data(), memory[3].data()};
+        std::vector<int64_t> prompt = {5, 9, 2, 74, 0, 33, 8, 8, 1, 60, 61, 3};
+        std::vector<int32_t> rows = {2, 0}, lengths = {0, 0}, taps = {0, -1};
+        int64_t shown = model.head->n, wide = pairs.feature_size;
+        Random draw;
+        std::vector<float> logits(2 * shown), features(2 * 6 * 2 * HIDDEN), given = reals(12 * wide, draw), g = reals(10 * HIDDEN, draw);
+        std::vector<float> back(2 * HIDDEN), more_back(10 * HIDDEN);
+        ForwardJob job{};
+        job.tokens = prompt.data(), job.rows = rows.data(), job.lengths = lengths.data(), job.cache = cache;
+        job.logits = logits.data(), job.features = features.data(), job.taps = taps.data(), job.taps_count = 2;
+        job.batch = 2, job.nodes = 6, job.capacity = CELLS, job.want = 1, job.cache_format = format;
+        job.given = given.data(), job.fed_back = back.data();
+        expect(outrider_forward(decoder, &job) == 0, "a prompt");
+        std::vector<int64_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 0, 0}, parents = {-1, 0, 0, 1, 3, -1, 0, -1, -2, -2};
+        std::vector<float> tree(10 * shown);
+        lengths = {6, 6};
+        job.tokens = tokens.data(), job.parents = parents.data(), job.nodes = 5, job.want = 2, job.taps_count = 0;
+        job.logits = tree.data(), job.given = g.data(), job.fed_back = more_back.data(), job.fused = 1;
+        expect(outrider_forward(decoder, &job) == 0, "two trees");
+        parents[3] = 7;
+        expect(outrider_forward(decoder, &job) < 0, "a parent that comes later is refused");
+        tokens[0] = VOCAB, parents[3] = 1;
+        expect(outrider_forward(decoder, &job) < 0, "a token outside of the vocabulary is refused");
+        std::vector<int64_t> drafted(9);
+        std::vector<float> chances(9);
+        ChainJob chains[2] = {};
+        for (int32_t i = 0; i < 2; i++) {
+            ChainJob& c = chains[i];
+            c.tokens = prompt.data(), c.features = given.data(), c.drafted = drafted.data() + 4 * i, c.chances = chances.data() + 4 * i;
+            c.count = 2 - i, c.depth = 4 + i, c.row = 2 - 2 * i, c.length = 6, c.seed = 7, c.step = 1, c.position = 6;
+            c.temperature = 0.8f * static_cast<float>(i), c.error = 1.5f * static_cast<float>(i);
+        }
+        ChainsJob both{chains, cache, 2, CELLS, format};
+        expect(outrider_draft_chains(decoder, &both) == 0, "chains");
+        expect(chains[0].made == 4 && chains[1].made == 5, "chains are whole");
+        tree.insert(tree.end(), logits.begin(), logits.end());
+        tree.insert(tree.end(), chances.begin() + 4, chances.end());
+        if (model.pairs) tree.insert(tree.end(), back.begin(), back.end()), tree.insert(tree.end(), more_back.begin(), more_back.end());
+        for (int64_t t : drafted) tree.push_back(static_cast<float>(t));
+        return tree;
+    }
+};
+
+}  // namespace
