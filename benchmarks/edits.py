@@ -32,7 +32,7 @@ from outrider.core.params import SamplingParams
 from outrider.drafters import NgramDrafter, NoDraft, PredictionDrafter, SuffixDrafter, TokenRecyclingDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
-from outrider.models.base import BaseModel, LanguageModel, Output
+from outrider.models.base import LanguageModel, Output
 from outrider.models.nodes import Nodes
 
 MODULES = (
@@ -132,7 +132,7 @@ def edit_workload(
     return out
 
 
-class ForcedTarget(BaseModel):
+class ForcedTarget(LanguageModel):
     """A model that pays for its forward and then writes `text` (prompt and answer), whatever it would have said.
 
     The logit of the known next token is raised above all others at each node, by the node's place in the text; where a

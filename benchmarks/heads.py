@@ -27,7 +27,7 @@ from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native
-from outrider.models.base import BaseModel, LanguageModel
+from outrider.models.base import LanguageModel
 from outrider.testing.contract import GREEDY, context
 
 HEAD = [
@@ -61,7 +61,7 @@ SHAPES = (
 )
 
 
-class Embedding(BaseModel):
+class Embedding(LanguageModel):
     """A target that only lends its embedding."""
 
     def __init__(self, table: Tensor) -> None:

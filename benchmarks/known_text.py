@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.tree import depth
-from outrider.models.base import BaseModel, LanguageModel, Output, Want
+from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
@@ -20,7 +20,7 @@ from outrider.models.nodes import Nodes
 _CERTAIN = 1e4
 
 
-class KnownTextTarget(BaseModel):
+class KnownTextTarget(LanguageModel):
     """Writes `text` (prompt and answer) and computes nothing. For one sequence.
 
     The logit of the known next token is far above all others at each node. After a wrong draft token the logits do not matter.

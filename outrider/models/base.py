@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,10 +62,10 @@ class DrawnChain(NamedTuple):
     chances: list[float]
 
 
-class LanguageModel(Protocol):
+class LanguageModel(ABC):
     """A causal language model over a slot cache. The logits of node n are those of the token after it.
 
-    Inherit `BaseModel` for the optional parts.
+    A model gives the first four attributes, `new_cache` and `forward`. What else it lacks has a default here.
     """
 
     vocab_size: int
@@ -74,18 +75,20 @@ class LanguageModel(Protocol):
     # True if the logits of a tree are, bit for bit, those of decoding it alone. Then `match` gives plain decoding's tokens.
     batch_invariant: bool
     # 0 if the model is not made of layers.
-    num_layers: int
+    num_layers: int = 0
     # Bytes of weights that a forward of one token reads. 0 if unknown.
-    weight_bytes: int
+    weight_bytes: int = 0
     # Those of the output head. 0 if unknown.
-    head_bytes: int
+    head_bytes: int = 0
     # True if `draft_chains` can be called.
-    has_draft_chains: bool
+    has_draft_chains: bool = False
     # How `new_cache` keeps keys and values: a name of `outrider.models.cache.KV_CACHE_DTYPES`.
-    kv_cache_dtype: str
+    kv_cache_dtype: str = "auto"
 
+    @abstractmethod
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...
 
+    @abstractmethod
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """The logits after each new node, and the hidden states that `taps` name.
 
@@ -97,7 +100,6 @@ class LanguageModel(Protocol):
 
         On the CPU torch has one thread during a step (`kernels.cpu.one_torch_thread`). A forward that does its own work
         in torch, and wants more threads, sets them for the duration of the forward."""
-        ...
 
     def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
         """The same model with these layers only, over the same weights.
@@ -105,29 +107,31 @@ class LanguageModel(Protocol):
         It reads and writes those layers of the whole model's caches. Raises ValueError for layers that the model does not
         have or cannot leave out.
         """
-        ...
+        raise ValueError(
+            f"{type(self).__name__} has no layers to leave out; layer_skip works for models loaded by outrider.models.load"
+        )
 
     @property
     def embedding_table(self) -> Packed | Tensor | None:
         """What `embedding_rows` reads, for native code: packed, or floats [vocab, hidden]. None if it is neither."""
-        ...
+        return None
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """float32 [*tokens.shape, hidden]: the rows of the embedding, as the checkpoint has them, without a factor."""
-        ...
+        raise self._lacks("embedding")
 
     def head_rows(self, tokens: Tensor) -> Tensor:
         """float32 [n, hidden]: the rows of the output head for int64 [n] tokens, with the rounding of its precision.
 
         Raises ValueError if the head does not keep one of them, or if it is not a plain matrix.
         """
-        ...
+        raise self._lacks("output head")
 
     def output_head(self, hidden: Tensor) -> Tensor:
         """float32 [..., vocab]: the product of the output head with float32 [..., hidden], without a factor or a cap.
 
         Raises ValueError if the head keeps some tokens only."""
-        ...
+        raise self._lacks("output head")
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """Draft a chain of tokens in each of several slots, in one call. Call it only if `has_draft_chains`.
@@ -139,44 +143,12 @@ class LanguageModel(Protocol):
 
         Writes all but the last token of a chain to the scratch of its slot. Commits nothing.
         """
-        ...
-
-
-class BaseModel:
-    """Defaults for the optional parts of `LanguageModel`."""
-
-    num_layers: int = 0
-    weight_bytes: int = 0
-    head_bytes: int = 0
-    has_draft_chains: bool = False
-    kv_cache_dtype: str = "auto"
-
-    def layer_subset(self, layers: Sequence[int]) -> LanguageModel:
-        raise ValueError(
-            f"{type(self).__name__} has no layers to leave out; layer_skip works for models loaded by outrider.models.load"
-        )
-
-    @property
-    def embedding_table(self) -> Packed | Tensor | None:
-        return None
-
-    def embedding_rows(self, tokens: Tensor) -> Tensor:
-        raise ValueError(
-            f"{type(self).__name__} has no embedding to share; heads work for models loaded by outrider.models.load"
-        )
-
-    def head_rows(self, tokens: Tensor) -> Tensor:
-        raise ValueError(
-            f"{type(self).__name__} has no output head to share; heads work for models loaded by outrider.models.load"
-        )
-
-    def output_head(self, hidden: Tensor) -> Tensor:
-        raise ValueError(
-            f"{type(self).__name__} has no output head to share; heads work for models loaded by outrider.models.load"
-        )
-
-    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         raise NotImplementedError(f"{type(self).__name__} drafts no chains in one call; check has_draft_chains first")
+
+    def _lacks(self, what: str) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__} has no {what} to share; heads work for models loaded by outrider.models.load"
+        )
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:

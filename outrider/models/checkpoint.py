@@ -14,27 +14,10 @@ import psutil
 import torch
 
 from outrider.core.files import read_settings
-from outrider.models.dtypes import DTYPES, QUANTIZATIONS, WEIGHT_FORMATS
+from outrider.models.dtypes import DTYPES, QUANTIZATIONS, STORED_DTYPES, WEIGHT_FORMATS, dtype_name
 from outrider.models.gguf.files import part_names
 
-# Bytes of an element, by its code in a safetensors header.
-CODE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "BF16": 2,
-    "F16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-}
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors' own reader
-_CODE_NAMES = {f.safetensors: name for name, f in WEIGHT_FORMATS.items() if f.safetensors}
 # Memory that a model needs, relative to its weights: caches, activations and what is being converted.
 _SPARE = 1.1
 
@@ -51,6 +34,21 @@ _POSITIVE = (
     "n_head",
 )
 _MANY = 512  # layers or heads that no tensor needs to prove
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies. shape: torch's order, the last dimension is contiguous. format: the code of a safetensors header, such
+    as "BF16", or ggml's name, such as "Q4_K"."""
+
+    path: Path
+    offset: int
+    bytes: int
+    shape: tuple[int, ...]
+    format: str
+
+    @property
+    def weights(self) -> int:
+        return math.prod(self.shape)
 
 
 class Sizes(NamedTuple):
@@ -73,35 +71,40 @@ def sizes(name: str, folder: Path) -> Sizes | None:
     Raises FileNotFoundError for missing weights and ValueError for an incomplete file.
     """
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = set(indexed(index).values())
-        missing = sorted(f.name for f in files if not f.exists())
-        if missing:
-            raise FileNotFoundError(
-                f"{name}: {len(missing)} of {len(files)} files of weights are missing from {folder}, {missing[0]} among "
-                "them; the download is incomplete"
-            )
-    else:
-        files = set(folder.glob("*.safetensors"))
-        if not files and not [*folder.glob("*.bin")]:
-            raise FileNotFoundError(
-                f"{folder} has a config.json and no weights (*.safetensors); the download is incomplete"
-            )
+    files = set(indexed(index).values()) if index.exists() else {*folder.glob("*.safetensors")}
+    if missing := sorted(f.name for f in files if not f.exists()):
+        raise FileNotFoundError(
+            f"{name}: {len(missing)} of {len(files)} files of weights are missing from {folder}, {missing[0]} among "
+            "them; the download is incomplete"
+        )
+    if not files and not [*folder.glob("*.bin")]:
+        raise FileNotFoundError(
+            f"{folder} has a config.json and no weights (*.safetensors); the download is incomplete"
+        )
     counts: dict[str, int] = {}
     matrices = rest = 0
-    for file in sorted(files):
-        for tensor, entry in header(file)[0].items():
-            if tensor == "__metadata__":
-                continue
-            code, n = entry["dtype"], math.prod(entry["shape"])
-            counts[code] = counts.get(code, 0) + n
-            if len(entry["shape"]) > 1 and "embed" not in tensor and "wte" not in tensor:
-                matrices += n
-            else:
-                rest += n * CODE_BYTES.get(code, 4)
+    for tensor, stored in tensors(sorted(files)).items():
+        counts[stored.format] = counts.get(stored.format, 0) + stored.weights
+        if len(stored.shape) > 1 and "embed" not in tensor and "wte" not in tensor:
+            matrices += stored.weights
+        else:
+            rest += stored.bytes
     if not counts:
         return None
-    return Sizes(_CODE_NAMES.get(max(counts, key=lambda c: counts[c]), "float32"), matrices, rest)
+    most = STORED_DTYPES.get(max(counts, key=lambda code: counts[code]), torch.float32)
+    return Sizes(dtype_name(most) if most in DTYPES.values() else "float32", matrices, rest)
+
+
+def tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    """The tensors of safetensors files, by name. Raises ValueError as `header` does."""
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        table, start = header(file)
+        for name, entry in table.items():
+            if name != "__metadata__":
+                first, end = entry["data_offsets"]
+                found[name] = StoredTensor(file, start + first, end - first, tuple(entry["shape"]), entry["dtype"])
+    return found
 
 
 def indexed(index: Path) -> dict[str, Path]:
@@ -119,10 +122,9 @@ def check_folder(folder: Path) -> None:
         check_numbers(file, read_settings(file), shapes(folder))
 
 
-def shapes(folder: Path) -> dict[str, list[int]]:
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a folder's safetensors files, by name. Raises ValueError as `header` does."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {n: e["shape"] for f in files for n, e in header(f)[0].items() if n != "__metadata__"}
+    return {name: tensor.shape for name, tensor in tensors(sorted(folder.glob("*.safetensors"))).items()}
 
 
 def check_numbers(file: Path, given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], part: str = "") -> None:
@@ -230,7 +232,7 @@ def _end_of(name: str, entry: dict[str, Any]) -> int:
     (first, end), shape, code = entry["data_offsets"], entry["shape"], entry["dtype"]
     if not all(type(n) is int and n >= 0 for n in (first, end, *shape)) or end < first:
         raise ValueError(f"tensor {name} has shape {shape} from byte {first} to {end}")
-    if code in CODE_BYTES and (need := math.prod(shape) * CODE_BYTES[code]) != end - first:
+    if code in STORED_DTYPES and (need := math.prod(shape) * STORED_DTYPES[code].itemsize) != end - first:
         raise ValueError(
             f"tensor {name} of shape {shape} in {code} takes {need} bytes, and its place has {end - first}"
         )

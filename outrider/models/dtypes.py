@@ -10,24 +10,37 @@ from outrider.core.suggest import did_you_mean
 
 
 class WeightFormat(NamedTuple):
-    """A precision. dtype: None for formats that only the kernels know. bytes: of one weight, scales included. safetensors: the
-    code of the dtype in a safetensors header.
-    """
+    """A precision. dtype: None for formats that only the kernels know. bytes: of one weight, scales included."""
 
     dtype: torch.dtype | None
     bytes: float
-    safetensors: str | None = None
 
 
 WEIGHT_FORMATS = {
-    "float32": WeightFormat(torch.float32, 4.0, "F32"),
-    "bfloat16": WeightFormat(torch.bfloat16, 2.0, "BF16"),
-    "float16": WeightFormat(torch.float16, 2.0, "F16"),
+    "float32": WeightFormat(torch.float32, 4.0),
+    "bfloat16": WeightFormat(torch.bfloat16, 2.0),
+    "float16": WeightFormat(torch.float16, 2.0),
     "int8": WeightFormat(None, 1.0),
     "int4": WeightFormat(None, 0.625),
 }
 DTYPES: dict[str, torch.dtype] = {name: f.dtype for name, f in WEIGHT_FORMATS.items() if f.dtype is not None}
 QUANTIZATIONS = tuple(name for name, f in WEIGHT_FORMATS.items() if f.dtype is None)
+# By the code in a safetensors header.
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 

@@ -14,13 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu import Packed
 from outrider.kernels.cpu.packed import MOST, rounded
 from outrider.models.base import check_head_ids
-from outrider.models.dtypes import dtype_name
-from outrider.models.matrix import free_matrix_, matrix_of, packed, rows_of, share_matrix
-from outrider.models.packs.modules import leave_packed_, packed_before
+from outrider.models.matrix import (
+    free_matrix_,
+    give_matrix_,
+    is_packed,
+    matrix_of,
+    packed,
+    precision,
+    rows_of,
+    share_matrix,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,23 +142,18 @@ class LlamaWeights:
     def of_model(cls, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> LlamaWeights:
         """Pack the matrices of a model, unless they are packed already. The arguments are those of `LlamaModel`."""
         config, base, outputs = model.config, model.model, model.get_output_embeddings()
-        stored = matrix_of(outputs)  # pyright: ignore[reportArgumentType]
         if packing == "auto":
-            packing = "gguf" if isinstance(stored, Blocks) else dtype_name(stored.dtype)
-        del stored  # a mapped file goes when the last name for a part of it goes
+            packing = precision(model)
         settings = _settings(config, base, outputs)
         ids = None if head_ids is None else check_head_ids(head_ids, settings.vocab_size)
         # The largest first: while a matrix is packed, it is in memory twice.
         head, table = _embeddings(model, packing, own, ids)
 
         def pack(*linears: Any, paired: bool = False) -> Packed:
-            made = packed_before(linears[0])
-            if made is None:
-                biases = [None if m.bias is None else m.bias.detach() for m in linears]
-                made = packed([matrix_of(m) for m in linears], packing, biases, paired=paired)
+            made = packed([matrix_of(m) for m in linears], packing, [m.bias for m in linears], paired=paired)
             if own:
                 free_matrix_(*linears)
-                leave_packed_(linears[0], made)
+                give_matrix_(linears[0], made)
             return made
 
         def floats(name: str) -> Tensor | None:
@@ -257,25 +258,17 @@ def _embeddings(model: PreTrainedModel, packing: str, own: bool, ids: Tensor | N
     """The output head, and the embedding. A forward reads only a few rows of a table, so floats are not packed."""
     inputs: Any = model.get_input_embeddings()
     outputs: Any = model.get_output_embeddings()
-    matrix, bias = matrix_of(outputs), outputs.bias
+    matrix, bias, embedding = matrix_of(outputs), outputs.bias, matrix_of(inputs)
     tied = ids is None and share_matrix(inputs, outputs)
-    embedding = matrix_of(inputs)
-    head, table = packed_before(outputs), packed_before(inputs)
-    if head is None:
-        if ids is not None:
-            matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
-        kind = "int8" if packing in ("int8", "int4") else packing
-        head = packed([matrix], kind, [None if bias is None else bias.detach()])
-    if table is None and tied:
-        table = head
-    elif table is None:
-        table = packed([embedding], "gguf", [None]) if isinstance(embedding, Blocks) else embedding.contiguous()
+    if ids is not None and not is_packed(outputs):
+        matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
+    head = packed([matrix], "int8" if packing == "int4" else packing, [bias])
+    table = head if tied else embedding
+    table = table.contiguous() if isinstance(table, Tensor) else packed([table], "gguf", [None])
     if own:
-        leave_packed_(outputs, head)
-        free_matrix_(outputs)
+        give_matrix_(outputs, head)
         if isinstance(table, Packed):
-            leave_packed_(inputs, table)
-            free_matrix_(inputs)
+            give_matrix_(inputs, table)
     return head, table
 
 

@@ -28,6 +28,7 @@ from outrider.models.llama_weights import LlamaWeights
 from outrider.models.native_llama import LlamaModel
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
+from outrider.models.request import LoadRequest, ReadModel
 from outrider.models.tokenizer import of_folder
 
 if TYPE_CHECKING:
@@ -70,11 +71,9 @@ def modules(loaded: Loaded) -> PreTrainedModel:
     """
     if isinstance(loaded.source, nn.Module):
         return loaded.source
-    request = _Request(
-        str(loaded.source), "auto", torch.device("cpu"), None, tokenizer=False, cache=False, modules=True
-    )
     with _ONE_AT_A_TIME:
-        return cast("PreTrainedModel", _open(request).model)
+        found, _ = _read(LoadRequest(str(loaded.source), tokenizer=False, cache=False, modules=True))
+    return cast("PreTrainedModel", found.model)
 
 
 class Contents(NamedTuple):
@@ -118,139 +117,106 @@ def load(
     Raises FileNotFoundError, ConnectionError, ValueError, MemoryError or UnsupportedModel. The message says what would work. It
     is raised before anything large is done.
     """
+    check_kv_cache_dtype(kv_cache_dtype)
     with _ONE_AT_A_TIME:
         started = perf_counter()
-        loaded, raw, pack = _load(model, tokenizer, dtype, device, quantization, kv_cache_dtype, reduce)
-        if pack is not None and raw is not None:
-            _keep(pack, raw, loaded, perf_counter() - started)
+        request = _request(model, tokenizer, dtype, device, quantization, cache=reduce is None)
+        if isinstance(model, nn.Module):
+            from outrider.models import pretrained
+
+            read, pack_name = pretrained.read_object(model, request), None
+        else:
+            read, pack_name = _read(request)
+        loaded = _made(model, read, request, tokenizer, kv_cache_dtype, reduce)
+        if pack_name is not None:
+            _keep(pack_name, loaded, read, perf_counter() - started)
         return loaded
 
 
-def _load(
+def _request(
     model: str | Path | PreTrainedModel,
     tokenizer: Any | None,
     dtype: str | torch.dtype,
     device: str,
     quantization: str | None,
-    kv_cache_dtype: str,
-    reduce: Callable[[Contents], Reduction] | None,
-    modules: bool = False,
-) -> tuple[Loaded, PreTrainedModel | None, str | None]:
-    """The model, the modules that it was made of, and the name that its pack gets in the cache.
-
-    modules: they are needed. Without, a model of the native step is made from its pack without them.
-    """
+    **more: bool,
+) -> LoadRequest:
+    """The arguments of `load`, checked. Raises ValueError."""
     kind = parse_dtype(dtype)
-    check_kv_cache_dtype(kv_cache_dtype)
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(
             f"quantization must be None, 'int8' or 'int4', got {quantization!r}{did_you_mean(str(quantization), QUANTIZATIONS)}"
         )
     where = _device(device, model)
-    missing = for_device(where).missing
-    if quantization and missing:
+    if quantization and (missing := for_device(where).missing):
         raise ValueError(f"quantization={quantization!r} needs the native CPU kernels: {missing}; leave it out")
-    own = not isinstance(model, nn.Module)
-    if own:
-        name = str(model)
-        request = _Request(name, kind, where, quantization, tokenizer is None, reduce is None, modules)
-        opened = _open(request)
-    else:
-        name, opened = model.config._name_or_path or type(model).__name__, _Opened(model, None, quantization)
-    tokenizer = opened.tokenizer if tokenizer is None else tokenizer
+    own = isinstance(model, nn.Module)
+    name = model.config._name_or_path or type(model).__name__ if own else str(model)
+    return LoadRequest(name, kind, where, quantization, tokenizer is None, **more)
+
+
+def _made(
+    source: str | Path | PreTrainedModel,
+    read: ReadModel,
+    request: LoadRequest,
+    tokenizer: Any | None = None,
+    kv_cache_dtype: str = "auto",
+    reduce: Callable[[Contents], Reduction] | None = None,
+) -> Loaded:
+    """The model that runs, of one that was read. source: what `load` was given, and so are the others."""
+    tokenizer = read.tokenizer if tokenizer is None else tokenizer
     if isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_named(str(tokenizer))
-    if isinstance(opened.model, LlamaWeights):
-        ready = LlamaModel(opened.model, kv_cache_dtype=kv_cache_dtype)
-        ends = opened.end_ids or _end_of(tokenizer)
-        return Loaded(ready, name, tokenizer, ends, str(opened.weights), model, opened.config), None, None
+    ends = read.end_ids or _end_of(tokenizer)
+    if isinstance(read.model, LlamaWeights):
+        model, weights = LlamaModel(read.model, kv_cache_dtype=kv_cache_dtype), str(read.weights)
+        return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
     from outrider.models import pretrained
-    from outrider.models.gguf.model import precision
     from outrider.models.hf.model import refuse
+    from outrider.models.matrix import precision
 
-    raw = opened.model
+    raw, where = read.model, request.device
     refuse(raw)
-    weights = opened.weights or (precision(raw) if kind == "auto" else kind)
-    ends = pretrained.end_ids(raw) or _end_of(tokenizer)
+    weights = read.weights or (precision(raw) if request.dtype == "auto" else request.dtype)
     head_ids: Tensor | None = None
-    if reduce is not None and not opened.packed:
+    if reduce is not None and not read.packed:
         sizes = pretrained.multiplied(raw), pretrained.vocabulary(raw)
-        reduced, head_ids = reduce(Contents(name, weights, *sizes, ends, tokenizer, not missing))
-        weights = quantization or reduced or weights
-    ready = pretrained.runnable(raw, own, where, weights, kv_cache_dtype, head_ids)
-    return Loaded(ready, name, tokenizer, ends, weights, model, raw.config), raw, opened.pack
+        reduced, head_ids = reduce(
+            Contents(request.name, weights, *sizes, ends, tokenizer, not for_device(where).missing)
+        )
+        weights = request.quantization or reduced or weights
+    own = source is not raw
+    model = pretrained.runnable(raw, own, where, weights, kv_cache_dtype, head_ids)
+    return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
 
 
-class _Request(NamedTuple):
-    """A model that is asked for by name. dtype, quantization: as for `load`. tokenizer: its own is wanted. cache: its pack may be
-    in the cache. modules: see `_load`."""
-
-    name: str
-    dtype: str
-    where: torch.device
-    quantization: str | None
-    tokenizer: bool
-    cache: bool
-    modules: bool
-
-
-class _Opened(NamedTuple):
-    """A model that was read. tokenizer: its own. weights: None for the precision of `model`. packed: it comes from a pack. pack:
-    the name that its pack gets in the cache; None if it gets none. end_ids, config: those of a pack."""
-
-    model: PreTrainedModel | LlamaWeights
-    tokenizer: Any | None
-    weights: str | None
-    packed: bool = False
-    pack: str | None = None
-    end_ids: tuple[int, ...] = ()
-    config: Any = None
-
-
-def _open(request: _Request) -> _Opened:
-    """Read a model, from its pack if there is one."""
-    name, quantization = request.name, request.quantization
+def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
+    """Read a model, from its pack if there is one. Also the name that its pack gets in the cache; None if it gets none."""
+    name = request.name
     if packs.is_pack(folder := Path(name).expanduser()):
-        return _open_pack(request, folder)
+        return _read_pack(request, folder), None
     files = _gguf_files(name)
     path = name if files else _path(name)
-    pack = None
-    repacked = bool(files) or (quantization is not None and Path(path).is_dir())
-    if request.cache and repacked and not for_device(request.where).missing and store.enabled():
-        pack = store.name_of(Path(name).stem, files or (Path(path),), f"{request.dtype} {quantization}")
-        if found := store.restored(pack, tokenizer=request.tokenizer, modules=request.modules):
-            return _opened(request, found)
-        pack = pack if request.tokenizer else None  # a pack has the model's own tokenizer
+    pack_name = None
+    repacked = bool(files) or (request.quantization is not None and Path(path).is_dir())
+    if request.cache and repacked and not for_device(request.device).missing and store.limit() > 0:
+        pack_name = store.name_of(Path(name).stem, files or (Path(path),), f"{request.dtype} {request.quantization}")
+        if found := store.restored(pack_name, request):
+            return found, None
     from outrider.models import pretrained
 
-    if files:
-        from outrider.models.gguf.reader import read
-        from outrider.models.gguf.tokenizer import tokenizer_of
-
-        file = read(files)
-        raw = pretrained.from_gguf(name, file, request.dtype, request.where, quantization)
-        return _Opened(raw, tokenizer_of(file) if request.tokenizer else None, quantization, pack=pack)
-    config = pretrained.read_config(name, path)
-    tokenizer = pretrained.tokenizer_of(path) if request.tokenizer else None  # before the weights: it may be refused
-    raw = pretrained.from_folder(name, path, config, request.dtype, request.where, quantization)
-    return _Opened(raw, tokenizer, quantization, pack=pack)
+    read = pretrained.read_gguf(request, files) if files else pretrained.read_folder(request, path)
+    return read, pack_name if request.tokenizer else None  # a pack has the model's own tokenizer
 
 
-def _open_pack(request: _Request, folder: Path) -> _Opened:
+def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:
     """A folder that `outrider pack` wrote. If it cannot be read any more, the model that it was made of."""
-    name = request.name
-    if missing := for_device(request.where).missing:
+    if missing := for_device(request.device).missing:
         raise ValueError(
-            f"{name} has packed weights, which need the native CPU kernels: {missing}; give the model itself"
+            f"{request.name} has packed weights, which need the native CPU kernels: {missing}; give the model itself"
         )
     try:
-        pack = packs.load_manifest(folder)
-        if (wanted := request.quantization or request.dtype) not in ("auto", pack.weights):
-            raise ValueError(
-                f"{name} is packed in {pack.weights}, not in {wanted}; pack the model again, or leave it out"
-            )
-        checkpoint.fits(name, checkpoint.Sizes("gguf", 0, packs.size(folder)), None, request.where)
-        return _opened(request, packs.start(folder, pack, tokenizer=request.tokenizer, modules=request.modules))
+        return packs.read(folder, request)
     except packs.BadPack as error:
         source, weights = packs.source_of(folder)
         if source is None:
@@ -258,18 +224,7 @@ def _open_pack(request: _Request, folder: Path) -> _Opened:
         again = f"outrider pack {source} -o {folder}"
         warnings.warn(f"{error}; loading {source} in its place. Make it again: {again}", RuntimeWarning, stacklevel=4)
         dtype, quantization = weights if weights in DTYPES else "auto", weights if weights in QUANTIZATIONS else None
-        return _open(request._replace(name=source, dtype=dtype, quantization=quantization))
-
-
-def _opened(request: _Request, found: packs.RestoredModel) -> _Opened:
-    """What was read from a pack, with its tokenizer."""
-    tokenizer: Any = found.tokenizer
-    if tokenizer is None and request.tokenizer:
-        from outrider.models import pretrained
-
-        tokenizer = pretrained.tokenizer_of(str(found.folder))
-    pack = found.pack
-    return _Opened(found.model, tokenizer, pack.weights, packed=True, end_ids=pack.end_ids, config=found.config)
+        return _read(request._replace(name=source, dtype=dtype, quantization=quantization))[0]
 
 
 def tokenizer_named(name: str) -> Any:
@@ -334,9 +289,9 @@ def pack(
     if missing := for_device(torch.device("cpu")).missing:
         raise ValueError(f"weights are packed for the native CPU kernels: {missing}")
     with _ONE_AT_A_TIME:
-        loaded, raw, _ = _load(model, None, dtype, "cpu", quantization, "auto", None, modules=True)
-        assert raw is not None
-        made = _contents_of(raw, loaded)
+        request = _request(str(model), None, dtype, "cpu", quantization, modules=True)
+        read, _ = _read(request)
+        made = _contents_of(_made(model, read, request), read)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
@@ -349,19 +304,20 @@ def pack(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _contents_of(raw: PreTrainedModel, loaded: Loaded) -> packs.PackContents:
+def _contents_of(loaded: Loaded, read: ReadModel) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
-    settings = loaded.model.packed_weights.settings if isinstance(loaded.model, LlamaModel) else None
-    return packs.contents(raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source, settings)
+    native = loaded.model.packed_weights if isinstance(loaded.model, LlamaModel) else None
+    raw = cast("PreTrainedModel", read.model)
+    return packs.contents(raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source, native)
 
 
-def _keep(name: str, raw: PreTrainedModel, loaded: Loaded, seconds: float) -> None:
+def _keep(name: str, loaded: Loaded, read: ReadModel, seconds: float) -> None:
     """Add a model's pack to the cache, if a start from it is faster by a second or more. seconds: that this start took."""
-    size = packs.bytes_of(raw)
+    size = packs.bytes_of(cast("PreTrainedModel", read.model))
     if size < _WORTH_BYTES or seconds < _WORTH_SECONDS + size / _READ_SPEED:
         return
-    if store.keep(name, size, lambda: _contents_of(raw, loaded)):
+    if store.keep(name, size, lambda: _contents_of(loaded, read)):
         warnings.warn(
             f"keeping the packed weights ({size / 1e9:.2f} GB), so the next start is quicker. To remove them: "
             f"`outrider rm {name}`; {store.LIMIT}=0 keeps none",

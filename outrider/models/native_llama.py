@@ -18,9 +18,9 @@ from outrider.kernels import cpu as native
 from outrider.kernels.cpu.library import LayerStruct, ModelStruct, PairsStruct
 from outrider.models.base import (
     EMBEDDING,
-    BaseModel,
     Chain,
     DrawnChain,
+    LanguageModel,
     Output,
     Want,
     check_layers,
@@ -30,6 +30,7 @@ from outrider.models.base import (
 from outrider.models.cache import SlotCache
 from outrider.models.dtypes import dtype_name
 from outrider.models.llama_weights import ACTIVATIONS, LlamaLayerWeights, LlamaSettings, LlamaWeights
+from outrider.models.matrix import float_rows
 from outrider.models.native_decoder import NativeDecoder
 from outrider.models.nodes import Nodes
 
@@ -62,7 +63,7 @@ def supports(model: PreTrainedModel) -> str | None:
     return None
 
 
-class LlamaModel(BaseModel):
+class LlamaModel(LanguageModel):
     """A Llama, Mistral, Qwen2, Qwen3 or Granite model, run by the native step.
 
     model: of transformers, or its `LlamaWeights`; then weights, own and head_ids are those that they were made with.
@@ -131,11 +132,7 @@ class LlamaModel(BaseModel):
         return self.packed_weights.table
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
-        table = self.packed_weights.table
-        if isinstance(table, Tensor):
-            return table[tokens].float()
-        rows = [table.row(t) for t in tokens.flatten().tolist()]
-        return torch.stack(rows).view(*tokens.shape, self.hidden) if rows else torch.empty(*tokens.shape, self.hidden)
+        return float_rows(self.packed_weights.table, tokens)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
         kept = self.packed_weights.head_ids
@@ -144,7 +141,7 @@ class LlamaModel(BaseModel):
             raise ValueError(
                 "the output head of this model does not keep some of these tokens; load it without head_ids"
             )
-        return torch.stack([self.packed_weights.head.row(t) for t in places.tolist()])
+        return float_rows(self.packed_weights.head, places)
 
     def output_head(self, hidden: Tensor) -> Tensor:
         if self.packed_weights.head_ids is not None:

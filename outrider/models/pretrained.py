@@ -27,11 +27,13 @@ from outrider.models.base import LanguageModel
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.gguf.architectures import architecture_of
 from outrider.models.gguf.model import build, dense_, sizes
-from outrider.models.gguf.reader import GGUFFile
+from outrider.models.gguf.reader import read
+from outrider.models.gguf.tokenizer import tokenizer_of as gguf_tokenizer
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
 from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats, reader
+from outrider.models.request import LoadRequest, ReadModel
 from outrider.models.tokenizer import OwnCode, of_folder
 
 _SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
@@ -59,55 +61,62 @@ def runnable(
     return model
 
 
-def from_folder(
-    name: str, path: str, config: Any, dtype: str, where: torch.device, quantization: str | None
-) -> PreTrainedModel:
-    """A folder, or a name on the hub. config: of `read_config`. Raises ValueError, MemoryError or UnsupportedModel."""
+def read_object(model: PreTrainedModel, request: LoadRequest) -> ReadModel:
+    """A model object of the caller."""
+    return ReadModel(model, None, request.quantization, end_ids(model), model.config)
+
+
+def read_folder(request: LoadRequest, path: str) -> ReadModel:
+    """A folder, or a name on the hub. Raises ValueError, MemoryError or UnsupportedModel."""
+    config = read_config(request.name, path)
+    tokenizer = tokenizer_of(path) if request.tokenizer else None  # before the weights: it may be refused
     if settings := getattr(config, "quantization_config", None):
-        return _from_quantised(name, path, config, settings, dtype, where, quantization)
-    stored = checkpoint.sizes(name, Path(path)) if Path(path).is_dir() else None
-    if stored:
-        checkpoint.fits(name, stored, quantization or (None if dtype == "auto" else dtype), where)
-        _check_sizes(name, config, stored, checkpoint.shapes(Path(path)))
+        raw, info = _from_quantised(request, path, config, settings)
+    else:
+        raw, info = _from_floats(request, path, config)
+    check_whole(request.name, raw, info)
+    _unmap_(raw)
+    return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
+
+
+def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and transformers' report of missing and unexpected tensors."""
+    name, folder = request.name, Path(path)
+    if folder.is_dir() and (stored := checkpoint.sizes(name, folder)):
+        checkpoint.fits(name, stored, request.weights, request.device)
+        _check_sizes(name, config, stored, checkpoint.shapes(folder))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
-            dtype=dtype if dtype == "auto" else DTYPES[dtype],
+            dtype=DTYPES.get(request.dtype, "auto"),
             output_loading_info=True,
             trust_remote_code=False,
         )
+        return loaded
     except Exception as error:  # each architecture fails in its own way
         raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-    raw, info = loaded
-    check_whole(name, raw, info)
-    _unmap_(raw)
-    return raw
 
 
 def _from_quantised(
-    name: str, path: str, config: Any, settings: Any, dtype: str, where: torch.device, quantization: str | None
-) -> PreTrainedModel:
+    request: LoadRequest, path: str, config: Any, settings: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A checkpoint with a `quantization_config`. dtype "auto" keeps blocks where the kernels can."""
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    name, settings = request.name, settings if isinstance(settings, dict) else settings.to_dict()
     method = formats.check(name, settings)
-    folder = (
-        Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    )
+    here = Path(path).is_dir()
+    folder = Path(path if here else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     stored = reader.Quantised(name, folder, method, settings)
-    missing = for_device(where).missing
-    floats = dtype if dtype != "auto" else dtype_name(getattr(config, "dtype", None) or torch.float16)
-    checkpoint.fits(name, stored.sizes(), quantization or (None if dtype == "auto" and not missing else floats), where)
+    missing = for_device(request.device).missing
+    floats = request.dtype if request.dtype != "auto" else dtype_name(getattr(config, "dtype", None) or torch.float16)
+    checkpoint.fits(name, stored.sizes(), request.weights or (floats if missing else None), request.device)
     _check_sizes(name, config, stored.sizes(), {})
     try:
-        raw, info = reader.build(stored, config, DTYPES[floats], keep=not missing)
+        return reader.build(stored, config, DTYPES[floats], keep=not missing)
     except UnsupportedModel:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ValueError(f"{name} cannot be loaded: {error}") from error
-    check_whole(name, raw, info)
-    _unmap_(raw)
-    return raw
 
 
 def _check_sizes(name: str, config: Any, stored: checkpoint.Sizes, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -146,18 +155,19 @@ def check_whole(name: str, raw: PreTrainedModel, info: dict[str, Any]) -> None:
         )
 
 
-def from_gguf(name: str, file: GGUFFile, dtype: str, where: torch.device, quantization: str | None) -> PreTrainedModel:
-    """A file in GGUF. dtype "auto" keeps blocks where the kernels can, and makes them bfloat16 elsewhere."""
-    architecture_of(file)  # raises for what is no model, before anybody asks its size
-    kind = quantization or (None if dtype == "auto" else dtype)
-    missing = for_device(where).missing
-    if kind is None and missing:
-        kind = "float32" if where.type == "cpu" else "bfloat16"
-    checkpoint.fits(name, sizes(file), kind, where)
+def read_gguf(request: LoadRequest, files: Sequence[Path]) -> ReadModel:
+    """A model in GGUF. dtype "auto" keeps blocks where the kernels can, and makes them bfloat16 elsewhere."""
+    file = read(files)
+    architecture_of(file)  # raises for what is no model, before its size is asked
+    weights, missing = request.weights, for_device(request.device).missing
+    if weights is None and missing:
+        weights = "float32" if request.device.type == "cpu" else "bfloat16"
+    checkpoint.fits(request.name, sizes(file), weights, request.device)
     raw = build(file)
     if missing:
-        dense_(raw, DTYPES[kind or "bfloat16"])
-    return raw
+        dense_(raw, DTYPES[weights or "bfloat16"])
+    tokenizer = gguf_tokenizer(file) if request.tokenizer else None
+    return ReadModel(raw, tokenizer, request.quantization, end_ids(raw), raw.config)
 
 
 def _unmap_(raw: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer that needs transformers only for what is asked rarely. A start from a pack of a GGUF file has one."""
+"""The tokenizers of folders, and one that needs transformers only for what is asked rarely. Models of GGUF files have that."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from outrider.core.files import read_settings
 from outrider.models.checkpoint import check_folder
+from outrider.models.lazy import Lazy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,59 +71,44 @@ def check_ids(file: Path) -> None:
         raise ValueError(f"{file} is no vocabulary: {error}; download it again") from error
 
 
-def around(backend: Tokenizer, settings: Mapping[str, str | None]) -> PreTrainedTokenizerFast:
-    """The tokenizer of transformers that has this backend, which nobody else may use. settings: special tokens, chat template."""
-    from transformers import PreTrainedTokenizerFast
-
-    given = dict(settings)
-    made = PreTrainedTokenizerFast(tokenizer_object=_Uncopied(backend), clean_up_tokenization_spaces=False, **given)
-    made._outrider_settings = given  # pyright: ignore[reportAttributeAccessIssue]
-    return made
-
-
-def settings_of(tokenizer: Any) -> dict[str, str | None] | None:
-    """What `around` needs to make this tokenizer again. None if it did not make it."""
-    return (
-        tokenizer.settings if isinstance(tokenizer, LazyTokenizer) else getattr(tokenizer, "_outrider_settings", None)
-    )
-
-
 def complete(tokenizer: Any) -> Any:
     """The tokenizer for other libraries: a lazy one as transformers' own, any other as it is."""
     return tokenizer.complete if isinstance(tokenizer, LazyTokenizer) else tokenizer
 
 
-class LazyTokenizer:
-    """Encodes and decodes as the tokenizer of transformers that `around` makes, which it makes when anything else is asked.
+class LazyTokenizer(Lazy):
+    """Encodes and decodes as a tokenizer of transformers, which it makes when anything else is asked.
 
-    folder: with the backend's tokenizer.json. settings: what `settings_of` gave. Raises ValueError for a file that cannot be
-    read. Threads may share it, and the one that was made is theirs at once: a long text keeps nobody waiting.
+    backend: nothing else may use it. settings: special tokens and the chat template, by the names of transformers. Threads may
+    share it, and the one that was made is theirs at once: a long text keeps no other thread waiting.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, str | None]) -> None:
+    def __init__(self, backend: Tokenizer, settings: Mapping[str, str | None]) -> None:
+        super().__init__(self._make_complete)
+        self._backend, self.settings = backend, dict(settings)
+
+    @classmethod
+    def of_folder(cls, folder: Path, settings: Mapping[str, str | None]) -> LazyTokenizer:
+        """From the folder's tokenizer.json. Raises ValueError for a file that cannot be read."""
         check_ids(folder / FILE)
         try:
-            self._backend = Tokenizer.from_file(str(folder / FILE))
-            self._backend.encode(_TRIAL)
+            backend = Tokenizer.from_file(str(folder / FILE))
+            backend.encode(_TRIAL)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{folder / FILE} cannot be read ({error})") from error
-        self.settings = dict(settings)
-        self._complete: PreTrainedTokenizerFast | None = None
-        self._lock = RLock()  # the backend cannot be changed while another thread uses it
+        return cls(backend, settings)
 
-    @property
-    def complete(self) -> PreTrainedTokenizerFast:
-        if self._complete is None:
-            with self._lock:
-                if self._complete is None:
-                    self._complete = around(self._backend, self.settings)
-        return self._complete
+    def _make_complete(self) -> PreTrainedTokenizerFast:
+        from transformers import PreTrainedTokenizerFast
+
+        backend: Any = _Uncopied(self._backend)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **self.settings)
 
     def __call__(self, text: Any, *, add_special_tokens: bool = True, **more: Any) -> Any:
         """As transformers' own. Quick for one text and no other arguments; then there are only `input_ids`."""
         if self._complete is None and not more and isinstance(text, str):
             with self._lock:
-                if self._complete is None:
+                if self._complete is None:  # the backend cannot be changed while another thread uses it
                     return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
         return self.complete(text, add_special_tokens=add_special_tokens, **more)
 
@@ -142,11 +127,6 @@ class LazyTokenizer:
     def __len__(self) -> int:
         with self._lock:
             return self._backend.get_vocab_size(with_added_tokens=True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.complete, name)
 
 
 class _Uncopied:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from outrider.models.base import BaseModel, Output, Want
+from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
 
-class ToyModel(BaseModel):
+class ToyModel(LanguageModel):
     """logits(context) = table[hash of the last `order` tokens].
 
     error: how much of another table is added. A model with the same seed and an error is a draft model for this one.

@@ -17,7 +17,7 @@ from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.kernels import cpu as native
-from outrider.models.base import BaseModel, LanguageModel, Output, Want
+from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.cache import SlotCache
 from outrider.models.load import load
@@ -71,7 +71,7 @@ def test_trees_from_some_tokens_keep_the_distribution(rule: str, siblings: Sibli
         assert composed(toy, judging(rule, siblings), tree, 3) == plain(toy, 3), (toy.kind, toy.kept)
 
 
-class Masked(BaseModel):
+class Masked(LanguageModel):
     """The obvious twin: a whole model, and -inf for the tokens that the head does not keep."""
 
     def __init__(self, whole: LanguageModel, ids: torch.Tensor) -> None:

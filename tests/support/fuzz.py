@@ -203,7 +203,7 @@ def _make_tokenizer(folder: Path) -> None:
 def _load_tokenizer(folder: Path) -> None:
     from outrider.models.tokenizer import LazyTokenizer, of_folder
 
-    for made in (LazyTokenizer(folder, {"eos_token": "w5"}), of_folder(str(folder))):
+    for made in (LazyTokenizer.of_folder(folder, {"eos_token": "w5"}), of_folder(str(folder))):
         made.decode(made("w1 w2 x")["input_ids"][:50])
 
 

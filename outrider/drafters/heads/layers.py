@@ -44,7 +44,7 @@ class Linears:
         bias = torch.cat(given) if given else None
         if self.device.type == "cpu":
             made = PackedLinear(weight, bias, self.precision)
-            self.bytes += made.packed.bytes if made.packed else 4 * weight.numel()
+            self.bytes += made.bytes
             return made
         moved, added = weight.to(self.device), None if bias is None else bias.to(self.device, weight.dtype)
         self.bytes += moved.numel() * moved.element_size()

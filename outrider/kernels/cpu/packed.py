@@ -137,6 +137,10 @@ class Packed:
             raise ValueError(f"{what} cannot have parts of {sizes}")
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return (self.n, self.k)
+
+    @property
     def bytes(self) -> int:
         own = sum(t.numel() * t.element_size() for t in (self._data, self._bias) if t is not None)
         return own + sum(p.bytes for p in self.parts)

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models.checkpoint import Sizes
-from outrider.models.dtypes import dtype_name
 from outrider.models.gguf.architectures import architecture_of, config_of, tensor_names
 from outrider.models.gguf.reader import FLOATS, GGUFFile
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.hooks import UnsupportedModel
-from outrider.models.matrix import dense, give_matrix_, matrix_of
+from outrider.models.matrix import dense, give_matrix_, matrices_in, matrix_of
 
 # The block formats that the kernels compute with. Others are dequantised.
 PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KINDS)
@@ -80,20 +79,11 @@ def sizes(file: GGUFFile) -> Sizes:
     return Sizes("gguf", sum(t.weights for t in matrices), rest, blocks)
 
 
-def precision(model: PreTrainedModel) -> str:
-    """ "gguf" if a matrix is in blocks, else the dtype of the output head."""
-    if any("blocks" in m.__dict__ or "expert_blocks" in m.__dict__ for m in model.modules()):
-        return "gguf"
-    return dtype_name(model.get_output_embeddings().weight.dtype)  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
-
-
 def dense_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Replace blocks by values of this dtype, one matrix after another. For devices without kernels."""
     done: dict[int, Tensor] = {}
-    for module in model.modules():
-        blocks = module.__dict__.get("blocks")
-        if blocks is not None:
-            give_matrix_(module, done.setdefault(id(blocks), blocks.dense().to(dtype)))
+    for _, module, blocks in [*matrices_in(model)]:
+        give_matrix_(module, done.setdefault(id(blocks), dense(blocks, dtype)))
 
 
 def _matrix(file: GGUFFile, name: str, order: Tensor | None) -> Tensor | Blocks:

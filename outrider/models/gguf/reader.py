@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from outrider.kernels.blocks import Blocks
+from outrider.models.checkpoint import StoredTensor
 
 # ggml's name of a format -> the torch dtype of one weight. All other formats are blocks.
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -31,20 +32,6 @@ _VERSIONS = (2, 3)
 _LONGEST_ARRAY = 2**24
 _MOST_DIMENSIONS = 4  # of ggml
 _LFS = b"version https://git"
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor lies. shape: torch's order, the last dimension is contiguous. format: ggml's name, such as "Q4_K"."""
-
-    path: Path
-    offset: int
-    bytes: int
-    shape: tuple[int, ...]
-    format: str
-
-    @property
-    def weights(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

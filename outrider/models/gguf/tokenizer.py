@@ -7,16 +7,13 @@ as llama.cpp's llama-vocab.cpp lists them by that name.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from outrider.models.gguf.reader import GGUFFile
-from outrider.models.tokenizer import around
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from outrider.models.tokenizer import LazyTokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's types of tokens
 _SPACE = "▁"
@@ -66,7 +63,7 @@ _ENDS = (
 )  # fmt: skip
 
 
-def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast | None:
+def tokenizer_of(file: GGUFFile) -> LazyTokenizer | None:
     """The tokenizer, or None with a warning if outrider cannot make it: a model can still continue token ids.
 
     Raises ValueError for a vocabulary that is not consistent.
@@ -112,7 +109,7 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast | None:
         )
     special = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     settings = {setting: named[name] for setting, name in special.items()}
-    return around(tokenizer, settings | {"chat_template": file.metadata.get("tokenizer.chat_template")})
+    return LazyTokenizer(tokenizer, settings | {"chat_template": file.metadata.get("tokenizer.chat_template")})
 
 
 def end_ids(file: GGUFFile) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ token are added up in the order in which the router named its experts. So they d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,34 +15,22 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
+from outrider.kernels.cpu import Packed
 from outrider.models.hf.linear import PackedLinear
-from outrider.models.packs.modules import leave_packed_, packed_before
+from outrider.models.matrix import EXPERTS
 
 NAME = "outrider"
-BLOCKS = "expert_blocks"  # where a mixture holds the blocks of its experts until they are packed
-
-
-@dataclass(frozen=True, eq=False)
-class _PackedExperts:
-    """The packed matrices, one entry per expert. up: the up projection, joined with the gate if there is one. down: back to
-    the hidden size.
-    """
-
-    up: list[PackedLinear]
-    down: list[PackedLinear]
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts interface: [token, hidden], [token, k], [token, k] -> [token, hidden]."""
-    packed: _PackedExperts = module._outrider_experts
     tokens, k = top_k_index.shape
     of = top_k_index.reshape(-1)
     order = of.argsort(stable=True)
-    counts = torch.bincount(of, minlength=len(packed.up)).tolist()
+    counts = torch.bincount(of, minlength=len(module.packed_up)).tolist()
     parts, start = [], 0
-    for up, down, count in zip(packed.up, packed.down, counts, strict=True):
+    for up, down, count in zip(module.packed_up, module.packed_down, counts, strict=True):
         if count:
             x = up(hidden_states[order[start : start + count] // k])
             parts.append(down(module._apply_gate(x) if module.has_gate else module.act_fn(x)))
@@ -64,9 +51,10 @@ def _all_experts(module: Any, hidden_states: Tensor) -> Tensor:
 
     An expert makes zeros of zeros, so only the other rows are computed.
     """
-    packed: _PackedExperts = module._outrider_experts
-    out = torch.zeros_like(hidden_states).view(len(packed.up), -1, hidden_states.shape[-1])
-    for rows, up, down, to in zip(hidden_states.view(out.shape), packed.up, packed.down, out, strict=True):
+    out = torch.zeros_like(hidden_states).view(len(module.packed_up), -1, hidden_states.shape[-1])
+    for rows, up, down, to in zip(
+        hidden_states.view(out.shape), module.packed_up, module.packed_down, out, strict=True
+    ):
         used = rows.any(-1).nonzero()[:, 0]
         if len(used):
             gate, value = up(rows[used]).chunk(2, dim=-1)
@@ -93,56 +81,48 @@ def _is_llama4(module: nn.Module) -> bool:
     return type(module).__name__ == "Llama4TextExperts"
 
 
-def packed_experts(module: nn.Module) -> list[PackedLinear]:
-    """The matrices of a packed mixture, two for each expert. Empty for one that is not packed."""
-    made: _PackedExperts | None = module.__dict__.get("_outrider_experts")
-    return [] if made is None else [*made.up, *made.down]
-
-
 def give_expert_blocks_(module: nn.Module, name: str, blocks: list[Blocks]) -> None:
     """Give a mixture blocks [out, in] of each expert in the place of a parameter. The parameter keeps its shape only."""
-    module.__dict__.setdefault(BLOCKS, {})[name] = blocks
+    module.__dict__.setdefault(EXPERTS, {})[name] = blocks
 
 
-def pack_experts_(model: nn.Module, weights: str = "auto") -> int:
-    """Pack the experts of every mixture in place. Returns how many matrices were packed.
+def add_expert_(model: nn.Module, name: str, matrix: Packed) -> None:
+    """Give a mixture the next of its packed matrices, as a pack names them: "model.layers.0.mlp.experts.packed_up.0"."""
+    path, which, _ = name.rsplit(".", 2)
+    module = model.get_submodule(path)
+    if not is_mixture(module) or which not in ("packed_up", "packed_down"):
+        raise KeyError(name)
+    if which not in module._modules:
+        module.add_module(which, nn.ModuleList())
+    module.get_submodule(which).append(PackedLinear(matrix))  # pyright: ignore[reportCallIssue]
 
+
+def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
+    """Give every mixture its packed matrices as `packed_up` and `packed_down`, one `PackedLinear` for each expert.
+
+    up: the up projection, joined with the gate if there is one. down: back to the hidden size. A pack has given them already.
     The parameters are freed layer by layer. Raises ValueError for experts with another layout than the interface's.
     """
-    packed = 0
     for module in mixtures(model):
-        up = _before(module, "up") or _pack(module, "gate_up_proj" if gated(module) else "up_proj", weights)
-        down = _before(module, "down") or _pack(module, "down_proj", weights)
-        if len(up) != len(down):
-            raise ValueError(f"{type(module).__name__} has {len(up)} up and {len(down)} down projections")
-        module._outrider_experts = _PackedExperts(up, down)  # pyright: ignore[reportArgumentType]
-        _leave(module, up, down)
+        if not hasattr(module, "packed_up"):
+            module.packed_up = _packed(module, "gate_up_proj" if gated(module) else "up_proj", weights)
+            module.packed_down = _packed(module, "down_proj", weights)
+        up, down = len(module.packed_up), len(module.packed_down)  # pyright: ignore[reportArgumentType]
+        if up != down:
+            raise ValueError(f"{type(module).__name__} has {up} up and {down} down projections")
         if _is_llama4(module):
             module.forward = partial(_all_experts, module)
         else:
             module.config._experts_implementation = NAME  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-        packed += 2 * len(up)
-    return packed
 
 
-def _before(module: nn.Module, which: str) -> list[PackedLinear]:
-    """What a saved pack gave to the module. Empty if it did not."""
-    found: dict[str, native.Packed] = packed_before(module) or {}
-    return [PackedLinear.of(found[f"{which}.{i}"]) for i in range(len(found)) if f"{which}.{i}" in found]
-
-
-def _leave(module: nn.Module, up: list[PackedLinear], down: list[PackedLinear]) -> None:
-    made = {f"{n}.{i}": x.packed for n, each in (("up", up), ("down", down)) for i, x in enumerate(each)}
-    leave_packed_(module, {name: packed for name, packed in made.items() if packed is not None})
-
-
-def _pack(module: nn.Module, name: str, weights: str) -> list[PackedLinear]:
+def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
     """One packed linear per expert, from [expert, out, in], or [expert, in, out] if the module is transposed."""
     matrices, biases = getattr(module, name, None), getattr(module, f"{name}_bias", None)
-    blocks: list[Blocks] | None = module.__dict__.get(BLOCKS, {}).pop(name, None)
+    blocks: list[Blocks] | None = module.__dict__.get(EXPERTS, {}).pop(name, None)
     if not isinstance(matrices, Tensor) or matrices.dim() != 3:
         raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")
-    out = []
+    out = nn.ModuleList()
     for i, values in enumerate(matrices.detach()):
         bias = biases[i].detach() if biases is not None and module.has_bias else None
         transposed = _is_llama4(module) or module.is_transposed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from outrider.models.base import BaseModel, Output, Want, check_layers
+from outrider.models.base import LanguageModel, Output, Want, check_layers
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outrider.models.hf.model import HFModel
 
 
-class HFLayerSubset(BaseModel):
+class HFLayerSubset(LanguageModel):
     """Runs a transformers model with some of its layers out of the way."""
 
     def __init__(self, whole: HFModel, layers: Sequence[int]) -> None:

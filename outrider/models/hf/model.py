@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
-from outrider.models.base import FINAL_NORM, BaseModel, Output, Want, check_head_ids, over_vocabulary
+from outrider.models.base import FINAL_NORM, LanguageModel, Output, Want, check_head_ids, over_vocabulary
 from outrider.models.cache import SlotCache
 from outrider.models.checkpoint import free_memory
 from outrider.models.hf.batch_invariant import BatchInvariantOps
@@ -43,9 +43,8 @@ from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.hf.taps import LayerStack, recorded
 from outrider.models.hf.weight_bytes import weight_bytes
-from outrider.models.matrix import dense, give_matrix_, matrix_of, rows_of
+from outrider.models.matrix import float_rows, give_matrix_, is_packed, matrix_of, rows_of
 from outrider.models.nodes import Nodes
-from outrider.models.packs.modules import packed_before
 
 # What transformers calls the attention that a model runs with on each route.
 _IMPLEMENTATION = {
@@ -59,7 +58,7 @@ _IMPLEMENTATION = {
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class HFModel(BaseModel):
+class HFModel(LanguageModel):
     """A `LanguageModel` around a transformers causal language model.
 
     weights: the precision of the linear weights on the CPU: "auto" keeps the checkpoint's own, "int8" and "int4" quantise.
@@ -227,20 +226,20 @@ class HFModel(BaseModel):
 
     @property
     def embedding_table(self) -> native.Packed | Tensor | None:
-        module: Any = self.model.get_input_embeddings()
-        made = packed_before(module)
-        matrix = matrix_of(module) if made is None else made
-        if isinstance(matrix, Tensor):
-            return matrix if matrix.is_contiguous() else None
-        return matrix if isinstance(matrix, native.Packed) else None
+        matrix = matrix_of(self.model.get_input_embeddings())
+        usable = matrix.is_contiguous() if isinstance(matrix, Tensor) else isinstance(matrix, native.Packed)
+        return matrix if usable else None  # pyright: ignore[reportReturnType]
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
-        return _rows(self.model.get_input_embeddings(), tokens.flatten()).unflatten(0, tokens.shape)
+        return float_rows(matrix_of(self.model.get_input_embeddings()), tokens)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
         if self._head_ids is not None:
             raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
-        return _rows(self.model.get_output_embeddings(), tokens)
+        head: Any = self.model.get_output_embeddings()
+        if isinstance(head, PackedLinear) and head.matrix is None:
+            raise ValueError("a matrix of this model is in oneDNN's own layout; the native kernels could share it")
+        return float_rows(matrix_of(head), tokens)
 
     @torch.no_grad()
     def output_head(self, hidden: Tensor) -> Tensor:
@@ -492,18 +491,6 @@ def _keep_scale_(model: PreTrainedModel) -> None:
             model.config.rescale_every = 0
 
 
-def _rows(module: Any, rows: Tensor) -> Tensor:
-    """float32 [n, in]: rows of the matrix of an embedding or a linear. rows: int64 [n]."""
-    made = packed_before(module)
-    if made is None and isinstance(module, PackedLinear):
-        raise ValueError("a matrix of this model is in oneDNN's own layout; the native kernels could share it")
-    if made is not None:
-        return torch.stack([made.row(n) for n in rows.tolist()]) if len(rows) else torch.empty(0, made.k)
-    matrix = matrix_of(module)
-    at = rows if not isinstance(matrix, Tensor) else rows.to(matrix.device)
-    return dense(rows_of(matrix, at), torch.float32).float()
-
-
 def _vocab_size(model: PreTrainedModel) -> int:
     head: Any = model.get_output_embeddings()
     return int(head.out_features if isinstance(head, (nn.Linear, PackedLinear)) else head.weight.shape[0])
@@ -512,7 +499,7 @@ def _vocab_size(model: PreTrainedModel) -> int:
 def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:
     """Give the model an output head with the rows of these tokens. An embedding that was tied to it keeps all its rows."""
     old: Any = model.get_output_embeddings()
-    if packed_before(old) is not None:  # from a pack, which holds these rows
+    if is_packed(old):  # from a pack, which holds these rows
         return
     ids = ids.to(old.weight.device)
     new = nn.Linear(old.in_features, len(ids), bias=False, device="meta")

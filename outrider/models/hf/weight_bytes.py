@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from outrider.models.hf.experts import is_mixture, packed_experts
+from outrider.models.hf.experts import is_mixture
 from outrider.models.hf.linear import PackedEmbedding, PackedLinear
 
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # names of transformers' configurations
@@ -34,7 +34,7 @@ def _own(module: nn.Module) -> int:
 
 def _mixture(module: nn.Module) -> int:
     """The share of the experts, as all are of one size."""
-    linears = packed_experts(module)
+    linears: list[Any] = [*getattr(module, "packed_up", ()), *getattr(module, "packed_down", ())]
     whole = sum(p.nbytes for p in module.parameters()) + sum(linear.bytes for linear in linears)
     experts = len(linears) // 2 or next((len(p) for p in module.parameters() if p.dim() == 3), 1)
     config: Any = getattr(module, "config", None)  # Llama 4's has none: it reads all experts

@@ -4,28 +4,28 @@
     packed.safetensors                     the packed matrices, and the parameters and buffers that are not packed
     config.json and the tokenizer's files  as save_pretrained writes them
 
-A model that the native step runs is restored as its `LlamaWeights`, without transformers. Any other one is restored as a model
-of transformers without weights. The modules whose matrices are packed hold them as `packed`, as they do after packing
-(`models.matrix`). So `LlamaModel` and `HFModel` are made of it as of any model, and give the same bits.
+A model that the native step runs is read as its `LlamaWeights`, without transformers. Any other one is read as a model of
+transformers without weights, whose modules have their packed matrices (`models.matrix`). So `LlamaModel` and `HFModel` are
+made of it as of any model, and give the same bits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Semaphore
+from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,24 +34,22 @@ from torch import Tensor, nn
 from outrider.core.files import read_settings
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
-from outrider.models.checkpoint import check_numbers, header
-from outrider.models.llama_weights import LlamaSettings, LlamaWeights
-from outrider.models.packs.modules import give_packed_, packed_in
-from outrider.models.tokenizer import LazyTokenizer, settings_of
+from outrider.models import checkpoint
+from outrider.models.dtypes import STORED_DTYPES
+from outrider.models.lazy import Lazy
+from outrider.models.llama_weights import LlamaWeights
+from outrider.models.matrix import give_matrix_, matrices_in
+from outrider.models.request import LoadRequest, ReadModel
+from outrider.models.tokenizer import LazyTokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
-LAYOUT = 1  # of the folder; a pack of another layout is made again
+LAYOUT = 2  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
-_LONGEST_READ = 1 << 28  # bytes that one thread reads by one call of the system, unless a tensor is larger
-_MOST_BUFFERS = 512  # of one call; Linux takes 1024
-# What a pack may lack: older ones do.
-_LATER = ("native", "tokenizer")
-_DTYPES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}
-_DTYPES |= {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_TOGETHER = 64  # tensors that one thread reads by one call of the system; Linux takes 1024 at most
 
 
 class BadPack(ValueError):
@@ -63,53 +61,48 @@ class NotRestorable(ValueError):
 
 
 @dataclass(frozen=True)
-class Pack:
-    """The manifest of a pack.
+class Manifest:
+    """What a pack is.
 
-    source: what the model was loaded from. weights: the precision. end_ids: the end tokens. layout, kernels, transformers:
-    what a reader must have in common with the writer.
+    source: what the model was loaded from. weights: the precision. end_ids: the end tokens. made_by: what a reader must have in
+    common with the writer.
     matrices: the settings of each `Packed`, by the name of its module. sums: a checksum of each tensor of the file.
     native: the `LlamaSettings` of a model that the native step runs. tokenizer: the settings of a `LazyTokenizer`. None: it is
-    restored by transformers.
+    read by transformers.
     """
 
     source: str
     weights: str
     end_ids: tuple[int, ...]
+    made_by: dict[str, Any]
     matrices: dict[str, Any]
     sums: dict[str, int]
-    layout: int = LAYOUT
-    kernels: str = ""
-    transformers: str = ""
-    native: dict[str, Any] | None = None
-    tokenizer: dict[str, Any] | None = None
-
-    def save(self, folder: Path) -> None:
-        (folder / MANIFEST).write_text(json.dumps(asdict(self)), encoding="utf-8")
+    native: dict[str, Any] | None
+    tokenizer: dict[str, Any] | None
 
 
 def is_pack(folder: str | Path) -> bool:
     return Path(folder, MANIFEST).exists()
 
 
-def load_manifest(folder: Path) -> Pack:
+def made_by() -> dict[str, Any]:
+    return {"layout": LAYOUT, "kernels": kernel_layout(), "transformers": version("transformers")}
+
+
+def manifest(folder: Path) -> Manifest:
     """Raises BadPack for a pack that these kernels or this version of transformers cannot read."""
     try:
         given = read_settings(folder / MANIFEST)
-        values: dict[str, Any] = {
-            f.name: given[f.name] for f in fields(Pack) if f.name in given or f.name not in _LATER
-        }
-        values["end_ids"] = tuple(values["end_ids"])
-        if not all(type(i) is int and i >= 0 for i in values["end_ids"]):
-            raise ValueError(f"end_ids are tokens, got {values['end_ids']}")
-        pack = Pack(**values)
+        if (theirs := given.get("made_by")) != (mine := made_by()):
+            raise BadPack(f"{folder} was packed with another version ({theirs}; here it is {mine})")
+        ends = tuple(given.pop("end_ids"))
+        if not all(type(i) is int and i >= 0 for i in ends):
+            raise ValueError(f"end_ids are tokens, got {ends}")
+        return Manifest(end_ids=ends, **given)
+    except BadPack:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadPack(f"{folder / MANIFEST} cannot be read ({error!r})") from error
-    mine = {"layout": LAYOUT, "kernels": kernel_layout(), "transformers": version("transformers")}
-    for name, value in mine.items():
-        if (theirs := getattr(pack, name)) != value:
-            raise BadPack(f"{folder} was packed with another version ({name} {theirs}; here it is {value})")
-    return pack
 
 
 @functools.cache
@@ -131,9 +124,9 @@ def kernel_layout() -> str:
 
 
 class PackContents(NamedTuple):
-    """What a pack will hold. files: the small ones, by name. pack: the manifest, without checksums."""
+    """What a pack will hold. files: the small ones, by name. manifest: without checksums."""
 
-    pack: Pack
+    manifest: Manifest
     tensors: dict[str, Tensor]
     files: dict[str, bytes]
 
@@ -146,7 +139,8 @@ class PackContents(NamedTuple):
             (folder / name).write_bytes(content)
         _save(self.tensors, folder / WEIGHTS)
         shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # only its owner can read what was saved
-        replace(self.pack, sums={name: _checksum(t) for name, t in self.tensors.items()}).save(folder)
+        found = replace(self.manifest, sums={name: _checksum(t) for name, t in self.tensors.items()})
+        (folder / MANIFEST).write_text(json.dumps(asdict(found)), encoding="utf-8")
         return size(folder)
 
 
@@ -156,16 +150,16 @@ def contents(
     end_ids: tuple[int, ...],
     tokenizer: Any,
     source: str,
-    native: LlamaSettings | None = None,
+    native: LlamaWeights | None = None,
 ) -> PackContents:
     """The pack of a model whose linears are packed. The tensors are those of the model, not copies.
 
-    model: the modules, after `LlamaModel` or `HFModel` was made of them. native: the settings of the `LlamaModel`. Raises
+    model: the modules, after `LlamaModel` or `HFModel` was made of them. native: what the `LlamaModel` computes with. Raises
     NotRestorable.
     """
     tensors, matrices = dict[str, Tensor](), dict[str, Any]()
     names: dict[int, str] = {}
-    for name, packed in packed_in(model):
+    for name, packed in _packed_in(model):
         if (first := names.setdefault(id(packed), name)) != name:
             matrices[name] = {_SAME: first}
             continue
@@ -183,24 +177,19 @@ def contents(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         files = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
-    pack = Pack(
-        source,
-        weights,
-        end_ids,
-        matrices,
-        {},
-        kernels=kernel_layout(),
-        transformers=version("transformers"),
-        native=None if native is None else native.as_dict(),
-        tokenizer=settings_of(tokenizer),
-    )
-    return PackContents(pack, tensors, files)
+    settings = None if native is None else asdict(native.settings)
+    lazy = tokenizer.settings if isinstance(tokenizer, LazyTokenizer) else None
+    return PackContents(Manifest(source, weights, end_ids, made_by(), matrices, {}, settings, lazy), tensors, files)
 
 
 def bytes_of(model: PreTrainedModel) -> int:
     """What the pack of a model takes, without its tokenizer."""
-    packed = {id(p): p.bytes for _, p in packed_in(model)}
+    packed = {id(p): p.bytes for _, p in _packed_in(model)}
     return sum(packed.values()) + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
+def _packed_in(model: nn.Module) -> Iterator[tuple[str, native.Packed]]:
+    return ((name, matrix) for name, _, matrix in matrices_in(model) if isinstance(matrix, native.Packed))
 
 
 def source_of(folder: Path) -> tuple[str | None, str]:
@@ -208,7 +197,7 @@ def source_of(folder: Path) -> tuple[str | None, str]:
     try:
         given = read_settings(folder / MANIFEST)
         source, weights = str(given["source"]), str(given["weights"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return None, ""
     return (source if source.startswith("builtin:") or Path(source).exists() else None), weights
 
@@ -217,79 +206,64 @@ def size(folder: Path) -> int:
     """Bytes of its files. A file that another process removes meanwhile counts as nothing."""
     total = 0
     for file in folder.glob("*"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             total += file.stat().st_size
     return total
 
 
-class LazyConfig:
-    """The configuration of transformers, which is made when anything is asked of it. folder: has its config.json."""
+def read(folder: Path, request: LoadRequest) -> ReadModel:
+    """Read a pack. The name of the request is for messages.
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / CONFIG
-        self.given = read_settings(self._file)
-
-    @functools.cached_property
-    def complete(self) -> PretrainedConfig:
-        from transformers import CONFIG_MAPPING
-
-        try:
-            config = CONFIG_MAPPING[self.given["model_type"]].from_dict(self.given)
-        except Exception as error:  # each architecture checks its settings in its own way
-            raise BadPack(f"{self._file} makes no configuration ({error!r})") from error
-        config._attn_implementation = None  # see `pretrained.read_config`
-        return config
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.complete, name)
-
-
-class RestoredModel(NamedTuple):
-    """What a pack gives to start from. tokenizer: None if transformers has to read it, or if none was asked for."""
-
-    folder: Path
-    pack: Pack
-    model: LlamaWeights | PreTrainedModel
-    config: LazyConfig
-    tokenizer: LazyTokenizer | None
-
-
-def start(folder: Path, pack: Pack, *, tokenizer: bool = True, modules: bool = False) -> RestoredModel:
-    """Read a pack. tokenizer: its tokenizer, too. modules: as a model of transformers in any case.
-
-    Raises BadPack if anything is missing or damaged.
+    Raises BadPack if anything is missing or damaged, ValueError if it has another precision than the request, and MemoryError.
     """
+    pack = manifest(folder)
+    if request.weights not in (None, pack.weights):
+        raise ValueError(
+            f"{request.name} is packed in {pack.weights}, not in {request.weights}; pack the model again, or leave it out"
+        )
+    checkpoint.fits(request.name, checkpoint.Sizes("gguf", 0, size(folder)), None, request.device)
     try:
-        config = LazyConfig(folder)
-        lazy: LazyTokenizer | None = None
-
-        def meanwhile() -> None:
-            nonlocal lazy
-            if tokenizer and pack.tokenizer is not None:
-                lazy = LazyTokenizer(folder, pack.tokenizer)
-
-        matrices, tensors = _read_parts(folder, pack, meanwhile)
-        shapes = {n: (m.n, m.k) for n, m in matrices.items()} | {n: t.shape for n, t in tensors.items()}
-        check_numbers(folder / CONFIG, config.given, shapes)
-        if pack.native is None or modules:
-            return RestoredModel(folder, pack, _restored(config.complete, pack, matrices, tensors), config, lazy)
-        made = LlamaWeights.of_pack(pack.native, matrices, tensors)
-        if (length := config.given.get("max_position_embeddings")) != made.settings.max_length:
-            raise ValueError(f"max_length is {made.settings.max_length}, and {CONFIG} says {length}")
-        return RestoredModel(folder, pack, made, config, lazy)
+        given = read_settings(folder / CONFIG)
+        config: Any = Lazy(functools.partial(_config, folder / CONFIG, given))
+        matrices, tensors, tokenizer = _read_parts(folder, pack, request.tokenizer)
+        shapes = {n: m.shape for n, m in matrices.items()} | {n: t.shape for n, t in tensors.items()}
+        checkpoint.check_numbers(folder / CONFIG, given, shapes)
+        if pack.native is None or request.modules:
+            model: Any = _restored(config.complete, pack, matrices, tensors)
+        else:
+            model = LlamaWeights.of_pack(pack.native, matrices, tensors)
+            if (length := given.get("max_position_embeddings")) != model.settings.max_length:
+                raise ValueError(f"max_length is {model.settings.max_length}, and {CONFIG} says {length}")
     except BadPack:
         raise
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors
         raise BadPack(f"{folder} cannot be read ({error!r})") from error
+    if tokenizer is None and request.tokenizer:
+        from outrider.models.pretrained import tokenizer_of
+
+        tokenizer = tokenizer_of(str(folder))
+    return ReadModel(model, tokenizer, pack.weights, pack.end_ids, config, packed=True)
+
+
+def _config(file: Path, given: dict[str, Any]) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise BadPack(f"{file} makes no configuration ({error!r})") from error
+    config._attn_implementation = None  # see `pretrained.read_config`
+    return config
 
 
 def _read_parts(
-    folder: Path, pack: Pack, meanwhile: Callable[[], None]
-) -> tuple[dict[str, native.Packed], dict[str, Tensor]]:
-    """The packed matrices, and the other tensors."""
-    tensors = _read(folder / WEIGHTS, pack.sums, meanwhile)
+    folder: Path, pack: Manifest, with_tokenizer: bool
+) -> tuple[dict[str, native.Packed], dict[str, Tensor], LazyTokenizer | None]:
+    """The packed matrices, the other tensors, and the tokenizer if it does not take transformers to read it."""
+    tokenizer = None
+    with _reading(folder / WEIGHTS, pack.sums) as tensors:
+        if with_tokenizer and pack.tokenizer is not None:
+            tokenizer = LazyTokenizer.of_folder(folder, pack.tokenizer)
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in pack.matrices}
     for name in [*tensors]:
         owner, is_part, part = name.partition(_PART)
@@ -299,14 +273,21 @@ def _read_parts(
     for name, settings in pack.matrices.items():
         same = settings.get(_SAME)
         made[name] = made[same] if same else native.Packed.from_state(settings, parts[name])
-    return made, tensors
+    return made, tensors, tokenizer
 
 
 def _restored(
-    config: PretrainedConfig, pack: Pack, matrices: Mapping[str, native.Packed], tensors: Mapping[str, Tensor]
+    config: PretrainedConfig, pack: Manifest, matrices: Mapping[str, native.Packed], tensors: Mapping[str, Tensor]
 ) -> PreTrainedModel:
+    from outrider.models.hf.experts import add_expert_
+
     model = skeleton(config)
-    give_packed_(model, matrices)
+    modules = dict(model.named_modules())
+    for name, matrix in matrices.items():
+        if name in modules:
+            give_matrix_(modules[name], matrix)
+        else:
+            add_expert_(model, name, matrix)
     for name, t in tensors.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -356,24 +337,27 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         raise OSError(f"{file} cannot be written: {error}") from error
 
 
-def _read(file: Path, sums: Mapping[str, int], meanwhile: Callable[[], None]) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, read once into memory of its own. Raises ValueError for a damaged one.
+@contextmanager
+def _reading(file: Path, sums: Mapping[str, int]) -> Iterator[dict[str, Tensor]]:
+    """Threads read every tensor of a safetensors file, while the block runs. The dict has them at the end of the block.
 
-    Read and not mapped, because a mapped file has small pages, which makes each step of the model slower. meanwhile: is called
-    while threads read. It may keep the interpreter to itself: a thread reads many tensors by one call of the system.
+    The block may keep the interpreter to itself: a thread reads many tensors by one call of the system. Read and not mapped,
+    because a mapped file has small pages, which makes each step of the model slower. Raises ValueError for a damaged file.
     """
-    table, start = header(file)
-    table.pop("__metadata__", None)
+    table = checkpoint.tensors([file])
     if table.keys() != sums.keys():
         raise ValueError(f"{file} has other tensors than its manifest says")
-    made = {name: native.room(math.prod(e["shape"]), _DTYPES[e["dtype"]]) for name, e in table.items()}
-    descriptor, begun = os.open(file, os.O_RDONLY), Semaphore(0)
+    names = sorted(table, key=lambda name: table[name][1:3])
+    for before, name in pairwise(names):
+        if table[name].offset != (end := table[before].offset + table[before].bytes):
+            raise ValueError(f"{name} begins at byte {table[name].offset}, and the tensor before ends at {end}")
+    memory = {name: native.room(t.weights, STORED_DTYPES[t.format]) for name, t in table.items()}
+    begun, found = Event(), dict[str, Tensor]()
 
-    def read(names: Sequence[str]) -> None:
-        """Tensors that lie one after another."""
-        buffers = [made[name].view(torch.uint8).numpy().data for name in names if made[name].numel()]
-        at = start + table[names[0]]["data_offsets"][0]
-        begun.release()
+    def read(descriptor: int, names: Sequence[str]) -> None:
+        buffers = [memory[name].view(torch.uint8).numpy().data for name in names if memory[name].numel()]
+        at = table[names[0]].offset
+        begun.set()
         while buffers:
             got = os.preadv(descriptor, buffers, at)
             if not got:
@@ -384,36 +368,18 @@ def _read(file: Path, sums: Mapping[str, int], meanwhile: Callable[[], None]) ->
             if got:
                 buffers[0] = buffers[0][got:]
         for name in names:
-            if _checksum(made[name]) != sums[name]:
+            if _checksum(memory[name]) != sums[name]:
                 raise ValueError(f"{file} is damaged: {name} has another checksum than when it was written")
 
-    try:
-        with ThreadPoolExecutor(max(torch.get_num_threads(), 2)) as pool:
-            jobs = [pool.submit(read, names) for names in _stretches(table)]
-            if jobs:
-                begun.acquire()
-            meanwhile()
-            for job in jobs:
-                job.result()
-    finally:
-        os.close(descriptor)
-    return {name: t.view(table[name]["shape"]) for name, t in made.items()}
-
-
-def _stretches(table: Mapping[str, Any]) -> list[list[str]]:
-    """The names of a header, in stretches of the file that one call reads. Raises ValueError for tensors that do not touch."""
-    found: list[list[str]] = []
-    end = length = 0
-    for name in sorted(table, key=lambda n: table[n]["data_offsets"]):
-        first, last = table[name]["data_offsets"]
-        if first != end:
-            raise ValueError(f"{name} begins at byte {first}, and the tensor before ends at {end}")
-        if not found or length + last - first > _LONGEST_READ or len(found[-1]) == _MOST_BUFFERS:
-            found.append([])
-            length = 0
-        found[-1].append(name)
-        end, length = last, length + last - first
-    return found
+    with file.open("rb") as opened, ThreadPoolExecutor(max(torch.get_num_threads(), 2)) as pool:
+        starts = range(0, len(names), _TOGETHER)
+        jobs = [pool.submit(read, opened.fileno(), names[i : i + _TOGETHER]) for i in starts]
+        if jobs:
+            begun.wait()
+        yield found
+        for job in jobs:
+            job.result()
+    found |= {name: memory[name].view(table[name].shape) for name in table}
 
 
 def _checksum(t: Tensor) -> int:

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from threading import Lock, Thread
 
@@ -26,17 +25,17 @@ from filelock import FileLock, Timeout
 from outrider.core.files import cache_folder
 from outrider.core.suggest import did_you_mean
 from outrider.models.packs.folder import (
-    LAYOUT,
     MANIFEST,
     BadPack,
     NotRestorable,
     PackContents,
-    RestoredModel,
-    kernel_layout,
-    load_manifest,
+    is_pack,
+    made_by,
+    manifest,
+    read,
     size,
-    start,
 )
+from outrider.models.request import LoadRequest, ReadModel
 
 LIMIT = "OUTRIDER_PACK_CACHE_GB"
 """The environment variable with the size of the cache in GB (10^9 bytes). 0 switches it off."""
@@ -65,17 +64,11 @@ def folder() -> Path:
     return cache_folder() / "packs"
 
 
-def enabled() -> bool:
-    """Whether packs are kept. Raises ValueError for a variable that is no number."""
-    return LIMIT not in os.environ or limit() > 0
-
-
 def limit() -> float:
-    """Bytes that all packs may take. Raises ValueError for a variable that is no number."""
+    """Bytes that all packs may take; 0 if none are kept. Raises ValueError for a variable that is no number."""
     given = os.environ.get(LIMIT)
     if given is None:
-        free = _free(folder())
-        return min(_DEFAULT_LIMIT, _SHARE * (free + sum(p.bytes for p in packs())))
+        return min(_DEFAULT_LIMIT, _SHARE * _room())
     try:
         return float(given) * 1e9
     except ValueError as error:
@@ -90,8 +83,7 @@ def name_of(title: str, files: Sequence[Path], request: str) -> str:
     title: how the name starts. files: or folders with them. request: the precision that was asked for, and what else decides.
     The digest covers the size and time of each file, and samples of its content.
     """
-    made_by = LAYOUT, _CONTENT, kernel_layout(), version("transformers")
-    digest = hashlib.sha256(repr((request, *made_by)).encode())
+    digest = hashlib.sha256(repr((request, _CONTENT, made_by())).encode())
     for given in files:
         for file in sorted(given.iterdir()) if given.is_dir() else [given]:
             if file.suffix in _SUFFIXES and file.is_file():
@@ -112,20 +104,20 @@ def _sample(file: Path, length: int) -> bytes:
     return b"".join(parts)
 
 
-def restored(name: str, *, tokenizer: bool = True, modules: bool = False) -> RestoredModel | None:
-    """A cached pack, see `packs.folder.start`. None if there is none, or it is damaged; then it is removed, with a warning."""
+def restored(name: str, request: LoadRequest) -> ReadModel | None:
+    """A cached pack, see `packs.folder.read`. None if there is none, or it is damaged; then it is removed, with a warning."""
     where = folder() / name
-    if not (where / MANIFEST).exists():
+    if not is_pack(where):
         return None
     try:
-        found = start(where, load_manifest(where), tokenizer=tokenizer, modules=modules)
+        found = read(where, request)
         os.utime(where / MANIFEST)
+        return found
     except (BadPack, OSError) as error:
-        if (where / MANIFEST).exists():  # else another process has just removed it
+        if is_pack(where):  # else another process has just removed it
             warnings.warn(f"{error}; it is removed, and the model is packed again", RuntimeWarning, stacklevel=2)
             _remove(where)
         return None
-    return found
 
 
 def keep(name: str, need: int, contents: Callable[[], PackContents]) -> bool:
@@ -134,7 +126,8 @@ def keep(name: str, need: int, contents: Callable[[], PackContents]) -> bool:
     need: bytes that it will take. contents: gives what to write. The background warns if the folder cannot be written, and adds
     nothing while another process adds a pack.
     """
-    if (folder() / name / MANIFEST).exists() or not _fits(need):
+    busy = name in _writers and _writers[name][0].is_alive()
+    if busy or is_pack(folder() / name) or not _fits(need):
         return False
     try:
         given = contents()
@@ -142,116 +135,106 @@ def keep(name: str, need: int, contents: Callable[[], PackContents]) -> bool:
         return False
     if not _writers:
         atexit.register(_end)
-    _writers.append(_Writer(name, need, given))
-    _writers[-1].start()
+    # A daemon ends with the process, if `_end` does not wait for it.
+    thread = Thread(target=_write, args=(name, need, given), daemon=True)
+    _writers[name] = thread, need
+    thread.start()
     return True
 
 
 def wait() -> None:
     """Until all packs of this process are written."""
-    for writer in [*_writers]:
-        writer.join()
-        _writers.remove(writer)
+    for name, (thread, _) in [*_writers.items()]:
+        thread.join()
+        _writers.pop(name, None)
     atexit.unregister(_end)
 
 
-class _Writer(Thread):
-    """Adds one pack, when no other thread does. It ends with the process, if `_end` does not wait for it."""
-
-    def __init__(self, name: str, need: int, contents: PackContents) -> None:
-        super().__init__(name=f"pack {name}", daemon=True)
-        self.need, self._pack, self._contents, self._given_up = need, name, contents, False
-
-    def run(self) -> None:
-        root = folder()
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            with _writing, FileLock(root / ".lock").acquire(timeout=0):
-                for left in root.glob(f"*{_PARTIAL}"):  # of a process that was killed: this one has the lock
-                    _remove(left)
-                if not (root / self._pack / MANIFEST).exists() and _make_room(self.need):
-                    self._write(root)
-        except Timeout:
-            pass
-        except OSError as error:
-            if not self._given_up:
-                warnings.warn(
-                    f"the packed weights were not kept in {root} ({error}); the model runs, and the next start packs it again. "
-                    f"{LIMIT}=0 switches this off",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        finally:
-            del self._contents  # the model's memory is its own again
-
-    def _write(self, root: Path) -> None:
-        partial = root / f"{self._pack}{_PARTIAL}"
-        partial.mkdir()
-        try:
-            self._contents.write(partial)
-            shutil.rmtree(root / self._pack, ignore_errors=True)  # without a manifest it is no pack
-            partial.rename(root / self._pack)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-    def give_up(self) -> None:
-        """Take away what is written so far. The thread then has nothing to rename."""
-        self._given_up = True
-        shutil.rmtree(folder() / f"{self._pack}{_PARTIAL}", ignore_errors=True)
-
-
-_writers: list[_Writer] = []
+_writers: dict[str, tuple[Thread, int]] = {}  # by the name of the pack; with its bytes
 _writing = Lock()
+
+
+def _write(name: str, need: int, contents: PackContents) -> None:
+    """Add one pack, when no other thread or process does."""
+    root = folder()
+    partial = root / f"{name}{_PARTIAL}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _writing, FileLock(root / ".lock").acquire(timeout=0):
+            for left in root.glob(f"*{_PARTIAL}"):  # of a process that was killed: this one has the lock
+                shutil.rmtree(left, ignore_errors=True)
+            if is_pack(root / name) or not _make_room(need):
+                return
+            partial.mkdir()
+            contents.write(partial)
+            shutil.rmtree(root / name, ignore_errors=True)  # without a manifest it is no pack
+            partial.rename(root / name)
+    except Timeout:
+        pass
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if name in _writers:  # else the user gave it up
+            warnings.warn(
+                f"the packed weights were not kept in {root} ({error}); the model runs, and the next start packs it again. "
+                f"{LIMIT}=0 switches this off",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _end() -> None:
     """At the end of the process: wait, unless the user does not want to."""
     try:
-        for writer in _writers:
-            writer.join(_PATIENCE)
-            if writer.is_alive():
+        for thread, need in _writers.values():
+            thread.join(_PATIENCE)
+            if thread.is_alive():
                 warnings.warn(
-                    f"still keeping the packed weights ({writer.need / 1e9:.2f} GB) for the next start; Ctrl-C gives that up",
+                    f"still keeping the packed weights ({need / 1e9:.2f} GB) for the next start; Ctrl-C gives that up",
                     RuntimeWarning,
                     stacklevel=1,
                 )
-                writer.join()
+                thread.join()
     except KeyboardInterrupt:
-        for writer in _writers:
-            writer.give_up()
+        while _writers:  # a thread then has nothing to rename
+            shutil.rmtree(folder() / f"{_writers.popitem()[0]}{_PARTIAL}", ignore_errors=True)
+
+
+def _room() -> float:
+    """Bytes that all packs could take on this disk."""
+    where = folder()
+    while not where.exists():
+        where = where.parent
+    return shutil.disk_usage(where).free + sum(p.bytes for p in packs())
 
 
 def _fits(need: int) -> bool:
     """Whether there could be room for so many bytes."""
-    return need <= limit() and need <= _free(folder()) + sum(p.bytes for p in packs())
+    return need <= min(limit(), _room())
 
 
 def _make_room(need: int) -> bool:
     """Remove the least recently used packs until another one fits. False, and nothing is removed, if it never does."""
     if not _fits(need):
         return False
-    held = sorted(packs(), key=lambda p: p.used)
-    total, most = sum(p.bytes for p in held), limit()
-    while held and (total + need > most or need > _free(folder())):
-        oldest = held.pop(0)
-        _remove(folder() / oldest.name)
-        total -= oldest.bytes
+    held, most = sorted(packs(), key=lambda p: p.used), min(limit(), _room())
+    while sum(p.bytes for p in held) + need > most:
+        _remove(folder() / held.pop(0).name)
     return True
 
 
 def packs() -> list[CachedPack]:
     """The cached packs, by name. Damaged and older ones are among them."""
     found = []
-    for manifest in sorted(folder().glob(f"*/{MANIFEST}")):
-        where = manifest.parent
+    for file in sorted(folder().glob(f"*/{MANIFEST}")):
+        where = file.parent
         if where.suffix == _PARTIAL:
             continue
         source = weights = "?"
         with suppress(BadPack):
-            pack = load_manifest(where)
+            pack = manifest(where)
             source, weights = pack.source, pack.weights
         with suppress(OSError):
-            found.append(CachedPack(where.name, size(where), manifest.stat().st_mtime, source, weights))
+            found.append(CachedPack(where.name, size(where), file.stat().st_mtime, source, weights))
     return found
 
 
@@ -275,9 +258,3 @@ def _remove(where: Path) -> None:
     with suppress(OSError):
         where.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def _free(where: Path) -> int:
-    while not where.exists():
-        where = where.parent
-    return shutil.disk_usage(where).free

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.hf.hooks import UnsupportedModel
-from outrider.models.quantised.weights import CodedFloats, QuantisedWeight, ScaledFloats, ScaledIntegers
+from outrider.models.quantised.weights import QuantisedWeight
 
 # AutoAWQ's order of eight columns in 32 bits.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -28,19 +28,19 @@ Tensors = Mapping[str, Tensor]
 class Format(NamedTuple):
     """One way to store a matrix.
 
-    tensors: suffix -> whether it must be there. The first one marks the matrix; what is before its suffix is the matrix's name
-    without `weight`. drop: suffixes that belong to the matrix and that its values do not depend on. read: from the tensors by
-    suffix, the settings, and the name for errors.
+    read: from the tensors by suffix, the settings, and the name for errors. needed, optional: suffixes; before them is the
+    matrix's name without `weight`. The first one tells its size. drop: those that its values do not depend on.
     """
 
-    tensors: Mapping[str, bool]
-    drop: tuple[str, ...]
     read: Callable[[Tensors, Mapping[str, Any], str], QuantisedWeight]
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
 
     @property
     def suffix(self) -> str:
         """Of a tensor that plain checkpoints do not have."""
-        return next(suffix for suffix, needed in self.tensors.items() if needed and suffix != "weight")
+        return next(suffix for suffix in self.needed if suffix != "weight")
 
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
@@ -96,25 +96,20 @@ def _gptq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantised
             raise ValueError(f"tensor {name}g_idx names group {int(group.max())} of {len(scales)}; download it again")
     else:
         group = torch.arange(columns) // (size if size > 0 else columns)
-    if settings.get("checkpoint_format", settings.get("format", "gptq")) != "gptq_v2":
-        zeros = _one_added(zeros, bits)
+    if first := _gptq_format(settings) != "gptq_v2":  # it stores zero points less one
+        ones = sum(1 << shift for shift in range(0, 32, bits)) if bits != 3 else 0
+        # GPTQModel adds it to whole words, so a zero point may carry into the next.
+        zeros = ((zeros.long() & 0xFFFFFFFF) + ones & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
     zero = unpacked(zeros, bits, rows).T.to(torch.int16)  # [out, group]
+    if first and bits == 3:
+        zero = zero + 1 & 7
     values = unpacked(words.T, bits, columns).to(torch.int16) - zero[:, group]
-    return ScaledIntegers(values, scales.T, group)
+    return QuantisedWeight(values, scales.T, group)
 
 
-def _one_added(words: Tensor, bits: int) -> Tensor:
-    """The first version of the format stores zero points less one. GPTQModel adds it to whole words."""
-    if bits not in (2, 4, 8):
-        count = words.shape[-1] * 32 // bits
-        more = (unpacked(words, bits, count).int() + 1) & ((1 << bits) - 1)
-        total = torch.zeros(*words.shape[:-1], words.shape[-1] * 32, dtype=torch.int64)
-        for bit in range(bits):
-            total[..., torch.arange(count) * bits + bit] = (more >> bit & 1).long()
-        whole = (total.view(*words.shape, 32) << torch.arange(32)).sum(-1)
-        return whole.to(torch.int32)
-    ones = sum(1 << shift for shift in range(0, 32, bits))
-    return ((words.long() & 0xFFFFFFFF) + ones & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+def _gptq_format(settings: Mapping[str, Any]) -> Any:
+    stored = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    return "marlin" if settings.get("is_marlin_format") else stored
 
 
 def _awq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
@@ -129,7 +124,7 @@ def _awq(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedW
         unpacked(t, 4, rows).view(len(t), -1, 8)[..., list(_AWQ_ORDER)].reshape(len(t), rows).T.to(torch.int16)
         for t in (words, zeros)
     )
-    return ScaledIntegers(values - zero[:, group], scales.T, group)
+    return QuantisedWeight(values - zero[:, group], scales.T, group)
 
 
 def _packed(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
@@ -189,7 +184,7 @@ def _integers(values: Tensor, scales: Tensor, zero: Tensor | None, order: Tensor
         zero = zero.reshape(1, 1).expand(rows, 1) if zero.numel() == 1 else zero
         zero = _shaped(f"{name}weight_zero_point", zero, tuple(scales.shape))
         values = values.to(torch.int16) - zero.to(torch.int16)[:, group]
-    return ScaledIntegers(values, scales, group)
+    return QuantisedWeight(values, scales, group)
 
 
 def _scaled(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
@@ -213,13 +208,13 @@ def _scaled(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantis
             f"a block of quantization_config in config.json must be two numbers as [128, 128], got {block!r}"
         )
     if block and tuple(scales.shape) == tuple(-(-n // b) for n, b in zip((rows, columns), block, strict=True)):
-        return ScaledFloats(weight, scales, (int(block[0]), int(block[1])))
+        return QuantisedWeight(weight, scales, torch.arange(columns) // int(block[1]), int(block[0]))
     if tuple(scales.shape) not in ((1, 1), (rows, 1)):
         raise ValueError(
             f"tensor {name}{which} has shape {list(scales.shape)}, which fits neither the {rows} x {columns} of "
             f"{name}weight nor blocks of {block}; the checkpoint is not consistent"
         )
-    return ScaledFloats(weight, scales, (1 if len(scales) > 1 else rows, columns))
+    return QuantisedWeight(weight, scales, torch.zeros(columns, dtype=torch.int64), 1 if len(scales) > 1 else rows)
 
 
 def _block_structure(settings: Mapping[str, Any]) -> Any:
@@ -227,7 +222,7 @@ def _block_structure(settings: Mapping[str, Any]) -> Any:
     return next((weights["block_structure"] for weights in found if weights.get("block_structure")), None)
 
 
-def _fp4(packed: Tensor, scales: Tensor, whole: Tensor | None, name: str) -> ScaledIntegers:
+def _fp4(packed: Tensor, scales: Tensor, whole: Tensor | None, name: str) -> QuantisedWeight:
     """4-bit floats, two in a byte. scales: uint8 powers of two (MXFP4), or float8 under one float32 (NVFP4)."""
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     table = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=torch.int8)
@@ -239,10 +234,10 @@ def _fp4(packed: Tensor, scales: Tensor, whole: Tensor | None, name: str) -> Sca
         scales = scales.float() if whole is None else scales.float() / whole.float()
     if scales.shape[0] != rows or columns % scales.shape[1]:
         raise ValueError(f"tensor {name} has shape {list(scales.shape)} for a matrix of {rows} x {columns}")
-    return ScaledIntegers(values, scales / 2, torch.arange(columns) // (columns // scales.shape[1]))
+    return QuantisedWeight(values, scales / 2, torch.arange(columns) // (columns // scales.shape[1]))
 
 
-def mxfp4(packed: Tensor, scales: Tensor, name: str) -> ScaledIntegers:
+def mxfp4(packed: Tensor, scales: Tensor, name: str) -> QuantisedWeight:
     """One expert of gpt-oss. packed: uint8 [out, block, 16]. scales: uint8 [out, block]."""
     return _fp4(packed.flatten(1), scales, None, name)
 
@@ -250,7 +245,7 @@ def mxfp4(packed: Tensor, scales: Tensor, name: str) -> ScaledIntegers:
 def _int8(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
     weight = tensors["weight"]
     scales = _shaped(f"{name}SCB", tensors["SCB"], (len(weight),))
-    return ScaledIntegers(weight, scales[:, None], torch.zeros(weight.shape[1], dtype=torch.int64), _INT8_FACTOR)
+    return QuantisedWeight(weight, scales[:, None], torch.zeros(weight.shape[1], dtype=torch.int64), 1, _INT8_FACTOR)
 
 
 def _coded(tensors: Tensors, settings: Mapping[str, Any], name: str) -> QuantisedWeight:
@@ -267,90 +262,74 @@ def _coded(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Quantise
     rows, columns = known["shape"]
     if len(index) < rows * columns or len(scales) * known["blocksize"] < rows * columns:
         raise ValueError(f"tensor {name}weight is too short for {rows} x {columns} numbers; download it again")
-    return CodedFloats(
-        index[: rows * columns], tensors["weight.quant_map"], scales.float(), int(known["blocksize"]), (rows, columns)
-    )
+    values = tensors["weight.quant_map"][index[: rows * columns].long()].view(rows, columns)
+    scales = scales.float().repeat_interleave(int(known["blocksize"]))[: rows * columns].view(rows, columns)
+    return QuantisedWeight(values, scales, torch.arange(columns))
 
 
-_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _ACTIVATIONS = (
-    "input_scale",
-    "activation_scale",
-    "input_zero_point",
-    "input_global_scale",
-    "output_scale",
-    "input_scale_ub",
-)
+    "input_scale", "activation_scale", "input_zero_point", "input_global_scale", "output_scale", "input_scale_ub",
+)  # fmt: skip
+_PACKED = ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+_NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 FORMATS: dict[str, tuple[Format, ...]] = {
-    "gptq": (Format({"qweight": True, "qzeros": True, "scales": True, "g_idx": False}, (), _gptq),),
-    "awq": (Format({"qweight": True, "qzeros": True, "scales": True}, (), _awq),),
+    "gptq": (Format(_gptq, ("qweight", "qzeros", "scales"), ("g_idx",)),),
+    "awq": (Format(_awq, ("qweight", "qzeros", "scales")),),
     "compressed-tensors": (
-        Format(
-            {
-                "weight_packed": True,
-                "weight_scale": True,
-                "weight_shape": False,
-                "weight_zero_point": False,
-                "weight_g_idx": False,
-                "weight_global_scale": False,
-            },
-            _ACTIVATIONS,
-            _packed,
-        ),
-        Format({"weight": True, "weight_scale": True, "weight_zero_point": False}, _ACTIVATIONS, _scaled),
+        Format(_packed, ("weight_packed", "weight_scale"), _PACKED, _ACTIVATIONS),
+        Format(_scaled, ("weight", "weight_scale"), ("weight_zero_point",), _ACTIVATIONS),
     ),
     "fp8": (
-        Format({"weight": True, "weight_scale_inv": True}, _ACTIVATIONS, _scaled),
-        Format({"weight": True, "weight_scale": True}, _ACTIVATIONS, _scaled),
+        Format(_scaled, ("weight", "weight_scale_inv"), drop=_ACTIVATIONS),
+        Format(_scaled, ("weight", "weight_scale"), drop=_ACTIVATIONS),
     ),
-    "fbgemm_fp8": (Format({"weight": True, "weight_scale": True}, _ACTIVATIONS, _scaled),),
+    "fbgemm_fp8": (Format(_scaled, ("weight", "weight_scale"), drop=_ACTIVATIONS),),
     "bitsandbytes": (
-        Format({"weight": True, "SCB": True}, ("weight_format",), _int8),
-        Format(
-            {
-                "weight": True,
-                "weight.absmax": True,
-                "weight.quant_map": True,
-                "weight.nested_absmax": False,
-                "weight.nested_quant_map": False,
-                **dict.fromkeys(_STATES, False),
-            },
-            (),
-            _coded,
-        ),
+        Format(_int8, ("weight", "SCB"), drop=("weight_format",)),
+        Format(_coded, ("weight", "weight.absmax", "weight.quant_map"), (*_NESTED, *_STATES)),
     ),
 }
 """The formats that are read, by the `quant_method` of a configuration. gpt-oss's mxfp4 is read by `mxfp4`."""
 
 
+# What is not read of a method: settings -> its words, or nothing.
+_ODD: dict[str, tuple[Callable[[Mapping[str, Any]], str], ...]] = {
+    "gptq": (
+        lambda s: "" if (form := _gptq_format(s)) in ("gptq", "gptq_v2") else f"in the format {form}",
+        lambda s: (
+            "" if s.get("bits") else 'in a number of bits that quantization_config in config.json does not say ("bits")'
+        ),
+        lambda s: "" if s["bits"] in (2, 3, 4, 8) else f"in {s['bits']} bits",
+    ),
+    "awq": (
+        lambda s: (
+            "" if (v := str(s.get("version", "gemm")).lower()) in ("gemm", "exllama", "ipex") else f"in the layout {v}"
+        ),
+        lambda s: "" if (bits := s.get("bits", 4)) == 4 else f"in {bits} bits",
+    ),
+    "compressed-tensors": (
+        lambda s: (
+            ""
+            if (v := (s.get("sparsity_config") or {}).get("format", "dense")) == "dense"
+            else f"and stored sparse ({v})"
+        ),
+    ),
+}
+_OTHER_NAMES = {"fbgemm-fp8": "fbgemm_fp8", "bitsandbytes-4bit": "bitsandbytes", "bitsandbytes-8bit": "bitsandbytes"}
+
+
 def check(name: str, settings: Mapping[str, Any]) -> str:
     """The method of a `quantization_config`. Raises UnsupportedModel, with what can be read, for others."""
     method = str(settings.get("quant_method", "")).replace("_", "-").lower()
-    method = {"fbgemm-fp8": "fbgemm_fp8", "bitsandbytes-4bit": "bitsandbytes", "bitsandbytes-8bit": "bitsandbytes"}.get(
-        method, method
-    )
-    known = ", ".join((*FORMATS, "mxfp4"))
+    method = _OTHER_NAMES.get(method, method)
     otherwise = "give the unquantised model, with quantization='int8' or 'int4' if it should be small"
     if method not in (*FORMATS, "mxfp4"):
         raise UnsupportedModel(
             f"the weights of {name} are quantised by {method or 'an unnamed method'}, which outrider does not read. It reads "
-            f"{known}; {otherwise}"
+            f"{', '.join((*FORMATS, 'mxfp4'))}; {otherwise}"
         )
-    odd = ""
-    if method == "gptq":
-        stored = settings.get("checkpoint_format", settings.get("format", "gptq"))
-        odd = f"in the format {stored}" if stored not in ("gptq", "gptq_v2") or settings.get("is_marlin_format") else ""
-        if (bits := settings.get("bits")) is None:
-            odd = odd or 'in a number of bits that quantization_config in config.json does not say ("bits")'
-        odd = odd or (f"in {bits} bits" if bits not in (2, 3, 4, 8) else "")
-    if method == "awq":
-        version = str(settings.get("version", "gemm")).lower()
-        odd = f"in the layout {version}" if version not in ("gemm", "exllama", "ipex") else ""
-        odd = odd or (f"in {settings['bits']} bits" if settings.get("bits", 4) != 4 else "")
-    if method == "compressed-tensors":
-        sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
-        odd = f"and stored sparse ({sparse})" if sparse != "dense" else ""
-    if odd:
+    if odd := next(filter(None, (what(settings) for what in _ODD.get(method, ()))), None):
         raise UnsupportedModel(
             f"the weights of {name} are quantised by {method} {odd}, which outrider does not read; {otherwise}"
         )

@@ -7,7 +7,6 @@ kernels have its format. The stand-ins are replaced by the blocks when the model
 from __future__ import annotations
 
 import copy
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,11 +24,11 @@ from transformers.core_model_loading import dot_natural_key
 
 from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
-from outrider.models.checkpoint import Sizes
+from outrider.models.checkpoint import Sizes, StoredTensor
 from outrider.models.hf.experts import gated, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.matrix import give_matrix_
-from outrider.models.quantised.formats import FORMATS, Format, Tensors, mxfp4
+from outrider.models.quantised.formats import FORMATS, Format, mxfp4
 from outrider.models.quantised.weights import QuantisedWeight, joined
 
 # Scales of the cache of keys and values, and of activations: our own cache and kernels do not use them.
@@ -49,14 +48,6 @@ _JOINED = (
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-class _Part(NamedTuple):
-    """A tensor of the checkpoint."""
-
-    file: Path
-    code: str
-    shape: tuple[int, ...]
-
-
 class Quantised:
     """The tensors of a quantised checkpoint.
 
@@ -67,11 +58,7 @@ class Quantised:
     def __init__(self, name: str, folder: Path, method: str, settings: Mapping[str, Any]) -> None:
         """Reads headers only. Raises ValueError or UnsupportedModel, with the name of the tensor, for what does not fit."""
         self.name, self.folder, self.method, self.settings = name, folder, method, settings
-        self._parts: dict[str, _Part] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            for tensor, entry in checkpoint.header(file)[0].items():
-                if tensor != "__metadata__":
-                    self._parts[tensor] = _Part(file, entry["dtype"], tuple(entry["shape"]))
+        self._parts = checkpoint.tensors(sorted(folder.glob("*.safetensors")))
         if not self._parts:
             raise UnsupportedModel(f"{name} is quantised, and has no *.safetensors; outrider reads no other such files")
         self.matrices: dict[str, Callable[[], QuantisedWeight]] = {}
@@ -88,76 +75,70 @@ class Quantised:
                 "the weights are plain, delete quantization_config from config.json; else download the checkpoint again"
             )
         for tensor, part in self.plain.items():
-            if part.code not in _FLOATS and not _UNUSED.fullmatch(tensor):
+            if part.format not in _FLOATS and not _UNUSED.fullmatch(tensor):
                 raise UnsupportedModel(
-                    f"tensor {tensor} of {name} has type {part.code}, and no scale for it is known to {method}; outrider cannot "
-                    "read this checkpoint exactly"
+                    f"tensor {tensor} of {name} has type {part.format}, and no scale for it is known to {method}; outrider "
+                    "cannot read this checkpoint exactly"
                 )
 
     def _find(self, formats: tuple[Format, ...]) -> None:
         """Sort the tensors into matrices and plain ones."""
-        suffixes = {s for form in formats for s in form.tensors if s != "weight"}
-        prefixes = {t.removesuffix(s): 0 for t in self._parts for s in suffixes if t.endswith(f".{s}")}
-
-        def there_are(prefix: str, form: Format) -> int:
-            return sum(prefix + suffix in self._parts for suffix, needed in form.tensors.items() if needed)
-
+        suffixes = {s for form in formats for s in (*form.needed, *form.optional) if s != "weight"}
+        prefixes = dict.fromkeys(t.removesuffix(s) for t in self._parts for s in suffixes if t.endswith(f".{s}"))
         for prefix in prefixes:
-            form = max(formats, key=lambda form: there_are(prefix, form) / sum(form.tensors.values()))
-            for suffix, needed in form.tensors.items():
-                if needed and prefix + suffix not in self._parts:
-                    there = next(s for s in form.tensors if prefix + s in self._parts)
-                    raise ValueError(
-                        f"{self.name} has tensor {prefix}{there} and lacks {prefix}{suffix}, without which the weight cannot be "
-                        "read; the checkpoint is not whole, so download it again"
-                    )
-            used = [s for s in (*form.tensors, *form.drop) if prefix + s in self._parts]
-            for suffix in used:
-                self.plain.pop(prefix + suffix, None)
-            self.matrices[f"{prefix}weight"] = self._reader(prefix, form)
-            self._count(prefix, form)
+            held = {tensor.removeprefix(prefix) for form in formats for tensor in self._held(prefix, form)}
+            form = max(formats, key=lambda form: len(held & {*form.needed}) / len(form.needed))
+            if lacking := [suffix for suffix in form.needed if suffix not in held]:
+                there = next(s for s in (*form.needed, *form.optional, *held) if s in held)
+                raise self._half(prefix + there, prefix + lacking[0])
+            for tensor in self._held(prefix, form):
+                self.plain.pop(tensor, None)
+            self.matrices[f"{prefix}weight"] = partial(self._read, prefix, form)
+            self._count(self._parts[prefix + form.needed[0]])
 
-    def _count(self, prefix: str, form: Format) -> None:
+    def _held(self, prefix: str, form: Format) -> list[str]:
+        """The tensors of a matrix."""
+        return [prefix + s for s in (*form.needed, *form.optional, *form.drop) if prefix + s in self._parts]
+
+    def _half(self, there: str, lacks: str) -> ValueError:
+        return ValueError(
+            f"{self.name} has tensor {there} and lacks {lacks}, without which the weight cannot be read; the checkpoint is not "
+            "whole, so download it again"
+        )
+
+    def _count(self, part: StoredTensor) -> None:
         """Estimate the memory of a matrix from the header."""
-        part = self._parts[prefix + next(s for s in form.tensors if prefix + s in self._parts)]
-        size, bits = math.prod(part.shape), int(self.settings.get("bits") or self.settings.get("w_bit") or 4)
-        if part.code == "I32":
+        size, bits = part.weights, int(self.settings.get("bits") or self.settings.get("w_bit") or 4)
+        if part.format == "I32":
             scheme = next(iter(self.settings.get("config_groups", {}).values()), {})
             bits = int((scheme.get("weights") or {}).get("num_bits", bits))
             size = size * 32 // bits
             self.kept += int(size * _KEPT[4 if bits <= 4 else 8])
         else:
-            size *= 2 if part.code == "U8" else 1
-            self.kept += int(size * (_KEPT[8] if part.code == "I8" and self.method != "bitsandbytes" else 2))
+            size *= 2 if part.format == "U8" else 1
+            self.kept += int(size * (_KEPT[8] if part.format == "I8" and self.method != "bitsandbytes" else 2))
         self.numbers += size
 
-    def _reader(self, prefix: str, form: Format) -> Callable[[], QuantisedWeight]:
-        def read() -> QuantisedWeight:
-            tensors: Tensors = {s: self.tensor(prefix + s) for s in form.tensors if prefix + s in self._parts}
-            return form.read(tensors, self.settings, prefix)
-
-        return read
+    def _read(self, prefix: str, form: Format) -> QuantisedWeight:
+        suffixes = (s for s in (*form.needed, *form.optional) if prefix + s in self._parts)
+        return form.read({s: self.tensor(prefix + s) for s in suffixes}, self.settings, prefix)
 
     def _find_mxfp4(self) -> None:
         """gpt-oss: the experts of a layer in one tensor of blocks and one of scales."""
         for tensor, part in self._parts.items():
-            if tensor.endswith("_scales") and f"{tensor.removesuffix('_scales')}_blocks" not in self._parts:
-                raise ValueError(
-                    f"{self.name} has tensor {tensor} and lacks {tensor.removesuffix('_scales')}_blocks, without which the "
-                    "weight cannot be read; the checkpoint is not whole, so download it again"
-                )
-            if not tensor.endswith("_blocks"):
+            base, _, kind = tensor.rpartition("_")
+            if kind == "scales" and f"{base}_blocks" not in self._parts:
+                raise self._half(tensor, f"{base}_blocks")
+            if kind != "blocks":
                 continue
-            base = tensor.removesuffix("_blocks")
             scales = self._parts.get(f"{base}_scales")
             if scales is None or scales.shape != part.shape[:-1] or len(part.shape) != 4 or part.shape[3] != 16:
                 raise ValueError(
                     f"{self.name} has tensor {tensor} of shape {list(part.shape)} and no {base}_scales of shape "
                     f"{list(part.shape[:-1])}; the checkpoint is not whole, so download it again"
                 )
-            self.plain.pop(tensor)
-            self.plain.pop(f"{base}_scales")
-            self.numbers += part.shape[0] * part.shape[1] * part.shape[2] * 32
+            del self.plain[tensor], self.plain[f"{base}_scales"]
+            self.numbers += 2 * part.weights
         self.kept = int(self.numbers * 0.6875)
 
     def experts(self, shell: nn.Module) -> dict[str, list[Callable[[], QuantisedWeight]]]:
@@ -188,17 +169,17 @@ class Quantised:
     def _mxfp4(self, base: str, index: int) -> QuantisedWeight:
         parts: list[Tensor] = []
         for suffix in ("blocks", "scales"):
-            with safe_open(self._parts[f"{base}_{suffix}"].file, framework="pt") as file:
+            with safe_open(self._parts[f"{base}_{suffix}"].path, framework="pt") as file:
                 parts.append(file.get_slice(f"{base}_{suffix}")[index])
         return mxfp4(parts[0], parts[1], f"{base}_scales")
 
     def tensor(self, name: str) -> Tensor:
-        with safe_open(self._parts[name].file, framework="pt") as file:
+        with safe_open(self._parts[name].path, framework="pt") as file:
             return file.get_tensor(name)
 
     def sizes(self) -> Sizes:
         """The memory that the model needs."""
-        rest = sum(checkpoint.CODE_BYTES.get(p.code, 4) * math.prod(p.shape) for p in self.plain.values())
+        rest = sum(part.bytes for part in self.plain.values())
         return Sizes("gguf", self.numbers, rest, self.kept)
 
 

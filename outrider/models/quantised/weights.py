@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,34 +11,22 @@ from torch import Tensor
 from outrider.kernels.blocks import Blocks
 
 _BLOCK = 32  # columns that share a scale in the block formats
-
-
-class QuantisedWeight(Protocol):
-    """A matrix [out, in]."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """[out, in]: the values that the format's own library gives in this dtype."""
-        ...
-
-    def blocks(self) -> Blocks | None:
-        """The very values in a format of our kernels. None if no format holds them exactly."""
-        ...
+_ROWS = 256  # of which `dense` has float32 values at a time
 
 
 @dataclass(frozen=True, eq=False)
-class ScaledIntegers:
-    """value = integer * scale (* factor).
+class QuantisedWeight:
+    """A matrix [out, in]: value[i, j] = values[i, j] * scales[i // tile, group[j]] (* factor).
 
-    values: int8 or int16 [out, in], with the zero point subtracted. scales: floats [out, group]. group: int64 [in], the group of
-    each column. factor: a second factor, by which the library multiplies last.
+    values: [out, in], integers with the zero point subtracted, or small floats. scales: floats [tiles of rows, group].
+    group: int64 [in], the group of each column. tile: rows that share a scale; the last tile may be cut. factor: a second factor,
+    by which the library multiplies last.
     """
 
     values: Tensor
     scales: Tensor
     group: Tensor
+    tile: int = 1
     factor: float = 1.0
 
     @property
@@ -47,20 +34,23 @@ class ScaledIntegers:
         return (self.values.shape[0], self.values.shape[1])
 
     def dense(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]: the values that the format's own library gives in this dtype."""
         out = torch.empty(self.shape, dtype=dtype)
-        for part in range(0, len(out), 256):  # float32 for a few rows at a time
-            rows = slice(part, part + 256)
-            exact = self.values[rows].float() * self.scales[rows].float()[:, self.group]
-            out[rows] = (exact if self.factor == 1.0 else exact * self.factor).to(dtype)
+        for start in range(0, len(out), _ROWS):
+            part = self.values[start : start + _ROWS].float()
+            tiles = torch.arange(start, start + len(part)) // self.tile
+            exact = part * self.scales[tiles].float()[:, self.group]
+            out[start : start + _ROWS] = (exact if self.factor == 1.0 else exact * self.factor).to(dtype)
         return out
 
     def blocks(self) -> Blocks | None:
-        """Q4_0 for integers of -8 to 7, Q5_0 for -16 to 15 (4 bits with a zero point), Q8_0 for 8 bits.
+        """The very values in a format of our kernels. None if no format holds them exactly.
 
-        A zero point must not become a minimum in float16: it would be rounded.
+        Q4_0 for integers of -8 to 7, Q5_0 for -16 to 15 (4 bits with a zero point), Q8_0 for 8 bits. A zero point must not become
+        a minimum in float16: it would be rounded.
         """
         rows, columns = self.shape
-        if columns % _BLOCK or self.factor != 1.0:
+        if self.values.is_floating_point() or columns % _BLOCK or self.factor != 1.0 or self.tile != 1:
             return None
         group = self.group.view(-1, _BLOCK)
         if not bool((group == group[:, :1]).all()):  # the order of activations mixes the groups
@@ -95,80 +85,12 @@ def _fifth_bits(values: Tensor) -> Tensor:
     return (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
-@dataclass(frozen=True, eq=False)
-class ScaledFloats:
-    """value = small float * scale. values: float8 [out, in]. scales: floats [out or tiles of rows or 1, in or tiles or 1].
-
-    tile: rows and columns of a tile; the last tile of a side may be cut.
-    """
-
-    values: Tensor
-    scales: Tensor
-    tile: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.values.shape[0], self.values.shape[1])
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        rows, columns = self.shape
-        out = torch.empty(self.shape, dtype=dtype)
-        column = torch.arange(columns) // self.tile[1]
-        for part in range(0, rows, 256):
-            row = torch.arange(part, min(part + 256, rows))
-            scales = self.scales.float()[(row // self.tile[0])[:, None], column[None]]
-            out[row] = (self.values[part : part + 256].float() * scales).to(dtype)
-        return out
-
-    def blocks(self) -> Blocks | None:
-        return None
-
-
-@dataclass(frozen=True, eq=False)
-class CodedFloats:
-    """value = code[index] * scale, over the flattened matrix (bitsandbytes' nf4 and fp4).
-
-    index: uint8 [number]. code: float32 [16]. scales: float32 [block]. size: numbers in a block.
-    """
-
-    index: Tensor
-    code: Tensor
-    scales: Tensor
-    size: int
-    shape: tuple[int, int]
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        values = self.code[self.index.long()]
-        scales = self.scales.repeat_interleave(self.size)[: len(values)]
-        return (values * scales).to(dtype).view(self.shape)
-
-    def blocks(self) -> Blocks | None:
-        return None
-
-
 def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
-    """Matrices over the same inputs, one below the other."""
-    same = [w for w in weights if isinstance(w, ScaledIntegers)]
-    if len(same) == len(weights) and all(
-        torch.equal(w.group, same[0].group) and w.factor == same[0].factor for w in same
-    ):
-        values, scales = torch.cat([w.values for w in same]), torch.cat([w.scales for w in same])
-        return ScaledIntegers(values, scales, same[0].group, same[0].factor)
-    return _Stacked(tuple(weights))
-
-
-@dataclass(frozen=True, eq=False)
-class _Stacked:
-    """Matrices one below the other that are kept in floats."""
-
-    weights: tuple[QuantisedWeight, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (sum(w.shape[0] for w in self.weights), self.weights[0].shape[1])
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        return torch.cat([w.dense(dtype) for w in self.weights])
-
-    def blocks(self) -> Blocks | None:
-        return None
+    """Matrices of one format over the same inputs, one below the other."""
+    first = weights[0]
+    if any(w.tile != 1 or not torch.equal(w.group, first.group) for w in weights):  # then each number has its scale
+        each = torch.arange(first.shape[1])
+        scales = [w.scales[torch.arange(w.shape[0]) // w.tile].float()[:, w.group] for w in weights]
+        return QuantisedWeight(torch.cat([w.values.float() for w in weights]), torch.cat(scales), each, 1, first.factor)
+    values, scales = torch.cat([w.values for w in weights]), torch.cat([w.scales for w in weights])
+    return QuantisedWeight(values, scales, first.group, 1, first.factor)

@@ -141,7 +141,7 @@ def test_gemma_embeddings_share_the_packed_head(tmp_path: Path) -> None:
     write_gguf(raw, file, "Q8_0")
     model: Any = load(file).model.model  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(model.model.embed_tokens, PackedEmbedding)
-    assert model.model.embed_tokens.packed is model.lm_head.packed
+    assert model.model.embed_tokens.matrix is model.lm_head.matrix
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q6_K"])

@@ -60,7 +60,7 @@ def test_any_routing_company(name: str, weights: str) -> None:
     model = HFModel(tiny(name), weights=weights)
     found = [*mixtures(model.model)]
     assert found
-    up = found[0]._outrider_experts.up  # pyright: ignore
+    up = found[0].packed_up  # pyright: ignore
     check_company(found[0], len(up), up[0].in_features)
 
 
@@ -71,7 +71,7 @@ def test_any_routing_company_of_quantised_experts(kind: str, tmp_path: Path) -> 
     stored = made.mxfp4(tmp_path) if kind == "mxfp4" else made.gptq(tmp_path, name="qwen3_moe", **sizes)
     model: Any = load(stored.save()).model
     module: Any = next(mixtures(model.model))
-    up = module._outrider_experts.up
+    up = module.packed_up
     assert up[0].kind == "gguf"
     check_company(module, len(up), up[0].in_features)
 
@@ -91,7 +91,7 @@ def test_a_company_that_matters_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     """Experts that round by the largest number among all their tokens."""
     model = HFModel(tiny("mixtral"), weights="float32")
     module: Any = next(mixtures(model.model))
-    kind = type(module._outrider_experts.up[0])
+    kind = type(module.packed_up[0])
     forward = kind.forward
 
     def rounded(self: Any, x: Tensor) -> Tensor:
@@ -100,4 +100,4 @@ def test_a_company_that_matters_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(kind, "forward", rounded)
     with pytest.raises(AssertionError, match="routed as"):
-        check_company(module, len(module._outrider_experts.up), module._outrider_experts.up[0].in_features)
+        check_company(module, len(module.packed_up), module.packed_up[0].in_features)

@@ -34,6 +34,7 @@ from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
 from outrider.models.packs.folder import MANIFEST, WEIGHTS, BadPack
+from outrider.models.request import LoadRequest
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
@@ -50,7 +51,7 @@ def run_by(raw: PreTrainedModel, weights: str, head_ids: torch.Tensor | None = N
 
 
 def modules_of(folder: Path) -> PreTrainedModel:
-    model = packs.start(folder, packs.load_manifest(folder), modules=True).model
+    model = packs.read(folder, LoadRequest("a pack", modules=True, tokenizer=False)).model
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -102,7 +103,7 @@ def test_a_restored_model_gives_the_same_bits(name: str, weights: str, tmp_path:
     raw = tiny(name).bfloat16()
     made = run_by(raw, weights)
     packs.contents(raw, weights, (5, 7), None, name).write(tmp_path)
-    found = packs.load_manifest(tmp_path)
+    found = packs.manifest(tmp_path)
     assert (found.weights, found.end_ids, found.source) == (weights, (5, 7), name)
     again = run_by(modules_of(tmp_path), found.weights)
     assert type(again) is type(made)
@@ -233,8 +234,16 @@ def change(key: str, value: object):
     return write
 
 
-DAMAGE = [cut, flip, lose, forget, scribble, change("layout", 0), change("kernels", "x"), change("transformers", "4.0")]
-DAMAGE += [change("sums", {}), change("matrices", {})]
+DAMAGE = [
+    cut,
+    flip,
+    lose,
+    forget,
+    scribble,
+    change("made_by", {"layout": 0}),
+    change("sums", {}),
+    change("matrices", {}),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
@@ -385,7 +394,7 @@ def test_a_full_disk_does_no_harm(source: Path, cache: Path, monkeypatch: pytest
             found = load(source, quantization="int8")
         assert [p.name for p in cache.iterdir() if p.is_dir()] == []
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_free", lambda where: 100)
+        patch.setattr(store, "_room", lambda: 100)
         loaded(source)
         assert store.packs() == []
     assert torch.equal(logits(found.model), logits(loaded(source).model))
@@ -447,12 +456,12 @@ def test_a_pack_that_vanishes_is_no_error(source: Path, cache: Path, monkeypatch
     """Another process makes room between the look and the reading."""
     expected = logits(loaded(source).model)
 
-    def vanish(folder: Path, pack: object, **_: object) -> None:
+    def vanish(folder: Path, request: object) -> None:
         store.remove("all")
         raise BadPack("gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "start", vanish)
+        patch.setattr(store, "read", vanish)
         found = loaded(source)
     assert torch.equal(logits(found.model), expected)
 

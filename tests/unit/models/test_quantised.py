@@ -20,7 +20,7 @@ from outrider.models.load import load, modules
 from outrider.models.matrix import matrix_of
 from outrider.models.native_llama import LlamaModel
 from outrider.models.nodes import Nodes
-from outrider.models.quantised.weights import ScaledIntegers
+from outrider.models.quantised.weights import QuantisedWeight
 
 # What each checkpoint is kept as; None: float16.
 KINDS: dict[str, tuple[Callable[[Path], Checkpoint], str | None]] = {
@@ -223,9 +223,9 @@ def test_what_is_not_read_is_named(settings: dict[str, Any], what: str, tmp_path
 
 def test_scales_that_no_block_format_has_are_not_rounded() -> None:
     values, group = torch.ones(2, 32, dtype=torch.int8), torch.zeros(32, dtype=torch.int64)
-    assert ScaledIntegers(values, torch.tensor([[0.1], [0.2]]), group).blocks() is None
-    assert ScaledIntegers(values, torch.tensor([[0.125], [0.25]]), group).blocks() is not None
-    assert ScaledIntegers(values[:, :31], torch.tensor([[0.125], [0.25]]), group[:31]).blocks() is None
+    assert QuantisedWeight(values, torch.tensor([[0.1], [0.2]]), group).blocks() is None
+    assert QuantisedWeight(values, torch.tensor([[0.125], [0.25]]), group).blocks() is not None
+    assert QuantisedWeight(values[:, :31], torch.tensor([[0.125], [0.25]]), group[:31]).blocks() is None
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
@@ -245,9 +245,9 @@ def _assert_the_same_function(stored: Checkpoint) -> None:
     loaded = load(stored.save())
     if native.available():
         model: Any = loaded.model
-        found = [m for m in model.model.modules() if hasattr(m, "_outrider_experts")]
+        found = [m for m in model.model.modules() if hasattr(m, "packed_up")]
         assert found
-        formats = {p.kind for m in found for p in (*m._outrider_experts.up, *m._outrider_experts.down)}
+        formats = {p.kind for m in found for p in (*m.packed_up, *m.packed_down)}
         assert formats == {"gguf"}
     plain = Checkpoint(stored.folder / "plain", {}, stored.config["model_type"], **stored.changes)
     for name, exact in stored.exact.items():

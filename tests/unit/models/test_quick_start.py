@@ -4,7 +4,6 @@ one. What is kept is whole or not there, however the first process ended."""
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -37,7 +36,8 @@ from outrider.models.native_llama import LlamaModel, supports
 from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
-from outrider.models.packs.folder import MANIFEST, BadPack
+from outrider.models.packs.folder import BadPack
+from outrider.models.request import LoadRequest
 from outrider.models.tokenizer import LazyTokenizer
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
@@ -120,8 +120,8 @@ def test_a_second_start_imports_nothing_large(file: Path, cache: Path) -> None:
 def test_a_model_from_a_pack_gives_the_same_bits(name: str, weights: str, tmp_path: Path) -> None:
     raw = tiny(name).bfloat16()
     made = LlamaModel(raw, weights=weights, own=True)
-    packs.contents(raw, weights, (5, 7), None, name, made.packed_weights.settings).write(tmp_path)
-    found = packs.start(tmp_path, packs.load_manifest(tmp_path)).model
+    packs.contents(raw, weights, (5, 7), None, name, made.packed_weights).write(tmp_path)
+    found = packs.read(tmp_path, LoadRequest(name, tokenizer=False)).model
     assert isinstance(found, LlamaWeights)
     again = LlamaModel(found)
     assert torch.equal(logits(made), logits(again))
@@ -160,22 +160,10 @@ def test_embeddings_of_a_gguf_file(tied: bool, tmp_path: Path) -> None:
 def test_a_pack_of_a_pack_keeps_its_way_to_start(file: Path, tmp_path: Path) -> None:
     pack(file, tmp_path / "one")
     pack(tmp_path / "one", tmp_path / "two")
-    one, two = (packs.load_manifest(tmp_path / name) for name in ("one", "two"))
+    one, two = (packs.manifest(tmp_path / name) for name in ("one", "two"))
     assert one.native is not None
     assert (two.native, two.tokenizer, two.sums) == (one.native, one.tokenizer, one.sums)
     assert torch.equal(logits(load(tmp_path / "one").model), logits(load(tmp_path / "two").model))
-
-
-def test_an_older_pack_starts_with_modules(file: Path, tmp_path: Path) -> None:
-    """It does not say how it can be started without them."""
-    expected = logits(load(file).model)
-    pack(file, tmp_path / "older")
-    manifest = tmp_path / "older" / MANIFEST
-    given = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({k: v for k, v in given.items() if k not in ("native", "tokenizer")}))
-    found = load(tmp_path / "older")
-    assert not isinstance(found.tokenizer, LazyTokenizer)
-    assert torch.equal(logits(found.model), expected)
 
 
 def test_end_tokens_and_precision_are_those_of_the_first_start(file: Path) -> None:
@@ -200,10 +188,10 @@ TEXTS = [
 def both(file: Path, tmp_path: Path) -> tuple[PreTrainedTokenizerFast, LazyTokenizer]:
     """The tokenizer of the file, and that of its pack."""
     pack(file, tmp_path / "packed")
-    whole, lazy = tokenizer_of(read([file])), load(tmp_path / "packed").tokenizer
+    first, lazy = tokenizer_of(read([file])), load(tmp_path / "packed").tokenizer
     assert isinstance(lazy, LazyTokenizer)
-    assert whole is not None
-    return whole, lazy
+    assert first is not None
+    return first.complete, lazy
 
 
 def test_it_encodes_and_decodes_the_same(both: tuple[PreTrainedTokenizerFast, LazyTokenizer]) -> None:
@@ -274,7 +262,7 @@ def test_a_damaged_tokenizer_is_no_start(file: Path, cache: Path) -> None:
     [kept] = store.packs()
     (cache / kept.name / "tokenizer.json").write_text("{")
     with pytest.raises(BadPack, match=r"tokenizer\.json cannot be read"):
-        packs.start(cache / kept.name, packs.load_manifest(cache / kept.name))
+        packs.read(cache / kept.name, LoadRequest(kept.name))
     with pytest.warns(RuntimeWarning, match="removed, and the model is packed again"):
         assert load(file).tokenizer("def")["input_ids"]  # pyright: ignore[reportOptionalCall]
 

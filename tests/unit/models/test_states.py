@@ -25,7 +25,7 @@ from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.kernels import cpu as native
 from outrider.models import states
-from outrider.models.base import BaseModel, LanguageModel, Output, Want
+from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.cache import SlotCache
 from outrider.models.hf import recurrent, steps
 from outrider.models.hf.model import HFModel
@@ -48,7 +48,7 @@ def model_of(name: str) -> tuple[PreTrainedModel, HFModel]:
     return raw, HFModel(raw)
 
 
-class Recomputed(BaseModel):
+class Recomputed(LanguageModel):
     """A model by transformers' own forward over the whole text of each node. Its cache has the tokens only."""
 
     def __init__(self, raw: PreTrainedModel) -> None:

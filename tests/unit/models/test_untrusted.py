@@ -27,6 +27,7 @@ from outrider.models.load import load, tokenizer_named
 from outrider.models.load import pack as write_pack
 from outrider.models.packs import folder as packs
 from outrider.models.packs.folder import CONFIG, MANIFEST, WEIGHTS, BadPack
+from outrider.models.request import LoadRequest
 from outrider.models.tokenizer import LazyTokenizer, OwnCode
 
 
@@ -198,7 +199,7 @@ def test_each_number_of_a_pack_is_compared_with_its_tensors(name: str, factor: A
     given["native"][name] = str(given["native"][name]) if factor == "text" else given["native"][name] * factor
     (pack / MANIFEST).write_text(json.dumps(given))
     with pytest.raises(BadPack):
-        packs.start(pack, packs.load_manifest(pack))
+        packs.read(pack, LoadRequest("a pack"))
 
 
 OTHER_LIES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -229,7 +230,7 @@ def test_a_manifest_that_contradicts_itself(lie: str, pack: Path) -> None:
     if lie.endswith("configuration"):
         change(pack / CONFIG, num_hidden_layers=10**9)
     with pytest.raises(BadPack):
-        packs.start(pack, packs.load_manifest(pack))
+        packs.read(pack, LoadRequest("a pack"))
 
 
 TENSORS = (
@@ -255,7 +256,7 @@ def test_tensors_of_a_pack_have_the_sizes_of_the_settings(name: str, modules: bo
     given["sums"][name] = packs._checksum(tensors[name])
     (pack / MANIFEST).write_text(json.dumps(given))
     with pytest.raises(BadPack):
-        packs.start(pack, packs.load_manifest(pack), modules=modules)
+        packs.read(pack, LoadRequest("a pack", modules=modules))
 
 
 @needs_kernels
@@ -276,7 +277,7 @@ def test_sizes_that_wrap_around_in_64_bits_are_refused() -> None:
 def test_a_tokenizer_that_fails_when_it_encodes_is_refused_when_it_is_read(folder: Path) -> None:
     Tokenizer(models.BPE({"a": 0}, [], unk_token="gone")).save(str(folder / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read"):
-        LazyTokenizer(folder, {})
+        LazyTokenizer.of_folder(folder, {})
     Tokenizer(models.BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
     assert tokenizer_named(str(folder))("a")["input_ids"] == [0]
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": [1]}))
@@ -328,10 +329,10 @@ def test_a_setting_of_another_type_names_the_file(name: str, tmp_path: Path) -> 
 def test_a_tokenizer_with_a_huge_id_is_refused_before_the_library_takes_memory_for_it(tmp_path: Path) -> None:
     words = Tokenizer(models.BPE({"a": 0, "12345678": 1}, []))
     words.save(str(tmp_path / "tokenizer.json"))
-    LazyTokenizer(tmp_path, {})  # digits in a word are no number
+    LazyTokenizer.of_folder(tmp_path, {})  # digits in a word are no number
     given = json.loads((tmp_path / "tokenizer.json").read_text())
     given["model"]["vocab"]["a"] = 2**32 - 1
     (tmp_path / "tokenizer.json").write_text(json.dumps(given))
-    for read in (lambda: LazyTokenizer(tmp_path, {}), lambda: tokenizer_named(str(tmp_path))):
+    for read in (lambda: LazyTokenizer.of_folder(tmp_path, {}), lambda: tokenizer_named(str(tmp_path))):
         with pytest.raises((ValueError, FileNotFoundError), match=r"tokenizer.json is no vocabulary|no config.json"):
             read()

@@ -30,7 +30,7 @@ from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
 from outrider.drafters.heads.medusa.files import read_medusa
 from outrider.drafters.heads.selftest import DEPTH, examine, parallel_survival, survival
-from outrider.models.base import BaseModel, Output, Want
+from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, context
@@ -46,7 +46,7 @@ def model(name: str = GUESSED, **settings: Any) -> EagleModel:
     return eagle_model(replace(read, config=replace(read.config, **settings)), TARGET.model, 256, "none")
 
 
-class Follower(BaseModel):
+class Follower(LanguageModel):
     """A target that writes what a head guesses: its logits are one where the head's first draft token is."""
 
     def __init__(self, head: EagleModel) -> None:
