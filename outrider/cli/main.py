@@ -185,6 +185,7 @@ add(
     train,
     "outrider train eagle3 -m ./my-model --minutes 60 -o ./my-head",
     "outrider train eagle3 -m ./my-model --prompts my-prompts.jsonl --prompts self --minutes 60 -o ./my-head",
+    usual="-m -o --prompts --minutes --tokens --temperature --length --draft-vocab-size --seed --from",
 )
 add(
     certify,

@@ -114,7 +114,7 @@ class ModelOptions(LoadOptions):
         None, "Model", "A file with a chat template, in place of the model's.", kind=Path | None
     )
     max_model_len: int | None = setting(
-        None, "Engine", "Tokens of prompt and output together, at most; without it, as many as model and memory allow."
+        None, "Engine", "Tokens of prompt and output together, at most; without it, as many as the model can read."
     )
     max_num_seqs: int = setting(8, "Engine", "Sequences in a batch, at most.", ge=1)
 

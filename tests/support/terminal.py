@@ -38,8 +38,13 @@ class Terminal:
         self._bytes = b""
 
     @property
+    def marks_pastes(self) -> bool:
+        """Whether the command asked the terminal to mark the begin and the end of a paste."""
+        return b"\x1b[?2004h" in self._bytes
+
+    @property
     def shown(self) -> str:
-        text = re.sub(r"\x1b\[\?2004[hl]\r?", "", self._bytes.decode(errors="replace"))  # whether pastes are marked
+        text = re.sub(r"\x1b\[\?2004[hl]\r?", "", self._bytes.decode(errors="replace"))
         return text.replace("\r\n", "\n")
 
     def wait_for(self, text: str, count: int = 1) -> str:

@@ -71,6 +71,7 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
     """Several lines pasted as one message, an answer stopped and gone on from, a hint for ctrl-C, an end for ctrl-D."""
     with Terminal("chat", *HERE, "-t", "0", XDG_STATE_HOME=str(tmp_path)) as terminal:
         assert f"{CODE}, seed 5. /help lists the commands, ctrl-D ends.\n" in terminal.wait_for(">>> ")
+        assert terminal.marks_pastes
         terminal.type("\x1b[200~import os\nimport sys\x1b[201~\n")
         terminal.wait_until(
             lambda shown: len(shown.partition("import sys\n")[2]) > 300

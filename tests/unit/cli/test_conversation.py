@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,17 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(capsys: pytest.CaptureF
     backend.words = ()
     chat.handle("More")  # stopped before the first word: as if it had not been asked
     assert len(chat.messages) == 2
+
+
+def test_a_terminal_gets_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "10")
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    talk(Noted("a blue pig", "ment is here")).handle("Hi")
+    assert screen.getvalue() == "a blue\npigment is\nhere\n"
 
 
 def test_an_answer_that_fails_leaves_the_conversation_as_it_was() -> None:

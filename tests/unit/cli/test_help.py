@@ -20,9 +20,7 @@ def page(*words: str) -> list[str]:
     return shown.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "command", ["generate", "serve", "chat", "batch", "deploy", "certify", "bench", "plan", "tune"]
-)
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_the_help_page_is_one_screen(command: str) -> None:
     lines = page(command, "--help")
     assert len(lines) <= LINES

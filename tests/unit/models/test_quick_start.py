@@ -97,6 +97,9 @@ def imported(code: str, *arguments: object) -> set[str]:
 
 def test_the_package_imports_nothing_large() -> None:
     assert imported("import outrider") == set()
+    code = "import sys, outrider; print(*sorted(name for name in sys.modules if name.startswith('outrider')))"
+    own = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert own.split() == ["outrider", "outrider._version"]
 
 
 def test_an_llm_is_imported_without_transformers() -> None:
