@@ -24,8 +24,7 @@ from benchmarks import RESULTS, headline
 from benchmarks.handover.cases import DRAFT
 from outrider import LLM, SamplingParams
 from outrider.drafters.heads.files import open_head
-from outrider.integrations.engines.handover import hand_over, write_files
-from outrider.integrations.engines.heads import write_head
+from outrider.integrations.engines.handover import hand_over, write_files, write_head
 from outrider.lab.bench.prompts import read
 from outrider.lab.tune.engine import engine_counters
 from outrider.lab.tune.server import EngineServer, ServerFailed, free_port

@@ -5,22 +5,20 @@ One module an engine. `outrider export` and `outrider tune` both take their comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from outrider.core.suggest import did_you_mean
 from outrider.drafters.config import SpeculativeConfig
-from outrider.integrations.engines import llama_cpp, sglang, trt_llm, vllm
-from outrider.integrations.engines.setting import EngineCommand, ExportedSetting
+from outrider.integrations.engines.llama_cpp import LlamaCpp
+from outrider.integrations.engines.setting import Engine, EngineCommand, ExportedSetting
+from outrider.integrations.engines.sglang import SGLang
+from outrider.integrations.engines.trt_llm import TensorRTLLM
+from outrider.integrations.engines.vllm import VLLM
 
 __all__ = ["ENGINES", "EngineCommand", "ExportedSetting", "exports", "named"]
 
-ENGINES: dict[str, Callable[[ExportedSetting], EngineCommand]] = {
-    "vllm": vllm.export,
-    "sglang": sglang.export,
-    "llama.cpp": llama_cpp.export,
-    "trt-llm": trt_llm.export,
-}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM(), SGLang(), LlamaCpp(), TensorRTLLM())}
 """By the name on the command line."""
 
 
@@ -42,11 +40,11 @@ def exports(
     Raises ValueError for a wrong configuration, an unknown engine, and lengths that are no batch sizes.
     """
     setting = ExportedSetting(SpeculativeConfig.of(config), dict(lengths or {}), model, other_tokens, folder)
-    return [named(name)(setting) for name in (list(ENGINES) if engines is None else engines)]
+    return [named(name).export(setting) for name in (list(ENGINES) if engines is None else engines)]
 
 
-def named(engine: str) -> Callable[[ExportedSetting], EngineCommand]:
-    """The export for an engine. Raises ValueError if it is unknown."""
+def named(engine: str) -> Engine:
+    """The engine of a name. Raises ValueError if it is unknown."""
     if engine not in ENGINES:
         raise ValueError(
             f"there is no export to {engine!r}{did_you_mean(engine, ENGINES)}; there are {', '.join(ENGINES)}"

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
-    EngineCommand,
+    Engine,
     ExportedSetting,
-    adaptive_notes,
-    chain_notes,
-    copies_notes,
     corpus_notes,
+    draft_notes,
     flags_line,
     match_note,
-    method_notes,
     model_path,
     named_model,
-    unsupported,
-    verifier_notes,
-    vocab_notes,
 )
 
-ENGINE = "llama.cpp"
 _TYPE = "--spec-type"
-_VERIFIERS = {
-    "match": "match: above temperature 0, texts there have the same distribution, but other tokens",
-    "rejection": "",
-}
 _MATCH = 3  # tokens that it looks up for suffix decoding; its own default, 12, hardly ever matches a short text
 # Sampled draft tokens and rejection, in place of the likeliest ones.
 _SAMPLED = "--spec-draft-sampling"
+_CONVERT = "python convert_hf_to_gguf.py"
 
 
 def gguf_path(name: str) -> str:
@@ -43,23 +32,14 @@ def gguf_path(name: str) -> str:
     return path if path.endswith(".gguf") else f"{path.rstrip('/')}.gguf"
 
 
-def _gguf_notes(config: SpeculativeConfig) -> list[str]:
+def _gguf_notes(config: SpeculativeConfig, what: str = "model", options: str = "") -> list[str]:
+    """What to convert first, if the draft model is not a GGUF file."""
     source, wanted = named_model(config), gguf_path(str(config.model))
-    return (
-        []
-        if source == wanted
-        else [f"model: convert it first: python convert_hf_to_gguf.py {source} --outfile {wanted}"]
-    )
+    return [] if source == wanted else [f"{what}: convert it first: {_CONVERT} {source}{options} --outfile {wanted}"]
 
 
 def _head_notes(config: SpeculativeConfig) -> list[str]:
-    source, wanted = named_model(config), gguf_path(str(config.model))
-    if source == wanted:
-        return []
-    return [
-        f"head: convert it first: python convert_hf_to_gguf.py {source} --target-model-dir TARGET --outtype bf16 "
-        f"--outfile {wanted}"
-    ]
+    return _gguf_notes(config, "head", " --target-model-dir TARGET --outtype bf16")
 
 
 def _llama_model(kind: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
@@ -83,14 +63,13 @@ METHODS = {
         _llama_model("draft-simple"),
         lambda c: [
             *_gguf_notes(c),
-            *copies_notes(
+            *draft_notes(
                 c,
                 {
                     "int8": "convert it with --outtype q8_0, else a draft costs more",
                     "int4": "llama-quantize FILE.gguf FILE-q4.gguf Q4_0 makes it, else a draft costs more",
                 },
             ),
-            *vocab_notes(c),
         ],
     ),
     "eagle": EngineExport(_llama_model("draft-eagle3"), _head_notes),
@@ -115,53 +94,46 @@ METHODS = {
         ),
     ),
 }
-"""How it runs our methods, by name."""
 
 
-def export(setting: ExportedSetting) -> EngineCommand:
+class LlamaCpp(Engine):
     """The command line, and `llama.cpp.ini` for `llama-server --models-preset`. Several methods become a list of types."""
-    model = "MODEL.gguf" if setting.model is None else gguf_path(setting.model)
-    start = f"llama-server -m {shlex.quote(model)}"
-    if not setting.enabled:
-        command = f"{_TYPE} none"
-        note = (f"{setting.reason}: --spec-type none is also the default",)
-        return EngineCommand(ENGINE, command, note, f"{start} {command}", files=_files(model, {_TYPE: "none"}))
-    rows = setting.rows("llama.cpp", METHODS)
-    if rows is None:
-        return unsupported(ENGINE, setting)
-    config = setting.config
-    flags: dict[str, Any] = {}
-    for row in rows:
-        added = dict(row.flags(config))
-        flags |= added | {_TYPE: ",".join(dict.fromkeys([*flags.get(_TYPE, "").split(","), added[_TYPE]])).strip(",")}
-    drafts = "--spec-draft-model" in flags
-    if drafts and config.verifier == "rejection":
-        flags[_SAMPLED] = "probabilistic"
-    notes = [*verifier_notes(config, _VERIFIERS, "llama.cpp samples from the target and compares, which accepts less")]
-    notes += [*method_notes(setting, rows), *chain_notes(config)]
-    if setting.model is not None and model_path(setting.model) != model:
-        notes.append(
-            f"target: convert it first: python convert_hf_to_gguf.py {model_path(setting.model)} --outfile {model}"
-        )
-    if setting.other_tokens:
-        notes.append(
-            "tokens: the draft model has others; llama.cpp passes the text between them, which costs time in each step"
-        )
-    if setting.changes():
-        notes.append("lengths by batch size: llama.cpp has none, so this length is used at any load")
-    fixed = (
-        "--spec-draft-n-max is fixed; --spec-draft-p-min 0.5 stops at unlikely tokens"
-        if drafts
-        else ("--spec-ngram-simple-size-m is fixed, so a text that is hard to draft gains less")
-    )
-    notes += adaptive_notes(config, fixed)
-    command = flags_line(flags)
-    return EngineCommand(ENGINE, command, tuple(notes), f"{start} {command}", files=_files(model, flags))
 
+    name, title, start, off = "llama.cpp", "llama.cpp", "llama-server -m", "--spec-type none is also the default"
+    plain: Mapping[str, Any] = {_TYPE: "none"}
+    methods = METHODS
+    otherwise = "llama.cpp samples from the target and compares, which accepts less"
+    other_tokens = "; llama.cpp passes the text between them, which costs time in each step"
+    adaptive = ""
 
-def _files(model: str, flags: dict[str, Any]) -> dict[str, str]:
-    """A preset: one section, named as the model's file."""
-    name = re.sub(r"[^\w.-]", "-", model.rpartition("/")[2].removesuffix(".gguf"))
-    lines = ["version = 1", "", f"[{name}]", f"model = {model}"]
-    lines += [f"{flag.removeprefix('--')} = {value}" for flag, value in flags.items()]
-    return {"llama.cpp.ini": "\n".join(lines) + "\n"}
+    def path(self, model: str) -> str:
+        return gguf_path(model)
+
+    def together(self, methods: Sequence[str]) -> bool:
+        return True
+
+    def values(self, setting: ExportedSetting, rows: Sequence[EngineExport], notes: list[str]) -> dict[str, Any]:
+        config = setting.config
+        flags: dict[str, Any] = {}
+        for row in rows:
+            types = dict.fromkeys([*flags.get(_TYPE, "").split(","), row.flags(config)[_TYPE]])
+            flags |= {**row.flags(config), _TYPE: ",".join(filter(None, types))}
+        drafts = "--spec-draft-model" in flags
+        if drafts and config.verifier == "rejection":
+            flags[_SAMPLED] = "probabilistic"
+        if setting.model is not None and model_path(setting.model) != (wanted := gguf_path(setting.model)):
+            notes.append(f"target: convert it first: {_CONVERT} {model_path(setting.model)} --outfile {wanted}")
+        if setting.changes():
+            notes.append("lengths by batch size: llama.cpp has none, so this length is used at any load")
+        if config.adaptive:
+            fixed = "--spec-ngram-simple-size-m is fixed, so a text that is hard to draft gains less"
+            if drafts:
+                fixed = "--spec-draft-n-max is fixed; --spec-draft-p-min 0.5 stops at unlikely tokens"
+            notes.append(f"draft lengths that follow the text: {fixed}")
+        return flags
+
+    def written(self, setting: ExportedSetting, model: str, values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        section = re.sub(r"[^\w.-]", "-", model.rpartition("/")[2].removesuffix(".gguf"))
+        lines = ["version = 1", "", f"[{section}]", f"model = {model}"]
+        lines += [f"{flag.removeprefix('--')} = {value}" for flag, value in values.items()]
+        return flags_line(values), {"llama.cpp.ini": "\n".join(lines) + "\n"}

@@ -1,4 +1,4 @@
-"""What is exported, what comes out, and what the exports to all engines share."""
+"""What is exported, what comes out, and what the exports to all engines share: `Engine`, of which each has a subclass."""
 
 from __future__ import annotations
 
@@ -52,11 +52,6 @@ class ExportedSetting:
         """Why it is plain decoding."""
         return "no batch size gains from draft tokens" if self.config.enabled else "the setting is plain decoding"
 
-    def rows(self, engine: str, methods: Mapping[str, EngineExport]) -> list[EngineExport] | None:
-        """How an engine runs each method; None if it lacks one. methods: how it runs ours, by name."""
-        rows = [find(name).exports.get(engine) or methods.get(name) for name in self.config.methods]
-        return None if None in rows else [row for row in rows if row is not None]
-
     def file(self, name: str) -> str:
         """The path of a file for a command line."""
         return name if self.folder is None else f"{self.folder.rstrip('/')}/{name}"
@@ -100,23 +95,91 @@ class EngineCommand:
     supported: bool = True
 
 
-def unsupported(engine: str, setting: ExportedSetting) -> EngineCommand:
-    """The answer of an engine that lacks the method."""
-    if setting.config.methods == [AUTO]:
-        return EngineCommand(
-            engine,
-            "",
-            (
-                "auto: this engine has no such method; outrider tune finds the single method that is best, so export its answer",
-            ),
-            supported=False,
-        )
-    names = "+".join(setting.config.methods)
-    if len(setting.config.methods) > 1:
-        missing = f"{names}: this engine does not run these together; export the one that matters most"
-    else:
-        missing = f"{names}: this engine has no such method"
-    return EngineCommand(engine, "", (missing,), supported=False)
+class Engine:
+    """An engine that settings are exported to. A subclass says how, and `export` puts it together.
+
+    name: its key in `ENGINES`. title: its name for people. start: its server's command line. off: how plain decoding is said.
+    plain: the values of plain decoding. methods: how it runs ours, by name. verifiers: what differs with a verifier, "" for
+    nothing; otherwise: with all others. other_tokens: what becomes of a draft model with other tokens than the target.
+    adaptive: what there is in place of draft lengths that follow the text. draft_key: the key of the draft model among the
+    values, in an engine that reads folders only.
+    """
+
+    name = title = start = off = otherwise = other_tokens = draft_key = ""
+    adaptive = "there they follow the batch size at most, so a text that is hard to draft gains less"
+    plain: Mapping[str, Any] = {}
+    methods: Mapping[str, EngineExport] = {}
+    verifiers: Mapping[str, str] = {
+        "match": "match: above temperature 0, texts there have the same distribution, but other tokens",
+        "rejection": "",
+    }
+
+    def values(self, setting: ExportedSetting, rows: Sequence[EngineExport], notes: list[str]) -> dict[str, Any]:
+        """The setting in the engine's own keys, or its flags. rows: of the methods. Adds to the notes what is its own."""
+        raise NotImplementedError
+
+    def written(self, setting: ExportedSetting, model: str, values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        """What to add to the command line, and the files, by name. values: as above; `plain` without draft tokens."""
+        raise NotImplementedError
+
+    def path(self, model: str) -> str:
+        """A model's name there."""
+        return model_path(model)
+
+    def together(self, methods: Sequence[str]) -> bool:
+        """Whether it runs these methods together."""
+        return len(methods) == 1
+
+    def trees(self, values: Mapping[str, Any]) -> bool:
+        """Whether it drafts trees."""
+        return False
+
+    def verifier_note(self, verifier: str, values: Mapping[str, Any]) -> str:
+        return self.verifiers.get(verifier, f"the verifier {verifier}: {self.otherwise}")
+
+    def environment(self, config: SpeculativeConfig) -> dict[str, str]:
+        """Variables that the server needs."""
+        return {}
+
+    def export(self, setting: ExportedSetting) -> EngineCommand:
+        """The command line and the files of a setting, and what this engine cannot do of it."""
+        config, model = setting.config, self.path(setting.model or "MODEL")
+        start = f"{self.start} {shlex.quote(model)}"
+        if not setting.enabled:
+            command, files = self.written(setting, model, self.plain)
+            note = f"{setting.reason}: {self.off}"
+            return EngineCommand(self.title, command, (note,), f"{start} {command}".rstrip(), files=files)
+        rows = [row for name in config.methods if (row := find(name).exports.get(self.name) or self.methods.get(name))]
+        if len(rows) < len(config.methods) or not self.together(config.methods):
+            return EngineCommand(self.title, "", (_missing(config.methods),), supported=False)
+        notes = [note for row in rows for note in row.notes(config)]
+        values = self.values(setting, rows, notes)
+        if note := self.verifier_note(config.verifier, values):
+            notes.append(note)
+        if config.tree_width > 1 and not self.trees(values):
+            chain = f"this is a chain of {config.budget.depth}, and fewer tokens are accepted in a step"
+            notes.append(f"trees: it drafts chains, so {chain}")
+        if setting.other_tokens:
+            notes.append(f"tokens: the draft model has others{self.other_tokens}")
+        if config.adaptive and self.adaptive:
+            notes.append(f"draft lengths that follow the text: {self.adaptive}")
+        for path in (model, str(values.get(self.draft_key))) if self.draft_key else ():
+            if path.endswith(".gguf"):
+                notes.append(f"{path} is a GGUF file: give the folder that it was made from")
+        command, files = self.written(setting, model, values)
+        environment = self.environment(config)
+        words = ["env", *(f"{key}={value}" for key, value in environment.items())] if environment else []
+        return EngineCommand(self.title, command, tuple(notes), " ".join([*words, start, command]), environment, files)
+
+
+def _missing(methods: Sequence[str]) -> str:
+    """Why an engine does not run these methods."""
+    if [*methods] == [AUTO]:
+        return "auto: this engine has no such method; outrider tune finds the single method that is best, so export its answer"
+    why = "this engine has no such method"
+    if len(methods) > 1:
+        why = "this engine does not run these together; export the one that matters most"
+    return f"{'+'.join(methods)}: {why}"
 
 
 def flags_line(flags: Mapping[str, Any]) -> str:
@@ -137,37 +200,6 @@ def _flow(value: Any) -> str:
     return "{" + ", ".join(f"{json.dumps(k)}: {_flow(v)}" for k, v in value.items()) + "}"
 
 
-def method_notes(setting: ExportedSetting, rows: Sequence[EngineExport]) -> list[str]:
-    return [note for row in rows for note in row.notes(setting.config)]
-
-
-def verifier_notes(config: SpeculativeConfig, known: Mapping[str, str], otherwise: str) -> list[str]:
-    """The note for the verifier. known: by verifier, the note, "" for none. otherwise: what the engine does instead."""
-    if config.verifier in known:
-        return [known[config.verifier]] if known[config.verifier] else []
-    return [f"the verifier {config.verifier}: {otherwise}"]
-
-
-def chain_notes(config: SpeculativeConfig) -> list[str]:
-    """The note for trees in an engine without them."""
-    if config.tree_width == 1:
-        return []
-    return [
-        f"trees: it drafts chains, so this is a chain of {config.budget.depth}, and fewer tokens are accepted in a step"
-    ]
-
-
-def adaptive_notes(config: SpeculativeConfig, what: str) -> list[str]:
-    """The note for a controller that follows the text. what: what there is instead."""
-    return [f"draft lengths that follow the text: {what}"] if config.adaptive else []
-
-
-def only_folders(setting: ExportedSetting, *models: str | None) -> list[str]:
-    """The note for an engine that reads no GGUF files."""
-    files = [path for name in models if name is not None and (path := model_path(name)).endswith(".gguf")]
-    return [f"{name} is a GGUF file: give the folder that it was made from" for name in files]
-
-
 def named_model(config: SpeculativeConfig) -> str:
     """The draft model for another engine. A built-in model is a folder of this package, or the file that was fetched."""
     return model_path(str(config.model))
@@ -183,19 +215,16 @@ def model_path(name: str) -> str:
     return str(DOWNLOADS[name].cached) if name in DOWNLOADS else str(builtin_folder(name))
 
 
-def copies_notes(config: SpeculativeConfig, how: Mapping[str, str]) -> list[str]:
-    """A note for a draft model with weights of 8 or 4 bits. how: what to do there, by our name."""
-    return (
-        [f"{config.quantization} weights of the draft: {how[config.quantization]}"]
-        if config.quantization in how
-        else []
-    )
-
-
-def vocab_notes(config: SpeculativeConfig) -> list[str]:
-    if config.draft_vocab is None and config.draft_vocab_corpus is None and config.speculative_token_map is None:
-        return []
-    return ["draft vocabulary: the draft's output head keeps all tokens, so each draft token costs more"]
+def draft_notes(config: SpeculativeConfig, how: Mapping[str, str] | None = None) -> list[str]:
+    """Of a draft model: weights of 8 or 4 bits, and a vocabulary of its own. how: to have such weights, by our name."""
+    quantized = "give a checkpoint that is quantized to it, else a draft costs more"
+    how = how or {"int8": quantized, "int4": quantized}
+    kind, notes = config.quantization, list[str]()
+    if kind in how:
+        notes.append(f"{kind} weights of the draft: {how[kind]}")
+    if config.draft_vocab or config.draft_vocab_corpus or config.speculative_token_map:
+        notes.append("draft vocabulary: the draft's output head keeps all tokens, so each draft token costs more")
+    return notes
 
 
 def corpus_notes(config: SpeculativeConfig) -> list[str]:

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
-    EngineCommand,
+    Engine,
     ExportedSetting,
-    copies_notes,
+    draft_notes,
     flags_line,
     is_eagle1,
     match_note,
-    method_notes,
-    model_path,
     named_model,
-    only_folders,
-    unsupported,
-    verifier_notes,
-    vocab_notes,
     yaml_text,
 )
 
-ENGINE = "SGLang"
 ADAPTIVE = "sglang-adaptive.json"
 """The file of `--speculative-adaptive-config`."""
 _DISTRIBUTION = (
@@ -37,11 +29,6 @@ _DISTRIBUTION = (
 _PENALTIES = (
     "penalties: presence, frequency and repetition penalties are held fixed within a step, so texts with them change"
 )
-_VERIFIERS = {
-    "match": "match: above temperature 0, texts there have other tokens",
-    "rejection": "rejection: SGLang accepts by the target's probability alone; on CUDA the distribution is the same",
-}
-_BLOCK = "block: --speculative-use-block-verification has it, on CUDA, for EAGLE heads with all tokens and topk 1"
 
 
 def _sglang_model(algorithm: str) -> Callable[[SpeculativeConfig], dict[str, Any]]:
@@ -99,16 +86,13 @@ def _sglang_corpus(config: SpeculativeConfig) -> list[str]:
 METHODS = {
     "draft_model": EngineExport(
         _sglang_model("STANDALONE"),
-        lambda c: [
-            *copies_notes(
-                c,
-                {
-                    "int8": "give a w8a8_int8 checkpoint and --speculative-draft-model-quantization w8a8_int8",
-                    "int4": "give a gptq or awq checkpoint and --speculative-draft-model-quantization",
-                },
-            ),
-            *vocab_notes(c),
-        ],
+        lambda c: draft_notes(
+            c,
+            {
+                "int8": "give a w8a8_int8 checkpoint and --speculative-draft-model-quantization w8a8_int8",
+                "int4": "give a gptq or awq checkpoint and --speculative-draft-model-quantization",
+            },
+        ),
     ),
     "eagle": EngineExport(lambda c: _sglang_model("EAGLE" if is_eagle1(c) else "EAGLE3")(c)),
     "mtp": EngineExport(
@@ -133,32 +117,32 @@ METHODS = {
         ),
     ),
 }
-"""How it runs our methods, by name."""
 
 
-def export(setting: ExportedSetting) -> EngineCommand:
+class SGLang(Engine):
     """The command line and `sglang.yaml` for `--config`; for an EAGLE head with several lengths, the file of the lengths."""
-    model = "MODEL" if setting.model is None else model_path(setting.model)
-    start = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
-    if not setting.enabled:
-        note = f"{setting.reason}: leave out --speculative-algorithm"
-        return EngineCommand(ENGINE, "", (note,), start, files={"sglang.yaml": yaml_text({"model-path": model})})
-    rows = setting.rows("sglang", METHODS)
-    if rows is None or len(rows) > 1:
-        return unsupported(ENGINE, setting)
-    config, (row,) = setting.config, rows
-    flags: dict[str, Any] = dict(row.flags(config))
-    known = _VERIFIERS | ({"block": ""} if "--speculative-use-block-verification" in flags else {"block": _BLOCK})
-    notes = [*verifier_notes(config, known, "SGLang accepts by the target's probability alone, which accepts less")]
-    notes += [_DISTRIBUTION, _PENALTIES, *method_notes(setting, rows)]
-    if setting.other_tokens:
-        notes.append(
-            "tokens: the draft model has others, and SGLang refuses to start with it; use a draft with the same tokens"
-        )
-    files: dict[str, str] = {}
-    if setting.changes():
-        if flags["--speculative-algorithm"] == "EAGLE3" and config.tree_width == 1:
-            files[ADAPTIVE] = json.dumps(_slots(setting.lengths), indent=1) + "\n"
+
+    name, title, start = "sglang", "SGLang", "python -m sglang.launch_server --model-path"
+    off, methods, draft_key = "leave out --speculative-algorithm", METHODS, "--speculative-draft-model-path"
+    verifiers: Mapping[str, str] = {
+        "match": "match: above temperature 0, texts there have other tokens",
+        "rejection": "rejection: SGLang accepts by the target's probability alone; on CUDA the distribution is the same",
+        "block": "block: --speculative-use-block-verification has it, on CUDA, for EAGLE heads with all tokens and topk 1",
+    }
+    otherwise = "SGLang accepts by the target's probability alone, which accepts less"
+    other_tokens = ", and SGLang refuses to start with it; use a draft with the same tokens"
+    adaptive = ""
+
+    def values(self, setting: ExportedSetting, rows: Sequence[EngineExport], notes: list[str]) -> dict[str, Any]:
+        flags = dict(rows[0].flags(setting.config))
+        notes += [_DISTRIBUTION, _PENALTIES]
+        if not setting.changes():
+            if setting.config.adaptive:
+                notes.append(
+                    "draft lengths that follow the text: --speculative-adaptive has them for EAGLE heads with topk 1; else a "
+                    "text that is hard to draft gains less"
+                )
+        elif flags["--speculative-algorithm"] == "EAGLE3" and setting.config.tree_width == 1:
             flags |= {"--speculative-adaptive": None, "--speculative-adaptive-config": setting.file(ADAPTIVE)}
             steps = max(setting.lengths.values())
             flags |= {"--speculative-num-steps": steps, "--speculative-num-draft-tokens": steps + 1}
@@ -167,19 +151,22 @@ def export(setting: ExportedSetting) -> EngineCommand:
             notes.append(
                 "lengths by batch size: SGLang has them for EAGLE heads with topk 1 only, so this length is used at any load"
             )
-    elif config.adaptive:
-        notes.append(
-            "draft lengths that follow the text: --speculative-adaptive has them for EAGLE heads with topk 1; else a text that "
-            "is hard to draft gains less"
-        )
-    notes += only_folders(setting, setting.model, flags.get("--speculative-draft-model-path"))
-    command = flags_line(flags)
-    files["sglang.yaml"] = yaml_text(
-        {"model-path": model} | {k.removeprefix("--"): True if v is None else v for k, v in flags.items()}
-    )
-    return EngineCommand(ENGINE, command, tuple(notes), f"{start} {command}", files=files)
+        return flags
 
+    def trees(self, values: Mapping[str, Any]) -> bool:
+        return True
 
-def _slots(lengths: dict[int, int]) -> dict[str, dict[str, list[int]]]:
-    """SGLang's candidates by batch size. `--speculative-num-steps` must be one of them."""
-    return {str(n): {"candidate_steps": sorted({0, 1, k} if k < 2 else {1, k})} for n, k in sorted(lengths.items())}
+    def verifier_note(self, verifier: str, values: Mapping[str, Any]) -> str:
+        has_it = verifier == "block" and "--speculative-use-block-verification" in values
+        return "" if has_it else super().verifier_note(verifier, values)
+
+    def written(self, setting: ExportedSetting, model: str, values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        keys = {k.removeprefix("--"): True if v is None else v for k, v in values.items()}
+        files = {"sglang.yaml": yaml_text({"model-path": model} | keys)}
+        if "--speculative-adaptive" in values:
+            # The candidates by batch size. --speculative-num-steps must be one of them.
+            steps = {n: sorted({0, 1, k} if k < 2 else {1, k}) for n, k in sorted(setting.lengths.items())}
+            files[ADAPTIVE] = (
+                json.dumps({str(n): {"candidate_steps": some} for n, some in steps.items()}, indent=1) + "\n"
+            )
+        return flags_line(values), files

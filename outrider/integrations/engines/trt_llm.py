@@ -6,33 +6,21 @@ No parser of TensorRT-LLM was at hand, so these settings are from its source and
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
-    EngineCommand,
+    Engine,
     ExportedSetting,
-    adaptive_notes,
-    chain_notes,
-    copies_notes,
     corpus_notes,
+    draft_notes,
     match_note,
-    method_notes,
-    model_path,
     named_model,
-    only_folders,
-    unsupported,
-    verifier_notes,
-    vocab_notes,
     yaml_text,
 )
 
-ENGINE = "TensorRT-LLM"
 FILE = "trt-llm.yaml"
-_VERIFIERS = {
-    "match": "match: above temperature 0, texts there have the same distribution, but other tokens",
-    "rejection": "",
-}
 # Methods whose documentation asks for it.
 _NO_OVERLAP = ("Draft_Target", "NGram")
 # Methods of the one-model path, which can sample draft tokens and reject them.
@@ -42,12 +30,7 @@ _ONE_MODEL = ("Draft_Target", "Eagle3", "DFlash")
 METHODS = {
     "draft_model": EngineExport(
         lambda c: {"decoding_type": "Draft_Target", "speculative_model": named_model(c)},
-        lambda c: [
-            *copies_notes(
-                c, dict.fromkeys(("int8", "int4"), "give a checkpoint that is quantized to it, else a draft costs more")
-            ),
-            *vocab_notes(c),
-        ],
+        draft_notes,
     ),
     "eagle": EngineExport(
         lambda c: {
@@ -95,82 +78,65 @@ METHODS = {
         ),
     ),
 }
-"""How it runs our methods, by name."""
 
 
-def export(setting: ExportedSetting) -> EngineCommand:
+class TensorRTLLM(Engine):
     """`trtllm-serve MODEL --config trt-llm.yaml`, and the file."""
-    model = "MODEL" if setting.model is None else model_path(setting.model)
-    start = f"trtllm-serve {shlex.quote(model)}"
-    if not setting.enabled:
-        note = f"{setting.reason}: leave out speculative_config"
-        return EngineCommand(ENGINE, "", (note,), start)
-    config, rows = setting.config, _rows(setting)
-    if rows is None:
-        return unsupported(ENGINE, setting)
-    values: dict[str, Any] = {"max_draft_len": config.budget.depth}
-    for row in reversed(rows):
-        values |= row.flags(config)
-    if len(rows) == 2:  # a head, helped by look-ups
-        pool = values.pop("enable_global_pool", False)
-        values.pop("max_matching_ngram_size", None)
-        values["sa_config"] = {"threshold": 4, "enable_global_pool": pool}
-    kind = values["decoding_type"]
-    values = {"decoding_type": kind} | values
-    notes = ["this file was not run here: it follows TensorRT-LLM's source"]
-    notes += verifier_notes(config, _VERIFIERS, "it compares with a token sampled from the target, which accepts less")
-    if config.verifier == "rejection":
-        if kind in _ONE_MODEL and len(rows) == 1:
-            values["use_rejection_sampling"] = True
-        else:
-            notes.append("rejection: it compares with a token sampled from the target; the distribution is the same")
-    notes += method_notes(setting, rows)
-    if kind != "Eagle3":
-        notes += chain_notes(config)
-    if setting.other_tokens:
-        notes.append(
-            "tokens: the draft model has others, and hardly any draft token would be accepted; use one with the same"
-        )
-    notes += _lengths(setting, values)
-    notes += adaptive_notes(
-        config, "there they follow the batch size at most, so a text that is hard to draft gains less"
-    )
-    notes += only_folders(setting, setting.model, values.get("speculative_model"))
-    whole: dict[str, Any] = {"backend": "pytorch"}
-    if kind in _NO_OVERLAP:
-        whole["disable_overlap_scheduler"] = True
-    command = f"--config {shlex.quote(setting.file(FILE))}"
-    files = {FILE: yaml_text(whole | {"speculative_config": values})}
-    return EngineCommand(ENGINE, command, tuple(notes), f"{start} {command}", files=files)
+
+    name, title, start, off = "trt-llm", "TensorRT-LLM", "trtllm-serve", "leave out speculative_config"
+    methods, draft_key = METHODS, "speculative_model"
+    otherwise = "it compares with a token sampled from the target, which accepts less"
+    other_tokens = ", and hardly any draft token would be accepted; use one with the same"
+
+    def together(self, methods: Sequence[str]) -> bool:
+        return len(methods) == 1 or sorted(methods) == ["eagle", "suffix"]
+
+    def trees(self, values: Mapping[str, Any]) -> bool:
+        return values["decoding_type"] == "Eagle3"
+
+    def values(self, setting: ExportedSetting, rows: Sequence[EngineExport], notes: list[str]) -> dict[str, Any]:
+        config = setting.config
+        values: dict[str, Any] = {"decoding_type": "", "max_draft_len": config.budget.depth}
+        for _, row in sorted(zip(config.methods, rows, strict=True), key=lambda pair: pair[0], reverse=True):
+            values |= row.flags(config)
+        if len(rows) == 2:  # a head, helped by look-ups
+            pool = values.pop("enable_global_pool", False)
+            values.pop("max_matching_ngram_size", None)
+            values["sa_config"] = {"threshold": 4, "enable_global_pool": pool}
+        notes.append("this file was not run here: it follows TensorRT-LLM's source")
+        if config.verifier == "rejection":
+            if values["decoding_type"] in _ONE_MODEL and len(rows) == 1:
+                values["use_rejection_sampling"] = True
+            else:
+                notes.append(
+                    "rejection: it compares with a token sampled from the target; the distribution is the same"
+                )
+        return values | _lengths(setting, values, notes)
+
+    def written(self, setting: ExportedSetting, model: str, values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        if not values:
+            return "", {}
+        whole: dict[str, Any] = {"backend": "pytorch"}
+        if values["decoding_type"] in _NO_OVERLAP:
+            whole["disable_overlap_scheduler"] = True
+        file = yaml_text(whole | {"speculative_config": values})
+        return f"--config {shlex.quote(setting.file(FILE))}", {FILE: file}
 
 
-def _rows(setting: ExportedSetting) -> list[Any] | None:
-    """The rows of the methods: one method, or an EAGLE head and suffix decoding, in this order."""
-    rows = setting.rows("trt-llm", METHODS)
-    if rows is None or len(rows) == 1:
-        return rows
-    names = setting.config.methods
-    if sorted(names) != ["eagle", "suffix"]:
-        return None
-    return [rows[names.index("eagle")], rows[names.index("suffix")]]
-
-
-def _lengths(setting: ExportedSetting, values: dict[str, Any]) -> list[str]:
-    """Add the lengths by batch size to `values`. Returns the note if they cannot be said.
+def _lengths(setting: ExportedSetting, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """What says the lengths by batch size. Adds a note if they cannot be said.
 
     TensorRT-LLM's schedule maps the last batch size of a range to its length. Nothing is drafted after the last range, and
     the first length must be the longest.
     """
     if not setting.changes():
-        return []
+        return {}
     schedule = setting.schedule()
     longest = max(length for _, _, length in schedule)
     if schedule[0][2] != longest:
-        return ["lengths by batch size: the first must be the longest there, so this length is used at any load"]
-    values["max_draft_len"] = longest
-    if "max_total_draft_tokens" in values:
-        values["max_total_draft_tokens"] = min(
-            values["max_total_draft_tokens"], longest * values["dynamic_tree_max_topK"]
-        )
-    values["draft_len_schedule"] = {last: length for _, last, length in schedule if length}
-    return []
+        notes.append("lengths by batch size: the first must be the longest there, so this length is used at any load")
+        return {}
+    out: dict[str, Any] = {"max_draft_len": longest}
+    if most := values.get("max_total_draft_tokens"):
+        out["max_total_draft_tokens"] = min(most, longest * values["dynamic_tree_max_topK"])
+    return out | {"draft_len_schedule": {last: length for _, last, length in schedule if length}}

@@ -5,35 +5,21 @@ from __future__ import annotations
 import json
 import pprint
 import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
-    EngineCommand,
+    Engine,
     ExportedSetting,
-    adaptive_notes,
-    chain_notes,
-    copies_notes,
     corpus_notes,
+    draft_notes,
     is_eagle1,
-    method_notes,
-    model_path,
     named_model,
-    only_folders,
-    unsupported,
-    verifier_notes,
-    vocab_notes,
     yaml_text,
 )
 
-ENGINE = "vLLM"
-_VERIFIERS = {
-    "match": "match: above temperature 0, texts there have the same distribution, but other tokens",
-    "rejection": "",
-    "block": "block: only its second model runner has it, VLLM_USE_V2_MODEL_RUNNER=1 on CUDA; without that runner it is "
-    "ordinary rejection, which accepts a little less",
-}
 _CPU = (
     "temperature on a CPU: vLLM 0.32 and 0.33 do not keep the distribution above temperature 0 (vLLM issue 55005). Send "
     "temperature 0 there"
@@ -61,12 +47,7 @@ def _head(config: SpeculativeConfig) -> dict[str, Any]:
 METHODS = {
     "draft_model": EngineExport(
         lambda c: {"model": named_model(c), "draft_sample_method": "probabilistic"},
-        lambda c: [
-            *copies_notes(
-                c, dict.fromkeys(("int8", "int4"), "give a checkpoint that is quantized to it, else a draft costs more")
-            ),
-            *vocab_notes(c),
-        ],
+        draft_notes,
     ),
     "eagle": EngineExport(lambda c: {"method": "eagle" if is_eagle1(c) else "eagle3", **_head(c)}),
     "peagle": EngineExport(lambda c: {"method": "eagle3", **_head(c), "parallel_drafting": True}),
@@ -91,59 +72,42 @@ METHODS = {
         lambda c: {"prompt_lookup_min": c.prompt_lookup_min, "prompt_lookup_max": c.prompt_lookup_max}
     ),
 }
-"""How it runs our methods, by name."""
 
 
-def export(setting: ExportedSetting) -> EngineCommand:
+class VLLM(Engine):
     """The command line, `vllm.yaml` for `vllm serve --config`, and `vllm_offline.py` with the same in Python."""
-    model = "MODEL" if setting.model is None else model_path(setting.model)
-    if not setting.enabled:
-        note = f"{setting.reason}: leave out --speculative-config"
-        return EngineCommand(ENGINE, "", (note,), f"vllm serve {shlex.quote(model)}", files=_files(model, None))
-    rows = setting.rows("vllm", METHODS)
-    if rows is None or len(rows) > 1:
-        return unsupported(ENGINE, setting)
-    config, (row,) = setting.config, rows
-    out: dict[str, Any] = {
-        "method": config.method,
-        "num_speculative_tokens": config.budget.depth,
-        **row.flags(config),
+
+    name, title, start, off = "vllm", "vLLM", "vllm serve", "leave out --speculative-config"
+    methods, draft_key = METHODS, "model"
+    verifiers: Mapping[str, str] = {
+        **Engine.verifiers,
+        "block": "block: only its second model runner has it, VLLM_USE_V2_MODEL_RUNNER=1 on CUDA; without that runner it is "
+        "ordinary rejection, which accepts a little less",
     }
-    notes = [*method_notes(setting, rows)]
-    if setting.other_tokens:
-        out["use_heterogeneous_vocab"] = True
-        out.pop("draft_sample_method", None)
-        notes.append(
-            "tokens: the draft model has others. vLLM then drafts the likeliest token that both have, so above temperature 0 "
-            "fewer are accepted"
-        )
-    if config.verifier == "block":
-        out["rejection_sample_method"] = "block"
-    notes += verifier_notes(config, _VERIFIERS, "vLLM uses rejection, which accepts less and keeps the distribution")
-    notes += [_CPU, _REFUSED, *chain_notes(config)]
-    if setting.changes():
-        schedule = setting.schedule()
-        out["num_speculative_tokens"] = max(length for _, _, length in schedule)
-        out["num_speculative_tokens_per_batch_size"] = schedule
-        notes.append("lengths by batch size: vLLM ignores them with --data-parallel-size over 1")
-    notes += adaptive_notes(
-        config, "there they follow the batch size at most, so a text that is hard to draft gains less"
-    )
-    notes += only_folders(setting, setting.model, out.get("model"))
-    command = f"--speculative-config {shlex.quote(json.dumps(out))}"
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if config.method == "dspark" else {}
-    serve = shlex.join(["env", *(f"{k}={v}" for k, v in environment.items())]) + " " if environment else ""
-    return EngineCommand(
-        ENGINE,
-        command,
-        tuple(notes),
-        f"{serve}vllm serve {shlex.quote(model)} {command}",
-        environment,
-        _files(model, out),
-    )
+    otherwise = "vLLM uses rejection, which accepts less and keeps the distribution"
+    other_tokens = ". vLLM then drafts the likeliest token that both have, so above temperature 0 fewer are accepted"
 
+    def values(self, setting: ExportedSetting, rows: Sequence[EngineExport], notes: list[str]) -> dict[str, Any]:
+        config = setting.config
+        out = {"method": config.method, "num_speculative_tokens": config.budget.depth, **rows[0].flags(config)}
+        if setting.other_tokens:
+            out["use_heterogeneous_vocab"] = True
+            out.pop("draft_sample_method", None)
+        if config.verifier == "block":
+            out["rejection_sample_method"] = "block"
+        notes += [_CPU, _REFUSED]
+        if setting.changes():
+            schedule = setting.schedule()
+            out["num_speculative_tokens"] = max(length for _, _, length in schedule)
+            out["num_speculative_tokens_per_batch_size"] = schedule
+            notes.append("lengths by batch size: vLLM ignores them with --data-parallel-size over 1")
+        return out
 
-def _files(model: str, config: dict[str, Any] | None) -> dict[str, str]:
-    values = {"model": model} if config is None else {"model": model, "speculative-config": config}
-    shown = pprint.pformat(config, width=90, sort_dicts=False).replace("\n", "\n    ")
-    return {"vllm.yaml": yaml_text(values), "vllm_offline.py": _SNIPPET.format(model=model, config=shown)}
+    def environment(self, config: SpeculativeConfig) -> dict[str, str]:
+        return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if config.method == "dspark" else {}
+
+    def written(self, setting: ExportedSetting, model: str, values: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        command = f"--speculative-config {shlex.quote(json.dumps(values))}" if values else ""
+        shown = pprint.pformat(values or None, width=90, sort_dicts=False).replace("\n", "\n    ")
+        file = yaml_text({"model": model, **({"speculative-config": values} if values else {})})
+        return command, {"vllm.yaml": file, "vllm_offline.py": _SNIPPET.format(model=model, config=shown)}

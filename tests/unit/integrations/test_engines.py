@@ -16,8 +16,7 @@ from outrider.drafters.heads.files import open_head
 from outrider.drafters.method import EngineExport
 from outrider.drafters.registry import METHODS
 from outrider.integrations.engines import ENGINES, EngineCommand, exports
-from outrider.integrations.engines.heads import head_of, refusal, rewrite_reason, write_head
-from outrider.integrations.engines.tokens import same_tokens
+from outrider.integrations.engines.handover import head_of, refusal, rewrite_reason, same_tokens, write_head
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import Loaded, load
 from outrider.verify import VERIFIERS
