@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, headline
+from benchmarks.recorded_texts import read
 from benchmarks.report import markdown
 from outrider.control import CostModel, DraftCost, Planner
 from outrider.drafters.registry import METHODS, chain_kind
-from outrider.lab.tune.recorded import RecordedText, read
+from outrider.lab.tune.recorded import RecordedText
 from outrider.lab.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"

@@ -22,6 +22,7 @@ from benchmarks import DATA, headline
 from benchmarks.edits import edits
 from benchmarks.prompts import humaneval
 from benchmarks.real.texts import CODE, EDIT
+from benchmarks.recorded_texts import read, save
 from outrider.control import Fixed
 from outrider.control.beliefs import PRIORS, match_cell
 from outrider.core.params import SamplingParams
@@ -30,7 +31,7 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.confidence import SCALES
 from outrider.engine.decoder import Decoder
 from outrider.engine.decoder import Sequence as Text
-from outrider.lab.tune.recorded import STATED, RecordedText, Recorder, read, record, save
+from outrider.lab.tune.recorded import STATED, RecordedText, Recorder, record
 from outrider.models.load import load
 
 LENGTH, TOGETHER = 2048, 8

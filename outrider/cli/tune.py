@@ -27,9 +27,9 @@ from outrider.cli.terminal import GREEN, RED, YELLOW, check_folders, console, lo
 from outrider.cli.tune_engine import EngineOptions, tell_json, tune_engine
 
 if TYPE_CHECKING:
+    from outrider.drafters.registry import TuneInputs
     from outrider.lab.tune.race import Candidate
     from outrider.lab.tune.search import Search
-    from outrider.models.load import Loaded
 
 
 class CandidateOptions(Options):
@@ -86,6 +86,8 @@ def tune(
             raise typer.Exit(_tune_server(engine, what, workload, prompts, seconds, out, json_file))
         model = what.model
         with loading(model):
+            from outrider.drafters.heads.mtp import has_mtp
+            from outrider.drafters.registry import TuneInputs
             from outrider.lab.bench.prompts import read
             from outrider.lab.tune.race import Racer
             from outrider.lab.tune.search import Search
@@ -94,8 +96,10 @@ def tune(
             read_prompts, notes = read(prompts, workload.num_prompts)
             target = load(model, **dict(precision))
             predictions = any(prompt.prediction for prompt in read_prompts)
+            draft = what.draft_model or own_draft(target.name)
             layers = str(what.layers) if what.layers else None
-            methods = candidates(target, what.draft_model, what.method, layers, predictions)
+            inputs = TuneInputs(target.weights, draft, layers, predictions, has_mtp(target))
+            methods = candidates(inputs, what.method)
             racer = Racer(target, workload.sampling())
         for note in notes:
             warn(f"note: {note}")
@@ -117,9 +121,9 @@ def tune(
         out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
         print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}")
         if json_file is not None:
-            from outrider.lab.tune.measured import of_search
+            from outrider.lab.tune.measured import as_run
 
-            of_search(search, workload.sampling(), not interrupted).save(json_file)
+            as_run(target.name, read_prompts, search.candidates, workload.sampling(), not interrupted).save(json_file)
             tell_json(json_file, answer.name if answer is not search.plain else None)
         print()
         show_exports(search, out, {} if interrupted else None)
@@ -139,9 +143,10 @@ def _tune_server(
     if what.layers is not None or what.verifier:
         raise ValueError("--layers and --verifier are for a model in this process; leave them out with --engine")
     with loading("the prompts"):
+        from outrider.drafters.registry import TuneInputs
         from outrider.lab.bench.prompts import read
 
-        configs = engine_candidates(engine.engine or "", what.draft_model, what.method)
+        configs = candidates(TuneInputs("", what.draft_model), what.method, engine.engine)
         read_prompts, notes = read(prompts, workload.num_prompts)
     for note in notes:
         warn(f"note: {note}")
@@ -158,52 +163,36 @@ def _tune_server(
     )
 
 
-def engine_candidates(engine: str, draft: str | None, wanted: list[str] | None) -> list[tuple[str, dict[str, Any]]]:
-    """Names and configurations that an engine can run. Raises ValueError for a method that is unknown, or that it lacks.
+def candidates(
+    inputs: TuneInputs, wanted: list[str] | None, engine: str | None = None
+) -> list[tuple[str, dict[str, Any]]]:
+    """Names and configurations to try. Raises ValueError for a method that is unknown, that lacks an input, or that the engine
+    cannot run.
 
-    draft: name of a draft model or a head's folder. wanted: methods that the user named, None for all.
+    wanted: methods that the user named, None for all. engine: whose server is tuned; None for a model in this process.
     """
     from outrider.drafters.config import SpeculativeConfig
-    from outrider.drafters.registry import METHODS, TuneInputs
+    from outrider.drafters.registry import METHODS, find
     from outrider.integrations.engines import exports
 
-    inputs = TuneInputs("", draft)
     out = list[tuple[str, dict[str, Any]]]()
-    for name in wanted or [name for name in METHODS if METHODS[name].tune_candidates(inputs)]:
-        SpeculativeConfig.of({"method": name, **({"model": draft} if draft else {})})
-        for candidate, config in METHODS[name].tune_candidates(inputs).items() or [(name, None)]:
-            if config is None:
-                raise ValueError(f"--method {name} is nothing to tune here: {METHODS[name].tune_hint}")
-            [command] = exports(config, engines=[engine])
-            if command.supported:
-                out.append((candidate, {**config, "controller": "fixed"}))
-            elif wanted:
-                raise ValueError(f"--method {name}: {command.notes[0]}; outrider export shows what {engine} can run")
-    return out
-
-
-def candidates(
-    target: Loaded, draft: str | None, wanted: list[str] | None, layers: str | None, predictions: bool
-) -> list[tuple[str, dict[str, Any]]]:
-    """Names and configurations to try. Raises ValueError for a method that is unknown or that lacks an input.
-
-    draft: name of a draft model. wanted: methods that the user named, None for all. layers: a file of `outrider layers`.
-    predictions: whether a prompt has a prediction.
-    """
-    from outrider.drafters.config import SpeculativeConfig
-    from outrider.drafters.heads.mtp import has_mtp
-    from outrider.drafters.registry import METHODS, TuneInputs, find
-
-    inputs = TuneInputs(target.weights, draft or own_draft(target.name), layers, predictions, has_mtp(target))
-    if wanted is None:
-        return [pair for method in METHODS.values() for pair in method.tune_candidates(inputs).items()]
-    out = list[tuple[str, dict[str, Any]]]()
-    for name in wanted:
-        SpeculativeConfig.of({"method": name, **({"model": inputs.draft} if inputs.draft else {})})
+    for name in wanted or METHODS:
+        if wanted:
+            SpeculativeConfig.of({"method": name, **({"model": inputs.draft} if inputs.draft else {})})
         some = find(name).tune_candidates(inputs)
-        if not some:
+        if wanted and not some:
             raise ValueError(f"--method {name} is nothing to tune here: {find(name).tune_hint}")
-        out += some.items()
+        for candidate, config in some.items():
+            if engine is not None:
+                [command] = exports(config, engines=[engine])
+                if wanted and not command.supported:
+                    raise ValueError(
+                        f"--method {name}: {command.notes[0]}; outrider export shows what {engine} can run"
+                    )
+                if not command.supported:
+                    continue
+                config = {**config, "controller": "fixed"}
+            out.append((candidate, config))
     return out
 
 

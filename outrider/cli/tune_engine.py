@@ -98,7 +98,7 @@ def tune_engine(
     for note in search.notes:
         warn(f"note: {note}")
     if not search.plain.answered:
-        why = search.plain.problem or "it was interrupted"
+        why = search.plain.dropped or "it was interrupted"
         warn(f"error: plain decoding could not be measured: {why}", RED)
         return 130 if interrupted else 1
     show_trials(search)
@@ -107,9 +107,10 @@ def tune_engine(
     words = " ".join([options.command, shlex.join(answer.options)]).strip()
     print(f"Written to {out}. There it is: {words}")
     if json_file is not None:
-        from outrider.lab.tune.measured import of_engine
+        from outrider.lab.tune.measured import as_run
 
-        of_engine(search, sampling, not interrupted).save(json_file)
+        name = search.model or f"a server of {search.engine}"
+        as_run(name, prompts, search.trials, sampling, not interrupted, search.concurrency).save(json_file)
         tell_json(json_file, answer.name if answer is not search.plain else None)
     say(f"The logs are in {logs}.")
     if interrupted:
@@ -135,8 +136,8 @@ def show_trials(search: EngineSearch) -> None:
         shown.add_row(trial.name, *_cells(search, trial))
     console().print(shown)
     for trial in search.trials:
-        if trial.problem:
-            say(f"{trial.name}: {trial.problem}")
+        if trial.dropped:
+            say(f"{trial.name}: {trial.dropped}")
     say(verdict(search), GREEN if search.answer is not search.plain else YELLOW)
     if abs(search.drift - 1) > EQUAL:
         say(
@@ -159,7 +160,7 @@ def show_trials(search: EngineSearch) -> None:
 def _cells(search: EngineSearch, trial: EngineTrial) -> list[str]:
     if not trial.answered:
         return ["", "", "", "", ""]
-    gain = None if trial is search.plain else search.gain(trial)
+    gain = None if trial is search.plain else trial.gain(search.plain)
     same, compared = search.same_texts(trial)
     return [
         f"{trial.start:.0f}",
@@ -175,7 +176,7 @@ def verdict(search: EngineSearch) -> str:
     best, answer = search.best, search.answer
     if best is None:
         return f"No setting could be measured in {search.engine} beside plain decoding, so this says nothing about speculation."
-    gain = search.gain(best)
+    gain = best.gain(search.plain)
     said = "" if gain is None else f"{gain.value:.2f} times plain decoding (95 %: {gain.low:.2f} to {gain.high:.2f})"
     if answer is best:
         return f"Speculation helps in {search.engine} here. The best setting is {best.name}: {said}."

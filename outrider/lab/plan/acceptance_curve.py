@@ -27,7 +27,11 @@ Steps = list[tuple[int, int]]  # draft tokens, accepted ones
 
 @dataclass(frozen=True)
 class AnswerAcceptance:
-    """Acceptance by position in the drafts of one answer; the fields are those of `AcceptanceCurve`."""
+    """Acceptance by position in the drafts of one answer.
+
+    chances[j]: a draft token at position j + 1 is accepted, given those before it. available[j]: a draft has such a token;
+    a lookup does not always find one.
+    """
 
     chances: tuple[float, ...]
     available: tuple[float, ...]
@@ -39,16 +43,13 @@ class AnswerAcceptance:
 
 
 @dataclass(frozen=True)
-class AcceptanceCurve:
-    """Acceptance by position in the draft.
+class AcceptanceCurve(AnswerAcceptance):
+    """Acceptance by position in the drafts of all answers.
 
-    chances[j]: a draft token at position j + 1 is accepted, given those before it. available[j]: a draft has such a token;
-    a lookup does not always find one. answers: the same of single answers, which differ. source: where they come from, in words.
-    model: they were measured with a drafter that is a model.
+    answers: the same of single answers, which differ. source: where they come from, in words. model: they were measured with a
+    drafter that is a model.
     """
 
-    chances: tuple[float, ...]
-    available: tuple[float, ...]
     answers: tuple[AnswerAcceptance, ...] = field(default=(), repr=False)
     source: str = ""
     model: bool = False
@@ -61,8 +62,7 @@ class AcceptanceCurve:
     @property
     def survival(self) -> list[float]:
         """survival[j - 1]: the first j draft tokens exist and are accepted; as in `outrider.control.shapes`."""
-        kept = AnswerAcceptance(self.chances, self.available).kept
-        return [a * s for a, s in zip(self.available, kept, strict=True)]
+        return [a * s for a, s in zip(self.available, self.kept, strict=True)]
 
     def cut(self, depth: int) -> AcceptanceCurve:
         """The curve of drafts of at most so many tokens."""
@@ -185,6 +185,3 @@ def _counts(steps: Steps, depth: int) -> tuple[list[float], list[float]]:
             tries[j] += 1
             hits[j] += j < accepted
     return hits, tries
-
-
-__all__ = ["DEEPEST", "AcceptanceCurve", "AnswerAcceptance", "constant", "find_curve"]

@@ -111,6 +111,3 @@ def _of_config(path: Path, name: str, count: float) -> PlannedModel:
         raise ValueError(
             f"{path} is no config.json of a decoder ({error!r}); leave out --model-config to take a known shape"
         ) from None
-
-
-__all__ = ["BITS", "PlannedModel", "planned", "weights"]

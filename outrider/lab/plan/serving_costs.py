@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -68,6 +68,10 @@ class RooflineCosts:
     def drafter_reads(self) -> bool:
         return self.draft is not None
 
+    @property
+    def _one_device(self) -> Hardware:
+        return replace(self.hardware, count=1)
+
     def round(self, batch_size: int, depth: int, context: float) -> float:
         return sum(term.seconds for term in self.terms(batch_size, depth, context))
 
@@ -77,26 +81,15 @@ class RooflineCosts:
     def reading(self, tokens: int) -> float:
         if self.draft is None or not tokens:
             return 0.0
-        return sum(term.seconds for term in _pass(self.draft, _single(self.hardware), tokens, 1, tokens / 2))
+        return sum(term.seconds for term in _pass(self.draft, self._one_device, tokens, 1, tokens / 2))
 
     def terms(self, batch_size: int, depth: int, context: float) -> list[CostTerm]:
         """The parts of a round, with their formulas. Their sum is the round."""
         parts = [CostTerm("outside of the model", "step_seconds", self.hardware.step_seconds)]
         if depth and self.draft is not None:
-            for term in _pass(self.draft, _single(self.hardware), batch_size, batch_size, context):
+            for term in _pass(self.draft, self._one_device, batch_size, batch_size, context):
                 parts.append(CostTerm(f"draft: {term.name}", f"{depth} x ({term.formula})", depth * term.seconds))
         return parts + _pass(self.model, self.hardware, batch_size * (depth + 1), batch_size, context)
-
-
-def _single(hardware: Hardware) -> Hardware:
-    return Hardware(
-        hardware.device,
-        1,
-        hardware.bandwidth_share,
-        hardware.arithmetic_share,
-        hardware.memory_share,
-        hardware.sync_seconds,
-    )
 
 
 def _pass(model: PlannedModel, hardware: Hardware, tokens: int, sequences: int, context: float) -> list[CostTerm]:
@@ -204,6 +197,3 @@ def _si(x: float) -> str:
         if abs(x) >= size:
             return f"{x / size:.3g} {prefix}"
     return f"{x:.3g} "
-
-
-__all__ = ["CostTerm", "MeasuredCosts", "RooflineCosts", "ServingCosts", "by_length", "measured_costs"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from outrider.control.shapes import expected_tokens
@@ -201,7 +201,7 @@ class ServingPlan:
         """Requests per second of a replica that always has some waiting. depths: draft tokens by batch size."""
         count = max(_BATCHES * self.batch_limit, 200)
         arrivals = (Arrival(0.0, a.prompt, a.output) for a in self.demand.arrivals(count, self.seed))
-        limits = ReplicaLimits(self.limits.max_num_seqs, self.limits.kv_tokens, self.limits.prefill_chunk)
+        limits = replace(self.limits, max_queue=math.inf)
         fleet = simulate(arrivals, 1, limits, self.costs, self.seconds, depths, self.curve, self.seed)
         ends = sorted(r.done or 0.0 for r in fleet.requests)
         first, last = ends[int(0.2 * count)], ends[int(0.8 * count)]
@@ -276,16 +276,7 @@ class ServingPlan:
 
     def _refuse_impossible(self, policy: str) -> None:
         """Raise ValueError for a target that even a replica without other requests misses."""
-        alone = ServingPlan(
-            Demand(1e-6, self.demand.prompt, self.demand.output),
-            self.costs,
-            self.curve,
-            self.limits,
-            self.targets,
-            None,
-            self.seed,
-        )
-        found = alone.forecast(1, policy)
+        found = replace(self, demand=replace(self.demand, qps=1e-6), _known={}).forecast(1, policy)
         for name in self.targets.missed(found):
             limit = getattr(self.targets, name)
             raise ValueError(
@@ -305,6 +296,3 @@ def steady(fleet: SimulatedFleet, count: int) -> list[SimulatedRequest]:
     """The requests that found the fleet neither filling nor running dry: from `_WARM` of all on, without the last tenth."""
     some = [r for r in fleet.requests if _WARM * count <= r.id < 0.9 * count]
     return some or fleet.requests
-
-
-__all__ = ["BatchFigures", "Forecast", "LatencyTargets", "ServingPlan"]

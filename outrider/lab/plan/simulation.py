@@ -24,7 +24,7 @@ import numpy as np
 from outrider.control.price import piece_of_reading
 from outrider.engine import policy
 from outrider.engine.queue import FairQueue
-from outrider.lab.plan.acceptance_curve import AcceptanceCurve, AnswerAcceptance
+from outrider.lab.plan.acceptance_curve import AcceptanceCurve
 from outrider.lab.plan.serving_costs import ServingCosts
 from outrider.lab.plan.workload import Arrival
 
@@ -343,7 +343,7 @@ class _Luck:
     """Draws how many draft tokens are accepted. An answer has the acceptance of a measured answer, or the common one."""
 
     def __init__(self, curve: AcceptanceCurve, rng: np.random.Generator) -> None:
-        answers = curve.answers or (AnswerAcceptance(curve.chances, curve.available),)
+        answers = curve.answers or (curve,)
         self.rng, self.certain = rng, min(curve.available, default=1.0) == 1
         # Both fall with the position; reversed they can be searched.
         self.kept = [np.array(answer.kept[::-1]) for answer in answers]
@@ -358,6 +358,3 @@ class _Luck:
     def _positions(self, reached: np.ndarray, rounds: int) -> np.ndarray:
         """How many positions are reached in each round. reached: the chance of each, the last one first."""
         return len(reached) - np.searchsorted(reached, self.rng.random(rounds), side="right")
-
-
-__all__ = ["ReplicaLimits", "SimulatedFleet", "SimulatedReplica", "SimulatedRequest", "simulate"]

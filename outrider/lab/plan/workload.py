@@ -81,6 +81,3 @@ class Demand:
         prompts, outputs = self.prompt.draw(rng, count), self.output.draw(rng, count)
         for at, prompt, output in zip(times.tolist(), prompts.tolist(), outputs.tolist(), strict=True):
             yield Arrival(at, prompt, output)
-
-
-__all__ = ["Arrival", "Demand", "Lengths"]

@@ -17,14 +17,14 @@ from typing import Any
 
 import httpx
 
-from outrider.core.intervals import Interval
 from outrider.drafters.config import SpeculativeConfig
 from outrider.integrations.engines import exports
 from outrider.lab.bench import stats
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.remote import Remote
-from outrider.lab.bench.run import Sample, Setting
+from outrider.lab.bench.run import Setting
 from outrider.lab.bench.schedule import groups
+from outrider.lab.tune.race import Candidate
 from outrider.lab.tune.server import EngineServer, ServerFailed, free_port
 
 PLAIN, AGAIN = "plain", "plain again"
@@ -38,39 +38,35 @@ _COUNTERS = re.compile(
 _POSITION = re.compile(r'position="(\d+)"')
 
 
-@dataclass
-class EngineTrial:
-    """A setting, and what its server gave. config: a speculative_config. options: words of the engine's command line.
+@dataclass(eq=False)
+class EngineTrial(Candidate):
+    """A setting of a server, and what the server gave. options: words of the engine's command line. dropped: why there is no
+    measurement.
 
-    samples: the answers. drafted, accepted: draft tokens by the engine's own counters; None if it tells none. by_position: the
-    share of drafts whose first 1, 2, ... tokens were accepted; empty if it tells none. start: seconds until the server answered.
-    problem: why there is no measurement.
+    drafted, accepted: draft tokens by the engine's own counters; None if it tells none. by_position: the share of drafts whose
+    first 1, 2, ... tokens were accepted; empty if it tells none. start: seconds until the server answered.
     """
 
-    name: str
-    config: dict[str, Any]
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
     drafted: int | None = None
     accepted: int | None = None
     by_position: list[float] = field(default_factory=list)
     start: float = 0.0
-    problem: str = ""
-
-    @property
-    def answered(self) -> list[Sample]:
-        return [s for s in self.samples if s.error is None]
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second; 0 without an answer."""
-        found = stats.rate(self.answered)
-        return 0.0 if found is None else found.value
 
     @property
     def depth(self) -> int:
         return SpeculativeConfig.of(self.config).budget.depth
+
+    @property
+    def told(self) -> dict[str, Any]:
+        if not self.by_position:
+            return {}
+        return {
+            "spec_decode_draft_tokens": self.drafted,
+            "spec_decode_accepted_tokens": self.accepted,
+            "spec_decode_per_position_acceptance_rates": self.by_position,
+        }
 
 
 class EngineSearch:
@@ -145,12 +141,8 @@ class EngineSearch:
         best, again = self.best, self.again
         if best is None:
             return self.plain
-        gains = [self.gain(best), self.gain(best, again) if again is not None and again.answered else None]
+        gains = [best.gain(self.plain), best.gain(again) if again is not None and again.answered else None]
         return best if all(gain is None or gain.low > 1 for gain in gains) and gains[0] is not None else self.plain
-
-    def gain(self, trial: EngineTrial, base: EngineTrial | None = None) -> Interval | None:
-        """Speed over plain decoding. None without a common prompt."""
-        return stats.ratio(trial.answered, (base or self.plain).answered)
 
     def same_texts(self, trial: EngineTrial) -> tuple[int, int]:
         """Texts that equal those of plain decoding, and texts that were compared."""
@@ -189,9 +181,10 @@ class EngineSearch:
 
     def _trial(self, name: str, config: dict[str, Any]) -> EngineTrial:
         [command] = exports(config, engines=[self.engine], folder=str(self.logs / re.sub(r"\W+", "-", name)))
-        trial = EngineTrial(name, config, shlex.split(command.command), dict(command.environment))
+        words, environment = shlex.split(command.command), dict(command.environment)
+        trial = EngineTrial(name, config, options=words, environment=environment)
         if not command.supported:
-            trial.problem = command.notes[0]
+            trial.dropped = command.notes[0]
         for file, text in command.files.items():
             if any(file in word for word in trial.options):
                 path = self.logs / re.sub(r"\W+", "-", name) / file
@@ -201,12 +194,12 @@ class EngineSearch:
 
     def _measured(self, trial: EngineTrial, *, always: bool = False) -> Iterator[str]:
         """Start the server, measure, and stop it. always: whatever the time."""
-        if trial.problem:
-            yield f"{trial.name}: {trial.problem}"
+        if trial.dropped:
+            yield f"{trial.name}: {trial.dropped}"
             return
         if self.measured > self.seconds and not always:
-            trial.problem = "not measured: the time was over, --seconds allows more"
-            yield f"{trial.name}: {trial.problem}"
+            trial.dropped = "not measured: the time was over, --seconds allows more"
+            yield f"{trial.name}: {trial.dropped}"
             return
         port = self.port or free_port()
         log = self.logs / f"{len(self.trials) - 1}-{re.sub(r'[^0-9A-Za-z]+', '-', trial.name)}.log"
@@ -218,16 +211,16 @@ class EngineSearch:
                 yield f"{trial.name}: ready after {trial.start:.0f} s"
                 yield from self._answers(trial, server)
         except ServerFailed as error:
-            trial.problem = str(error)
-            yield f"{trial.name}: {trial.problem}"
+            trial.dropped = str(error)
+            yield f"{trial.name}: {trial.dropped}"
 
     def _answers(self, trial: EngineTrial, server: EngineServer) -> Iterator[str]:
         setting = Setting(name=trial.name, base_url=server.url, speculative_config={})
         try:
             remote = Remote([setting], self.model, self.sampling, api_key=self.api_key, timeout=self.timeout)
         except (ConnectionError, httpx.HTTPError) as error:
-            trial.problem = server.failure(f"the server cannot be measured: {error}")
-            yield f"{trial.name}: {trial.problem}"
+            trial.dropped = server.failure(f"the server cannot be measured: {error}")
+            yield f"{trial.name}: {trial.dropped}"
             return
         try:
             chat = not isinstance(self.prompts[0].content, str)
@@ -251,8 +244,8 @@ class EngineSearch:
             remote.close()
         failed = [s.error for s in trial.samples if s.error is not None]
         if failed:
-            trial.problem = server.failure(f"{len(failed)} of {len(self.prompts)} requests failed: {failed[0]}")
-            yield f"{trial.name}: {trial.problem}"
+            trial.dropped = server.failure(f"{len(failed)} of {len(self.prompts)} requests failed: {failed[0]}")
+            yield f"{trial.name}: {trial.dropped}"
 
     def _count(self, trial: EngineTrial, before: dict[str, float], after: dict[str, float], remote: Remote) -> None:
         """Draft tokens by the engine's metrics, or by the requests' own numbers."""

@@ -6,44 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.lab.bench.prompts import Prompt
-from outrider.lab.bench.run import Run, Sample, Setting
+from outrider.lab.bench.run import Run, Setting
 from outrider.lab.bench.summary import summary
-from outrider.lab.tune.engine import EngineSearch
-from outrider.lab.tune.search import Search
+from outrider.lab.tune.race import Candidate
 
 
-def of_search(search: Search, sampling: dict[str, Any], complete: bool) -> Run:
-    """The measured candidates of a model in this process."""
-    found = {c.name: (None if c is search.plain else c.config, c.samples) for c in search.candidates if c.samples}
-    return _run(search.racer.target.name, search.prompts, found, sampling, complete)
-
-
-def of_engine(search: EngineSearch, sampling: dict[str, Any], complete: bool) -> Run:
-    """The measured settings of another engine's server. It tells of draft tokens in sums, so they are in the summary."""
-    found = {t.name: (None if t.depth == 0 else t.config, t.samples) for t in search.trials if t.answered}
-    run = _run(search.model or f"a server of {search.engine}", search.prompts, found, sampling, complete)
-    run.concurrency = search.concurrency
-    for trial in search.trials:
-        if trial.name in run.summary and trial.by_position:
-            run.summary[trial.name] |= {
-                "spec_decode_draft_tokens": trial.drafted,
-                "spec_decode_accepted_tokens": trial.accepted,
-                "spec_decode_per_position_acceptance_rates": trial.by_position,
-            }
-    return run
-
-
-def _run(
+def as_run(
     model: str,
     prompts: Sequence[Prompt],
-    found: dict[str, tuple[dict[str, Any] | None, list[Sample]]],
+    candidates: Sequence[Candidate],
     sampling: dict[str, Any],
     complete: bool,
+    concurrency: int = 1,
 ) -> Run:
-    """found: by setting, its configuration, None for plain decoding, and its answers."""
-    samples = [sample for _, some in found.values() for sample in some]
-    settings = [Setting(name=name, speculative_config=config) for name, (config, _) in found.items()]
+    """The candidates that were measured. An engine tells of draft tokens in sums, so these are in the summary only."""
+    measured = [c for c in candidates if c.answered]
+    configs = [None if c.config["method"] == "none" else c.config for c in measured]
+    settings = [Setting(name=c.name, speculative_config=config) for c, config in zip(measured, configs, strict=True)]
+    samples = [sample for c in measured for sample in c.samples]
     repeats = 1 + max(sample.repeat for sample in samples)
-    run = Run.begun(model, settings, prompts, sampling, repeats=repeats, samples=samples, complete=complete)
+    more: dict[str, Any] = {"repeats": repeats, "concurrency": concurrency, "samples": samples, "complete": complete}
+    run = Run.begun(model, settings, prompts, sampling, **more)
     run.summary = summary(run)
+    for candidate in measured:
+        run.summary[candidate.name] |= candidate.told
     return run

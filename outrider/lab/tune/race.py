@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.core.intervals import Interval
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
+from outrider.lab.bench import stats
 from outrider.lab.bench.interleave import TimedRun, interleave
 from outrider.lab.bench.local import SampleRecorder, sampling_params
 from outrider.lab.bench.prompts import Prompt
@@ -39,15 +40,23 @@ class Candidate:
     llm: LLM | None = None
 
     @property
+    def answered(self) -> list[Sample]:
+        return [s for s in self.samples if s.error is None]
+
+    @property
     def speed(self) -> float:
-        """Measured tokens per second of all answers together. NaN without samples."""
-        seconds = sum(s.seconds for s in self.samples)
-        return sum(s.output_tokens for s in self.samples) / seconds if seconds else math.nan
+        """Measured tokens per second of all answers together; 0 without one."""
+        seconds = stats.wall(self.answered)
+        return sum(s.output_tokens for s in self.answered) / seconds if seconds else 0.0
 
+    def gain(self, base: Candidate) -> Interval | None:
+        """Its speed over that of another. None without a common prompt."""
+        return stats.ratio(self.answered, base.answered)
 
-def plain_candidate() -> Candidate:
-    """Plain decoding."""
-    return Candidate("plain", {"method": "none"}, predicted=1.0)
+    @property
+    def told(self) -> dict[str, Any]:
+        """What is known of its drafts beside the samples, in the field names of `vllm bench serve`."""
+        return {}
 
 
 class Racer:

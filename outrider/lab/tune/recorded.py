@@ -6,13 +6,10 @@ verified. So a recording tells what every draft length would have accepted, and 
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,28 +152,3 @@ def record(decoder: Decoder, recorder: Recorder, texts: Sequence[tuple[str, Requ
                 decoder.release(slot)
                 del running[slot]
     return [found[number] for number in range(len(texts))]
-
-
-def save(texts: Sequence[RecordedText], path: Path) -> None:
-    """Write texts as compressed JSON lines. Chances are kept to a thousandth."""
-    lines = list[str]()
-    for text in texts:
-        drafts = {
-            name: [[d.accepted, d.match, d.length, *(round(1000 * c) for c in d.chances)] for d in every]
-            for name, every in text.drafts.items()
-        }
-        lines.append(json.dumps({**vars(text), "drafts": drafts}, separators=(",", ":")))
-    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), mtime=0))
-
-
-def read(path: Path) -> list[RecordedText]:
-    """Read what `save` wrote."""
-    found = list[RecordedText]()
-    for line in gzip.decompress(path.read_bytes()).decode().splitlines():
-        given: dict[str, Any] = json.loads(line)
-        drafts = {
-            name: [RecordedDraft(a, m, [min(c / 1000, 0.9999) for c in stated], n) for a, m, n, *stated in every]
-            for name, every in given.pop("drafts").items()
-        }
-        found.append(RecordedText(**given, drafts=drafts))
-    return found

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outrider.control import Controller, CostModel, Costs, Fixed, Planner
+from outrider.control import CostModel, Costs, Fixed, Planner
 from outrider.core.tree import chain
 from outrider.core.types import Budget, Commit, Draft, Step, Verdict
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
@@ -107,40 +107,27 @@ class PlayedBack(BaseDrafter):
         self.error.release(slot)
 
 
-class Warp:
-    """Stands for sampling parameters: a replay draws nothing."""
-
-    def __init__(self, rows: int) -> None:
-        self.histories = [NoMask()] * rows
-
-    def select(self, some: Sequence[int]) -> Warp:
-        return Warp(len(some))
-
-
-class NoMask:
-    """The history of a request without a grammar."""
+class Nothing:
+    """Stands for sampling parameters and noise of some rows: a replay draws nothing, and no request has a grammar."""
 
     mask = None
 
+    def __init__(self, rows: int) -> None:
+        self.histories = [self] * rows
 
-class NoNoise:
-    """Stands for the noise: a replay draws nothing."""
-
-    def select(self, some: Sequence[int]) -> NoNoise:
-        return self
+    def select(self, some: Sequence[int]) -> Nothing:
+        return Nothing(len(some))
 
 
 @dataclass
 class Played:
-    """What a setting did with a text. seconds: of decoding, with all drafting and reading. tokens: written. steps: rounds. worst:
-    its plain seconds."""
+    """What a setting did with a text. seconds: of decoding, with all drafting and reading. tokens: written. steps: rounds."""
 
     text: RecordedText
     seconds: float = 0.0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    notes: list[Any] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -178,7 +165,7 @@ class Machine:
     def calls(self) -> dict[str, int]:
         return {name: drafter.calls for name, drafter in self.played.items()}
 
-    def write(self, texts: Sequence[RecordedText], keep_notes: bool = False) -> list[Played]:
+    def write(self, texts: Sequence[RecordedText]) -> list[Played]:
         """Write texts in this order, as many at a time as there are slots."""
         done, left = list[Played](), list(texts)
         rows: dict[int, tuple[Played, list[int]]] = {}
@@ -188,7 +175,7 @@ class Machine:
                 text = left.pop(0)
                 rows[slot] = Played(text), list(text.prompt)
                 self.running[slot] = text
-            seconds = self._step(rows, keep_notes)
+            seconds = self._step(rows)
             for slot, (played, tokens) in list(rows.items()):
                 played.seconds += seconds
                 if len(tokens) - len(played.text.prompt) >= len(played.text.output):
@@ -199,18 +186,17 @@ class Machine:
                         self.drafter.release(slot)
         return done
 
-    def _step(self, rows: Mapping[int, tuple[Played, list[int]]], keep_notes: bool) -> float:
+    def _step(self, rows: Mapping[int, tuple[Played, list[int]]]) -> float:
         slots, every = list(rows), list(rows.values())
         before = [len(tokens) for _, tokens in every]
         left = [p.text.limit - (n - len(p.text.prompt)) for (p, _), n in zip(every, before, strict=True)]
         budgets = [b.clipped(n - 1) for b, n in zip(self.planner.budgets(slots), left, strict=True)]
-        anything: Any = NoNoise()
-        warp: Any = Warp(len(slots))
+        anything: Any = Nothing(len(slots))
         context = DraftContext(
             slots=slots,
             tokens=[tokens for _, tokens in every],
             budgets=budgets,
-            warp=warp,
+            warp=anything,
             noise=anything,
             stream=anything,
             needs_probs=False,
@@ -235,9 +221,6 @@ class Machine:
             played.accepted += commit.num_accepted
         if self.drafter is not None:
             self.drafter.update(context, commits, TargetPass(draft, torch.empty(len(commits), 0)))
-        if keep_notes:
-            for (played, _), note in zip(every, draft.notes or (None,) * len(every), strict=True):
-                played.notes.append(note)
         none = torch.zeros(len(slots), dtype=torch.long)
         seconds = {"draft": drafting, "target": forward, "verify": 0.0, "commit": 0.0}
         self.planner.observe(Step(draft, Verdict(draft.tokens, none, none), commits, slots, before, budgets, seconds))
@@ -284,8 +267,7 @@ def auto(
 
 def fixed(costs: CostModel, length: int) -> Planner:
     """A planner with one draft length."""
-    lengths: Controller = Fixed(length)
-    return Planner(Budget(length), Costs(costs), None, lengths)
+    return Planner(Budget(length), Costs(costs), None, Fixed(length))
 
 
 def oracle(text: RecordedText, costs: CostModel, models: Sequence[str], lookups: Sequence[str]) -> float:
@@ -322,14 +304,12 @@ def oracle_texts(
     return [Played(text, oracle(text, costs, models, lookups)) for text in texts]
 
 
-def by_kind(
-    played: Sequence[Played], costs: CostModel, of: Callable[[Played], float] | None = None
-) -> dict[str, float]:
+def by_kind(played: Sequence[Played], costs: CostModel) -> dict[str, float]:
     """Speed over plain decoding of each kind of text, and of all."""
     total: dict[str, list[float]] = {}
     for one in played:
         for kind in (one.text.kind, "all"):
             sums = total.setdefault(kind, [0.0, 0.0])
             sums[0] += plain_seconds(one.text, costs)
-            sums[1] += one.seconds if of is None else of(one)
+            sums[1] += one.seconds
     return {kind: plain / taken for kind, (plain, taken) in total.items()}

@@ -11,10 +11,9 @@ from time import perf_counter
 from typing import Any
 
 from outrider.core.intervals import Interval
-from outrider.lab.bench import stats
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.tune.forecasts import BATCH_SIZES, Forecasts
-from outrider.lab.tune.race import Candidate, Racer, plain_candidate
+from outrider.lab.tune.race import Candidate, Racer
 
 # A smaller gain does not matter.
 EQUAL = 0.03
@@ -35,7 +34,7 @@ class Standings:
 
     def gain(self, candidate: Candidate) -> Interval | None:
         """Speed over plain decoding. None for plain decoding itself, and without a common prompt."""
-        return None if candidate is self.plain else stats.ratio(candidate.samples, self.plain.samples)
+        return None if candidate is self.plain else candidate.gain(self.plain)
 
     @property
     def leader(self) -> Candidate:
@@ -44,7 +43,7 @@ class Standings:
         best = max(measured, key=lambda c: c.speed, default=self.plain)
         if self.default is None or best is self.default or not self.default.samples:
             return best
-        found = stats.ratio(best.samples, self.default.samples)
+        found = best.gain(self.default)
         return best if found is not None and found.low > 1 else self.default
 
     @property
@@ -73,7 +72,7 @@ class Standings:
         for candidate in self.active:
             if candidate in (leader, self.plain):
                 continue
-            found = stats.ratio(candidate.samples, leader.samples)
+            found = candidate.gain(leader)
             if found is not None and found.high < 1 + EQUAL:
                 slower = found.high < 1
                 candidate.dropped = f"{found.value:.2f} x {leader.name}" if slower else f"not faster than {leader.name}"
@@ -99,7 +98,7 @@ class Search:
         self.racer, self.prompts, self.whole = racer, list(prompts), whole
         self.verifiers, self.seconds = verifiers, seconds
         self.forecasts = Forecasts(racer, self.prompts, methods)
-        self.plain = plain_candidate()
+        self.plain = Candidate("plain", {"method": "none"}, predicted=1.0)
         self.standings = Standings(self.plain)
         self.complete = False
 

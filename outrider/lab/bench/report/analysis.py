@@ -113,6 +113,33 @@ def analyse(run: Run) -> list[SettingResult]:
     return results
 
 
+@dataclass(frozen=True)
+class CategoryResult:
+    """A setting on one category of prompts. ratio: over the baseline, None for the baseline itself and without a common prompt.
+    prompts: their number. ratios: one for each prompt."""
+
+    category: str
+    prompts: int
+    setting: str
+    ratio: Interval | None
+    acceptance: AcceptanceStats | None
+    ratios: list[float]
+
+
+def by_category(run: Run, results: Sequence[SettingResult]) -> list[CategoryResult]:
+    """One for each category and setting, in the run's order. Empty where all prompts are of one category."""
+    names = stats.categories(run)
+    found = list[CategoryResult]()
+    for name in names if len(names) > 1 else []:
+        wanted = {p.id for p in run.prompts if p.category == name}
+        base, *_ = answers = [[s for s in r.answers if s.prompt in wanted] for r in results]
+        for r, ours in zip(results, answers, strict=True):
+            ratio = stats.ratio(ours, base) if ours is not base else None
+            ratios = [v for p, v in r.prompts.items() if p in wanted]
+            found.append(CategoryResult(name, len(wanted), r.name, ratio, stats.acceptance(ours), ratios))
+    return found
+
+
 def is_chain(setting: Setting) -> bool:
     """True if draft tokens follow one another, so that the number of them is the depth."""
     config = setting.speculative_config or {}

@@ -11,10 +11,9 @@ from markupsafe import Markup
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
 from outrider.lab.bench.report import svg
-from outrider.lab.bench.report.analysis import PHASES, SettingResult
+from outrider.lab.bench.report.analysis import PHASES, CategoryResult, SettingResult
 from outrider.lab.bench.report.format import amount, bounds, duration, factor, interval
 from outrider.lab.bench.report.svg import key
-from outrider.lab.bench.run import Run
 
 MOST_ROWS, MOST_DEPTH = 24, 16
 LATENCIES = {
@@ -125,27 +124,19 @@ def acceptance(results: Sequence[SettingResult]) -> Chart | None:
     return Chart("Acceptance by depth", rows, note=note)
 
 
-def by_category(run: Run, results: Sequence[SettingResult]) -> Chart | None:
+def by_category(categories: Sequence[CategoryResult], baseline: str) -> Chart | None:
     """Speedup within each category of prompts."""
-    names, rows = stats.categories(run), []
-    drawn = list[tuple[str, str, Interval, list[float]]]()
-    for name in names if len(names) > 1 else []:
-        wanted = {p.id for p in run.prompts if p.category == name}
-        base = [s for s in results[0].answers if s.prompt in wanted]
-        for r in results[1:]:
-            ratio = stats.ratio([s for s in r.answers if s.prompt in wanted], base)
-            if ratio is not None:
-                drawn.append((name, r.name, ratio, [v for p, v in r.prompts.items() if p in wanted]))
-    drawn = drawn[:MOST_ROWS]
+    drawn = [(c, c.ratio) for c in categories if c.ratio is not None][:MOST_ROWS]
     if not drawn:
         return None
-    scale = svg.around([1.0, *(v for *_, values in drawn for v in values)], log=True)
-    for i, (name, setting, ratio, values) in enumerate(drawn):
-        said = f"{name}, {setting}: {factor(ratio.value)} times as fast, {interval(ratio)}, {len(values)} prompts"
-        head = name if i == 0 or drawn[i - 1][0] != name else ""
-        drawing = svg.dots(scale, values, ratio.value, *_ends(ratio), said, line=1)
-        rows.append(ChartRow(setting, drawing, f"{factor(ratio.value)} ×", head))
-    note = f"Speed over that of {results[0].name}. The dots are prompts, as above."
+    scale, rows, shown = svg.around([1.0, *(v for c, _ in drawn for v in c.ratios)], log=True), [], set[str]()
+    for c, ratio in drawn:
+        speed = factor(ratio.value)
+        said = f"{c.category}, {c.setting}: {speed} times as fast, {interval(ratio)}, {len(c.ratios)} prompts"
+        drawing = svg.dots(scale, c.ratios, ratio.value, *_ends(ratio), said, line=1)
+        rows.append(ChartRow(c.setting, drawing, f"{speed} ×", "" if c.category in shown else c.category))
+        shown.add(c.category)
+    note = f"Speed over that of {baseline}. The dots are prompts, as above."
     return Chart("Speedup by category", rows, _axis(scale, "×"), note)
 
 

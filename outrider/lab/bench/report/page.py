@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from outrider.core.files import written_whole
+from outrider.core.files import write_whole
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 from outrider.lab.bench import stats
 from outrider.lab.bench.report import charts
-from outrider.lab.bench.report.analysis import PHASES, SettingResult, analyse, drift
+from outrider.lab.bench.report.analysis import PHASES, SettingResult, analyse, by_category, drift
 from outrider.lab.bench.report.compare import compare_runs
 from outrider.lab.bench.report.format import amount, bounds, count, duration, factor, percent, size
 from outrider.lab.bench.report.recommend import Recommendation, no_answers, recommend
@@ -52,11 +51,10 @@ class Answer:
 def write(run: Run, path: Path, *, other: Run | None = None) -> Recommendation:
     """Write the page of a run, compared with an earlier run `other`. Returns the recommendation at its top.
 
-    The file is replaced as a whole. Raises ValueError for a run without an answer.
+    Raises ValueError for a run without an answer.
     """
     html, found = render(run, other=other)
-    with written_whole(path) as part:
-        part.write_text(html, encoding="utf-8", errors="replace")
+    write_whole(path, html, errors="replace")
     return found
 
 
@@ -66,6 +64,7 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
         raise ValueError(f"the earlier run is empty: {no_answers(other)}")
     results = analyse(run)
     recommendation = recommend(run, results)
+    categories = by_category(run, results)
     best = next((r for r in results if r.name == recommendation.setting), results[0])
     values: dict[str, Any] = {
         "run": run,
@@ -80,8 +79,8 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
         "latencies": charts.latencies(results),
         "acceptance": charts.acceptance(results),
         "deepest": min(max(len(r.by_depth) for r in results), DEEPEST),
-        "by_category": charts.by_category(run, results),
-        "categories": list(_categories(run, results)),
+        "by_category": charts.by_category(categories, results[0].name),
+        "categories": categories,
         "phases": PHASES,
         "time_by_phase": charts.time_by_phase(results),
         "extremes": extremes(run, best),
@@ -135,15 +134,3 @@ def _answer(prompt: PromptRecord, speed: str, sample: Sample) -> Answer:
     runs = [(origin, "".join(p for _, p in some)) for origin, some in groupby(tokens, key=lambda t: t[0])]
     counts = {name: n for letter, name in ORIGINS.items() if (n := origins.count(letter))}
     return Answer(prompt, text, speed, sample, runs, counts, max(len(pieces) - MOST_TOKENS, 0))
-
-
-def _categories(run: Run, results: list[SettingResult]) -> Iterator[tuple[str, int, list[Any]]]:
-    """For each category: its name, number of prompts, and for each setting the ratio and the acceptance."""
-    for name in stats.categories(run):
-        wanted = {p.id for p in run.prompts if p.category == name}
-        base = [s for s in results[0].answers if s.prompt in wanted]
-        parts = []
-        for r in results:
-            ours = [s for s in r.answers if s.prompt in wanted]
-            parts.append((r.name, None if r is results[0] else stats.ratio(ours, base), stats.acceptance(ours)))
-        yield name, len(wanted), parts

@@ -11,7 +11,14 @@ from operator import mul
 
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
-from outrider.lab.bench.report.analysis import SettingResult, acceptance_rates, analyse, drift, step_seconds
+from outrider.lab.bench.report.analysis import (
+    SettingResult,
+    acceptance_rates,
+    analyse,
+    by_category,
+    drift,
+    step_seconds,
+)
 from outrider.lab.bench.report.format import count, factor, interval, percent
 from outrider.lab.bench.run import Run
 
@@ -164,12 +171,7 @@ def _acceptance(best: SettingResult) -> list[str]:
 
 
 def _categories(run: Run, best: SettingResult, base: SettingResult) -> list[str]:
-    names, each = stats.categories(run), {}
-    for name in names if len(names) > 1 else []:
-        wanted = {p.id for p in run.prompts if p.category == name}
-        pair = ([s for s in result.answers if s.prompt in wanted] for result in (best, base))
-        if (one := stats.ratio(*pair)) is not None:
-            each[name] = one
+    each = {c.category: c.ratio for c in by_category(run, [base, best]) if c.ratio is not None}
     slower = [f"{n} ({factor(r.value)})" for n, r in each.items() if r.high < 1]
     faster = [f"{n} ({factor(r.value)})" for n, r in each.items() if r.low > 1]
     if not slower or not faster:

@@ -18,13 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.cli.tune import engine_candidates
+from outrider.cli.tune import candidates
 from outrider.cli.tune_engine import EngineOptions, show_trials, tune_engine, verdict
+from outrider.drafters.registry import TuneInputs
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.run import Sample
 from outrider.lab.plan.acceptance_curve import find_curve
 from outrider.lab.tune.engine import AGAIN, EngineSearch, EngineTrial, command_words
-from outrider.lab.tune.measured import of_engine
+from outrider.lab.tune.measured import as_run
 from outrider.lab.tune.server import EngineServer, ServerFailed, free_port, members, taken
 
 FAKE = [sys.executable, str(Path(__file__).parents[3] / "support" / "fake_engine.py")]
@@ -121,7 +122,7 @@ def test_a_real_server_is_measured(tmp_path: Path, no_lengths: None) -> None:
     assert "serving {'method': 'ngram', 'num_speculative_tokens': 8" in next(tmp_path.glob("1-*.log")).read_text()
     assert not any(taken(int(line.rpartition("--port ")[2].split()[0])) for line in lines if "--port " in line)
     show_trials(found)
-    of_engine(found, SAMPLING, complete=True).save(tmp_path / "tuned.json")
+    as_run("m", found.prompts, found.trials, SAMPLING, complete=True).save(tmp_path / "tuned.json")
     curve = find_curve(str(tmp_path / "tuned.json"))  # for outrider plan --acceptance
     assert curve.survival == [1.0] * 4 + [0.0] * 4
     assert "setting ngram" in curve.source
@@ -134,8 +135,8 @@ def test_a_candidate_that_fails_is_named_and_the_others_are_measured(tmp_path: P
     found = search(tmp_path, SUFFIX, NGRAM, bad="suffix:crash")
     run(found)
     crashed = next(t for t in found.trials if t.name == "suffix")
-    assert "ended with status 1" in crashed.problem
-    assert "no memory for this setting" in crashed.problem  # the end of its log
+    assert "ended with status 1" in crashed.dropped
+    assert "no memory for this setting" in crashed.dropped  # the end of its log
     assert found.best is not None
     assert found.best.name.startswith("ngram")
 
@@ -145,7 +146,7 @@ def test_requests_that_fail_are_named(tmp_path: Path) -> None:
     found = search(tmp_path, NGRAM, bad="ngram:error")
     run(found)
     failed = next(t for t in found.trials if t.name == "ngram")
-    assert "1 of 3 requests failed: HTTP 500: out of blocks" in failed.problem
+    assert "1 of 3 requests failed: HTTP 500: out of blocks" in failed.dropped
 
 
 @pytest.mark.usefixtures("no_lengths")
@@ -215,7 +216,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         found = search(tmp_path, NGRAM, command=shlex.join([*FAKE, "--port", str(port)]))
         lines = run(found)
-    assert f"port {port} is taken" in found.plain.problem
+    assert f"port {port} is taken" in found.plain.dropped
     assert found.answer is found.plain
     assert len(lines) == 2  # nothing else is started
 
@@ -276,11 +277,15 @@ def test_options_that_lack_another() -> None:
 
 
 def test_the_methods_of_an_engine() -> None:
-    assert [name for name, _ in engine_candidates("vllm", None, None)] == ["suffix", "ngram"]
-    assert dict(engine_candidates("llama.cpp", "builtin:code-draft", None)).keys() == {"draft_model", "suffix", "ngram"}
+    assert [name for name, _ in candidates(TuneInputs("", None), None, "vllm")] == ["suffix", "ngram"]
+    assert dict(candidates(TuneInputs("", "builtin:code-draft"), None, "llama.cpp")).keys() == {
+        "draft_model",
+        "suffix",
+        "ngram",
+    }
     with pytest.raises(ValueError, match="token_recycling: this engine has no such method"):
-        engine_candidates("vllm", None, ["token_recycling"])
+        candidates(TuneInputs("", None), ["token_recycling"], "vllm")
     with pytest.raises(ValueError, match="did you mean"):
-        engine_candidates("vlm", None, ["ngram"])
+        candidates(TuneInputs("", None), ["ngram"], "vlm")
     with pytest.raises(ValueError, match="needs a model"):
-        engine_candidates("vllm", None, ["draft_model"])
+        candidates(TuneInputs("", None), ["draft_model"], "vllm")
