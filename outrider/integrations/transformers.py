@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import abc
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -139,19 +139,19 @@ class CustomGenerate:
         check_config(generation_config)
         prompts = _prompts(input_ids, model_kwargs)
         stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
-        wanted = translate(generation_config, logits_processor, stopping_criteria, input_ids.shape[1], stops)
-        pad = _pad_id(generation_config, wanted.params, len(prompts))
-        if wanted.params.stops and self._options["tokenizer"] is None:
+        params = translate(generation_config, logits_processor, stopping_criteria, input_ids.shape[1], stops)
+        pad = _pad_id(generation_config, params, len(prompts))
+        if params.stops and self._options["tokenizer"] is None:
             raise ValueError(
                 "stop_strings need the tokenizer, and transformers does not hand it to a callable; give it here:\n"
                 "outrider.custom_generate(..., tokenizer=tokenizer)"
             )
         seed = self._seed if seed is None else seed
         if seed is None:
-            seed = 0 if wanted.params.greedy else int(torch.randint(2**63 - 1, ()))
+            seed = 0 if params.greedy else int(torch.randint(2**63 - 1, ()))
         with self._lock:
             engine = self._engine(model)
-            out = self._run(engine, prompts, wanted, seed, streamer, pad)
+            out = self._run(engine, prompts, params, seed, streamer, pad)
         new = torch.tensor(out, dtype=input_ids.dtype, device=input_ids.device)
         sequences: Any = torch.cat([input_ids, new], dim=1)
         if generation_config.return_dict_in_generate:
@@ -176,11 +176,11 @@ class CustomGenerate:
         return known[1]
 
     def _run(
-        self, engine: LLM, prompts: list[list[int]], wanted: Wanted, seed: int, streamer: Any | None, pad: int
+        self, engine: LLM, prompts: list[list[int]], params: SamplingParams, seed: int, streamer: Any | None, pad: int
     ) -> list[list[int]]:
         """New tokens of every row, padded to the longest."""
-        words = tuple(wanted.bad_words)
-        requests = [Request(i, p, wanted.params, nth_seed(seed, i), words) for i, p in enumerate(prompts)]
+        words: Any = tuple(params.bad_words)
+        requests = [Request(i, p, params, nth_seed(seed, i), words) for i, p in enumerate(prompts)]
         rows, sent = engine.scheduler.add(requests), 0
         for _ in engine.scheduler.follow(rows):
             if streamer is not None and all(row.output for row in rows):
@@ -198,14 +198,6 @@ class CustomGenerate:
         )
         longest = max(len(row.output) for row in rows)
         return [row.output + [pad] * (longest - len(row.output)) for row in rows]
-
-
-@dataclass
-class Wanted:
-    """A translated request: the parameters, and forbidden token sequences (checked and applied from here)."""
-
-    params: SamplingParams
-    bad_words: list[tuple[int, ...]] = field(default_factory=list)
 
 
 def check_config(config: GenerationConfig) -> None:
@@ -237,8 +229,11 @@ def translate(
     criteria: Iterable[Any],
     length: int,
     stops: abc.Sequence[str] = (),
-) -> Wanted:
-    """From transformers' prepared objects to parameters. length: tokens of the padded prompts. Raises ValueError."""
+) -> SamplingParams:
+    """From transformers' prepared objects to parameters, with bad words as token ids. length: tokens of the padded prompts.
+
+    Raises ValueError.
+    """
     given: dict[str, Any] = {
         "temperature": 1.0 if config.do_sample else 0.0,
         "ignore_eos": True,
@@ -283,14 +278,8 @@ def translate(
                 words += [(int(t),) for t in p.suppress_tokens.tolist()]
             case lp.TemperatureLogitsWarper():
                 given["temperature"] = p.temperature if config.do_sample else 0.0
-            case lp.TopKLogitsWarper():
-                given["top_k"] = p.top_k
-            case lp.TopPLogitsWarper():
-                given["top_p"] = p.top_p
-            case lp.MinPLogitsWarper():
-                given["min_p"] = p.min_p
             case _:
-                pass
+                given |= {name: getattr(p, name) for name in ("top_k", "top_p", "min_p") if hasattr(p, name)}
     stops, ends, most = list(stops), list[int](), config.max_length
     for c in criteria:
         match c:
@@ -312,10 +301,9 @@ def translate(
         raise ValueError(
             "stop_strings with min_new_tokens is not supported: in outrider the minimum holds for both; leave one out"
         )
-    params = SamplingParams(
+    return SamplingParams(
         **given, bad_words=words, max_tokens=most - length, min_tokens=least, stop=stops, stop_token_ids=ends
     )
-    return Wanted(params, words)
 
 
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:

@@ -27,8 +27,8 @@ KiB = int
 MiB = int
 
 PANELS = (
-    "Model", "What", "How", "Hardware", "Demand", "Speculation", "Server", "Replicas", "Engine", "Limits", "Privacy", "Sampling",
-    "Conversation", "Output",
+    "Model", "Training", "What", "How", "Hardware", "Demand", "Speculation", "Server", "Replicas", "Engine", "Limits",
+    "Privacy", "Sampling", "Conversation", "Output",
 )  # fmt: skip
 """The headings of the help page, in its order."""
 

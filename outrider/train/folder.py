@@ -19,27 +19,8 @@ from filelock import FileLock, Timeout
 from outrider.core.files import write_whole, written_whole
 from outrider.kernels.machine import machine
 from outrider.train.answers import AnswerFile
+from outrider.train.settings import TrainingSettings
 from outrider.train.survival import Survival
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """What a run was asked for. A run that goes on must be asked for the same.
-
-    method: a key of `methods.METHODS`. model: as `load` takes it. prompts: names of sources. temperatures: of the answers, in
-    turn. length: tokens of a text, at most. draft_vocab_size: 0 for all tokens. batch_tokens: of one step. start: a folder with a
-    head to begin with.
-    """
-
-    method: str
-    model: str
-    prompts: tuple[str, ...]
-    temperatures: tuple[float, ...]
-    length: int
-    draft_vocab_size: int
-    batch_tokens: int
-    seed: int
-    start: str | None = None
 
 
 @dataclass
@@ -71,7 +52,7 @@ class RunFolder:
                 f"{path} is not empty and is no training run; give a new folder, or that of a run to go on with"
             )
         else:
-            write_whole(file, json.dumps(asdict(settings), indent=1) + "\n")
+            write_whole(file, json.dumps(settings.model_dump(), indent=1) + "\n")
         self.answers = AnswerFile(self._state / "answers.jsonl")
 
     @contextmanager
@@ -146,7 +127,7 @@ class RunFolder:
         return "\n".join(lines) + "\n"
 
     def _compare(self, stored: dict[str, Any]) -> None:
-        for name, value in json.loads(json.dumps(asdict(self.settings))).items():
+        for name, value in self.settings.model_dump().items():
             if stored.get(name) != value:
                 raise ValueError(
                     f"{self.path} holds a run with {name}={stored.get(name)!r}, and this one has {value!r}; give the same to go "

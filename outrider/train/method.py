@@ -2,6 +2,10 @@
 
 All heads draft along a text in one way: at an anchor t the features end at position t, the token t + 1 is known, and draft token
 k is about the token t + 2 + k.
+
+The loss is the distance of a draft's distribution from the target's. At temperature 1 the acceptance is the mean of
+sum(min(p, q)), which is one minus the total variation. The forward KL divergence leads in: it still pulls where the two
+distributions hardly overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from torch import Tensor, nn
 from outrider.models.load import Loaded
 from outrider.train.answers import TrainingText
 from outrider.train.batches import Anchors, Batch
-from outrider.train.losses import divergence
 from outrider.train.teacher import Taught, Teacher
 
 DECAY = 0.8  # weight of a draft token in the loss, relative to the one before
@@ -82,6 +85,38 @@ class TrainedHead:
         trained = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
         hidden = [p.dim() == 2 and not n.startswith(("markov_head.", "confidence_head.")) for n, p in trained]
         return tuple([p for (_, p), h in zip(trained, hidden, strict=True) if h is want] for want in (True, False))  # pyright: ignore
+
+
+class _Divergence(torch.autograd.Function):
+    """(1 - weight) KL(p || q) + weight TV(p, q), with the gradient in closed form: one pass over the logits in place of a
+    dozen."""
+
+    @staticmethod
+    def forward(ctx: Any, draft: Tensor, target: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
+        log_p, log_q = target.float().log_softmax(-1), draft.float().log_softmax(-1)
+        p, q = log_p.exp(), log_q.exp()
+        kl = (p * (log_p - log_q)).sum(-1)
+        above = (p > q).float()
+        tv = ((p - q) * above).sum(-1)
+        shared = (q * above).sum(-1, keepdim=True)
+        gradient = (1 - weight) * (q - p) + weight * q * (shared - above)
+        ctx.save_for_backward(gradient.to(draft.dtype))
+        ctx.mark_non_differentiable(kl, tv)
+        return (1 - weight) * kl + weight * tv, kl, tv
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0][..., None].to(gradient.dtype), None, None
+
+
+def divergence(target_logits: Tensor, draft_logits: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, KL divergence, total variation) of each position, float32 [...].
+
+    target_logits, draft_logits: [..., vocab] over the same tokens; each is a whole distribution. weight: of the total
+    variation, 0 to 1. Only the loss has a gradient, and only towards draft_logits.
+    """
+    return _Divergence.apply(draft_logits, target_logits, weight)  # pyright: ignore[reportReturnType]
 
 
 def loss_of(

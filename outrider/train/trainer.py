@@ -13,12 +13,12 @@ import torch
 from outrider.engine.llm import LLM
 from outrider.train.answers import TrainingText, parted, write_answers
 from outrider.train.batches import batch_of, draw_anchors, epoch, positions
-from outrider.train.folder import Progress, RunFolder, TrainingSettings, point, verdict
-from outrider.train.losses import rate
+from outrider.train.folder import Progress, RunFolder, point, verdict
 from outrider.train.method import Beginning, TrainedHead, loss_of
 from outrider.train.methods import head_to_begin_with, start_head
 from outrider.train.muon import Muon
 from outrider.train.prompts import sources
+from outrider.train.settings import TrainingSettings
 from outrider.train.survival import HeldOut, Survival
 from outrider.train.teacher import multiplying_dtype
 from outrider.train.vocabulary import count_tokens
@@ -31,6 +31,7 @@ SAVE_SECONDS = 60.0
 NEWS_SECONDS = 20.0
 POINTS = 20  # measurements of a run
 MEASURED_TEXTS = 40
+WARM_UP = 0.02  # of the whole run
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,11 @@ class Training:
                 "progress": asdict(self.progress),
             }
         )
+
+
+def rate(progress: float, decay: float) -> float:
+    """The learning rate's factor at this share of the run: warm up, hold, fall linearly to zero over the last `decay`."""
+    return max(0.0, min(1.0, progress / WARM_UP, (1.0 - progress) / decay))
 
 
 def _minutes(seconds: float) -> str:

@@ -150,7 +150,16 @@ def test_the_command_measures_and_tells(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     done = bench("--method", "suffix", "--method", "ngram", "-k", "2", "-r", "1", "--json", str(file))
     assert done.exit_code == 0, done.output
-    for word in ("suffix k=2", "ngram k=2", "plain", "tokens/s", "interval", "By category", "2 of 2", "identical"):
+    for word in (
+        "suffix k=2",
+        "ngram k=2",
+        "plain",
+        "tokens/s",
+        "interval",
+        "By category",
+        "2 of 2",
+        "Identical texts",
+    ):
         assert word in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
     assert "\x1b" not in done.stdout

@@ -191,7 +191,7 @@ def test_demo_compares_and_reports(tmp_path: Path) -> None:
         "speculative",
         "accepted",
         "12 of 12",
-        "identical",
+        "Identical texts",
         "Next: outrider",
     ):
         assert word in done.stdout

@@ -64,9 +64,7 @@ class Local:
         llm = self.llms[setting.name]
         requests = [llm.requests(p.content, self._params(p, repeat))[0] for p in prompts]
         recorders = {
-            r.id: SampleRecorder(
-                Sample(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seconds=0, seed=r.seed)
-            )
+            r.id: SampleRecorder(Sample(prompt=p.id, setting=setting.name, repeat=repeat, turn=turn, seed=r.seed))
             for p, r in zip(prompts, requests, strict=True)
         }
         start = perf_counter()

@@ -103,7 +103,6 @@ class Remote:
             setting=setting.name,
             repeat=repeat,
             turn=turn,
-            seconds=0,
             seed=self.sampling["seed"] + repeat,
         )
         path, body = self._request(setting, prompt, repeat)

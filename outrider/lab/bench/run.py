@@ -65,7 +65,7 @@ class Sample(RunPart):
     setting: str
     repeat: int
     turn: int
-    seconds: float
+    seconds: float = 0.0
     ttft: float | None = None
     gaps: list[tuple[float, int]] = []
     prompt_tokens: int = 0

@@ -71,9 +71,7 @@ class Racer:
         runs = dict[str, TimedRun]()
         [request] = self.requests([prompt], repeat)
         samples = {
-            c.name: Sample(
-                prompt=prompt.id, setting=c.name, repeat=repeat, turn=self.turn, seconds=0, seed=request.seed
-            )
+            c.name: Sample(prompt=prompt.id, setting=c.name, repeat=repeat, turn=self.turn, seed=request.seed)
             for c in candidates
         }
         for c in candidates if self.turn % 2 else candidates[::-1]:

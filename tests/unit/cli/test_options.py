@@ -148,7 +148,7 @@ OPTIONS = {
     "train": {
         "Model": "--model/-m --dtype --device --quantization --kv-cache-dtype",
         "Output": "--out/-o --debug",
-        "Training": "--prompts --minutes --tokens --temperature --length --draft-vocab-size --batch-tokens --seed --from",
+        "Training": "--minutes --tokens --prompts --temperature --length --draft-vocab-size --batch-tokens --seed --from",
     },
     "certify": {
         "Subject": "--speculative-config --generate --plain-url --off-body --reference --served-model --endpoint --texts",

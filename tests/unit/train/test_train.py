@@ -20,17 +20,18 @@ from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.engine.llm import LLM
 from outrider.train import trainer
 from outrider.train.answers import AnswerFile
-from outrider.train.folder import RunFolder, TrainingSettings
+from outrider.train.folder import RunFolder
 from outrider.train.methods import METHODS
+from outrider.train.settings import TrainingSettings
 from outrider.train.survival import Survival
 from outrider.train.trainer import TrainingBudget, train
 
 VOCAB, WIDTH = 64, 64
-SETTINGS = TrainingSettings("eagle3", "tiny", ("self",), (0.8, 0.0), 64, 0, 512, 0)
+SETTINGS = TrainingSettings(method="eagle3", model="tiny", length=64, draft_vocab_size=0, batch_tokens=512)
 
 
 def vary(**changes: object) -> TrainingSettings:
-    return TrainingSettings(**(vars(SETTINGS) | changes))  # pyright: ignore[reportArgumentType]
+    return SETTINGS.with_(**changes)
 
 
 def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)) -> LlamaForCausalLM:

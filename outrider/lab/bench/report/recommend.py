@@ -90,7 +90,11 @@ def recommend(run: Run, results: list[SettingResult] | None = None) -> Recommend
         headline = (
             f"Do not trust {names}: {count(different, 'text')} must be equal to the text of {base.name}, but differ."
         )
-        advice.insert(0, "This is a fault in outrider or in the model. Report it with the file of this run.")
+        advice.insert(
+            0,
+            "Without the native kernels, rounding can decide a near-tie of two tokens. With them it is a fault: report it with "
+            "the file of this run.",
+        )
         kind = BROKEN
     config = best.setting.speculative_config if kind == KEEP else None
     return Recommendation(kind, headline, reasons + notes, advice, best.name, json.dumps(config) if config else None)
@@ -150,7 +154,10 @@ def _texts(run: Run, best: SettingResult, base: SettingResult) -> list[str]:
     if not texts.differing:
         answers = count(texts.compared, "answer")
         return [f"Identical texts: all {answers} of {best.name} are equal to those of {base.name}."]
-    said = f"{texts.differing} of {count(texts.compared, 'text')} of {best.name} differ from those of {base.name}"
+    ids = ", ".join(dict.fromkeys(d.prompt for d in texts.examples[:3])) + ", ..." * (texts.differing > 3)
+    said = (
+        f"{texts.differing} of {count(texts.compared, 'text')} of {best.name} differ from those of {base.name} ({ids})"
+    )
     if texts.promised:
         return [f"{said}, although the guarantee is exact-tokens."]
     if guarantee == "approximate":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -14,9 +13,9 @@ from rich.table import Table
 
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
-from outrider.lab.bench.report.analysis import CategoryResult, SettingResult, TextComparison, analyse, by_category
-from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, assess
-from outrider.lab.bench.run import Run, Sample
+from outrider.lab.bench.report.analysis import CategoryResult, SettingResult, analyse, by_category
+from outrider.lab.bench.report.recommend import BROKEN, CHANGE, DROP, KEEP, OPEN, recommend
+from outrider.lab.bench.run import Run
 
 LATENCIES = {
     "ttft": "to the first token",
@@ -85,50 +84,15 @@ def latencies(results: list[SettingResult]) -> Table:
 
 
 def sentences(run: Run, results: list[SettingResult]) -> Iterator[str]:
-    """The meaning of the tables."""
-    base, *others = results
-    identical = [r.name for r in others if r.texts and not r.texts.differing]
-    for r in others:
-        if r.ratio is None:
-            yield f"{escape(r.name)}: no prompt was answered by both this setting and {escape(base.name)}."
-        else:
-            kind, said = assess(r.name, r.ratio, base.name, run.concurrency)
-            yield f"[{COLOURS[kind]}]{escape(said)}[/]"
-        if r.texts and r.texts.differing:
-            yield _different_texts(r, r.texts, base.name)
-    if identical:
-        texts = "All texts are" if len(identical) == len(others) else f"Texts of {', '.join(identical)} are"
-        yield f"{escape(texts)} identical to those of {escape(base.name)}."
-    for r in results:
-        if r.failed:
-            requests = len(r.failed) + len(r.answers)
-            yield f"[red]{escape(r.name)}: {len(r.failed)} of {requests} requests failed: {_errors(r.failed)}[/]"
+    """The meaning of the tables, in the words of the page."""
+    found = recommend(run, results)
+    yield f"[{COLOURS[found.kind]}]{escape(found.headline)}[/]"
+    yield from map(escape, (*found.reasons, *found.advice))
     if any(r.acceptance for r in results):
         yield (
             "[dim]tokens a step: the acceptance length, the target's own token included; accepted: the acceptance rate, of "
             "all draft tokens[/]"
         )
-
-
-def _different_texts(result: SettingResult, texts: TextComparison, baseline: str) -> str:
-    ids = ", ".join(escape(p) for p in dict.fromkeys(d.prompt for d in texts.examples[:3]))
-    ids += ", ..." if texts.differing > 3 else ""
-    said = f"{texts.differing} of {texts.compared} texts of {escape(result.name)} differ from those of {escape(baseline)} ({ids})"
-    if texts.promised:
-        return (
-            f"[bold red]{said}, although the guarantee is exact-tokens.[/] Without the native kernels, rounding can decide a "
-            "near-tie of two tokens. With them it is a bug: report it with the file of --json."
-        )
-    guarantee = result.setting.guarantee
-    if guarantee == "exact-distribution":
-        return f"{said}. This is correct: {guarantee} promises the same distribution, not the same draws."
-    return f"[yellow]{said}. There is no guarantee: compare the texts before you trust the speed.[/]"
-
-
-def _errors(failed: list[Sample]) -> str:
-    """The two most frequent errors."""
-    most = Counter(s.error or "" for s in failed).most_common(2)
-    return "; ".join(f"{escape(error)} ({n} x)" if n > 1 else escape(error) for error, n in most)
 
 
 def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:

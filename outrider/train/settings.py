@@ -1,0 +1,35 @@
+"""What a training run is asked for. Imports nothing large: the command line is made from it."""
+
+from __future__ import annotations
+
+from outrider.serve.options import Options, setting
+
+METHODS = ("eagle3", "medusa", "dflash", "dspark")
+
+
+class TrainingSettings(Options):
+    """What a run was asked for. A run that goes on must be asked for the same.
+
+    method: one of `METHODS`. model: as `load` takes it. temperatures: of the answers.
+    """
+
+    method: str
+    model: str
+    prompts: list[str] = setting(
+        ["self"],
+        "Training",
+        "A file of prompts, as for outrider bench, or self: the model invents them. May be repeated; they take turns.",
+        metavar="FILE|self",
+    )
+    temperatures: list[float] = setting(
+        [0.8, 0.0], "Training", "Of the answers. May be repeated; they take turns.", "--temperature"
+    )
+    length: int = setting(384, "Training", "Tokens of a prompt and its answer, at most.", ge=32)
+    draft_vocab_size: int = setting(
+        8192, "Training", "Tokens that the head can propose, the most frequent ones; 0 for all.", ge=0
+    )
+    batch_tokens: int = setting(2048, "Training", "Tokens of a training step.", ge=32)
+    seed: int = setting(0, "Training", "Of the answers, and of the head's beginning.")
+    start: str | None = setting(
+        None, "Training", "A head to begin with, in place of a new one.", "--from", metavar="FOLDER"
+    )
