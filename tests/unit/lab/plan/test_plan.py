@@ -382,11 +382,8 @@ def test_cells_that_cost_nothing_are_found(monkeypatch):
 
 
 def test_draft_passes_that_are_free_are_found(monkeypatch):
-    monkeypatch.setattr(
-        serving_costs,
-        "_single",
-        lambda hardware: Hardware(Accelerator("x", 1, 1e30, 1e30, None, 1, ""), 1, 1, 1, 1, 0, 0),
-    )
+    free = Hardware(Accelerator("x", 1, 1e30, 1e30, None, 1, ""), 1, 1, 1, 1, 0, 0)
+    monkeypatch.setattr(serving_costs.RooflineCosts, "_one_device", free)
     with pytest.raises(AssertionError):
         test_the_speedup_is_leviathans_while_reading_takes_the_time()
 
