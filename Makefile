@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: install demo test check bench clean sanitize
+.PHONY: install demo test check bench dist clean sanitize
 
 install: .venv/.installed
 
@@ -28,9 +28,18 @@ check: install
 bench: install
 	$(BIN)/python -m benchmarks
 
+# The wheels of every platform, in dist/, and what can be tested of them on this machine.
+dist: .venv-dist/.installed
+	.venv-dist/bin/python packaging/dist.py
+
+.venv-dist/.installed: packaging/requirements.txt
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check -r packaging/requirements.txt
+	@touch $@
+
 # The native code under the address, undefined-behaviour and thread sanitizers.
 sanitize:
 	tests/native/sanitize
 
 clean:
-	rm -rf .venv build dist *.egg-info outrider/kernels/cpu/*.so
+	rm -rf .venv .venv-dist build dist *.egg-info outrider/kernels/cpu/*.so

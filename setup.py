@@ -23,8 +23,8 @@ PLATFORM = os.environ.get("OUTRIDER_PLATFORM", "")
 SUFFIXES = {"win": ".dll", "mac": ".dylib", "darwin": ".dylib"}  # else .so
 # No -march and no -ffast-math: the instruction set is chosen at run time, and every rounding is meant.
 FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
-# gcc would sum integer products as trees, and then has too few registers. clang does not know the flag, and says so.
-FLAGS += ["-fno-tree-reassoc", "-Wno-ignored-optimization-argument"]
+# gcc would sum integer products as trees, and then has too few registers. clang does not know the flag.
+GCC_FLAGS = ["-fno-tree-reassoc"]
 
 
 class BuildLibrary(build_ext):
@@ -37,6 +37,7 @@ class BuildLibrary(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         compiler = shlex.split(os.environ.get("CXX", "c++"))
+        flags = FLAGS if "clang" in run([*compiler, "--version"]) else FLAGS + GCC_FLAGS
         folder, library = Path(self.build_temp), Path(self.get_ext_fullpath(ext.name))
         folder.mkdir(parents=True, exist_ok=True)
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ class BuildLibrary(build_ext):
 
         def compiled(source: str) -> str:
             made = folder / f"{Path(source).stem}.o"
-            run([*compiler, *FLAGS, *pic, "-c", source, "-o", str(made)])
+            run([*compiler, *flags, *pic, "-c", source, "-o", str(made)])
             return str(made)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -63,9 +64,9 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", PLATFORM or super().get_tag()[2]
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str]) -> str:
     try:
-        subprocess.run(command, check=True)
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompileError(f"the native kernels were not built: {error}") from error
 
