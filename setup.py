@@ -51,10 +51,14 @@ class BuildLibrary(build_ext):
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compiled, ext.sources))
-        strip = (
-            ["-s"] if PLATFORM else []
-        )  # the names of functions are for profilers, and for a test that reads the code
-        run([*compiler, "-shared", *strip, *threads, *objects, "-o", str(library)])
+        strip = ["-s"] if PLATFORM else []  # else profilers, and a test that reads the code, need the names
+        hidden = list[str]()
+        if (PLATFORM or sys.platform).startswith(("linux", "manylinux")):
+            # A runtime that is linked in must not take the place of another library's.
+            shown = folder / "exports"
+            shown.write_text("{ global: outrider_*; local: *; };\n", encoding="utf-8")
+            hidden = [f"-Wl,--version-script={shown}"]
+        run([*compiler, "-shared", *strip, *hidden, *threads, *objects, "-o", str(library)])
 
 
 class PlatformWheel(bdist_wheel):

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -29,15 +30,23 @@ namespace {
 uint32_t processor() {
     uint32_t has = 0;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
+    // Not by __builtin_cpu_supports: it needs a runtime that not every compiler links. Bits: Intel's manual, volume 2, CPUID.
     unsigned a = 0, b = 0, c = 0, d = 0;
-    bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);  // not every compiler's cpu_supports knows it
-    if (!f16c || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    auto bits = [](unsigned word, std::initializer_list<int> places) {
+        for (int n : places)
+            if (!(word >> n & 1)) return false;
+        return true;
+    };
+    constexpr int FMA = 12, OSXSAVE = 27, F16C = 29;  // of leaf 1, c
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !bits(c, {FMA, OSXSAVE, F16C})) return 0;
+    unsigned kept = 0, high = 0;  // the registers that the operating system keeps
+    __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+    constexpr int AVX2 = 5, F = 16, DQ = 17, BW = 30, VL = 31, VNNI = 11;  // of leaf 7: b, and c for VNNI
+    if (!bits(kept, {1, 2}) || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bits(b, {AVX2})) return 0;
     has |= HAS_AVX2;
-    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1)) has |= HAS_AVX_VNNI;  // older compilers do not know its name
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        has |= HAS_AVX512 | (__builtin_cpu_supports("avx512vnni") ? HAS_AVX512_VNNI : 0u);
+    if (bits(kept, {5, 6, 7}) && bits(b, {F, DQ, BW, VL})) has |= HAS_AVX512 | (bits(c, {VNNI}) ? HAS_AVX512_VNNI : 0u);
+    constexpr int AVX_VNNI = 4;  // of leaf 7, part 1: a
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && bits(a, {AVX_VNNI})) has |= HAS_AVX_VNNI;
 #elif defined(__aarch64__) && defined(__linux__)
     constexpr unsigned long ASIMDDP = 1 << 20;  // a bit of AT_HWCAP (arch/arm64/include/uapi/asm/hwcap.h)
     if (getauxval(AT_HWCAP) & ASIMDDP) has |= HAS_DOTPROD;
