@@ -10,8 +10,10 @@ import asyncio
 import errno
 import os
 import socket
+import ssl
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -28,7 +30,7 @@ from outrider.serve.options import ServeOptions
 _Base: Any = object  # one of uvicorn's protocols comes after it
 _ABORT = "outrider.abort"
 HEAD = 64 << 10  # bytes of the head of a request
-HEAD_SECONDS = 10.0  # from accept, or from the first byte of a further head, to its end
+HEAD_SECONDS = 10.0  # of a TLS handshake; of a head, from accept or from its first byte to its end
 IDLE = 30  # seconds that a connection may stay without a request
 ACCEPTED = 64  # connections that asyncio accepts in one go: each takes time from the answers that are written
 WAITING = 2048  # connections that wait in the kernel meanwhile
@@ -39,7 +41,7 @@ MONITORS = 32  # connections to the port for `/health` and `/metrics`
 class Reception:
     """The connections of a server, by address. It makes room by closing those that keep the server waiting, oldest first.
 
-    A connection waits while it has no complete request: it sends nothing, or half of a head, or half of a body.
+    A connection waits while it has no complete request: it sends nothing, or half of a handshake, of a head or of a body.
     connections: open at once; an address may have half. held: bytes of requests that are kept until they are answered; an
     address may have half. request: bytes of one request, as they are sent.
     """
@@ -47,9 +49,9 @@ class Reception:
     def __init__(self, connections: int, max_body: int) -> None:
         self.connections, self.held, self.request = connections, 16 * max_body, 2 * max_body
         self.open, self.bytes = Counter[str](), Counter[str]()
-        self._waiting: dict[str, dict[LimitedConnection, None]] = {}
+        self._waiting: dict[str, dict[LimitedConnection | Handshake, None]] = {}
 
-    def enter(self, one: LimitedConnection) -> bool:
+    def enter(self, one: LimitedConnection | Handshake) -> bool:
         """Admit a new connection. False if there is no room, and nobody who could go."""
         address = one.address
         if self.open[address] >= max(1, self.connections // 2):
@@ -67,18 +69,18 @@ class Reception:
         self.wait(one)
         return True
 
-    def leave(self, one: LimitedConnection) -> None:
+    def leave(self, one: LimitedConnection | Handshake) -> None:
         """A connection is gone."""
         self.serve(one)
         self.release(one)
         self.open[one.address] -= 1
         self.open += Counter()  # drops the addresses that have none
 
-    def wait(self, one: LimitedConnection) -> None:
+    def wait(self, one: LimitedConnection | Handshake) -> None:
         """It has no complete request from now on."""
         self._waiting.setdefault(one.address, {}).setdefault(one)
 
-    def serve(self, one: LimitedConnection) -> None:
+    def serve(self, one: LimitedConnection | Handshake) -> None:
         """Its request is complete: it is not closed for others."""
         mine = self._waiting.get(one.address, {})
         mine.pop(one, None)
@@ -99,7 +101,7 @@ class Reception:
         if unfinished:
             max(unfinished, key=lambda c: c.held).refuse(429, "the server holds too many unfinished requests")
 
-    def release(self, one: LimitedConnection) -> None:
+    def release(self, one: LimitedConnection | Handshake) -> None:
         """Its request is answered."""
         self.bytes[one.address] -= one.held
         one.held = 0
@@ -123,8 +125,7 @@ class LimitedConnection(_Base):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.address = network(self.client[0] if self.client else "")
-        self.reception = self.receptions.get(self.server[1] if self.server else None, self.receptions[None])
+        self.address, self.reception = _arrived(transport, self.receptions)
         self._inside = self.reception.enter(self)
         if not self._inside:
             transport.abort()
@@ -232,6 +233,77 @@ class ClientConnection(LimitedConnection, AutoHTTPProtocol):
     """The protocol that uvicorn would take, with limits. See `http_config`."""
 
 
+class Handshake(asyncio.Protocol):
+    """A connection until its TLS handshake is complete. Then one of `made` takes its place.
+
+    asyncio's servers show a connection to its protocol only after the handshake, which is too late to count it.
+    """
+
+    held = 0
+
+    def __init__(
+        self,
+        receptions: dict[int | None, Reception],
+        context: ssl.SSLContext,
+        made: Callable[..., asyncio.Protocol],
+        **given: Any,
+    ) -> None:
+        """given: arguments of `made`."""
+        self._receptions, self._context, self._made = receptions, context, partial(made, receptions, **given)
+        self._early = bytearray()  # what comes with the end of the handshake
+        self._inside = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self.address, self._reception = _arrived(transport, self._receptions)
+        self._inside = self._reception.enter(self)
+        if not self._inside:
+            transport.abort()
+            return
+        transport.pause_reading()
+        self._task = asyncio.get_running_loop().create_task(self._shake_hands())
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+
+    def cut(self) -> None:
+        """Close at once."""
+        self._leave()
+        self._transport.abort()
+        self._task.cancel()
+
+    def refuse(self, status: int, message: str) -> None:
+        """Close: there is no way to answer yet."""
+        self.cut()
+
+    async def _shake_hands(self) -> None:
+        secure = None
+        with suppress(OSError, asyncio.CancelledError):  # a client that fails at it is gone
+            secure = await asyncio.get_running_loop().start_tls(
+                self._transport, self, self._context, server_side=True, ssl_handshake_timeout=HEAD_SECONDS
+            )
+        self._leave()
+        if secure is None:
+            self._transport.abort()
+            return
+        protocol = self._made()
+        secure.set_protocol(protocol)
+        protocol.connection_made(secure)
+        if self._early:
+            protocol.data_received(bytes(self._early))
+
+    def _leave(self) -> None:
+        if self._inside:
+            self._inside = False
+            self._reception.leave(self)
+
+
+def _arrived(transport: asyncio.BaseTransport, receptions: dict[int | None, Reception]) -> tuple[str, Reception]:
+    """The address of a client, and the reception of the port that it came to."""
+    there, here = (transport.get_extra_info(name) or ("", None) for name in ("peername", "sockname"))
+    return network(there[0]), receptions.get(here[1], receptions[None])
+
+
 async def disconnected(receive: Receive) -> None:
     """Wait until the client of a request has left."""
     while (await receive())["type"] != "http.disconnect":
@@ -311,14 +383,15 @@ class ManyWaiting(uvicorn.Server):
 
 def http_config(app: Any, settings: ServeOptions, **more: Any) -> uvicorn.Config:
     """uvicorn's settings for an application. more: settings that are given in place of these."""
+    receptions: dict[int | None, Reception] = {
+        None: Reception(connection_limit(settings.max_connections), settings.body_bytes),
+        (settings.monitor_port or -1): Reception(MONITORS, settings.body_bytes),
+    }
+    tls = settings.tls()
     given: dict[str, Any] = {
-        "http": partial(
-            ClientConnection,
-            {
-                None: Reception(connection_limit(settings.max_connections), settings.body_bytes),
-                (settings.monitor_port or -1): Reception(MONITORS, settings.body_bytes),
-            },
-        ),
+        "http": partial(ClientConnection, receptions)
+        if tls is None
+        else partial(Handshake, receptions, tls, ClientConnection),
         "ws": "none",
         "backlog": ACCEPTED,
         "log_level": "warning",
@@ -327,7 +400,5 @@ def http_config(app: Any, settings: ServeOptions, **more: Any) -> uvicorn.Config
         "timeout_keep_alive": IDLE,
         "timeout_graceful_shutdown": int(settings.shutdown_timeout) + 5,
         "h11_max_incomplete_event_size": HEAD,
-        "ssl_certfile": settings.ssl_certfile,
-        "ssl_keyfile": settings.ssl_keyfile,
     }
     return uvicorn.Config(app, **{**given, **more})

@@ -206,14 +206,21 @@ class ServeOptions(ModelOptions):
             raise ValueError("an API key is empty; leave out --api-key for a server without one")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs the certificate, too: --ssl-certfile FILE")
-        if self.ssl_certfile is not None:
-            try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
-            except OSError as error:
-                raise ValueError(
-                    f"{self.ssl_certfile} is no certificate with the key {self.ssl_keyfile or 'in it'}: {error}"
-                ) from None
+        self.tls()
         return self
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The certificate and its key; None for a server that speaks HTTP. Raises ValueError for what is no certificate."""
+        if self.ssl_certfile is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+        except OSError as error:
+            raise ValueError(
+                f"{self.ssl_certfile} is no certificate with the key {self.ssl_keyfile or 'in it'}: {error}"
+            ) from None
+        return context
 
     @cached_property
     def model_name(self) -> str:

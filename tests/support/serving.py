@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -70,3 +72,10 @@ def serving(llm: LLM, settings: ServeOptions | None = None, spans: Any = None, *
         thread.join(30)
         assert not thread.is_alive()
         assert engine.scheduler.problems() == []
+
+
+def certificate(cert: Path, key: Path) -> None:
+    """A certificate of 127.0.0.1 that signs itself."""
+    kind = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    options = [*kind.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", "req", *options], check=True, capture_output=True)

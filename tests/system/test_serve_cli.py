@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Live, builtin, serving
+from serving import Live, builtin, certificate, serving
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
@@ -131,7 +131,7 @@ def test_the_start_prints_a_request_that_fits_the_model_and_the_pages(
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl makes the certificate")
 def test_it_speaks_https_takes_keys_of_a_file_and_has_a_port_for_monitoring(tmp_path: Path) -> None:
     cert, key, keys = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "keys"
-    _certificate(cert, key)
+    certificate(cert, key)
     keys.write_text("first\nsecond\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         monitor = free.getsockname()[1]
@@ -154,24 +154,6 @@ def test_it_speaks_https_takes_keys_of_a_file_and_has_a_port_for_monitoring(tmp_
                 assert client.get(watched + "/v1/models", headers=sent).status_code == 404
         finally:
             process.terminate()
-
-
-def _certificate(cert: Path, key: Path) -> None:
-    """A certificate of 127.0.0.1 that signs itself."""
-    options = [
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=test",
-    ]
-    options += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(["openssl", "req", *options], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
