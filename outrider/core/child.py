@@ -131,6 +131,7 @@ def answer(prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
 
     prepare: takes the setup, and gives the function from a question to its answer. What that raises is the answer.
     """
+    give_way()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -150,6 +151,12 @@ def answer(prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
             if isinstance(error, MemoryError) or "bad_alloc" in str(error):
                 os._exit(1)
             say({"error": str(error)})
+
+
+def give_way() -> None:
+    """Let this thread run only where no other needs its core. Systems other than Linux may not have it."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def bound_memory() -> None:

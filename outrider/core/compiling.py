@@ -9,13 +9,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from time import thread_time
 from types import ModuleType
 from typing import Any, cast
+
+import numpy as np
 
 from outrider.core.child import Child, answer
 
 MAX_COMPILED = 64 << 20  # bytes of one compiled grammar
+# The masks of one text may take so many seconds, and so many more for each. A usual mask takes a fraction of a millisecond; a
+# grammar that can be read in many ways may take seconds, and all texts wait for it.
+MASK_SECONDS, MASK_SECONDS_EACH = 1.0, 0.02
+_FOLLOWED = 24  # tokens that a new grammar is tried with
 
 
 def compiler(info: str) -> Child:
@@ -41,9 +48,33 @@ def _prepare(info: str) -> Callable[[Any], Any]:
         grammar = getattr(made, method)(*arguments)
         if grammar.memory_size_bytes > MAX_COMPILED:
             raise ValueError("it is too large once compiled")
+        # the class of matchers needs torch, and what it wraps does not
+        matcher = xgrammar.base._core.GrammarMatcher(grammar._handle, None, False, -1, None)
+        follow(matcher, tokens.vocab_size, tokens.stop_token_ids)
         return grammar.serialize_json()
 
     return compiled
+
+
+def follow(matcher: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
+    """Write a text that a grammar allows. Raises ValueError if there is none, and if the masks of the text take too long.
+
+    matcher: what xgrammar's class wraps, at the beginning of a text.
+    """
+    bits, text, started = np.zeros((1, (vocab_size + 31) // 32), np.int32), list[int](), thread_time()
+    while len(text) < _FOLLOWED and not matcher.is_terminated():
+        matcher.fill_next_token_bitmask(bits, 0, False)
+        if thread_time() - started > MASK_SECONDS + MASK_SECONDS_EACH * (len(text) + 1):
+            raise ValueError("it can be read in too many ways; write it without nested repeats")
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size])
+        if not len(allowed):
+            break
+        text.append(int(allowed[len(allowed) // 2]))
+        if text[-1] in end_ids:
+            break
+        matcher.accept_token(text[-1], False)
+    if not text:
+        raise ValueError("no text fits, because it refers to itself without an end")
 
 
 def compiler_alone() -> Any:

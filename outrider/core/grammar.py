@@ -23,16 +23,13 @@ import torch
 from torch import Tensor
 
 from outrider.core.child import Child, TooSlow
+from outrider.core.compiling import MASK_SECONDS, MASK_SECONDS_EACH, follow
 from outrider.core.extras import install
 from outrider.core.schema import unenforced
 
 # Limits of a schema, a regular expression or a list of choices.
 MAX_BYTES, MAX_DEPTH, MAX_CHOICES = 64 << 10, 32, 1000
 _CACHE = 64 << 20  # bytes of compiled grammars that are kept
-# The masks of one text may take so many seconds, and so many more for each. A usual mask takes a fraction of a millisecond; a
-# grammar that can be read in many ways may take seconds, and all texts wait for it.
-_SECONDS, _SECONDS_EACH = 1.0, 0.02
-_FOLLOWED = 24  # tokens that a new grammar is tried with
 
 
 def available() -> bool:
@@ -143,6 +140,7 @@ class Grammars:
             if child is None:
                 compiler = self._xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
                 made = getattr(compiler, grammar.method)(*grammar.arguments)
+                follow(self._xgrammar.GrammarMatcher(made)._handle, self.vocab_size, self.end_ids)
             else:
                 text = child.ask([grammar.method, list(grammar.arguments)], seconds)
                 made = self._xgrammar.CompiledGrammar.deserialize_json(text, self._info)
@@ -153,7 +151,6 @@ class Grammars:
         except Exception as error:  # xgrammar raises RuntimeError, and says where in its own source
             why = re.sub(r"^.*?[.]cc:[0-9]+: ", "", str(error)).strip()
             raise ValueError(f"{grammar.what} cannot be used: {why}") from None
-        self._follow(made, grammar.what)
         with self._lock:
             if grammar not in self._kept:
                 self._kept[grammar] = made
@@ -161,21 +158,6 @@ class Grammars:
             while self._held > _CACHE and len(self._kept) > 1:
                 self._held -= self._kept.popitem(last=False)[1].memory_size_bytes
         return made
-
-    def _follow(self, compiled: Any, what: str) -> None:
-        """Raise ValueError for a grammar that no text fits, and for one whose masks take too long."""
-        mask, text = self.mask(compiled), list[int]()
-        while len(text) < _FOLLOWED and not (text and text[-1] in self.end_ids):
-            allowed = mask.allowed(text, 0, []).nonzero().flatten()
-            if mask.slow:
-                raise ValueError(
-                    f"{what} cannot be used: it can be read in too many ways; write it without nested repeats"
-                )
-            if not len(allowed):
-                break
-            text.append(int(allowed[len(allowed) // 2]))
-        if not text:
-            raise ValueError(f"{what} cannot be used: no text fits, because it refers to itself without an end")
 
     def mask(self, compiled: Any) -> GrammarMask:
         """The state of one text under a compiled grammar."""
@@ -206,7 +188,7 @@ class GrammarMask:
         found = self._allowed(tokens, start, extra)
         self._asked += 1
         self._seconds += thread_time() - started
-        self.slow = self._seconds > _SECONDS + _SECONDS_EACH * self._asked
+        self.slow = self._seconds > MASK_SECONDS + MASK_SECONDS_EACH * self._asked
         return found
 
     def _allowed(self, tokens: Sequence[int], start: int, extra: Sequence[int]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from dataclasses import dataclass
 
 from outrider.engine import Engine
@@ -12,6 +14,8 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.options import ModelOptions, ServeOptions
 from outrider.serve.service import Service
 from outrider.serve.templates import set_chat_template
+
+SWITCH = 0.0005  # seconds that a thread keeps Python to itself while the engine's waits for it
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ def assemble(options: ServeOptions, recorder: Recorder | None = None, fit: bool 
     chats = note is None and bool(getattr(llm.tokenizer, "chat_template", None))
     service = Service(llm, engine, options)
     service.encoder.start()
+    gc.collect()
+    gc.freeze()  # what was loaded stays: to look through it again would stop every thread for a fifth of a second
+    sys.setswitchinterval(SWITCH)
     notes = [*llm.notes, *([note] if note else [])]
     most, room, longest = engine.memory.most, spare(llm.loaded.model.device), llm.decoder.max_length
     if engine.decoder.max_length < min(longest, engine.kv_limit):

@@ -11,9 +11,9 @@ import errno
 import os
 import socket
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Callable, MutableMapping
-from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -32,7 +32,7 @@ _ABORT = "outrider.abort"
 HEAD = 64 << 10  # bytes of the head of a request
 HEAD_SECONDS = 10.0  # of a TLS handshake; of a head, from accept or from its first byte to its end
 IDLE = 30  # seconds that a connection may stay without a request
-ACCEPTED = 64  # connections that asyncio accepts in one go: each takes time from the answers that are written
+ACCEPTED = 16  # connections that asyncio accepts in one go: each takes time from the answers that are written
 WAITING = 2048  # connections that wait in the kernel meanwhile
 FILES = 64  # files that the process may open beside connections
 MONITORS = 32  # connections to the port for `/health` and `/metrics`
@@ -49,9 +49,9 @@ class Reception:
     def __init__(self, connections: int, max_body: int) -> None:
         self.connections, self.held, self.request = connections, 16 * max_body, 2 * max_body
         self.open, self.bytes = Counter[str](), Counter[str]()
-        self._waiting: dict[str, dict[LimitedConnection | Handshake, None]] = {}
+        self._waiting: dict[str, dict[LimitedConnection, None]] = {}
 
-    def enter(self, one: LimitedConnection | Handshake) -> bool:
+    def enter(self, one: LimitedConnection) -> bool:
         """Admit a new connection. False if there is no room, and nobody who could go."""
         address = one.address
         if self.open[address] >= max(1, self.connections // 2):
@@ -69,18 +69,18 @@ class Reception:
         self.wait(one)
         return True
 
-    def leave(self, one: LimitedConnection | Handshake) -> None:
+    def leave(self, one: LimitedConnection) -> None:
         """A connection is gone."""
         self.serve(one)
         self.release(one)
         self.open[one.address] -= 1
         self.open += Counter()  # drops the addresses that have none
 
-    def wait(self, one: LimitedConnection | Handshake) -> None:
+    def wait(self, one: LimitedConnection) -> None:
         """It has no complete request from now on."""
         self._waiting.setdefault(one.address, {}).setdefault(one)
 
-    def serve(self, one: LimitedConnection | Handshake) -> None:
+    def serve(self, one: LimitedConnection) -> None:
         """Its request is complete: it is not closed for others."""
         mine = self._waiting.get(one.address, {})
         mine.pop(one, None)
@@ -101,7 +101,7 @@ class Reception:
         if unfinished:
             max(unfinished, key=lambda c: c.held).refuse(429, "the server holds too many unfinished requests")
 
-    def release(self, one: LimitedConnection | Handshake) -> None:
+    def release(self, one: LimitedConnection) -> None:
         """Its request is answered."""
         self.bytes[one.address] -= one.held
         one.held = 0
@@ -123,14 +123,22 @@ class LimitedConnection(_Base):
         self._clock: asyncio.TimerHandle | None = None
         self._inside = False
 
+    def arrive(self, transport: asyncio.Transport) -> bool:
+        """Count a connection that need not speak HTTP yet. False if there is no room; then it is closed."""
+        there, here = (transport.get_extra_info(name) or ("", None) for name in ("peername", "sockname"))
+        self.address, self._accepted = network(there[0]), transport
+        self.reception = self.receptions.get(here[1], self.receptions[None])
+        self._inside = self.reception.enter(self)
+        if self._inside:
+            self._start_clock()
+        else:
+            transport.abort()
+        return self._inside
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.address, self.reception = _arrived(transport, self.receptions)
-        self._inside = self.reception.enter(self)
-        if not self._inside:
-            transport.abort()
+        if not self._inside and not self.arrive(transport):
             return
-        self._start_clock()
         app = self.app
 
         async def with_abort(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -140,7 +148,7 @@ class LimitedConnection(_Base):
         self.app = with_abort
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._leave()
+        self.leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -183,17 +191,20 @@ class LimitedConnection(_Base):
 
     def cut(self) -> None:
         """Close at once; what was not sent is lost."""
-        self._leave()
-        self.transport.abort()
+        self.leave()
+        self._accepted.abort()
 
     def refuse(self, status: int, message: str) -> None:
         """Answer in place of the application, and close."""
+        if self.transport is None:  # TLS has not begun
+            self.cut()
+            return
         if self.cycle is None or not self.cycle.response_started:
             body = dumps(Refused(message, status, code="overloaded" if status == 429 else "request_too_large").body)
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
-        self._leave()
+        self.leave()
         self.transport.close()
         self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
@@ -206,7 +217,8 @@ class LimitedConnection(_Base):
         ours = self.cycle is not None and not self._in_body and not self.cycle.response_complete
         (self.reception.serve if ours else self.reception.wait)(self)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Count it no more."""
         self._stop_clock()
         if self._inside:
             self._inside = False
@@ -233,75 +245,31 @@ class ClientConnection(LimitedConnection, AutoHTTPProtocol):
     """The protocol that uvicorn would take, with limits. See `http_config`."""
 
 
-class Handshake(asyncio.Protocol):
-    """A connection until its TLS handshake is complete. Then one of `made` takes its place.
+class SmallSSL(SSLProtocol):
+    """TLS with a smaller buffer: a stranger has hundreds of them."""
 
-    asyncio's servers show a connection to its protocol only after the handshake, which is too late to count it.
+    max_size = HEAD
+
+
+class Secured(asyncio.Protocol):
+    """Begins TLS on a new connection, which is counted from then on.
+
+    asyncio's servers show a connection to its protocol after the handshake, and `start_tls` loses what comes before it begins.
     """
 
-    held = 0
-
-    def __init__(
-        self,
-        receptions: dict[int | None, Reception],
-        context: ssl.SSLContext,
-        made: Callable[..., asyncio.Protocol],
-        **given: Any,
-    ) -> None:
+    def __init__(self, context: ssl.SSLContext, made: Callable[..., LimitedConnection], **given: Any) -> None:
         """given: arguments of `made`."""
-        self._receptions, self._context, self._made = receptions, context, partial(made, receptions, **given)
-        self._early = bytearray()  # what comes with the end of the handshake
-        self._inside = False
+        self._context, self._one = context, made(**given)
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self.address, self._reception = _arrived(transport, self._receptions)
-        self._inside = self._reception.enter(self)
-        if not self._inside:
-            transport.abort()
+        if not self._one.arrive(transport):
             return
-        transport.pause_reading()
-        self._task = asyncio.get_running_loop().create_task(self._shake_hands())
-
-    def data_received(self, data: bytes) -> None:
-        self._early += data
-
-    def cut(self) -> None:
-        """Close at once."""
-        self._leave()
-        self._transport.abort()
-        self._task.cancel()
-
-    def refuse(self, status: int, message: str) -> None:
-        """Close: there is no way to answer yet."""
-        self.cut()
-
-    async def _shake_hands(self) -> None:
-        secure = None
-        with suppress(OSError, asyncio.CancelledError):  # a client that fails at it is gone
-            secure = await asyncio.get_running_loop().start_tls(
-                self._transport, self, self._context, server_side=True, ssl_handshake_timeout=HEAD_SECONDS
-            )
-        self._leave()
-        if secure is None:
-            self._transport.abort()
-            return
-        protocol = self._made()
-        secure.set_protocol(protocol)
-        protocol.connection_made(secure)
-        if self._early:
-            protocol.data_received(bytes(self._early))
-
-    def _leave(self) -> None:
-        if self._inside:
-            self._inside = False
-            self._reception.leave(self)
-
-
-def _arrived(transport: asyncio.BaseTransport, receptions: dict[int | None, Reception]) -> tuple[str, Reception]:
-    """The address of a client, and the reception of the port that it came to."""
-    there, here = (transport.get_extra_info(name) or ("", None) for name in ("peername", "sockname"))
-    return network(there[0]), receptions.get(here[1], receptions[None])
+        loop, one = asyncio.get_running_loop(), self._one
+        shaken = loop.create_future()
+        secure = SmallSSL(loop, one, self._context, shaken, server_side=True)
+        transport.set_protocol(secure)
+        secure.connection_made(transport)
+        shaken.add_done_callback(lambda done: one.leave() if done.exception() else None)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -387,11 +355,10 @@ def http_config(app: Any, settings: ServeOptions, **more: Any) -> uvicorn.Config
         None: Reception(connection_limit(settings.max_connections), settings.body_bytes),
         (settings.monitor_port or -1): Reception(MONITORS, settings.body_bytes),
     }
-    tls = settings.tls()
+    http, tls = partial(ClientConnection, receptions), settings.tls()
     given: dict[str, Any] = {
-        "http": partial(ClientConnection, receptions)
-        if tls is None
-        else partial(Handshake, receptions, tls, ClientConnection),
+        "http": http if tls is None else partial(Secured, tls, http),
+        "loop": "asyncio",  # uvloop accepts all that wait in one go
         "ws": "none",
         "backlog": ACCEPTED,
         "log_level": "warning",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 from collections import abc
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
+from outrider.core.child import give_way
 from outrider.core.rendering import renderer
 from outrider.engine.llm import LLM
 from outrider.serve.bodies import check_size
@@ -36,7 +38,8 @@ class Encoder:
         self.llm, self.max_length, self.name = llm, max_length, name
         self._short = self._long = ThreadPoolExecutor(1, "outrider-encode")
         if getattr(llm.tokenizer, "is_fast", False):  # others are not safe in two threads at once
-            self._long = ThreadPoolExecutor(1, "outrider-encode-long")
+            self._long = ThreadPoolExecutor(1, "outrider-encode-long", give_way)
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of its own would not give way
             llm.encode("x")  # the first call may change settings
         usual = llm.tokenizer is not None and _renders_as_usual(llm.tokenizer)
         self._renderers = Lanes("outrider-template", renderer) if usual else None

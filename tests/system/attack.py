@@ -1,6 +1,8 @@
 """What strangers may try against a server without a key, all at once: `python -m tests.system.attack --seconds 60`.
 
 A good client asks beside them, and each of its texts must be the one that it got alone. Everything stays on 127.0.0.1.
+The strangers run in a process of their own, with the least priority, on the last core; the server has the others. So what they
+take from the server is what they ask of it. `--replicas 2` attacks `outrider deploy`.
 """
 
 from __future__ import annotations
@@ -8,38 +10,70 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
 import httpx
 
+PROBE = Path(__file__).parents[1] / "support" / "probe"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 SLOW = r"^(([a-z]{1,30}){1,30}){1,30}$"
-ASKED = [{"prompt": f"def f{n}(xs):\n", "max_tokens": 24, "temperature": 0.8, "seed": n} for n in range(4)]
+ASKED = [
+    {"prompt": f"def f{n}(xs):\n", "max_tokens": 24, "temperature": 0.8, "seed": n, "return_token_ids": True}
+    for n in range(4)
+]
+CALM = 5  # times that each text is asked for alone
+
+
+@dataclass
+class Asked:
+    """What the good client saw in a while: texts, and the seconds before each token, first tokens and others."""
+
+    texts: int = 0
+    refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    next: list[float] = field(default_factory=list)
+    longest_health: float = 0.0
+    unhealthy: int = 0
+
+    def within(self, calm: Asked) -> float:
+        """The share of tokens that took at most twice the calm median: first tokens of first ones, others of others."""
+        kinds = [(self.first, calm.first), (self.next, calm.next)]
+        return sum(t <= 2 * median(before) for now, before in kinds for t in now) / len(self.first + self.next)
 
 
 @dataclass
 class Report:
-    """What was seen. Times are seconds. longest_pause: the slowest answer of `/health`. memory: MiB before and after."""
+    """What was seen. Times are seconds; memory is MiB. within: see `Asked.within`; that of the calm time is its own.
 
-    texts: int = 0
-    wrong: list[str] = field(default_factory=list)
-    refused: int = 0
-    slowest_token: float = 0.0
-    longest_pause: float = 0.0
-    unhealthy: int = 0
-    memory: tuple[float, float] = (0.0, 0.0)
-    attacks: dict[str, int] = field(default_factory=dict)
+    loop: the longest pause of the server's event loop, calm and attacked, as the server measured it; see `probe`.
+    """
+
+    texts: int
+    wrong: list[str]
+    refused: int
+    unhealthy: int
+    within: dict[str, float]
+    token: dict[str, dict[str, float]]
+    longest_health: dict[str, float]
+    loop: dict[str, dict[str, Any]]
+    memory: dict[str, float]
+    attacks: dict[str, int]
 
 
 @dataclass
@@ -107,111 +141,194 @@ class Attack:
         httpx.post(f"http://127.0.0.1:{self.port}{path}", json=body, timeout=30)
 
 
-def attacked(port: int, pid: int, seconds: float, *, heads: int, bodies: int, unit: int) -> Report:
-    """Ask alone, then under all attacks, then count what is left."""
-    url, report = f"http://127.0.0.1:{port}", Report()
-    alone = [text(url, body, report) for body in ASKED]
-    assert None not in alone, alone
-    report.slowest_token, before = 0.0, memory(pid)
-    attack = Attack(port, heads, bodies, unit)
-    acting = [threading.Thread(target=attack.repeat, args=(act,), daemon=True) for act in attack.all()]
-    watching = threading.Thread(target=_watch, args=(url, attack.over, report), daemon=True)
-    for thread in (*acting, watching):
+def strangers(names: list[str], over: Any, counts: Any, **given: int) -> None:
+    """A process that attacks until `over`. names: of the attacks; all if there are none."""
+    os.nice(19)
+    attack = Attack(**given)
+    acting = [act for act in attack.all() if not names or act.__name__ in names]
+    threads = [threading.Thread(target=attack.repeat, args=(act,), daemon=True) for act in acting]
+    for thread in threads:
         thread.start()
-    until = perf_counter() + seconds
-    while perf_counter() < until or not report.texts:
-        for number, body in enumerate(ASKED):
-            found = text(url, body, report)
-            if found is not None:
-                report.texts += 1
-                if found != alone[number]:
-                    report.wrong.append(f"{found!r} is not {alone[number]!r}")
+    over.wait()
     attack.over.set()
-    for thread in (*acting, watching):
+    for thread in threads:
         thread.join(120)
-    report.attacks, quiet = attack.counts, httpx.Client(timeout=60)
-    with quiet:
-        while (state := quiet.get(url + "/health").json()) != {"status": "ok", "running": 0, "waiting": 0}:
-            assert "error" not in state, state
+    counts.put(attack.counts)
+
+
+def attacked(server: Server, seconds: float, *, names: list[str] | None = None, **sizes: int) -> Report:
+    """Ask alone, then under attacks, then count what is left. names: of the attacks, all without it. sizes: of `Attack`."""
+    url, alone, begun = f"http://127.0.0.1:{server.port}", list[str | None](), perf_counter()
+    calm, busy = Asked(), Asked()
+    for turn in range(CALM + 1):
+        if turn == 1:  # the first one warms up
+            calm = Asked()
+        alone = [ask(url, body, calm) for body in ASKED]
+        assert None not in alone, alone
+    health(url, calm)
+    before, spawn = server.memory(), multiprocessing.get_context("spawn")
+    over, counts = spawn.Event(), spawn.Queue()
+    given = {"port": server.port, **sizes}
+    attackers = spawn.Process(target=strangers, args=(names or [], over, counts), kwargs=given, daemon=True)
+    stop, from_here = threading.Event(), perf_counter()
+    watching = threading.Thread(target=_watch, args=(url, stop, busy), daemon=True)
+    attackers.start()
+    watching.start()
+    until = perf_counter() + seconds
+    while perf_counter() < until or not busy.texts:
+        for body, expected in zip(ASKED, alone, strict=True):
+            found = ask(url, body, busy)
+            if found is not None and found != expected:
+                busy.wrong.append(f"{found!r} is not {expected!r}")
+    to_here = perf_counter()
+    stop.set()
+    over.set()
+    attacks = counts.get(timeout=240)
+    attackers.join(30)
+    watching.join(120)
+    with httpx.Client(timeout=60) as quiet:
+        while '"running":0,"waiting":0' not in (said := quiet.get(url + "/health").text):
+            assert "error" not in said, said
             sleep(0.05)
-    report.memory = before, memory(pid)
-    return report
+    return Report(
+        busy.texts,
+        busy.wrong,
+        busy.refused,
+        busy.unhealthy,
+        {"calm": calm.within(calm), "attacked": busy.within(calm)},
+        {"calm": _times(calm), "attacked": _times(busy)},
+        {"calm": calm.longest_health, "attacked": busy.longest_health},
+        {"calm": server.longest_pause(begun, from_here), "attacked": server.longest_pause(from_here, to_here)},
+        {"calm": before, "after": server.memory()},
+        attacks,
+    )
 
 
-def text(url: str, body: dict[str, Any], report: Report) -> str | None:
+def ask(url: str, body: dict[str, Any], seen: Asked) -> str | None:
     """A streamed text; None if the server was too busy for it. Each attempt is a connection of its own, as a new client's is."""
-    found, last = "", perf_counter()
+    found, last, first, following = "", perf_counter(), list[float](), list[float]()
     try:
         with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}, timeout=120) as response:
             if response.status_code in (429, 503):
-                report.refused += 1
+                seen.refused += 1
                 sleep(0.1)
                 return None
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
-                    now = perf_counter()
-                    report.slowest_token, last = max(report.slowest_token, now - last), now
-                    found += json.loads(line[6:])["choices"][0]["text"]
+                    choice, now = json.loads(line[6:])["choices"][0], perf_counter()
+                    count = len(choice.get("token_ids", ()))
+                    (following if first else first).extend([now - last] * count)
+                    last = now if count else last
+                    found += choice["text"]
     except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
-        report.refused += 1
+        seen.refused += 1
         return None
+    seen.texts += 1
+    seen.first += first
+    seen.next += following
     return found
 
 
-def memory(pid: int) -> float:
-    """MiB that a process holds."""
-    [pages] = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(pages) / 1024
+def health(url: str, seen: Asked) -> None:
+    """Ask for the server's health, as an orchestrator does."""
+    begun = perf_counter()
+    try:
+        seen.unhealthy += httpx.get(url + "/health", timeout=60).status_code != 200
+    except httpx.HTTPError:
+        seen.unhealthy += 1
+    seen.longest_health = max(seen.longest_health, perf_counter() - begun)
 
 
-def _watch(url: str, over: threading.Event, report: Report) -> None:
+def _watch(url: str, over: threading.Event, seen: Asked) -> None:
     while not over.wait(0.05):
-        begun = perf_counter()
-        try:
-            report.unhealthy += httpx.get(url + "/health", timeout=60).status_code != 200
-        except httpx.HTTPError:
-            report.unhealthy += 1
-        report.longest_pause = max(report.longest_pause, perf_counter() - begun)
+        health(url, seen)
+
+
+def _times(seen: Asked) -> dict[str, float]:
+    every = sorted(seen.next)
+    return {
+        "first": median(seen.first),
+        "slowest_first": max(seen.first),
+        "next": median(every),
+        "next_95": every[int(0.95 * len(every))],
+        "slowest_next": every[-1],
+    }
+
+
+@dataclass
+class Server:
+    """A server that is attacked. log: where its event loops write their pauses."""
+
+    port: int
+    process: subprocess.Popen[str]
+    log: Path
+
+    def memory(self) -> float:
+        """MiB that the process and its children hold."""
+        kids = dict[int, list[int]]()
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                parent = int(status.read_text().rpartition(")")[2].split()[1])
+                kids.setdefault(parent, []).append(int(status.parent.name))
+        found, waiting = 0, [self.process.pid]
+        while waiting:
+            pid = waiting.pop()
+            waiting += kids.get(pid, [])
+            with contextlib.suppress(OSError):
+                held = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+                found += int(held[1]) if held else 0
+        return found / 1024
+
+    def longest_pause(self, begun: float, ended: float) -> dict[str, Any]:
+        """The longest pause of an event loop between two moments, how many were over 100 ms, and how many over 50 ms."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        found = [line for line in lines if begun < line["at"] < ended]
+        longest = max(found, key=lambda line: line["pause"], default={"pause": 0.0})
+        return {**longest, **{f"over_{ms}_ms": sum(x["pause"] > ms / 1000 for x in found) for ms in (50, 100)}}
 
 
 @contextmanager
-def server(*options: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """A server of the built-in model: its port and its process."""
-    command = [
-        sys.executable,
-        "-m",
-        "outrider",
-        "serve",
-        "builtin:code",
-        "--port",
-        "0",
-        "--log-file",
-        os.devnull,
-        *options,
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def serving(*options: str, replicas: int = 0, log: Path | None = None) -> Iterator[Server]:
+    """A server of the built-in model on all cores but the last, or replicas of it."""
+    cores = sorted(os.sched_getaffinity(0))
+    kind = ["deploy", "--replicas", str(replicas), "--cpus", "0.5"] if replicas else ["serve"]
+    with tempfile.TemporaryDirectory() as folder:
+        log = log or Path(folder) / "pauses.jsonl"
+        log.touch()
+        paths = os.pathsep.join([str(PROBE), os.environ.get("PYTHONPATH", os.getcwd())])
+        environment = {**os.environ, "PYTHONPATH": paths, "OUTRIDER_LOOP_LOG": str(log)}
+        os.sched_setaffinity(0, cores[:-1] or cores)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outrider", *kind, "builtin:code", "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        os.sched_setaffinity(0, cores[-1:])
         try:
             assert process.stdout is not None
             found = next(m for line in process.stdout if (m := re.search(r"http://127\.0\.0\.1:(\d+)/", line)))
-            yield int(found[1]), process
+            yield Server(int(found[1]), process, log)
         finally:
-            process.terminate()
+            os.sched_setaffinity(0, cores)
+            process.send_signal(signal.SIGINT)
+            process.wait(120)
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--port", type=int, help="of a server that runs here; with --pid")
-    parser.add_argument("--pid", type=int)
+    parser.add_argument("--replicas", type=int, default=0, help="attack `outrider deploy` with so many replicas")
+    parser.add_argument("--only", action="append", help="an attack; may be repeated")
+    parser.add_argument("--log", type=Path, help="keep the pauses of the event loops in this file")
     given = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        port, pid = given.port, given.pid
-        if port is None:
-            port, process = stack.enter_context(server("--prefix-cache", "16"))
-            pid = process.pid
-        report = attacked(port, pid, given.seconds, heads=3000, bodies=256, unit=57 << 20)
-    print(json.dumps(report.__dict__, indent=1))
+    with serving("--prefix-cache", "16", replicas=given.replicas, log=given.log) as server:
+        report = attacked(server, given.seconds, names=given.only, heads=3000, bodies=256, unit=57 << 20)
+    print(json.dumps(asdict(report), indent=1))
     if report.wrong or not report.texts:
         raise SystemExit(1)
 

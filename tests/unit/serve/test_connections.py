@@ -55,7 +55,7 @@ class Live:
     def __init__(self, loop: str = "auto", **more: Any) -> None:
         self.app, options = Echo(), ServeOptions(model="m", max_body=64, **more)
         config = connection.http_config(self.app, options, port=0, lifespan="off", loop=loop)
-        http: Any = config.http
+        http: Any = config.http.args[-1] if options.ssl_certfile else config.http
         self.reception: Reception = http.args[0][None]
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)

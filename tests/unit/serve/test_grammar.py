@@ -235,6 +235,17 @@ def test_a_schema_whose_keywords_count_is_taken(grammars: Grammars, schema: dict
     assert grammars.compiled(Grammar.schema(schema)) is not None
 
 
+def test_a_new_grammar_is_tried_in_the_process(grammars: Grammars) -> None:
+    """A mask that takes for ever would stop the server, and there is a clock in the process."""
+    process = compiler(grammars.info)
+    try:
+        with pytest.raises(ValueError, match="the schema cannot be used: no text fits"):
+            grammars.compiled(Grammar.schema({"$ref": "#"}), process, 60)
+        assert grammars.compiled(Grammar.regex("[ab]{8}"), process, 60) is not None
+    finally:
+        process.close()
+
+
 @pytest.mark.parametrize(
     "schema",
     [{"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}],
@@ -249,7 +260,8 @@ def test_a_grammar_whose_masks_take_long_is_refused_and_ends_its_own_text_only(
 ) -> None:
     """Time is counted in questions here: each takes a second."""
     clock = itertools.count()
-    monkeypatch.setattr("outrider.core.grammar.thread_time", lambda: float(next(clock)))
+    for module in ("grammar", "compiling"):
+        monkeypatch.setattr(f"outrider.core.{module}.thread_time", lambda: float(next(clock)))
     with pytest.raises(ValueError, match="too many ways"):
         grammars.compiled(Grammar.regex("[ab]{9}"))
     made = grammars._xgrammar.GrammarCompiler(grammars._info).compile_regex("[ab]{9}")

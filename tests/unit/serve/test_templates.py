@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 import httpx
 import pytest
 from serving import TEMPLATE, Live, builtin, serving
@@ -98,6 +101,20 @@ def test_a_child_that_was_ended_starts_anew() -> None:
         one.close()
     with pytest.raises(ChildProcessError):
         one.ask(question, 60)
+
+
+def test_the_system_limits_a_child_too_and_it_gives_way_to_the_server() -> None:
+    one = renderer()
+    try:
+        one.ask({"chat_template": TEMPLATE, "messages": []}, 60)
+        process = one._process
+        assert process is not None
+        memory, time = (resource.prlimit(process.pid, kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU))
+        assert child.MEMORY < memory < 8 * child.MEMORY
+        assert 60 < time < 200
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    finally:
+        one.close()
 
 
 def test_a_child_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
