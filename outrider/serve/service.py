@@ -188,6 +188,8 @@ class Service:
         for prompt in prompts:
             drawn = params if params.seed is not None else params.with_(seed=draw_seed() % 2**53)  # exact in JSON
             made += self.llm.requests({"prompt_token_ids": prompt}, drawn)
+            # as token ids they need not be encoded again
+            params = params.with_(bad_words=list(made[0].bad_words), prediction=made[0].prediction or None)
         made = [
             replace(r, mask=mask() if mask else None, continued=tuple(tokens), **wishes)
             for r, tokens in zip(made, before, strict=True)
