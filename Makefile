@@ -23,6 +23,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	cd certify && ../$(BIN)/lint-imports
 	$(BIN)/pyright
 
 bench: install

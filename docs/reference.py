@@ -75,14 +75,23 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "lab.plan.answer",
         ],
     ),
+    "certify": (
+        "certificates of any engine: the package outrider-certify",
+        ["outrider_certify.run", "outrider_certify.subject", "outrider_certify.certificate"],
+    ),
     "testing": ("contract test, toy model, oracle", ["testing.contract", "testing.toy", "testing.oracle"]),
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def full_name(module: str) -> str:
+    """A module by its full name; those of outrider are named without it."""
+    return module if module.startswith("outrider_certify.") else f"outrider.{module}"
+
+
 def path_of(module: str) -> Path:
-    """The source file of `outrider.<module>`."""
-    base = ROOT / "outrider" / Path(*module.split("."))
+    """The source file of a module."""
+    base = ROOT / ("certify" if module.startswith("outrider_certify.") else "") / Path(*full_name(module).split("."))
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
@@ -192,7 +201,7 @@ def render(page: str) -> str:
     parts = [f"# Reference: {page}", f"{about[0].upper()}{about[1:]}. [All pages](index.md)."]
     for module in modules:
         tree = ast.parse(path_of(module).read_text(encoding="utf-8"))
-        parts += [f"## outrider.{module}", prose(ast.get_docstring(tree))]
+        parts += [f"## {full_name(module)}", prose(ast.get_docstring(tree))]
         for node in tree.body:
             if not documented(node) or not ast.get_docstring(node):  # type: ignore[arg-type]
                 continue
@@ -212,7 +221,7 @@ def pages() -> dict[Path, str]:
     lines = ["# API reference", "The public docstrings. `python docs/reference.py` writes these pages from the source."]
     rows = ["| page | about | modules |", "|---|---|---|"]
     for page, (about, modules) in PAGES.items():
-        rows.append(f"| [{page}]({page}.md) | {about} | {', '.join(f'`outrider.{m}`' for m in modules)} |")
+        rows.append(f"| [{page}]({page}.md) | {about} | {', '.join(f'`{full_name(m)}`' for m in modules)} |")
     found = {OUT / "index.md": "\n\n".join([*lines, "\n".join(rows)]) + "\n"}
     return found | {OUT / f"{page}.md": render(page) for page in PAGES}
 

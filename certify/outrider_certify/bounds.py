@@ -1,22 +1,49 @@
 """Statistics of a certificate: what a count can show, and what it could have shown.
 
-All tests of one part share its error probability: each gets an equal piece (Bonferroni).
+All tests of one part share its error probability: each gets an equal piece (Bonferroni). The few distributions that are needed
+are written here, because scipy alone is larger than everything else that a certificate needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
-from outrider.core.extras import needs
-
-with needs("certify", "a certificate"):
-    from scipy import optimize, stats
-
 POWER = 0.99  # with which a deviation is said to be found
+
+
+def chi2_tail(x: float, df: int) -> float:
+    """P(X > x) for a chi-square X with `df` degrees of freedom: Q(1/2, x/2) or Q(1, x/2), and Q(a + 1, y) from Q(a, y)."""
+    y = x / 2
+    if y <= 0:
+        return 1.0
+    a, tail = (0.5, math.erfc(math.sqrt(y))) if df % 2 else (1.0, math.exp(-y))
+    while a < df / 2:
+        tail += math.exp(a * math.log(y) - y - math.lgamma(a + 1))
+        a += 1
+    return min(tail, 1.0)
+
+
+def noncentral_chi2_tail(x: float, df: int, noncentrality: float) -> float:
+    """P(X > x) for a noncentral chi-square X: chi-squares with df + 2j degrees, j drawn from a Poisson distribution."""
+    mean = noncentrality / 2
+    most = int(mean + 12 * math.sqrt(mean) + 24)
+    weights = [math.exp(j * math.log(mean) - mean - math.lgamma(j + 1)) for j in range(most)]
+    return sum(w * chi2_tail(x, df + 2 * j) for j, w in enumerate(weights) if w > 1e-18)
+
+
+def where_zero(f: Callable[[float], float]) -> float:
+    """The x > 0 at which a growing function is 0, to 12 digits, by bisection."""
+    low, high = 0.0, 1.0
+    while f(high) < 0:
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if f(middle) >= 0 else (middle, high)
+    return high
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -34,7 +61,7 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
             counts, expected = counts[:-1], expected[:-1]
     if len(counts) < 2:
         return 1.0
-    return float(stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1))
+    return chi2_tail(float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1)
 
 
 def total_variation_at_most(counts: np.ndarray, expected: np.ndarray, delta: float) -> float:
@@ -47,19 +74,18 @@ def total_variation_at_most(counts: np.ndarray, expected: np.ndarray, delta: flo
     if n == 0:
         return 1.0
     seen = 0.5 * float(np.abs(counts / n - expected / expected.sum()).sum())
-    return min(seen + radius(len(counts), n, delta), 1.0)
+    return min(seen + _half_width(len(counts), delta) / math.sqrt(n), 1.0)
 
 
-def radius(cells: int, n: float, delta: float) -> float:
-    """The part of the bound that shrinks with n."""
-    return math.sqrt((cells * math.log(2) + math.log(1 / delta)) / (2 * n)) if n else 1.0
+def _half_width(cells: int, delta: float) -> float:
+    """The part of the bound that shrinks with n, times sqrt(n)."""
+    return math.sqrt((cells * math.log(2) + math.log(1 / delta)) / 2)
 
 
 def needed(cells: int, deviation: float, delta: float) -> int:
     """Samples after which a correct subject's bound is expected to be below a deviation."""
     typical = 0.4 * math.sqrt(cells)  # of the observed distance times sqrt(n), for equal cells
-    constant = typical + math.sqrt((cells * math.log(2) + math.log(1 / delta)) / 2)
-    return math.ceil((constant / deviation) ** 2)
+    return math.ceil(((typical + _half_width(cells, delta)) / deviation) ** 2)
 
 
 def smallest_deviation(cells: int, n: float, alpha: float, power: float = POWER) -> float:
@@ -69,12 +95,10 @@ def smallest_deviation(cells: int, n: float, alpha: float, power: float = POWER)
     """
     if n <= 0:
         return 1.0
-    df, limit = cells - 1, stats.chi2.isf(alpha, cells - 1)
-    try:
-        found: Any = optimize.brentq(lambda x: stats.ncx2.sf(limit, df, x) - power, 1e-6, 1e6)
-    except ValueError:
-        return 1.0
-    return min(0.5 * math.sqrt(float(found) / n), 1.0)
+    df = cells - 1
+    limit = where_zero(lambda x: alpha - chi2_tail(x, df))
+    noncentrality = where_zero(lambda x: noncentral_chi2_tail(limit, df, x) - power)
+    return min(0.5 * math.sqrt(noncentrality / n), 1.0)
 
 
 def smallest_rate(n: int, confidence: float = 0.99) -> float:
@@ -86,7 +110,7 @@ def share_interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, 
     """Wilson's interval of a share."""
     if n == 0:
         return 0.0, 1.0
-    z = float(stats.norm.isf((1 - confidence) / 2))
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
     share, spread = hits / n, z * z / n
     middle, half = share + spread / 2, z * math.sqrt(share * (1 - share) / n + spread / (4 * n))
     return max((middle - half) / (1 + spread), 0.0), min((middle + half) / (1 + spread), 1.0)
@@ -94,8 +118,8 @@ def share_interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, 
 
 def sign_p_value(only_first: int, only_second: int) -> float:
     """McNemar's exact test: the probability of a split as uneven, if both sides are as good."""
-    n = only_first + only_second
-    return 1.0 if n == 0 else float(stats.binomtest(only_first, n).pvalue)
+    n, few = only_first + only_second, min(only_first, only_second)
+    return min(2 * sum(math.comb(n, k) for k in range(few + 1)) / 2**n, 1.0)
 
 
 def two_sample_p_value(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from outrider.core.files import written_whole
 
 # Increase this when a field changes its meaning.
 FORMAT = 1
@@ -25,18 +24,19 @@ class Conclusion(Enum):
     DIFFERS = "differs"
 
     @property
+    def colour(self) -> str:
+        """good, unsure or bad."""
+        return {Conclusion.DIFFERS: "bad", Conclusion.CANNOT_TELL: "unsure", Conclusion.NOT_TESTED: "unsure"}.get(
+            self, "good"
+        )
+
+    @property
     def exit_code(self) -> int:
         """For a shell: 0 nothing is wrong, 1 something differs, 3 the budget was too small or nothing could be tested."""
-        return {Conclusion.DIFFERS: 1, Conclusion.CANNOT_TELL: 3, Conclusion.NOT_TESTED: 3}.get(self, 0)
+        return {"good": 0, "bad": 1, "unsure": 3}[self.colour]
 
 
-_RANK = [
-    Conclusion.EXACT_TOKENS,
-    Conclusion.SAME_DISTRIBUTION,
-    Conclusion.HOLDS,
-    Conclusion.CANNOT_TELL,
-    Conclusion.DIFFERS,
-]
+_RANK = list(Conclusion)
 
 
 class CertificateRecord(BaseModel):
@@ -116,8 +116,7 @@ class Certificate(CertificateRecord):
 
     def save(self, path: Path) -> None:
         """Write the file. It is replaced as a whole, so a reader never sees half of it."""
-        with written_whole(path) as part:
-            part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8", errors="replace")
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Certificate:
@@ -128,12 +127,22 @@ class Certificate(CertificateRecord):
             first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "it is not text"}
             where = ".".join(map(str, first["loc"])) or "the file"
             raise ValueError(
-                f"{path} is not a certificate of this outrider version ({where}: {first['msg']}). "
-                "Make one with: outrider certify SUBJECT -o certificate.html"
+                f"{path} is not a certificate of this version ({where}: {first['msg']}). "
+                "Make one with: outrider-certify URL -o certificate.html"
             ) from None
         if found.format != FORMAT:
             raise ValueError(f"{path} has format {found.format}. This version reads format {FORMAT}. Certify again.")
         return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside `path`, which then takes its place."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        part.write_text(text, encoding="utf-8", errors="replace")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def compare(before: Certificate, after: Certificate) -> tuple[list[str], bool]:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from outrider.core.files import written_whole
-from outrider.lab.bench.report.page import visible
-from outrider_certify.certificate import Certificate, Conclusion
+from outrider_certify.certificate import Certificate, write_whole
 
-COLOURS = {
-    Conclusion.EXACT_TOKENS: "good",
-    Conclusion.SAME_DISTRIBUTION: "good",
-    Conclusion.HOLDS: "good",
-    Conclusion.CANNOT_TELL: "unsure",
-    Conclusion.NOT_TESTED: "unsure",
-    Conclusion.DIFFERS: "bad",
-}
 TITLES = {
     "exact": "The verifier, by enumeration",
     "seeded": "Tokens: the same texts as plain decoding",
@@ -26,16 +17,15 @@ TITLES = {
     "contract": "Contract: parameters and bookkeeping",
     "quality": "Quality: problems solved",
 }
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
 
 
-def render(certificate: Certificate, changes: list[str] | None = None) -> str:
-    """The page. changes: what is different from an earlier certificate; None without one."""
+def render(certificate: Certificate) -> str:
+    """The page. Characters that are interpreted instead of shown become visible symbols."""
     folder = FileSystemLoader(Path(__file__).parent / "template")
     env = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    html = env.get_template("certificate.html").render(
-        c=certificate, subject=words(certificate.subject), colours=COLOURS, titles=TITLES, changes=changes
-    )
-    return visible(html)
+    html = env.get_template("certificate.html").render(c=certificate, subject=words(certificate.subject), titles=TITLES)
+    return _HIDDEN.sub(lambda m: chr(0x2400 + ord(m[0])) if ord(m[0]) < 32 else f"⟨{ord(m[0]):04X}⟩", html)
 
 
 def words(subject: str) -> str:
@@ -48,7 +38,6 @@ def words(subject: str) -> str:
     return name + ", ".join(f"{key} {value}" for key, value in given.items())
 
 
-def write(certificate: Certificate, path: Path, changes: list[str] | None = None) -> None:
+def write(certificate: Certificate, path: Path) -> None:
     """Write the page. The file is replaced as a whole."""
-    with written_whole(path) as part:
-        part.write_text(render(certificate, changes), encoding="utf-8", errors="replace")
+    write_whole(path, render(certificate))

@@ -17,11 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.core.params import SamplingParams
 from outrider_certify import bounds
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
-from outrider_certify.run import CertifyTrial, Record
-from outrider_certify.subjects.base import Job, Subject, Unsupported
+from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsupported
+from outrider_certify.trials import CertificateKind, CertifyTrial, Record
 
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(")
 _SECONDS, _BYTES, _FILE = 8, 2**30, 2**20
@@ -99,7 +98,7 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
     return problems
 
 
-class Quality:
+class Quality(CertificateKind):
     """The kind `quality`. problems: of HumanEval. length: tokens of a solution, at most."""
 
     name, share = "quality", 3.0
@@ -112,22 +111,19 @@ class Quality:
             yield CertifyTrial(str(problem["task_id"]), lambda p=problem: self._trial(p))
 
     def _trial(self, problem: dict[str, Any]) -> Record:
-        params = SamplingParams(temperature=0, max_tokens=self.length, stop=list(STOPS))
-        job = Job(problem["prompt"], params)
+        params = SamplingParams(temperature=0, max_tokens=self.length, stop=STOPS)
+        request = TextRequest(problem["prompt"], params)
         record: Record = {"with": None, "without": None, "same": None, "error": ""}
         try:
-            [text] = self.subject.write([job], self.subject.ways()[0])
+            [text] = self.subject.generate([request], self.subject.variants()[0])
             record["error"] = text.error or ""
             record["with"] = None if text.error else solves(problem, cut(text.text))
-            [plain] = self.subject.plain([job])
+            [plain] = self.subject.plain([request])
             record["without"] = None if plain.error else solves(problem, cut(plain.text))
             record["same"] = text.text == plain.text
         except Unsupported as why:
             record["error"] = str(why)
         return record
-
-    def done(self, records: Sequence[Record]) -> bool:
-        return False
 
     def judge(self, records: Sequence[Record]) -> CertificatePart:
         ours = [r["with"] for r in records if r["with"] is not None]

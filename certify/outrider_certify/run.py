@@ -1,134 +1,135 @@
-"""Runs the kinds of a certificate within a budget, keeps what is done, and goes on where an earlier run stopped.
-
-A kind makes trials. A trial is a name and a function that gives a JSON record. Each record is written to a journal as soon as
-it is there. The same command reads the journal and runs only the trials that it lacks. A kind judges records only, so a judgement
-can be made again from the journal.
-"""
+"""From a subject to its certificate: the kinds of test that suit it, and a run of them within a budget."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
+import datetime
+import os
+import platform
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Protocol
 
-from outrider.core.jsonl import JsonLines
-from outrider_certify.certificate import CertificatePart
+from outrider_certify._version import __version__
+from outrider_certify.certificate import Certificate
+from outrider_certify.contract import Contract
+from outrider_certify.quality import Quality, read_problems
+from outrider_certify.seeded import Seeded
+from outrider_certify.statistical import Statistical
+from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsupported
+from outrider_certify.texts import read_texts
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
+from outrider_certify.two_sample import TwoSample
 
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class CertifyTrial:
-    """One piece of work. key: its name, unique in its kind and the same in every run. run: gives its record."""
-
-    key: str
-    run: Callable[[], Record]
+KINDS = ("exact", "seeded", "statistical", "contract", "quality")
 
 
-class CertificateKind(Protocol):
-    """One kind of test.
+@dataclass(frozen=True, kw_only=True)
+class TestSettings:
+    """How much is tested.
 
-    name: as in `--kind`. share: its part of the time, as a weight.
+    confidence: of every statement. deviation: the total variation that is to be excluded. max_tokens: of a text. seed: of all
+    texts. texts: a file of recorded texts, which are audited in place of new ones. problems: a file in HumanEval's format.
     """
 
-    name: str
-    share: float
-
-    def trials(self) -> Iterator[CertifyTrial]:
-        """The trials, in order; may be endless. Raises `subjects.base.Unsupported` if the subject cannot be tested so."""
-        ...
-
-    def done(self, records: Sequence[Record]) -> bool:
-        """Whether more trials would change nothing. Asked after each."""
-        ...
-
-    def judge(self, records: Sequence[Record]) -> CertificatePart:
-        """The part of the certificate, from the records of the trials so far."""
-        ...
+    confidence: float = 0.99
+    deviation: float = 0.1
+    max_tokens: int = 48
+    seed: int = 0
+    texts: Path | None = None
+    problems: Path | None = None
 
 
-class TrialJournal:
-    """The records of a certificate that is being made, a line each. path: None keeps them in memory only.
-
-    identity: what the records depend on. A journal of another identity is started anew.
-    """
-
-    def __init__(self, path: Path | None, identity: dict[str, Any]) -> None:
-        mark = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-        self.path, self._file = path, None if path is None else JsonLines(path)
-        self.records: dict[tuple[str, str], Record] = {}
-        if self._file is not None:
-            lines = [*takewhile(lambda line: isinstance(line.value, dict), self._file.lines())]
-            if lines and lines[0].value == {"certificate": mark}:
-                self.records = {(line.value["kind"], line.value["key"]): line.value for line in lines[1:]}
-                self._file.cut(lines[-1].end)
-            else:
-                self._file.cut(0)
-                self._file.add(json.dumps({"certificate": mark}).encode())
-        self.resumed = len(self.records)
-
-    def add(self, kind: str, key: str, record: Record, seconds: float) -> Record:
-        """Keep a record. It comes back as it would be read again."""
-        line = json.dumps({**record, "kind": kind, "key": key, "seconds": seconds})
-        if self._file is not None:
-            self._file.add(line.encode())
-        self.records[kind, key] = json.loads(line)
-        return self.records[kind, key]
-
-    def of(self, kind: str) -> list[Record]:
-        return [record for (name, _), record in self.records.items() if name == kind]
-
-    def remove(self) -> None:
-        """Delete the file: the certificate is complete."""
-        if self.path is not None and self._file is not None:
-            self._file.close()
-            self.path.unlink(missing_ok=True)
-
-
-def run_kinds(
-    kinds: Sequence[CertificateKind],
-    journal: TrialJournal,
-    seconds: float,
+def certify(
+    subject: Subject,
+    budget: float = 600.0,
     *,
-    most: int | None = None,
+    kinds: Sequence[str] = (),
+    settings: TestSettings = TestSettings(),  # noqa: B008
+    journal: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
-    ready: Callable[[], str] = lambda: "",
-    clock: Callable[[], float] = perf_counter,
-) -> Iterator[CertificatePart]:
-    """Run the kinds one after the other and yield the part of each.
+) -> Certificate:
+    """Test a subject and say what would have been found.
 
-    seconds: for all kinds, work of earlier runs included. What a kind leaves goes to the later ones. A kind has at least one
-    trial. most: trials of a kind, at most; None for as many as the time allows. ready: why the subject can be asked nothing more,
-    "" if it can. Then a kind is judged by what it has.
+    budget: seconds for all kinds together. kinds: names of `KINDS`; none for all that suit the subject. journal: a file from
+    which the same call goes on after an interruption. progress: is told each trial. Raises ValueError for a kind that does not
+    suit.
     """
-    spent = 0.0
-    for number, kind in enumerate(kinds):
-        left = max(seconds - spent, 0.0)
-        allowed = left * kind.share / sum(k.share for k in kinds[number:])
-        used, count, records, why = 0.0, 0, list[Record](), ""
-        for trial in kind.trials():
-            if count and (used >= allowed or (most is not None and count >= most)):
-                break
-            record = journal.records.get((kind.name, trial.key))
-            if record is None and (why := ready()):
-                break
-            if record is None:
-                start = clock()
-                found = trial.run()
-                record = journal.add(kind.name, trial.key, found, clock() - start)
-            used, count = used + record["seconds"], count + 1
-            records.append(record)
-            progress(f"{kind.name}: {trial.key} ({used:.0f} of {allowed:.0f} s)")
-            if kind.done(records):
-                break
-        spent += used
-        part = kind.judge(records)
-        if why:
-            part.skipped.append(f"what was left: {why}")
-        part.seconds = round(used, 1)
-        yield part
+    certificate = new_certificate(subject, budget, settings.confidence)
+    records = TrialJournal(journal, {"subject": subject.name, **subject.weights, "settings": str(settings)})
+    tests = kinds_of(subject, kinds, settings)
+    certificate.parts += run_kinds(tests, records, budget, progress=progress, ready=subject.ready)
+    certificate.complete = not subject.ready()
+    if certificate.complete:
+        records.remove()
+    return certificate
+
+
+def kinds_of(subject: Subject, names: Sequence[str], settings: TestSettings) -> list[CertificateKind]:
+    """The kinds of test that suit a subject, or those that were asked for. Raises ValueError for one that does not suit."""
+    if wrong := [name for name in names if name not in KINDS]:
+        raise ValueError(f"unknown kind {wrong[0]!r}; known: {', '.join(KINDS)}")
+    known = subject.kinds(settings)
+    if missing := [name for name in names if name not in known]:
+        hint = "; name the problems: --problems FILE.jsonl" if missing == ["quality"] else ""
+        raise ValueError(f"{subject.name} cannot have the kind {missing[0]!r}; it can have {', '.join(known)}{hint}")
+    return [kind for name, kind in known.items() if not names or name in names]
+
+
+def engine_kinds(subject: Subject, settings: TestSettings) -> dict[str, CertificateKind]:
+    """The kinds of test of an engine, by name. Recorded texts have no others than the audit."""
+    confidence, length, seed = settings.confidence, settings.max_tokens, settings.seed
+    if settings.texts:
+        texts = read_texts(settings.texts, subject)
+        return {
+            "statistical": Statistical(
+                subject, confidence=confidence, deviation=settings.deviation, seed=seed, recorded=texts
+            )
+        }
+    sampled = (
+        Statistical(subject, confidence=confidence, deviation=settings.deviation, length=length, seed=seed)
+        if _tells_distributions(subject, seed)
+        else TwoSample(subject, confidence=confidence, length=length, seed=seed)
+    )
+    kinds: dict[str, CertificateKind] = {
+        "seeded": Seeded(subject, confidence=confidence, length=length, seed=seed),
+        "statistical": sampled,
+        "contract": Contract(subject, length=min(length, 32), seed=seed),  # last: parameters may end a server
+    }
+    if settings.problems:
+        kinds["quality"] = Quality(subject, read_problems(settings.problems))
+    return kinds
+
+
+def _tells_distributions(subject: Subject, seed: int) -> bool:
+    """Whether the subject knows the target's probabilities. Else texts are compared with texts."""
+    try:
+        params = SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, seed=seed)
+        request = TextRequest(subject.prompts()[0], params)
+        [text] = subject.generate([request], subject.variants()[0])
+        subject.distributions(request, text)
+    except (Unsupported, ConnectionError):
+        return False
+    return True
+
+
+def new_certificate(subject: Subject, budget: float, confidence: float, command: str = "") -> Certificate:
+    """A certificate without parts. budget: seconds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    own = {"python": platform.python_version(), "outrider-certify": __version__, "numpy": version("numpy")}
+    return Certificate(
+        subject=subject.name,
+        properties=subject.properties,
+        weights=subject.weights,
+        machine={"cpu": cpu, "cores": str(cores)},
+        versions=own | subject.versions,
+        command=command,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        budget=budget,
+        confidence=confidence,
+    )

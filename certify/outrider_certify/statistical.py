@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from outrider.core.params import SamplingParams
 from outrider_certify import bounds
-from outrider_certify.audit import Audit, places
+from outrider_certify.audit import Audit, contexts
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
-from outrider_certify.failures import add_failures, broken
-from outrider_certify.run import CertifyTrial, Record
-from outrider_certify.subjects.base import Job, Row, Subject, Unsupported, Way, Writing
+from outrider_certify.subject import (
+    GeneratedText,
+    SamplingParams,
+    SpeculationVariant,
+    Subject,
+    TextRequest,
+    TokenDistribution,
+    Unsupported,
+)
+from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken
 
 SQUARE, CUBE, LINE = 4, 3, 16  # cells along one token: of two tokens, of three, of one
 _SURE = 3.0  # nats by which a mistake must lead before it is named
@@ -37,178 +44,246 @@ FILTERS = {
 }
 
 
-def rank(row: Row, token: int, uniform: float, order: np.ndarray | None = None) -> float:
+def rank(p: TokenDistribution, token: int, uniform: float, order: np.ndarray | None = None) -> float:
     """The mass above a token plus a uniform part of its own, in (0, 1).
 
     order: float64 [known], larger comes first; None orders by p. Equal tokens keep the order of their ids.
     """
-    p = row.probs
-    order = p if order is None else order
-    if row.ids is not None:
-        found = np.flatnonzero(row.ids == token)
-        if not len(found):
-            rest = max(1 - float(p.sum()), 0.0)
-            return min(float(p.sum()) + uniform * rest, 1 - 1e-12)
-        token = int(found[0])
-    above = order > order[token]
-    equal = (order == order[token]) & (np.arange(len(p)) < token)
-    return min(float(p[above].sum() + p[equal].sum() + uniform * p[token]), 1 - 1e-12)
+    probs, at = p.probs, p.index(token)
+    if at is None:
+        known = float(probs.sum())
+        return min(known + uniform * max(1 - known, 0.0), 1 - 1e-12)
+    order = probs if order is None else order
+    above = order > order[at]
+    equal = (order == order[at]) & (np.arange(len(probs)) < at)
+    return min(float(probs[above].sum() + probs[equal].sum() + uniform * probs[at]), 1 - 1e-12)
 
 
-class Cells:
-    """Counts of cells, by the name of the test."""
+class TextStatistics:
+    """What texts add to the tests: counts of cells by the name of the test, and the audit."""
 
-    def __init__(self) -> None:
-        self.counts: dict[str, np.ndarray] = {}
+    def __init__(self, alpha: float) -> None:
+        self.cells: dict[str, np.ndarray] = {}
+        self.audit, self.texts, self.errors = Audit(alpha), 0, list[str]()
 
-    def add(self, name: str, size: int, numbers: Sequence[float]) -> None:
+    def count(self, name: str, size: int, numbers: Sequence[float]) -> None:
         """Count one group of numbers in (0, 1), in a grid of `size` cells along each."""
-        counts = self.counts.setdefault(name, np.zeros(size ** len(numbers)))
+        counts = self.cells.setdefault(name, np.zeros(size ** len(numbers)))
         at = 0
         for u in numbers:
             at = at * size + int(u * size)
         counts[at] += 1
 
-    def merge(self, counts: dict[str, list[float]]) -> None:
-        for name, more in counts.items():
-            self.counts[name] = self.counts.get(name, 0) + np.asarray(more)
+    def read(
+        self,
+        subject: Subject,
+        request: TextRequest,
+        text: GeneratedText,
+        label: str,
+        number: int,
+        rng: np.random.Generator,
+    ) -> None:
+        """Count one text. label: of its parameters. number: of its prompt. rng: of the uniform parts."""
+        if text.error:
+            self.errors.append(text.error)
+            return
+        try:
+            distributions = subject.distributions(request, text)
+            drafts = subject.draft_distributions(request, text)
+        except (Unsupported, ConnectionError, ValueError) as error:
+            self.errors.append(str(error))
+            return
+        self.texts += 1
+        tokens, steps = text.tokens[: len(distributions)], text.steps()
+        by_p, by_q = list[float](), list[float]()
+        prompt = text.prompt or (list(request.prompt) if not isinstance(request.prompt, str) else [])
+        for context, token in contexts(distributions, drafts, request.params, prompt, tokens, subject.end_ids, steps):
+            uniform, p = float(rng.random()), context.p
+            by_p.append(rank(p, token, uniform))
+            if context.q is not None and p.whole:
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    order = np.where(p.probs > 0, context.q.probs / p.probs, np.inf)
+                by_q.append(rank(p, token, uniform, order))
+            self.audit.see(context, token)
+        for name, numbers in (("by the target's order", by_p), ("by what the drafter prefers", by_q)):
+            for at in range(0, len(numbers) - 1, 2):
+                self.count(f"two tokens, {name}", SQUARE, numbers[at : at + 2])
+            for at in range(0, len(numbers) - 2, 3):
+                self.count(f"three tokens, {name}", CUBE, numbers[at : at + 3])
+            for u in numbers:
+                self.count(f"one token, {label}, {name}", LINE, [u])
+            if len(numbers) > 1:
+                self.count(f"prompt {number}, {name}", SQUARE, numbers[:2])
+        for u, (step, depth) in zip(by_q or by_p, steps, strict=False):
+            if depth == 0 and step > 0:
+                self.count(f"first token of a step after {min(text.accepted[step - 1], 8)} accepted", LINE, [u])
+
+    def record(self) -> Record:
+        return {
+            "tokens": self.audit.tokens,
+            "texts": self.texts,
+            "cells": {name: counts.tolist() for name, counts in self.cells.items()},
+            "wealth": [[*bet, logs] for bet, logs in self.audit.wealth.items()],
+            "errors": self.errors[:3],
+        }
+
+    def add(self, record: Record) -> None:
+        """Count what `record` gave."""
+        self.texts += record["texts"]
+        self.errors += record["errors"]
+        for name, more in record["cells"].items():
+            self.cells[name] = self.cells.get(name, 0) + np.asarray(more)
+        self.audit.add({(name, stake): logs for name, stake, logs in record["wealth"]}, record["tokens"])
 
 
-def read(writing: Writing, job: Job, rows: Sequence[Row], drafts: Any, subject: Subject, cells: Cells, audit: Audit,
-         label: str, prompt: int, rng: np.random.Generator) -> None:  # fmt: skip
-    """Count one text. label: of its parameters. prompt: number of the prompt."""
-    tokens, steps = writing.tokens[: len(rows)], writing.steps()
-    by_p, by_q = list[float](), list[float]()
-    known = writing.prompt or (list(job.prompt) if not isinstance(job.prompt, str) else [])
-    for place, token in places(rows, drafts, job.params, known, tokens, subject.end_ids, steps):
-        v = float(rng.random())
-        by_p.append(rank(place.p, token, v))
-        if place.q is not None and place.p.whole:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                order = np.where(place.p.probs > 0, place.q.probs / place.p.probs, np.inf)
-            by_q.append(rank(place.p, token, v, order))
-        audit.see(place, token)
-    for name, numbers in (("by the target's order", by_p), ("by what the drafter prefers", by_q)):
-        for at in range(0, len(numbers) - 1, 2):
-            cells.add(f"two tokens, {name}", SQUARE, numbers[at : at + 2])
-        for at in range(0, len(numbers) - 2, 3):
-            cells.add(f"three tokens, {name}", CUBE, numbers[at : at + 3])
-        for u in numbers:
-            cells.add(f"one token, {label}, {name}", LINE, [u])
-        if len(numbers) > 1:
-            cells.add(f"prompt {prompt}, {name}", SQUARE, numbers[:2])
-    finest = by_q or by_p
-    for u, (step, depth) in zip(finest, steps, strict=False):
-        if depth == 0 and step > 0:
-            cells.add(f"first token of a step after {min(writing.accepted[step - 1], 8)} accepted", LINE, [u])
-
-
-class Statistical:
-    """The kind `statistical`: texts that the subject writes."""
+class Statistical(CertificateKind):
+    """The kind `statistical`: texts that the subject writes, or recorded ones."""
 
     name, share = "statistical", 4.0
 
     def __init__(
-        self, subject: Subject, *, confidence: float = 0.99, deviation: float = 0.1, length: int = 48, seed: int = 0
+        self,
+        subject: Subject,
+        *,
+        confidence: float = 0.99,
+        deviation: float = 0.1,
+        length: int = 48,
+        seed: int = 0,
+        recorded: Sequence[tuple[TextRequest, GeneratedText]] = (),
     ) -> None:
-        """deviation: the total variation below which the subject passes. length: tokens of a text."""
-        self.subject, self.alpha, self.deviation, self.seed = subject, 1 - confidence, deviation, seed
-        self.length = length
-        self._counted, self._seen = self._new(), 0
+        """deviation: the total variation below which the subject passes. length: tokens of a text.
 
-    def _new(self) -> tuple[Cells, Audit]:
-        return Cells(), Audit(self.alpha / 2)
+        recorded: texts that were written elsewhere, as in production, with their parameters; then none are written.
+        """
+        self.subject, self.alpha, self.deviation, self.seed = subject, 1 - confidence, deviation, seed
+        self.length, self.recorded = length, recorded
+        self._total, self._added = TextStatistics(self.alpha / 2), 0
 
     def trials(self) -> Iterator[CertifyTrial]:
+        for number, (request, text) in enumerate(self.recorded):
+            yield CertifyTrial(f"text {number}", lambda n=number, r=request, t=text: self._recorded(n, r, t))
         sets = {**TEMPERATURES, **(FILTERS if self.subject.exact_numbers else {})}
-        if self.subject.partial_rows:
+        if self.subject.partial_distributions:
             sets = {name: params for name, params in TEMPERATURES.items() if params["temperature"] == 1}
-        ways = [way for way in self.subject.ways() if way.own and not way.options.get("stream")]
+        variants = [v for v in self.subject.variants() if not (v.adversarial or v.options.get("stream"))]
         number = 0
-        while True:
+        while not self.recorded:
             for label, params in sets.items():
-                way = ways[number % len(ways)]
+                variant = variants[number % len(variants)]
                 yield CertifyTrial(
-                    f"texts {number}, {label}, {way.name}",
-                    lambda n=number, text=label, p=params, w=way: self._trial(n, text, p, w),
+                    f"texts {number}, {label}, {variant.name}",
+                    lambda n=number, text=label, p=params, v=variant: self._written(n, text, p, v),
                 )
                 number += 1
 
-    def _trial(self, number: int, label: str, params: dict[str, Any], way: Way) -> Record:
-        prompts = self.subject.prompts()
-        jobs = [
-            Job(
-                prompt,
-                SamplingParams(**params, max_tokens=self.length, ignore_eos=True, seed=self.seed + number * 1009 + i),
-            )
-            for i, prompt in enumerate(prompts)
+    def _written(self, number: int, label: str, changes: dict[str, Any], variant: SpeculationVariant) -> Record:
+        params = SamplingParams(**changes, max_tokens=self.length, ignore_eos=True)
+        requests = [
+            TextRequest(prompt, replace(params, seed=self.seed + number * 1009 + i))
+            for i, prompt in enumerate(self.subject.prompts())
         ]
-        cells, audit, errors = Cells(), Audit(self.alpha), list[str]()
+        texts, statistics = self.subject.generate(requests, variant), TextStatistics(self.alpha)
         rng = np.random.default_rng([self.seed, number])
-        texts = self.subject.write(jobs, way)
-        for i, (job, writing) in enumerate(zip(jobs, texts, strict=True)):
-            if writing.error:
-                errors.append(writing.error)
-                continue
-            try:
-                rows, drafts = self.subject.rows(job, writing), self.subject.draft_rows(job, writing)
-            except (Unsupported, ConnectionError) as error:
-                errors.append(str(error))
-                continue
-            read(writing, job, rows, drafts, self.subject, cells, audit, label, i, rng)
-        return {
-            "tokens": audit.tokens,
-            "texts": len(jobs) - len(errors),
-            "cells": {name: counts.tolist() for name, counts in cells.counts.items()},
-            "wealth": [[*bet, logs] for bet, logs in audit.wealth.items()],
-            "errors": errors[:3],
-            "broke": broken(texts),
-            "set": label,
-        }
+        for i, (request, text) in enumerate(zip(requests, texts, strict=True)):
+            statistics.read(self.subject, request, text, label, i, rng)
+        return {**statistics.record(), "broke": broken(texts), "set": label}
 
-    def _total(self, records: Sequence[Record]) -> tuple[Cells, Audit]:
-        """All records together. Those that were counted before are not counted again."""
-        if len(records) < self._seen:
-            self._counted, self._seen = self._new(), 0
-        cells, audit = self._counted
-        for record in records[self._seen :]:
-            cells.merge(record["cells"])
-            audit.add({(name, stake): logs for name, stake, logs in record["wealth"]}, record["tokens"])
-        self._seen = len(records)
-        return cells, audit
+    def _recorded(self, number: int, request: TextRequest, text: GeneratedText) -> Record:
+        statistics = TextStatistics(self.alpha)
+        label = f"temperature {request.params.temperature:g}"
+        statistics.read(self.subject, request, text, label, number, np.random.default_rng(number))
+        return statistics.record()
+
+    def _all(self, records: Sequence[Record]) -> TextStatistics:
+        """All records together. Those that were added before are not added again."""
+        if len(records) < self._added:
+            self._total, self._added = TextStatistics(self.alpha / 2), 0
+        for record in records[self._added :]:
+            self._total.add(record)
+        self._added = len(records)
+        return self._total
 
     def done(self, records: Sequence[Record]) -> bool:
         """The alarm was raised, and one mistake leads."""
-        _, audit = self._total(records)
+        audit = self._all(records).audit
         return audit.crossed is not None and (audit.lead() >= _SURE or audit.tokens >= _PATIENCE * audit.crossed)
 
     def judge(self, records: Sequence[Record]) -> CertificatePart:
-        cells, audit = self._total(records)
-        errors = [e for r in records for e in r["errors"]]
-        texts, seconds = sum(r["texts"] for r in records), sum(r["seconds"] for r in records)
-        part = judge(cells, audit, self.alpha, self.deviation, texts, seconds, errors, self.name)
-        add_failures(part, records)
+        statistics, seconds = self._all(records), sum(r["seconds"] for r in records)
+        audit = statistics.audit
+        if not audit.tokens:
+            why = statistics.errors[0] if statistics.errors else "no text was written"
+            return CertificatePart(
+                kind=self.name,
+                conclusion=Conclusion.CANNOT_TELL,
+                sentence=f"Cannot tell: no text could be read ({why}).",
+            )
+        tests, p_values = _tests(statistics.cells)
+        level = self.alpha / 2 / max(len(p_values), 1)
+        square = statistics.cells.get("two tokens, by the target's order", np.zeros(SQUARE**2))
+        pairs = float(square.sum())
+        expected = np.full(len(square), max(pairs, 1) / len(square))
+        bound = bounds.total_variation_at_most(square, expected, self.alpha)
+        least = bounds.smallest_deviation(len(square), pairs, level)
+        confidence = f"{100 * (1 - self.alpha):g} %"
+        figures = {
+            "tokens": audit.tokens,
+            "texts": statistics.texts,
+            "pairs": pairs,
+            "tv_bound": bound,
+            "smallest_deviation": least,
+            "p_values": dict(sorted(p_values.items(), key=lambda pair: pair[1])),
+            "tests_level": level,
+            "audit_log_wealth": audit.log_wealth,
+            "audit_alarm": math.log(2 / self.alpha),
+            "audit_stopped_at": audit.crossed,
+            "audit_ranking": audit.ranking()[:6],
+            "cells": {n: c.tolist() for n, c in tests.items()},
+        }
+        part = CertificatePart(
+            kind=self.name,
+            conclusion=Conclusion.SAME_DISTRIBUTION,
+            sentence="",
+            power=f"A total variation of {least:.3f} between pairs of tokens would have been found with probability "
+            f"{bounds.POWER:g}. A bet on each known mistake ran over all {audit.tokens:,} tokens. A deviation that cancels "
+            "over all contexts and is no known mistake would not be seen.",
+            tested={
+                "texts": f"{statistics.texts:,}" + (" recorded" if self.recorded else ""),
+                "tokens": f"{audit.tokens:,}",
+                "tests": f"{len(p_values)} of the joint distribution, and the audit",
+                "the drafter's probabilities": "known" if any("drafter" in n for n in p_values) else "not known",
+            },
+            figures=figures,
+        )
+        rejected = [n for n, p in figures["p_values"].items() if p < level]
+        if rejected or audit.crossed is not None:
+            part.conclusion = Conclusion.DIFFERS
+            part.findings.append(_finding(audit, rejected, figures))
+            cause = part.findings[0].cause
+            part.sentence = (
+                f"Differs: the texts are not drawn from the target's distribution{': ' + cause if cause else ''}."
+            )
+        elif bound <= self.deviation:
+            part.sentence = f"Same distribution: total variation at most {bound:.3f} with {confidence} confidence, "
+            part.sentence += f"over {audit.tokens:,} tokens."
+        else:
+            enough = bounds.needed(len(square), self.deviation, self.alpha)
+            part.conclusion = Conclusion.CANNOT_TELL
+            ratio = 2 * enough / max(audit.tokens, 1)
+            part.sentence = (
+                f"Cannot tell with this budget: nothing differs so far, and the total variation is at most {bound:.3f} with "
+                f"{confidence} confidence. To show {self.deviation:g} it needs about {2 * enough:,} tokens"
+                + (f", {max(ratio * seconds / 60, 0.1):.1f} minutes here." if seconds else ".")
+            )
+        if statistics.errors:
+            part.skipped.append(f"{len(statistics.errors)} texts failed, the first: {statistics.errors[0]}")
         return part
 
 
-def judge(
-    cells: Cells,
-    audit: Audit,
-    alpha: float,
-    deviation: float,
-    texts: int,
-    seconds: float,
-    errors: Sequence[str],
-    kind: str = "statistical",
-) -> CertificatePart:
-    """The part of a certificate, from all counts."""
-    if not audit.tokens:
-        why = errors[0] if errors else "no text was written"
-        return CertificatePart(
-            kind=kind, conclusion=Conclusion.CANNOT_TELL, sentence=f"Cannot tell: no text could be read ({why})."
-        )
-    by_prompt = {n: c for n, c in cells.counts.items() if n.startswith("prompt ")}
-    tests = {n: c for n, c in cells.counts.items() if n not in by_prompt and c.sum() >= 5 * len(c)}
+def _tests(cells: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The counts of each test that has enough of them, and the p-values. Prompts with few texts are tested together."""
+    by_prompt = {n: c for n, c in cells.items() if n.startswith("prompt ")}
+    tests = {n: c for n, c in cells.items() if n not in by_prompt and c.sum() >= 5 * len(c)}
     p_values = {n: bounds.p_value(c, np.full(len(c), c.sum() / len(c))) for n, c in tests.items()}
     for name in ("by the target's order", "by what the drafter prefers"):
         some = [c for n, c in by_prompt.items() if n.endswith(name) and c.sum() >= 5 * len(c)]
@@ -216,68 +291,10 @@ def judge(
             joined = np.concatenate(some)
             expected = np.concatenate([np.full(len(c), c.sum() / len(c)) for c in some])
             statistic = float(((joined - expected) ** 2 / expected).sum())
-            p_values[f"first two tokens of each prompt, {name}"] = float(
-                bounds.stats.chi2.sf(statistic, sum(len(c) - 1 for c in some))
+            p_values[f"first two tokens of each prompt, {name}"] = bounds.chi2_tail(
+                statistic, sum(len(c) - 1 for c in some)
             )
-    level = alpha / 2 / max(len(p_values), 1)
-    square = cells.counts.get("two tokens, by the target's order", np.zeros(SQUARE**2))
-    pairs = float(square.sum())
-    expected = np.full(len(square), max(pairs, 1) / len(square))
-    bound = bounds.total_variation_at_most(square, expected, alpha)
-    least = bounds.smallest_deviation(len(square), pairs, level)
-    confidence = f"{100 * (1 - alpha):g} %"
-    figures = {
-        "tokens": audit.tokens,
-        "texts": texts,
-        "pairs": pairs,
-        "tv_bound": bound,
-        "smallest_deviation": least,
-        "p_values": dict(sorted(p_values.items(), key=lambda pair: pair[1])),
-        "tests_level": level,
-        "audit_log_wealth": audit.log_wealth,
-        "audit_alarm": math.log(2 / alpha),
-        "audit_stopped_at": audit.crossed,
-        "audit_ranking": audit.ranking()[:6],
-        "cells": {n: c.tolist() for n, c in {**tests}.items()},
-    }
-    part = CertificatePart(
-        kind=kind,
-        conclusion=Conclusion.SAME_DISTRIBUTION,
-        sentence="",
-        power=f"A total variation of {least:.3f} between pairs of tokens would have been found with probability "
-        f"{bounds.POWER:g}. A bet on each known mistake ran over all {audit.tokens:,} tokens. A deviation that cancels "
-        "over all contexts and is no known mistake would not be seen.",
-        tested={
-            "texts": f"{texts:,}",
-            "tokens": f"{audit.tokens:,}",
-            "tests": f"{len(p_values)} of the joint distribution, and the audit",
-            "the drafter's probabilities": "known" if any("drafter" in n for n in p_values) else "not known",
-        },
-        figures=figures,
-    )
-    rejected = [n for n, p in figures["p_values"].items() if p < level]
-    if rejected or audit.crossed is not None:
-        part.conclusion = Conclusion.DIFFERS
-        part.findings.append(_finding(audit, rejected, figures))
-        cause = part.findings[0].cause
-        part.sentence = (
-            f"Differs: the texts are not drawn from the target's distribution{': ' + cause if cause else ''}."
-        )
-    elif bound <= deviation:
-        part.sentence = f"Same distribution: total variation at most {bound:.3f} with {confidence} confidence, "
-        part.sentence += f"over {audit.tokens:,} tokens."
-    else:
-        enough = bounds.needed(len(square), deviation, alpha)
-        part.conclusion = Conclusion.CANNOT_TELL
-        ratio = 2 * enough / max(audit.tokens, 1)
-        part.sentence = (
-            f"Cannot tell with this budget: nothing differs so far, and the total variation is at most {bound:.3f} with "
-            f"{confidence} confidence. To show {deviation:g} it needs about {2 * enough:,} tokens"
-            + (f", {max(ratio * seconds / 60, 0.1):.1f} minutes here." if seconds else ".")
-        )
-    if errors:
-        part.skipped.append(f"{len(errors)} texts failed, the first: {errors[0]}")
-    return part
+    return tests, p_values
 
 
 def _finding(audit: Audit, rejected: Sequence[str], figures: dict[str, Any]) -> Finding:
@@ -293,50 +310,3 @@ def _finding(audit: Audit, rejected: Sequence[str], figures: dict[str, Any]) -> 
         where=f"{figures['texts']:,} texts, {figures['tokens']:,} tokens",
         evidence="\n".join(lines),
     )
-
-
-class RecordedTexts:
-    """The kind `statistical` on texts that were recorded elsewhere, as in production."""
-
-    name, share = "statistical", 4.0
-
-    def __init__(
-        self,
-        subject: Subject,
-        texts: Sequence[tuple[Job, Writing]],
-        *,
-        confidence: float = 0.99,
-        deviation: float = 0.1,
-    ) -> None:
-        """subject: knows the target's probabilities. texts: with the parameters they were written with."""
-        self._inner = Statistical(subject, confidence=confidence, deviation=deviation)
-        self.subject, self.texts = subject, texts
-
-    def trials(self) -> Iterator[CertifyTrial]:
-        for number, (job, writing) in enumerate(self.texts):
-            yield CertifyTrial(f"text {number}", lambda n=number, j=job, w=writing: self._trial(n, j, w))
-
-    def _trial(self, number: int, job: Job, writing: Writing) -> Record:
-        cells, audit, errors = Cells(), Audit(self._inner.alpha), list[str]()
-        try:
-            rows, drafts = self.subject.rows(job, writing), self.subject.draft_rows(job, writing)
-            rng = np.random.default_rng(number)
-            label = f"temperature {job.params.temperature:g}"
-            read(writing, job, rows, drafts, self.subject, cells, audit, label, number, rng)
-        except (Unsupported, ValueError) as error:
-            errors.append(str(error))
-        return {
-            "tokens": audit.tokens,
-            "texts": 1 - len(errors),
-            "cells": {name: counts.tolist() for name, counts in cells.counts.items()},
-            "wealth": [[*bet, logs] for bet, logs in audit.wealth.items()],
-            "errors": errors,
-        }
-
-    def done(self, records: Sequence[Record]) -> bool:
-        return self._inner.done(records)
-
-    def judge(self, records: Sequence[Record]) -> CertificatePart:
-        part = self._inner.judge(records)
-        part.tested["texts"] += " recorded"
-        return part

@@ -7,44 +7,46 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from outrider.core.params import SamplingParams
-from outrider.engine.llm import LLM
-from outrider_certify.subjects.base import Job, Writing
+from pydantic import ValidationError
+
+from outrider_certify.subject import GeneratedText, SamplingParams, Subject, TextRequest, Unsupported
 
 EXAMPLE = '{"prompt": "def area(r):", "text": "\\n    return", "temperature": 0.8}'
-_PARAMS = {f.name for f in fields(SamplingParams) if f.init} - {"prediction", "prompt_logprobs", "logprobs", "n"}
+_PARAMS = {f.name for f in fields(SamplingParams)} - {"logprobs", "n"}
 
 
-def read_texts(path: Path, llm: LLM) -> list[tuple[Job, Writing]]:
+def read_texts(path: Path, subject: Subject) -> list[tuple[TextRequest, GeneratedText]]:
     """The texts of a file. Token ids count more than texts: a text may be encoded otherwise than it was written.
 
-    A line has `prompt` or `prompt_token_ids`, `text` or `token_ids`, and sampling parameters by their names. llm: encodes texts.
-    Raises ValueError with file, line and reason.
+    A line has `prompt` or `prompt_token_ids`, `text` or `token_ids`, and sampling parameters by their names. subject: encodes
+    texts. Raises ValueError with file, line and reason.
     """
-    found = list[tuple[Job, Writing]]()
+    texts = list[tuple[TextRequest, GeneratedText]]()
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            found.append(_text(json.loads(line), llm))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number}: {error}; a correct line is {EXAMPLE}") from None
-    if not found:
+            texts.append(_text(json.loads(line), subject))
+        except (ValueError, TypeError, KeyError, Unsupported) as error:
+            why = error
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise ValueError(f"{path}, line {number}: {why}; a correct line is {EXAMPLE}") from None
+    if not texts:
         raise ValueError(f"{path} holds no texts; a correct line is {EXAMPLE}")
-    return found
+    return texts
 
 
-def _text(given: Any, llm: LLM) -> tuple[Job, Writing]:
+def _text(given: Any, subject: Subject) -> tuple[TextRequest, GeneratedText]:
     if not isinstance(given, dict):
         raise ValueError("a line must be an object")
-    prompt = given.get("prompt_token_ids") or llm.encode(given["prompt"])
-    tokens = given.get("token_ids")
-    if tokens is None:
-        if llm.loaded.tokenizer is None:
-            raise ValueError("a text without token ids needs a model with a tokenizer")
-        tokens = llm.loaded.tokenizer(given["text"], add_special_tokens=False)["input_ids"]
+    prompt, tokens = given.get("prompt_token_ids"), given.get("token_ids")
+    prompt = subject.encode(given["prompt"], prompt=True) if prompt is None else [int(t) for t in prompt]
+    tokens = subject.encode(given["text"], prompt=False) if tokens is None else [int(t) for t in tokens]
+    stop = given.get("stop")
+    given = {**given, "stop": [stop]} if isinstance(stop, str) else given
     params = SamplingParams(**{k: v for k, v in given.items() if k in _PARAMS and v is not None})
     if params.temperature == 0:
         raise ValueError("a greedy text has no distribution to audit; leave it out")
-    prompt, tokens = [int(t) for t in prompt], [int(t) for t in tokens]
-    return Job(tuple(prompt), params), Writing(tokens=tokens, prompt=prompt, text=given.get("text", ""))
+    return TextRequest(tuple(prompt), params), GeneratedText(tokens=tokens, prompt=prompt, text=given.get("text", ""))

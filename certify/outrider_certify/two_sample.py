@@ -7,20 +7,20 @@ shuffling the texts of each prompt. It can show a difference. It cannot bound on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
 
-from outrider.core.params import SamplingParams
 from outrider_certify import bounds
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
-from outrider_certify.failures import add_failures, broken
-from outrider_certify.run import CertifyTrial, Record
-from outrider_certify.subjects.base import Job, Subject, Unsupported
+from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsupported
+from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken
 
 _LEAST = 5  # texts of a prompt on each side, before anything is said
 _KEPT = 32  # tokens, or pieces of text, of each text that are compared
 _PIECE = 4  # characters
 
 
-class TwoSample:
+class TwoSample(CertificateKind):
     """The kind `statistical` for a subject without known probabilities."""
 
     name, share = "statistical", 4.0
@@ -29,23 +29,21 @@ class TwoSample:
         self.subject, self.alpha, self.length, self.seed = subject, 1 - confidence, min(length, _KEPT), seed
 
     def trials(self) -> Iterator[CertifyTrial]:
-        number = 0
-        while True:
+        for number in count():
             yield CertifyTrial(f"texts {number}", lambda n=number: self._trial(n))
-            number += 1
 
     def _trial(self, number: int) -> Record:
-        way = next(w for w in self.subject.ways() if w.own)
+        variant = self.subject.variants()[0]
         record: Record = {"pairs": [], "errors": []}
         sides = list[list[list[object]]]()
+        params = SamplingParams(temperature=1.0, max_tokens=self.length, ignore_eos=True)
         for side in range(2):  # seeds differ, so that equal noise does not make equal texts
-            jobs = [
-                Job(prompt, SamplingParams(temperature=1.0, max_tokens=self.length, ignore_eos=True, seed=seed))
+            requests = [
+                TextRequest(prompt, replace(params, seed=self.seed + 2 * (1009 * number + i) + side))
                 for i, prompt in enumerate(self.subject.prompts())
-                for seed in [self.seed + 2 * (1009 * number + i) + side]
             ]
             try:
-                texts = self.subject.write(jobs, way) if side == 0 else self.subject.plain(jobs)
+                texts = self.subject.plain(requests) if side else self.subject.generate(requests, variant)
             except Unsupported as why:
                 return {**record, "errors": [str(why)]}
             if side == 0:
@@ -56,7 +54,8 @@ class TwoSample:
         return record
 
     def done(self, records: Sequence[Record]) -> bool:
-        return False
+        """No text could be compared, three times."""
+        return len(records) >= 3 and not any(r["pairs"] for r in records)
 
     def judge(self, records: Sequence[Record]) -> CertificatePart:
         pairs = [pair for r in records for pair in r["pairs"]]
@@ -81,7 +80,6 @@ class TwoSample:
                 f"Cannot tell with this budget: {len(pairs)} pairs of texts{why}; it needs at least {wanted}"
             )
             part.sentence += f", about {max(more, 0.1):.1f} minutes." if pairs else "."
-            add_failures(part, records)
             return part
         groups, first, second = zip(*pairs, strict=True)
         distance, p = bounds.two_sample_p_value(first, second, groups=groups)
@@ -101,7 +99,6 @@ class TwoSample:
                 f"Cannot tell: no difference was seen between {len(pairs)} texts with speculation and as many without "
                 f"(p = {p:.2g}), and this test cannot show that there is none."
             )
-        add_failures(part, records)
         return part
 
 

@@ -1,7 +1,7 @@
 """A small speculative engine in numpy, and everything that can be wrong with it: each fault was shipped by a real engine.
 
-It shares no code with outrider's loop, verifiers or warper, so that a certificate is tried on a foreign engine. Its model
-is a table over the last two tokens in the cache and the position. So a wrong cache and a wrong position change the text.
+It shares no code with `sampled_distribution`, so that a certificate is tried on a foreign engine. Its model is a table over the
+last two tokens in the cache and the position. So a wrong cache and a wrong position change the text.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections import Counter
 
 import numpy as np
 
-from outrider.core.types import Guarantee
-from outrider_certify.subjects.base import Job, Row, Subject, Way, Writing
+from outrider_certify.subject import GeneratedText, SpeculationVariant, Subject, TextRequest, TokenDistribution
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -39,7 +38,7 @@ class ToyEngine(Subject):
         super().__init__()
         self.fault, self.rule, self.gamma, self.vocab_size = fault, rule, gamma, vocab
         self.end_ids = (vocab - 1,)
-        self.promise = Guarantee.EXACT_TOKENS if rule == "match" else Guarantee.EXACT_DISTRIBUTION
+        self.exact_tokens = rule == "match"
         rng = np.random.default_rng(seed)
         self.table = 1.3 * rng.standard_normal((997, vocab))
         self.table[:, vocab - 1] -= 1.0
@@ -48,18 +47,18 @@ class ToyEngine(Subject):
     def prompts(self) -> list[tuple[int, ...]]:
         return [(i % self.vocab_size, (3 * i + 1) % self.vocab_size) for i in range(6)]
 
-    def ways(self) -> list[Way]:
+    def variants(self) -> list[SpeculationVariant]:
         return [
-            Way("as it is"),
-            Way("one draft token", {"gamma": 1}),
-            Way("always wrong", {"draft": "wrong"}, own=False),
+            SpeculationVariant("as it is"),
+            SpeculationVariant("one draft token", {"gamma": 1}),
+            SpeculationVariant("always wrong", {"draft": "wrong"}, adversarial=True),
         ]
 
-    def write(self, jobs: list[Job], way: Way) -> list[Writing]:
-        return [self._text(job, i, way.options) for job in jobs for i in range(job.params.n)]
+    def generate(self, requests: list[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
+        return [self._text(request, i, variant.options) for request in requests for i in range(request.params.n)]
 
-    def plain(self, jobs: list[Job]) -> list[Writing]:
-        return [self._text(job, i, None) for job in jobs for i in range(job.params.n)]
+    def plain(self, requests: list[TextRequest]) -> list[GeneratedText]:
+        return [self._text(request, i, None) for request in requests for i in range(request.params.n)]
 
     # -- the model --------------------------------------------------------------------------------------------------------
 
@@ -102,14 +101,14 @@ class ToyEngine(Subject):
 
     # -- the loop ---------------------------------------------------------------------------------------------------------
 
-    def _text(self, job: Job, index: int, options: dict | None) -> Writing:
+    def _text(self, request: TextRequest, index: int, options: dict | None) -> GeneratedText:
         fault = self.fault if options is not None else ""
-        params, prompt = job.params, list(job.prompt)
+        params, prompt = request.params, list(request.prompt)
         seed = (params.seed or 0) + (0 if fault == "shared seeds" else 1_000_003 * index)
         if fault == "seed ignored":
             seed = int(np.random.default_rng().integers(2**31))
         gamma = 0 if options is None else options.get("gamma", self.gamma)
-        out = Writing(prompt=prompt, logprobs=None if params.logprobs is None else [])
+        out = GeneratedText(prompt=prompt, logprobs=None if params.logprobs is None else [])
         tokens, cache, step = list(prompt), list(prompt), 0
         while out.finish is None:
             depth = min(gamma, params.max_tokens - len(out.tokens) - 1)
@@ -220,7 +219,7 @@ class ToyEngine(Subject):
         rest = np.maximum(kept_weight * ps[kept] - qs[kept], 0)
         return kept, draw(rest / rest.sum() if rest.sum() > 0 else ps[kept], kept)
 
-    def _stopped(self, out: Writing, new: list[int], params, fault: str) -> list[int]:
+    def _stopped(self, out: GeneratedText, new: list[int], params, fault: str) -> list[int]:
         """Add new tokens to the text, up to the first thing that ends it. Returns those that were added."""
         ends = (*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids)
         for at, token in enumerate(new):
@@ -228,11 +227,11 @@ class ToyEngine(Subject):
             out.text += LETTERS[token]
             skipped = fault == "end token inside an accepted run" and at < len(new) - 1
             if token in ends and not skipped:
-                out.finish, out.stop = "stop", token
-            for stop in params.stops:
+                out.finish = "stop"
+            for stop in params.stop:
                 seen = out.text if fault != "stop string at the end of a step only" or at == len(new) - 1 else ""
                 if stop in seen and (fault != "stop string at the end of a step only" or seen.endswith(stop)):
-                    out.text, out.finish, out.stop = out.text[: out.text.index(stop)], "stop", stop
+                    out.text, out.finish = out.text[: out.text.index(stop)], "stop"
             if out.finish is None and len(out.tokens) >= params.max_tokens:
                 out.finish = "length"
             if out.finish:
@@ -241,21 +240,21 @@ class ToyEngine(Subject):
 
     # -- what it should do, by the honest code ------------------------------------------------------------------------------
 
-    def _rows(self, job: Job, writing: Writing, table: np.ndarray) -> list[Row]:
-        prompt, rows = list(job.prompt), []
+    def _rows(self, request: TextRequest, writing: GeneratedText, table: np.ndarray) -> list[TokenDistribution]:
+        prompt, rows = list(request.prompt), []
         for i in range(len(writing.tokens)):
             text = prompt + writing.tokens[:i]
             logits = self.logits(table, text, len(text))
-            rows.append(Row(self.warp(logits, job.params, text, len(prompt)), logits=logits))
+            rows.append(TokenDistribution(self.warp(logits, request.params, text, len(prompt)), logits=logits))
         return rows
 
-    def rows(self, job: Job, writing: Writing) -> list[Row]:
-        return self._rows(job, writing, self.table)
+    def distributions(self, request: TextRequest, writing: GeneratedText) -> list[TokenDistribution]:
+        return self._rows(request, writing, self.table)
 
-    def draft_rows(self, job: Job, writing: Writing) -> list[Row]:
-        return self._rows(job, writing, self.wrong)
+    def draft_distributions(self, request: TextRequest, writing: GeneratedText) -> list[TokenDistribution]:
+        return self._rows(request, writing, self.wrong)
 
-    def margin(self, job: Job, writing: Writing, at: int, other: int | None) -> float:
+    def margin(self, request: TextRequest, writing: GeneratedText, at: int, other: int | None) -> float:
         return 1.0  # its numbers are exact, so a difference is never a tie
 
     def show(self, tokens) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.core.params import SamplingParams
 from outrider_certify import bounds
 from outrider_certify.audit import Audit
-from outrider_certify.causes import TokenPlace, judged, powered
+from outrider_certify.mistakes import TokenContext, at_other_temperature, judged
 from outrider_certify.statistical import rank
-from outrider_certify.subjects.base import Row
+from outrider_certify.subject import SamplingParams, TokenDistribution
 
 VOCAB = 300
 # Tokens until the evidence is 10^6 (algorithms.md 4.3), for the sampler's mistake.
@@ -41,7 +40,9 @@ def tokens_until_alarm(fault: str, seed: int, most: int = 6000) -> int:
         else:
             rest = np.maximum(p - used, 0)
             y = int(rng.choice(VOCAB, p=p if fault == "no residual" else rest / rest.sum()))
-        place = TokenPlace(Row(p, logits=logits), Row(q, logits=drafted), None, params, text, 1)
+        place = TokenContext(
+            TokenDistribution(p, logits=logits), TokenDistribution(q, logits=drafted), None, params, text, 1
+        )
         if audit.see(place, y):
             break
         text.append(y)
@@ -59,7 +60,8 @@ def test_the_audit_is_silent_on_a_right_sampler() -> None:
     rng, audit = np.random.default_rng(1), Audit(0.01)
     for _ in range(3000):
         p, q = softmax(2 * rng.standard_normal(12)), softmax(2 * rng.standard_normal(12))
-        audit.see(TokenPlace(Row(p), Row(q), None, SamplingParams(), [0], 1), int(rng.choice(12, p=p)))
+        context = TokenContext(TokenDistribution(p), TokenDistribution(q), None, SamplingParams(), [0], 1)
+        audit.see(context, int(rng.choice(12, p=p)))
     assert audit.crossed is None
     assert audit.log_wealth < 2
 
@@ -71,7 +73,7 @@ def test_tokens_that_are_not_known_count_as_one() -> None:
     for _ in range(400):
         p = softmax(3 * rng.standard_normal(40))
         best = np.argsort(-p)[:5]
-        place = TokenPlace(Row(p[best], best), None, None, SamplingParams(), [0], 1)
+        place = TokenContext(TokenDistribution(p[best], best), None, None, SamplingParams(), [0], 1)
         right.see(place, int(rng.choice(40, p=p)))
         wrong.see(place, int(rng.integers(40)))
     assert right.crossed is None
@@ -79,28 +81,27 @@ def test_tokens_that_are_not_known_count_as_one() -> None:
     assert "random" in wrong.ranking()[0][0]
 
 
-def test_laws_are_distributions() -> None:
+def test_predictions_are_distributions() -> None:
     rng = np.random.default_rng(3)
     for _ in range(20):
         p, q = softmax(2 * rng.standard_normal(9)), softmax(2 * rng.standard_normal(9))
-        at = TokenPlace(
-            Row(p, logits=np.log(p)), Row(q, logits=np.log(q) * 2), Row(p), SamplingParams(temperature=0.7), [0, 1], 1
-        )
-        for cause in Audit().causes:
-            law = cause.law(at)
-            assert law is None or (abs(law.sum() - 1) < 1e-9 and law.min() > -1e-12), cause.name
+        target, draft = TokenDistribution(p, logits=np.log(p)), TokenDistribution(q, logits=np.log(q) * 2)
+        context = TokenContext(target, draft, target, SamplingParams(temperature=0.7), [0, 1], 1)
+        for mistake in Audit().mistakes:
+            predicted = mistake.predict(context)
+            assert predicted is None or (abs(predicted.sum() - 1) < 1e-9 and predicted.min() > -1e-12), mistake.name
         assert np.allclose(judged(p, q, q), p)
-        assert np.allclose(powered(p, 1), p)
+        assert np.allclose(at_other_temperature(p, 1), p)
 
 
 def test_ranks_are_uniform() -> None:
     rng = np.random.default_rng(4)
     p = softmax(rng.standard_normal(6))
-    numbers = [rank(Row(p), int(rng.choice(6, p=p)), float(rng.random())) for _ in range(4000)]
+    numbers = [rank(TokenDistribution(p), int(rng.choice(6, p=p)), float(rng.random())) for _ in range(4000)]
     counts = np.histogram(numbers, 16, (0, 1))[0].astype(float)
     assert bounds.p_value(counts, np.full(16, 250.0)) > 1e-4
-    assert rank(Row(np.array([0.5, 0.2]), np.array([7, 3])), 1, 0.5) == pytest.approx(0.85)
-    assert rank(Row(np.array([0.5, 0.2]), np.array([3, 7])), 7, 0.5) == pytest.approx(0.6)
+    assert rank(TokenDistribution(np.array([0.5, 0.2]), np.array([7, 3])), 1, 0.5) == pytest.approx(0.85)
+    assert rank(TokenDistribution(np.array([0.5, 0.2]), np.array([3, 7])), 7, 0.5) == pytest.approx(0.6)
 
 
 def test_the_bound_holds_and_the_power_is_as_stated() -> None:

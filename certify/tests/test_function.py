@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
+
 from outrider_certify.certificate import CertificatePart, Conclusion
-from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
 from outrider_certify.seeded import Seeded
-from outrider_certify.subjects.function import FunctionSubject
+from outrider_certify.subjects.function import FunctionSubject, imported, is_python_name, python_subject
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
 
 def certified(kind: CertificateKind, most: int | None = None) -> CertificatePart:
@@ -25,3 +30,35 @@ def test_a_function_that_differs_is_found() -> None:
 
     part = certified(Seeded(FunctionSubject(generate, "generate"), length=8, rounds=1), most=1)
     assert part.conclusion is Conclusion.DIFFERS
+
+
+def test_a_function_that_fails_under_speculation_is_a_finding() -> None:
+    def fails(prompt, params, speculate):
+        if speculate:
+            raise RuntimeError("no memory for the draft")
+        return [3] * params.max_tokens
+
+    part = certified(Seeded(FunctionSubject(fails, "fails"), length=8, rounds=1), most=1)
+    assert part.conclusion is Conclusion.DIFFERS
+    assert part.findings[0].title == "the engine fails under speculation"
+    assert "no memory for the draft" in part.findings[0].evidence
+
+
+def test_a_subject_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_for_certify.py").write_text(
+        "from outrider_certify import Subject\n"
+        "class Engine(Subject):\n    name = 'mine'\n"
+        "def generate(prompt, params, speculate):\n    return [3] * params.max_tokens\n"
+        "def other(a, b):\n    return 1\nnumber = 3\n"
+    )
+    found = {n: python_subject(imported(f"mine_for_certify:{n}"), n) for n in ("generate", "Engine")}
+    assert certified(Seeded(found["generate"], length=8, rounds=1), most=2).conclusion is Conclusion.EXACT_TOKENS
+    assert found["Engine"].name == "mine"
+    for name, why in (("other", "takes"), ("number", "int"), ("nothing", "cannot be imported")):
+        with pytest.raises(ValueError, match=why):
+            python_subject(imported(f"mine_for_certify:{name}"), name)
+    sys.modules.pop("mine_for_certify", None)
+    assert is_python_name("a.b:c")
+    assert not is_python_name("builtin:code")
+    assert not is_python_name("http://127.0.0.1:8000")

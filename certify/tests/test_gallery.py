@@ -8,9 +8,9 @@ from scipy import stats
 
 from outrider_certify.certificate import CertificatePart, Conclusion
 from outrider_certify.contract import Contract
-from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
 from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
 MOST = 60  # trials of the statistical kind: 14,000 tokens
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from broken import ToyEngine
 
-from outrider.core.params import SamplingParams
-from outrider_certify.run import TrialJournal, run_kinds
 from outrider_certify.seeded import Seeded
-from outrider_certify.subjects.base import Job, Writing
+from outrider_certify.subject import GeneratedText, SamplingParams, TextRequest
 from outrider_certify.subjects.server import ServerSubject
+from outrider_certify.trials import TrialJournal, run_kinds
 
 PROMPTS = [(1, 2), (3, 4), (5, 1), (2, 2, 7)]
 
@@ -29,7 +28,9 @@ class ToyLlama:
         self.engine, self.wobble, self.swap, self.streams = ToyEngine(vocab=8), wobble, swap, streams
 
     def scores(self, tokens: list[int]) -> np.ndarray:
-        [row] = self.engine.rows(Job(tuple(tokens), SamplingParams(max_tokens=1)), Writing(tokens=[0], prompt=tokens))
+        [row] = self.engine.distributions(
+            TextRequest(tuple(tokens), SamplingParams(max_tokens=1)), GeneratedText(tokens=[0], prompt=tokens)
+        )
         best = np.sort(row.probs)[::-1]
         order = np.argsort(-row.probs)
         scores = np.log(np.maximum(best, 1e-9))
@@ -97,7 +98,7 @@ def test_llama_cpp_tells_ties_from_errors_by_its_own_numbers(
     assert toy.properties["speculation"].startswith("seen: 14")
     assert toy.noise() == pytest.approx(wobble, abs=1e-6)
     [part] = run_kinds([Seeded(toy, length=16, rounds=1)], TrialJournal(None, {}), 1e9)
-    seen = {d["way"] for n in range(4) for d in Seeded(toy, length=16)._trial(n, 0.0, "the defaults")["differences"]}
+    seen = {d["variant"] for n in range(4) for d in Seeded(toy, length=16).trial(n, 0.0, "the defaults")["differences"]}
     assert "as a stream" in seen
     assert part.figures["unclear"] == 0  # a stream's tokens are those of the same text in one piece
     assert (part.figures["ties"] > 0, part.figures["errors"] > 0) == (kind == "tie", kind == "error"), part.sentence

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from broken import ToyEngine
 
-from outrider.core.params import SamplingParams
 from outrider_certify.certificate import CertificatePart, Conclusion
 from outrider_certify.quality import Quality, read_problems, solves
-from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
-from outrider_certify.statistical import RecordedTexts
-from outrider_certify.subjects.base import Job, Writing
+from outrider_certify.statistical import Statistical
+from outrider_certify.subject import GeneratedText, SamplingParams, TextRequest
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
 
 def certified(kind: CertificateKind, most: int | None = None) -> CertificatePart:
@@ -26,14 +26,14 @@ def test_recorded_texts_of_a_broken_sampler() -> None:
     broken, honest = ToyEngine("no residual", error=2.0), ToyEngine(error=2.0)
     params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
 
-    def recorded(engine: ToyEngine) -> list[tuple[Job, Writing]]:
-        jobs = [Job((i % 8, 1), params.with_(seed=i)) for i in range(12)]
-        return list(zip(jobs, engine.write(jobs, engine.ways()[0]), strict=True))
+    def recorded(engine: ToyEngine) -> list[tuple[TextRequest, GeneratedText]]:
+        requests = [TextRequest((i % 8, 1), replace(params, seed=i)) for i in range(12)]
+        return list(zip(requests, engine.generate(requests, engine.variants()[0]), strict=True))
 
-    bad = certified(RecordedTexts(honest, recorded(broken)))
+    bad = certified(Statistical(honest, recorded=recorded(broken)))
     assert bad.conclusion is Conclusion.DIFFERS
     assert "no residual" in bad.findings[0].cause
-    assert certified(RecordedTexts(honest, recorded(honest))).conclusion is Conclusion.CANNOT_TELL
+    assert certified(Statistical(honest, recorded=recorded(honest))).conclusion is Conclusion.CANNOT_TELL
 
 
 PROBLEM = {
@@ -76,11 +76,11 @@ def test_problems_may_be_compressed(tmp_path: Path) -> None:
 
 def test_quality_counts_both_sides() -> None:
     class Half(ToyEngine):
-        def write(self, jobs, way):
-            return [Writing(text="    return a - b\n") for _ in jobs]
+        def generate(self, requests, variant):
+            return [GeneratedText(text="    return a - b\n") for _ in requests]
 
-        def plain(self, jobs):
-            return [Writing(text="    return a + b\ndef more():\n") for _ in jobs]
+        def plain(self, requests):
+            return [GeneratedText(text="    return a + b\ndef more():\n") for _ in requests]
 
     part = certified(Quality(Half(), [{**PROBLEM, "task_id": f"T/{i}"} for i in range(8)]))
     assert part.conclusion is Conclusion.DIFFERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,15 +12,21 @@ import numpy as np
 import pytest
 from broken import ToyEngine
 
-from outrider.core.params import SamplingParams
 from outrider_certify.certificate import CertificatePart, Conclusion
 from outrider_certify.contract import Contract
-from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
 from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
+from outrider_certify.subject import (
+    GeneratedText,
+    SamplingParams,
+    SpeculationVariant,
+    Subject,
+    TextRequest,
+    Unsupported,
+)
 from outrider_certify.subjects import transport
-from outrider_certify.subjects.base import Job, Subject, Unsupported, Way, Writing
 from outrider_certify.subjects.server import ServerSubject
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 from outrider_certify.two_sample import TwoSample
 
 PROMPTS = ToyEngine().prompts()
@@ -118,11 +125,15 @@ class ToyServer:
                  "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logprobs"}  # fmt: skip
         params = SamplingParams(**{k: v for k, v in body.items() if k in known and v is not None})
         bias = {int(t): b for t, b in body.get("logit_bias", {}).items()}
-        job = Job(tuple(body["prompt"]), params.with_(logit_bias=bias or None))
+        request = TextRequest(tuple(body["prompt"]), replace(params, logit_bias=bias or None))
         if body.get("bad_words"):
             words = [[int(t) for t in word.split()] for word in body["bad_words"]]
-            job = job.with_(bad_words=words)
-        texts = self.engine.plain([job]) if body.get("off") else self.engine.write([job], Way("own"))
+            request = request.with_(bad_words=words)
+        texts = (
+            self.engine.plain([request])
+            if body.get("off")
+            else self.engine.generate([request], SpeculationVariant("own"))
+        )
         choices = []
         for index, text in enumerate(texts):
             choice: dict[str, Any] = {"index": index, "text": text.text, "finish_reason": text.finish}
@@ -136,8 +147,9 @@ class ToyServer:
         return {"choices": choices, "usage": {"completion_tokens": len(texts[0].tokens)}}
 
     def read(self, tokens: list[int], count: int) -> list[Any]:
-        rows = self.engine.rows(
-            Job(tuple(tokens[:2]), SamplingParams(max_tokens=1)), Writing(tokens=tokens[2:], prompt=tokens[:2])
+        rows = self.engine.distributions(
+            TextRequest(tuple(tokens[:2]), SamplingParams(max_tokens=1)),
+            GeneratedText(tokens=tokens[2:], prompt=tokens[:2]),
         )
         out: list[Any] = [None, None]
         for row, token in zip(rows, tokens[2:], strict=True):
@@ -226,9 +238,9 @@ def test_without_probabilities_two_samples_are_compared() -> None:
 
 def test_without_logprobs_rows_are_not_known() -> None:
     toy = subject(ToyServer(ToyEngine(), logprobs=False))
-    job = Job(PROMPTS[0], SamplingParams(max_tokens=2))
+    request = TextRequest(PROMPTS[0], SamplingParams(max_tokens=2))
     with pytest.raises(Unsupported, match="--reference"):
-        toy.rows(job, toy.write([job], toy.ways()[0])[0])
+        toy.distributions(request, toy.generate([request], toy.variants()[0])[0])
 
 
 def test_bad_words_that_the_server_reads_otherwise_are_not_tested() -> None:
@@ -241,15 +253,15 @@ def test_bad_words_that_the_server_reads_otherwise_are_not_tested() -> None:
 def test_bad_words_of_a_server_are_seen_to_hold() -> None:
     toy = ToyServer(ToyEngine())
     contract = Contract(subject(toy), length=12)
-    [check] = [c for c in contract.checks() if c.name == "bad_words"]
-    assert check.run() == []
+    _, check = contract.checks()["bad_words"]
+    assert check() == []
     assert any("bad_words" in body for body in toy.requests)
 
     def lost(body: dict[str, Any]) -> httpx.Response:
         return ToyServer.completion(toy, {k: v for k, v in body.items() if k != "bad_words" or body.get("off")})
 
     toy.completion = lost  # type: ignore[method-assign]
-    assert "is in the text" in check.run()[0]
+    assert "is in the text" in check()[0]
 
 
 CHAT = [" ".join(map(str, prompt)) for prompt in PROMPTS]
@@ -347,7 +359,7 @@ def test_a_parameter_that_ends_the_engine_is_a_finding(ends: bool) -> None:
         return
     assert done == 1
     assert any("ended" in line for line in part.skipped)
-    toy.ended = False  # somebody starts it again: the same command goes on behind the trial that ended it
+    toy.ended = False  # started again: the same command goes on behind the trial that ended it
     assert made.ready() == ""
     [part] = run_kinds([Contract(made, length=12)], journal, 1e9, ready=made.ready)
     assert part.figures["checks"] > 10
@@ -396,8 +408,8 @@ def test_a_grammar_by_response_format(after: str) -> None:
         return httpx.Response(200, json={"choices": [{"text": text, "token_ids": [1], "finish_reason": "stop"}]})
 
     toy.first = schema
-    [check] = [c for c in Contract(subject(toy), length=12).checks() if c.name == "grammar"]
-    assert bool(check.run()) is bool(after)
+    _, check = Contract(subject(toy), length=12).checks()["grammar"]
+    assert bool(check()) is bool(after)
 
 
 def test_what_plain_decoding_does_not_do_either_is_no_error_of_speculation() -> None:
@@ -420,12 +432,14 @@ def test_a_grammar_is_seen_to_hold(after: str) -> None:
     toy = ToyServer(ToyEngine())
     toy.grammar = after
     made = Contract(subject(toy), length=12)
-    [check] = [c for c in made.checks() if c.name == "grammar"]
-    assert bool(check.run()) is bool(after)
+    _, check = made.checks()["grammar"]
+    assert bool(check()) is bool(after)
 
 
-def test_a_server_without_a_switch_says_so() -> None:
-    part = certified(Seeded(subject(ToyServer(ToyEngine()), off_body=None), length=16, rounds=1))
+def test_a_server_without_a_switch_says_so_and_is_not_asked_for_ever() -> None:
+    toy = subject(ToyServer(ToyEngine(), logprobs=False), off_body=None)
+    assert certified(TwoSample(toy, length=16)).conclusion is Conclusion.CANNOT_TELL
+    part = certified(Seeded(toy, length=16))
     assert part.conclusion is Conclusion.CANNOT_TELL
     assert any("--plain-url" in line for line in part.skipped)
 
@@ -522,9 +536,11 @@ def test_a_stream_that_leaves_out_log_probabilities_is_found_and_its_text_is_com
 def test_numbers_of_a_reference_that_plain_decoding_contradicts_tell_no_margin() -> None:
     reference = ToyEngine()
     toy = subject(ToyServer(ToyEngine()), reference=reference)
-    job = Job(PROMPTS[0], SamplingParams(temperature=0, max_tokens=4))
-    [text] = toy.plain([job])
+    request = TextRequest(PROMPTS[0], SamplingParams(temperature=0, max_tokens=4))
+    [text] = toy.plain([request])
     foreign = next(t for t in range(20) if t not in text.tokens)
-    assert toy.margin(job, text, 2, foreign) is not None
-    reference.rows = lambda job, writing: ToyEngine.rows(reference, job.with_(logit_bias={foreign: 60.0}), writing)  # type: ignore[method-assign]
-    assert toy.margin(job, text, 2, foreign) is None
+    assert toy.margin(request, text, 2, foreign) is not None
+    reference.distributions = lambda request, text: ToyEngine.distributions(
+        reference, request.with_(logit_bias={foreign: 60.0}), text
+    )
+    assert toy.margin(request, text, 2, foreign) is None

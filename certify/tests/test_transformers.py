@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.core.types import Guarantee
 from outrider_certify.certificate import CertificatePart, Conclusion
-from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
 from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
-from outrider_certify.subjects.huggingface import TransformersSubject
+from outrider_certify.subjects.transformers_generate import TransformersSubject
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
 torch = pytest.importorskip("torch")
 TOY_PROMPTS = ((1, 2), (3, 4), (5, 1))
@@ -38,7 +37,7 @@ def pair():
 def test_transformers_assisted_generation(pair) -> None:
     target, draft = pair
     subject = TransformersSubject(target, {"assistant_model": draft}, TOY_PROMPTS)
-    assert subject.promise is Guarantee.EXACT_DISTRIBUTION
+    assert not subject.exact_tokens
     assert (subject.noise() or 0) < 1e-3
     seeded = certified(Seeded(subject, length=10, rounds=1), most=3)
     assert seeded.conclusion is Conclusion.EXACT_TOKENS, seeded.sentence

@@ -18,7 +18,9 @@ from outrider.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+ROOT_PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "certify/README.md")
+]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "recipes").rglob("README.md")), *sorted(DOCS.rglob("*.md"))]
 # The log keeps its old entries as they were written. The reference pages quote docstrings.
 PROSE = [page for page in PAGES if page.name != "log.md" and page.parent.name != "reference"]

@@ -1,1 +1,1 @@
-"""What can be certified: our engine, a verifier function or a callable, transformers, servers with OpenAI's API."""
+"""What can be certified: servers, transformers and functions. `module:class` names a subject of your own."""

@@ -1,6 +1,7 @@
 """What llama.cpp's server tells of its own numbers: how far apart two tokens are, and how exact that is.
 
 Its penalties count the prompt too, so a model with the same weights elsewhere cannot tell the margin of a penalised token.
+All functions raise ConnectionError, and KeyError for an answer of another form.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ def logprobs(client: ServerClient, tokens: Sequence[int], body: dict[str, Any], 
     """Log-probabilities of the likeliest next tokens after penalties and biases.
 
     body: fields of the request. cached: with the keys and values that the server has kept, else the text is read anew.
-    Raises ConnectionError, and KeyError for an answer without them.
     """
     kept = ("presence_penalty", "frequency_penalty", "repeat_penalty", "logit_bias", "ignore_eos")
     asked = {name: body[name] for name in kept if name in body}
@@ -31,16 +31,13 @@ def logprobs(client: ServerClient, tokens: Sequence[int], body: dict[str, Any], 
 
 
 def chat_prompt(client: ServerClient, message: str) -> list[int]:
-    """The token ids that the server reads for one message of a user.
-
-    Raises ConnectionError, and KeyError for an answer without them.
-    """
+    """The token ids that the server reads for one message of a user."""
     asked = {"messages": [{"role": "user", "content": message}]}
     return encoded(client, client.post("/apply-template", asked)["prompt"], special=True)
 
 
 def encoded(client: ServerClient, text: str, *, special: bool = False) -> list[int]:
-    """Token ids of a text. special: it is a whole prompt, with the texts of special tokens. Raises as `chat_prompt` does."""
+    """Token ids of a text. special: it is a whole prompt, with the texts of special tokens."""
     body = {"content": text, "add_special": special, "parse_special": special}
     return [int(t) for t in client.post("/tokenize", body)["tokens"]]
 
@@ -50,12 +47,12 @@ def margin(client: ServerClient, tokens: Sequence[int], body: dict[str, Any], on
 
     None if one of the tokens is not among the likeliest.
     """
-    found = list[float]()
+    gaps = list[float]()
     for cached in (True, False):
         known = logprobs(client, tokens, body, cached=cached)
         if one in known and other in known:
-            found.append(abs(known[one] - known[other]))
-    return min(found, default=None)
+            gaps.append(abs(known[one] - known[other]))
+    return min(gaps, default=None)
 
 
 def noise(client: ServerClient, prompts: Sequence[Sequence[int]]) -> float | None:
@@ -74,4 +71,4 @@ def noise(client: ServerClient, prompts: Sequence[Sequence[int]]) -> float | Non
             known = logprobs(client, [*prompt, *(t["id"] for t in written[:at])], {"ignore_eos": True}, cached=False)
             if written[at]["id"] in known:
                 gaps.append(abs(known[written[at]["id"]] - written[at]["logprob"]))
-    return max(gaps) if gaps else None
+    return max(gaps, default=None)

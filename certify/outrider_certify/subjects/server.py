@@ -16,37 +16,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.core.params import SamplingParams
-from outrider.core.types import Guarantee
+from outrider_certify.subject import (
+    GeneratedText,
+    Prompt,
+    SamplingParams,
+    SpeculationVariant,
+    Subject,
+    TextRequest,
+    TokenDistribution,
+    Unsupported,
+)
 from outrider_certify.subjects import llama
-from outrider_certify.subjects.base import Job, Prompt, Row, Subject, Unsupported, Way, Writing
 from outrider_certify.subjects.transport import BrokenServer, RefusedRequest, ServerClient
 
 if TYPE_CHECKING:
     import httpx
 
-LOAD = 4  # requests at a time, in the way "under load"
+LOAD = 4  # requests at a time, in the variant "under load"
 _KNOWN = 20  # likeliest tokens of each position that are asked for
 _LARGEST_NOISE = 0.5  # nats; more is no rounding, but another distribution
-_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "max_tokens",
-    "ignore_eos",
-    "seed",
-    "n",
-    "logprobs",
-)
-_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "min_tokens": 0, "n": 1, "logprobs": None, "seed": None, "ignore_eos": False}  # fmt: skip
-
-
+# Sent where they are not off, and temperature and max_tokens always.
+_FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+           "min_tokens", "ignore_eos", "seed", "n", "logprobs")  # fmt: skip
+# What an answer of another form than expected raises.
+_WRONG_ANSWER = (ConnectionError, Unsupported, LookupError, TypeError, ValueError, AttributeError)
 ENDPOINTS = ("completions", "chat")
 _DRAFTED = re.compile(r"^\S*(?:spec_decode_num_draft_tokens|drafted)_total(?:\{.*\})? ([\d.e+]+)$", re.MULTILINE)
 
@@ -94,7 +87,7 @@ class ServerSubject(Subject):
         }
         self.versions = self._versions()
         self.weights = reference.weights if reference else {}
-        self.partial_rows = reference is None
+        self.partial_distributions = reference is None
         self._noise: float | None = None
         self._told = 0
         self._messages: dict[str, list[int]] = {}
@@ -104,12 +97,12 @@ class ServerSubject(Subject):
     def prompts(self) -> Sequence[Prompt]:
         return self._prompts
 
-    def ways(self) -> Sequence[Way]:
+    def variants(self) -> Sequence[SpeculationVariant]:
         return [
-            Way("one request at a time"),
-            Way("under load", {"load": LOAD}),
-            Way("again, under load", {"load": LOAD}),
-            Way("as a stream", {"stream": True}),
+            SpeculationVariant("one request at a time"),
+            SpeculationVariant("under load", {"load": LOAD}),
+            SpeculationVariant("again, under load", {"load": LOAD}),
+            SpeculationVariant("as a stream", {"stream": True}),
         ]
 
     def ready(self) -> str:
@@ -125,36 +118,42 @@ class ServerSubject(Subject):
         except (ValueError, AttributeError):
             return {}
 
-    def _ids(self, prompt: Prompt) -> Prompt:
-        """The prompt as token ids, if the server or the reference can tell them."""
-        if not isinstance(prompt, str):
-            return prompt
+    def encode(self, text: str, *, prompt: bool) -> list[int]:
+        body = {"model": self.model, "prompt": text, "content": text}
+        body |= {"add_special": prompt, "add_special_tokens": prompt}
         try:
-            body = {"model": self.model, "prompt": prompt, "content": prompt, "add_special": True}
-            return tuple(int(t) for t in self.server.post("/tokenize", body)["tokens"])
-        except (Unsupported, ConnectionError, KeyError, TypeError, ValueError):
+            return [int(t) for t in self.server.post("/tokenize", body)["tokens"]]
+        except _WRONG_ANSWER as error:
+            if self.reference is not None:
+                return self.reference.encode(text, prompt=prompt)
+            raise Unsupported(f"the server does not tell the token ids of a text ({error})") from None
+
+    def _ids(self, prompt: Prompt) -> Prompt:
+        """The prompt as token ids, if they are known."""
+        try:
+            return tuple(self.encode(prompt, prompt=True)) if isinstance(prompt, str) else prompt
+        except Unsupported:
             return prompt
 
-    def _body(self, job: Job) -> dict[str, Any]:
-        p = job.params
-        body: dict[str, Any] = {name: getattr(p, name) for name in _FIELDS}
-        body = {k: v for k, v in body.items() if k not in _OFF or v != _OFF[k]}
+    def _token_ids(self, request: TextRequest, text: GeneratedText) -> list[int]:
+        """The token ids of a prompt, as far as they are known."""
+        return text.prompt or ([] if isinstance(request.prompt, str) else list(request.prompt))
+
+    def _body(self, request: TextRequest) -> dict[str, Any]:
+        p, off = request.params, SamplingParams()
+        body: dict[str, Any] = {"temperature": p.temperature, "max_tokens": p.max_tokens}
         if p.temperature > 0:
             # Servers have defaults of their own; llama.cpp's for instance are top_k 40 and min_p 0.05.
-            body = {
-                "top_k": -1 if not self.llama else 0,
-                "top_p": 1.0,
-                **({"min_p": 0.0} if self.llama else {}),
-                **body,
-            }
+            body |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if self.llama else {"top_k": -1, "top_p": 1.0}
+        body |= {name: getattr(p, name) for name in _FIELDS if getattr(p, name) != getattr(off, name)}
         if self.llama:
             body["samplers"] = list(llama.SAMPLERS)
             if "repetition_penalty" in body:
                 body["repeat_penalty"] = body.pop("repetition_penalty")
         if p.logit_bias:
             body["logit_bias"] = {str(t): b for t, b in p.logit_bias.items()}
-        if p.stops:
-            body["stop"] = list(p.stops)
+        if p.stop:
+            body["stop"] = list(p.stop)
         if p.stop_token_ids:
             body["stop_token_ids"] = list(p.stop_token_ids)
         if p.bad_words:
@@ -163,12 +162,12 @@ class ServerSubject(Subject):
             body["logprobs"] = 1
         body |= {"return_token_ids": True, "detailed_metrics": True} if self._extras else {}
         if not self.chat:
-            return {**body, "prompt": job.prompt if isinstance(job.prompt, str) else list(job.prompt)}
-        if not isinstance(job.prompt, str):
+            return {**body, "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt)}
+        if not isinstance(request.prompt, str):
             raise Unsupported("the chat endpoint takes texts, and this prompt is token ids")
         if "logprobs" in body:
             body |= {"top_logprobs": body["logprobs"], "logprobs": True}
-        return {**body, "messages": [{"role": "user", "content": job.prompt}]}
+        return {**body, "messages": [{"role": "user", "content": request.prompt}]}
 
     def _word(self, word: Sequence[int] | str) -> str:
         """A bad word as a text. Raises Unsupported if the server would read the text as other tokens."""
@@ -178,9 +177,8 @@ class ServerSubject(Subject):
             raise Unsupported("llama.cpp has no bad_words; its logit_bias is tested")
         try:
             text = str(self.server.post("/detokenize", {"model": self.model, "tokens": list(word)})["prompt"])
-            body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-            again = [int(t) for t in self.server.post("/tokenize", body)["tokens"]]
-        except (ConnectionError, KeyError, TypeError, ValueError) as error:
+            again = self.encode(text, prompt=False)
+        except _WRONG_ANSWER as error:
             raise Unsupported(
                 f"bad words are given as text, and the server does not tell a token's text ({error})"
             ) from None
@@ -199,18 +197,18 @@ class ServerSubject(Subject):
         if props is not None and self.llama:
             self.versions["server"] = f"llama.cpp {props.json().get('build_info', '')}".strip()
         before = self._drafted()
-        job = Job(self._prompts[0], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+        request = TextRequest(self._prompts[0], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
         try:
-            [text] = self._ask(self.server, self.model, job, {})
+            [text] = self._ask(self.server, self.model, request, {})
         except RefusedRequest as why:
             if self.properties["endpoint"].endswith("/v1/completions") and "HTTP 404" in str(why):
                 raise ConnectionError(f"{why}; if it has the chat endpoint only: --endpoint chat") from None
             self._extras = False
-            [text] = self._ask(self.server, self.model, job, {})
+            [text] = self._ask(self.server, self.model, request, {})
         if not text.tokens and not text.error:
             self._asks_logprobs = True
             try:
-                [text] = self._ask(self.server, self.model, job, {})
+                [text] = self._ask(self.server, self.model, request, {})
             except RefusedRequest:
                 self._asks_logprobs = False
         self.properties["token ids"] = "known" if text.tokens else "not known: texts are compared"
@@ -227,35 +225,37 @@ class ServerSubject(Subject):
         counted = sum(float(n) for n in _DRAFTED.findall(answer.text)) if answer is not None else 0.0
         return counted or float(self._told)
 
-    def _ask(self, client: ServerClient, model: str, job: Job, more: dict[str, Any]) -> list[Writing]:
-        body = {**self._body(job), "model": model, **more}
+    def _ask(self, client: ServerClient, model: str, request: TextRequest, more: dict[str, Any]) -> list[GeneratedText]:
+        body = {**self._body(request), "model": model, **more}
         if body.get("stream"):
             body["stream_options"] = {"include_usage": True}
         try:
             answer = client.post(self.properties["endpoint"], body)
-            if answer.get("guarantee") == Guarantee.EXACT_TOKENS.value and client is self.server:
-                self.promise = Guarantee.EXACT_TOKENS
-            texts = [_writing(c, job, answer.get("prompt_token_ids")) for c in answer["choices"]]
+            if answer.get("guarantee") == "exact-tokens" and client is self.server:
+                self.exact_tokens = True
+            texts = [_generated(c, request, answer.get("prompt_token_ids")) for c in answer["choices"]]
             if len(texts) == 1:
                 texts[0].usage = (answer.get("usage") or {}).get("completion_tokens")
-                _count(texts[0], answer)
+                steps = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+                texts[0].drafted = list(steps.get("per_step_drafted") or ())
+                texts[0].accepted = list(steps.get("per_step_accepted") or ())
                 if self._asks_logprobs and texts[0].usage != len(texts[0].tokens):
                     self._read_again(texts[0])
             for text in texts:
-                text.prompt = text.prompt or self._chat_ids(job.prompt)
+                text.prompt = text.prompt or self._chat_ids(request.prompt)
             if client is self.server:
                 self._told += (answer.get("timings") or {}).get("draft_n", 0)
             return texts
         except (ConnectionError, KeyError, TypeError, ValueError, AttributeError) as error:
             broke = isinstance(error, BrokenServer)
             why = str(error) if broke else f"{type(error).__name__}: {error}"
-            return [Writing(error=why, broke=broke) for _ in range(job.params.n)]
+            return [GeneratedText(error=why, broke=broke) for _ in range(request.params.n)]
 
-    def _read_again(self, text: Writing) -> None:
+    def _read_again(self, text: GeneratedText) -> None:
         """The tokens of a stream of llama.cpp, which leaves out accepted draft tokens: those of its text, if it has as many."""
         text.tokens, text.logprobs = [], None
         if self.llama:
-            with contextlib.suppress(ConnectionError, Unsupported, LookupError, TypeError, ValueError):
+            with contextlib.suppress(*_WRONG_ANSWER):
                 found = llama.encoded(self.server, text.text)
                 text.tokens = found if len(found) == text.usage else []
 
@@ -265,59 +265,58 @@ class ServerSubject(Subject):
             return []
         if prompt not in self._messages:
             self._messages[prompt] = []
-            with contextlib.suppress(ConnectionError, Unsupported, LookupError, TypeError, ValueError):
+            with contextlib.suppress(*_WRONG_ANSWER):
                 self._messages[prompt] = llama.chat_prompt(self.server, prompt)
         return self._messages[prompt]
 
-    def write(self, jobs: Sequence[Job], way: Way) -> list[Writing]:
-        load = way.options.get("load", 1)
-        more = {"stream": True} if way.options.get("stream") else {}
-        if load == 1 or len(jobs) == 1:
-            return [text for job in jobs for text in self._ask(self.server, self.model, job, more)]
+    def generate(self, requests: Sequence[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
+        load = variant.options.get("load", 1)
+        more = {"stream": True} if variant.options.get("stream") else {}
+        if load == 1 or len(requests) == 1:
+            return [text for request in requests for text in self._ask(self.server, self.model, request, more)]
         with ThreadPoolExecutor(load) as pool:
-            found = list(pool.map(lambda job: self._ask(self.server, self.model, job, more), jobs))
+            found = list(pool.map(lambda request: self._ask(self.server, self.model, request, more), requests))
         return [text for texts in found for text in texts]
 
-    def plain(self, jobs: Sequence[Job]) -> list[Writing]:
+    def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
         if self.without is None:
             raise Unsupported(
                 "name a server without speculation (--plain-url), or fields that turn it off (--off-body)"
             )
         client, model = self.without, self.plain_model
-        return [text for job in jobs for text in self._ask(client, model, job, self.off)]
+        return [text for request in requests for text in self._ask(client, model, request, self.off)]
 
-    def constrained(self, job: Job, choices: Sequence[str]) -> Writing:
+    def constrained(self, request: TextRequest, choices: Sequence[str]) -> GeneratedText:
         if self.llama:
             more: dict[str, Any] = {"grammar": "root ::= " + " | ".join(json.dumps(c) for c in choices)}
         else:
             more = {"structured_outputs": {"choice": list(choices)}}
         try:
-            [text] = self._ask(self.server, self.model, job, more)
+            [text] = self._ask(self.server, self.model, request, more)
         except RefusedRequest:
             schema = {"name": "choice", "schema": {"type": "string", "enum": list(choices)}, "strict": True}
             more = {"response_format": {"type": "json_schema", "json_schema": schema}}
-            [text] = self._ask(self.server, self.model, job, more)
+            [text] = self._ask(self.server, self.model, request, more)
             with contextlib.suppress(ValueError, TypeError):
                 text.text = str(json.loads(text.text))
         return text
 
     # -- the target's numbers -----------------------------------------------------------------------------------------------
 
-    def rows(self, job: Job, writing: Writing) -> list[Row]:
-        if not writing.tokens:
+    def distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution]:
+        if not text.tokens:
             raise Unsupported("the server gives no token ids, so its tokens have no known probabilities")
-        prompt = writing.prompt or ([] if isinstance(job.prompt, str) else list(job.prompt))
+        prompt = self._token_ids(request, text)
         if not prompt:
             raise Unsupported("the token ids of the prompt are not known")
         if self.reference is not None:
-            return self.reference.rows(replace(job, prompt=tuple(prompt)), replace(writing, prompt=prompt))
-        if job.params.temperature != 1 or (job.params.top_k, job.params.top_p, job.params.min_p) not in (
-            (0, 1.0, 0.0),
-        ):
+            return self.reference.distributions(replace(request, prompt=tuple(prompt)), replace(text, prompt=prompt))
+        p = request.params
+        if (p.temperature, p.top_k, p.top_p, p.min_p) != (1, 0, 1, 0):
             raise Unsupported("prompt_logprobs are those of temperature 1 without filters; name a --reference model")
-        return self._prompt_rows(prompt, writing.tokens)
+        return self._prompt_distributions(prompt, text.tokens)
 
-    def _prompt_rows(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[Row]:
+    def _prompt_distributions(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[TokenDistribution]:
         body = {
             "model": self.plain_model,
             "prompt": [*prompt, *tokens],
@@ -327,13 +326,13 @@ class ServerSubject(Subject):
             **self.off,
         }
         answer = (self.without or self.server).post("/v1/completions", body)
-        found = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
-        if not isinstance(found, list) or len(found) < len(prompt) + len(tokens):
+        known = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
+        if not isinstance(known, list) or len(known) < len(prompt) + len(tokens):
             raise Unsupported("the server gives no prompt_logprobs; name a model with its weights: --reference MODEL")
-        return [_row(entry) for entry in found[len(prompt) : len(prompt) + len(tokens)]]
+        return [_distribution(entry) for entry in known[len(prompt) : len(prompt) + len(tokens)]]
 
-    def draft_rows(self, job: Job, writing: Writing) -> list[Row] | None:
-        return None if self.reference is None else self.reference.draft_rows(job, writing)
+    def draft_distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution] | None:
+        return None if self.reference is None else self.reference.draft_distributions(request, text)
 
     def noise(self) -> float | None:
         """The largest difference of a log-probability of plain decoding, written one by one and read at once.
@@ -341,40 +340,39 @@ class ServerSubject(Subject):
         None if it is larger than rounding can be.
         """
         if self._noise is None and self.llama and self.without is not None:
-            known = [p for p in (self._chat_ids(p) if isinstance(p, str) else p for p in self._prompts[:3]) if p]
-            with contextlib.suppress(Unsupported, ConnectionError, LookupError, TypeError, ValueError):
-                self._noise = llama.noise(self.without, known)
+            prompts = [self._chat_ids(p) if isinstance(p, str) else p for p in self._prompts[:3]]
+            with contextlib.suppress(*_WRONG_ANSWER):
+                self._noise = llama.noise(self.without, [p for p in prompts if p])
         if self._noise is None and self.without is not None:
             gaps = list[float]()
-            for prompt in self._prompts[:3]:
-                job = Job(prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1))
-                try:
-                    for text in self.plain([job]):
-                        read = self.rows(job.with_(temperature=1.0), text)
-                        for row, token, known in zip(read, text.tokens, text.logprobs or [], strict=False):
-                            p = _mass(row, token)
-                            if p and token in known:
-                                gaps.append(abs(math.log(p) - known[token]))
-                except (Unsupported, ConnectionError):
-                    return None
+            params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+            requests = [TextRequest(prompt, params) for prompt in self._prompts[:3]]
+            try:
+                for request, text in zip(requests, self.plain(requests), strict=True):
+                    read = self.distributions(request.with_(temperature=1.0), text)
+                    for distribution, token, logprobs in zip(read, text.tokens, text.logprobs or [], strict=False):
+                        if (p := distribution.prob(token)) and token in logprobs:
+                            gaps.append(abs(math.log(p) - logprobs[token]))
+            except (Unsupported, ConnectionError):
+                return None
             self._noise = max(gaps) if gaps and max(gaps) <= _LARGEST_NOISE else None
         return self._noise
 
-    def margin(self, job: Job, writing: Writing, at: int, other: int | None) -> float | None:
-        if other is None or not writing.tokens:
+    def margin(self, request: TextRequest, text: GeneratedText, at: int, other: int | None) -> float | None:
+        if other is None or not text.tokens:
             return None
-        prompt = writing.prompt or ([] if isinstance(job.prompt, str) else list(job.prompt))
+        prompt = self._token_ids(request, text)
         if self.llama and self.without is not None and prompt:
-            with contextlib.suppress(Unsupported, ConnectionError, LookupError, TypeError, ValueError):
-                before, body = [*prompt, *writing.tokens[:at]], self._body(job)
-                return llama.margin(self.without, before, body, writing.tokens[at], other)
+            with contextlib.suppress(*_WRONG_ANSWER):
+                before, body = [*prompt, *text.tokens[:at]], self._body(request)
+                return llama.margin(self.without, before, body, text.tokens[at], other)
         try:
-            row = self.rows(job.with_(temperature=1.0), replace(writing, tokens=writing.tokens[: at + 1]))[at]
+            read = replace(text, tokens=text.tokens[: at + 1])
+            distribution = self.distributions(request.with_(temperature=1.0), read)[at]
         except (Unsupported, ConnectionError):
             return None
-        p, q = _mass(row, writing.tokens[at]), _mass(row, other)
-        noise = self.noise() or 0.0
-        if p and job.params.temperature == 0 and math.log(float(row.probs.max())) - math.log(p) > 2 * noise:
+        p, q, most = distribution.prob(text.tokens[at]), distribution.prob(other), float(distribution.probs.max())
+        if p and request.params.temperature == 0 and math.log(most) - math.log(p) > 2 * (self.noise() or 0.0):
             return None  # plain decoding itself did not take the likeliest of these numbers: they are not its own
         return abs(math.log(p) - math.log(q)) if p and q else None
 
@@ -387,15 +385,7 @@ class ServerSubject(Subject):
             self.without.close()
 
 
-def _mass(row: Row, token: int) -> float | None:
-    """The probability of a token; None if it is not among the known ones."""
-    if row.ids is None:
-        return float(row.probs[token])
-    found = np.flatnonzero(row.ids == token)
-    return float(row.probs[found[0]]) if len(found) else None
-
-
-def _row(entry: Any) -> Row:
+def _distribution(entry: Any) -> TokenDistribution:
     """The likeliest tokens of a position, of vLLM's or our own `prompt_logprobs`. The text's own token does not count.
 
     Which tokens are known must not depend on the text, so a token beyond the likeliest is left out.
@@ -403,31 +393,23 @@ def _row(entry: Any) -> Row:
     pairs = [(int(t), float(v["logprob"] if isinstance(v, dict) else v)) for t, v in (entry or {}).items()]
     pairs.sort(key=lambda pair: (-pair[1], pair[0]))
     best = pairs[:_KNOWN]
-    return Row(np.exp([v for _, v in best]), np.array([t for t, _ in best]))
+    return TokenDistribution(np.exp([v for _, v in best]), np.array([t for t, _ in best]))
 
 
-def _count(text: Writing, answer: dict[str, Any]) -> None:
-    """What an answer says of the draft tokens of each step."""
-    steps = (answer.get("metrics") or {}).get("speculative_decoding") or {}
-    if steps.get("per_step_drafted") is not None:
-        text.drafted, text.accepted = list(steps["per_step_drafted"]), list(steps["per_step_accepted"])
-
-
-def _writing(choice: dict[str, Any], job: Job, prompt: Sequence[int] | None) -> Writing:
+def _generated(choice: dict[str, Any], request: TextRequest, prompt: Sequence[int] | None) -> GeneratedText:
     """A choice of an answer. Token ids: vLLM's and ours are in `token_ids`, llama.cpp's with the log-probabilities."""
-    found = choice.get("logprobs") or {}
-    content = found.get("content") or []
+    known = choice.get("logprobs") or {}
+    content = known.get("content") or []
     tokens = [int(t) for t in choice.get("token_ids") or [c["id"] for c in content if "id" in c]]
-    values = found.get("token_logprobs") or [c.get("logprob") for c in content]
+    values = known.get("token_logprobs") or [c.get("logprob") for c in content]
     logprobs = None
     if tokens and len(values) >= len(tokens) and all(v is not None for v in values):
         logprobs = [{t: float(v)} for t, v in zip(tokens, values, strict=False)]
-    known = choice.get("prompt_token_ids") or prompt or (() if isinstance(job.prompt, str) else job.prompt)
-    return Writing(
+    asked = () if isinstance(request.prompt, str) else request.prompt
+    return GeneratedText(
         tokens=tokens,
         text=str(choice.get("text") or (choice.get("message") or {}).get("content") or ""),
-        prompt=[int(t) for t in known],
+        prompt=[int(t) for t in choice.get("prompt_token_ids") or prompt or asked],
         finish=choice.get("finish_reason"),
-        stop=choice.get("stop_reason"),
         logprobs=logprobs,
     )

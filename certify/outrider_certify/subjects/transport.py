@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import urlsplit
 
-from outrider.core.extras import needs
-from outrider.core.http import StreamError, address, error_text, events
-from outrider.lab.bench.remote import client_of, first_model
-from outrider_certify.subjects.base import Unsupported
+import httpx
 
-with needs("certify", "certifying a server"):
-    import httpx
+from outrider_certify.subject import Unsupported
 
+_CONNECT = 10.0  # seconds
 _TRIES, _PAUSE = 4, 0.5  # for a server that is busy or breaks off; seconds, doubled each time
 _LONGEST_PAUSE = 20.0
-_WAIT = 180.0  # seconds for a server that ended, until somebody has started it again
+_WAIT = 180.0  # seconds for a server that ended, until it is started again
 
 
 class RefusedRequest(Unsupported):
@@ -25,6 +24,16 @@ class RefusedRequest(Unsupported):
 
 class BrokenServer(ConnectionError):
     """The server failed at this request: HTTP 500, or it broke off each time. It is neither busy nor slow."""
+
+
+def address(url: str) -> str:
+    """A server's address without /v1. Raises ValueError for a wrong address, and for one with a password."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not the address of a server; an example: http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise ValueError("the address has a name or password, which would be written into files; use OUTRIDER_API_KEY")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 class ServerClient:
@@ -37,7 +46,13 @@ class ServerClient:
         self, url: str, *, api_key: str | None, timeout: float, transport: httpx.BaseTransport | None = None
     ) -> None:
         self.url, self.gone, self._answered = address(url), "", False
-        self._http = client_of(url, api_key, timeout, transport)
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout, connect=_CONNECT),
+            transport=transport,
+            trust_env=urlsplit(self.url).hostname not in ("localhost", "127.0.0.1", "::1"),  # no proxy to this machine
+        )
 
     def get(self, path: str) -> httpx.Response | None:
         """None if no server answers."""
@@ -48,7 +63,19 @@ class ServerClient:
 
     def first_model(self) -> str:
         """The first model that the server lists. Raises ConnectionError if it lists none, or does not answer."""
-        return first_model(self._http, self.url, "--served-model")
+        try:
+            answer = self._http.get("/v1/models", timeout=_CONNECT)
+        except httpx.HTTPError as error:
+            raise ConnectionError(f"no server answers at {self.url} ({error})") from None
+        if answer.status_code == 401:
+            raise ConnectionError(f"{self.url} needs a key: set OUTRIDER_API_KEY in the environment")
+        try:
+            return str(answer.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            said = " ".join(answer.text.split())[:200] or answer.reason_phrase
+            raise ConnectionError(
+                f"{self.url} does not list its models ({said}); name one: --served-model NAME"
+            ) from None
 
     def ready(self) -> str:
         """Wait for a server that ended. Returns why it can be asked nothing more, "" if it answers."""
@@ -72,7 +99,7 @@ class ServerClient:
         for attempt in range(_TRIES if not self.gone else 0):
             unreachable = False
             try:
-                status, headers, found = self._once(path, body)
+                status, headers, answer = self._once(path, body)
             except httpx.HTTPError as error:
                 why = f"{type(error).__name__}: {error}"
                 unreachable = isinstance(error, httpx.ConnectError)
@@ -81,10 +108,10 @@ class ServerClient:
             else:
                 self._answered = True
                 if status == 200:
-                    if isinstance(found, dict):
-                        return found
-                    raise ConnectionError(f"the server's answer is not {'a JSON object' if found else 'JSON'}")
-                why = f"HTTP {status}: {' '.join(str(found).split())[:200]}"
+                    if isinstance(answer, dict):
+                        return answer
+                    raise ConnectionError(f"the server's answer is not {'a JSON object' if answer else 'JSON'}")
+                why = f"HTTP {status}: {' '.join(str(answer).split())[:200]}"
                 if status == 500:
                     broken = broken or why
                 elif status != 429 and status < 500:
@@ -115,29 +142,35 @@ class ServerClient:
                 return answer.status_code, answer.headers, answer.read().decode(errors="replace")
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                 raise RefusedRequest("the server has no streams: it answers in one piece")
-            return 200, answer.headers, joined(answer.iter_bytes())
+            return 200, answer.headers, joined(answer.iter_lines())
 
     def close(self) -> None:
         self._http.close()
 
 
-def joined(parts: Iterable[bytes]) -> dict[str, Any]:
-    """The events of a stream as one answer, in the form of an answer in one piece. parts: of the body.
+def joined(lines: Iterable[str]) -> dict[str, Any]:
+    """The events of a stream as one answer, in the form of an answer in one piece. lines: `data: {JSON}`, then `data: [DONE]`.
 
-    Raises httpx.RemoteProtocolError for a stream that reports an error, or that ends without `[DONE]`.
+    Raises httpx.RemoteProtocolError for a stream that reports an error, that is no JSON, or that ends without `[DONE]`.
     """
     answer: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
-    try:
-        for event in events(parts, whole=True):
+    for line in lines:
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:"):
+            continue
+        if data == "[DONE]":
+            return {**answer, "choices": [choices[i] for i in sorted(choices)]}
+        try:
+            event = json.loads(data)
             if "error" in event:
-                raise StreamError(f"the stream reports an error: {error_text(event['error'])[:200]}")
+                raise httpx.RemoteProtocolError(f"the stream reports an error: {str(event['error'])[:200]}")
             answer |= {k: v for k, v in event.items() if k != "choices" and v is not None}
-            for piece in event.get("choices") or []:
-                _add(choices.setdefault(piece.get("index", 0), {"text": "", "logprobs": {}, "token_ids": []}), piece)
-    except StreamError as error:
-        raise httpx.RemoteProtocolError(str(error)) from None
-    return {**answer, "choices": [choices[i] for i in sorted(choices)]}
+        except (ValueError, TypeError, AttributeError):
+            raise httpx.RemoteProtocolError(f"an event of the stream is no JSON object: {data[:100]}") from None
+        for piece in event.get("choices") or []:
+            _add(choices.setdefault(piece.get("index", 0), {"text": "", "logprobs": {}, "token_ids": []}), piece)
+    raise httpx.RemoteProtocolError("the stream ended without its last event, [DONE]")
 
 
 def _add(choice: dict[str, Any], piece: dict[str, Any]) -> None:
@@ -148,6 +181,6 @@ def _add(choice: dict[str, Any], piece: dict[str, Any]) -> None:
     for name, values in (piece.get("logprobs") or {}).items():
         if isinstance(values, list):
             choice["logprobs"].setdefault(name, []).extend(values)
-    for name in ("finish_reason", "stop_reason", "prompt_token_ids"):
+    for name in ("finish_reason", "prompt_token_ids"):
         if piece.get(name) is not None:
             choice[name] = piece[name]

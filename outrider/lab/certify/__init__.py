@@ -1,12 +1,5 @@
-"""`outrider certify`: is an engine lossless? Ours, or any other.
+"""What `outrider certify` adds to `outrider_certify`: subjects in this process.
 
-subjects     what can be certified, and what a certificate asks of it
-exact        verifier functions: enumeration in rational arithmetic
-seeded       engines that promise tokens: identical texts, every difference classified
-statistical  engines that promise a distribution: joint distributions and a bound on the deviation
-audit        a test that may stop at any time, on texts and the target's probabilities; it names the mistake
-contract     sampling parameters and bookkeeping
-quality      the share of HumanEval's problems that texts solve
-run          budget, journal, resumption
-certificate  the result as data; page: as HTML
+engine       a model with a speculative_config
+exact        verifier functions: enumeration in rational arithmetic, with the rules of `wrong_rules`
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
+from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Draft, Guarantee
 from outrider.drafters import ModelDrafter, NoDraft, make_drafters
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
@@ -25,7 +26,7 @@ from outrider.engine.request import Request
 from outrider.engine.request import Sequence as Text
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
-from outrider.lab.bench.report.format import count
+from outrider.kernels.machine import machine
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
 from outrider.models.identity import sha256, weight_files
@@ -33,15 +34,24 @@ from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Wrong
 from outrider.verify import VERIFIERS
-from outrider_certify.causes import warped
-from outrider_certify.subjects.base import Job, Prompt, Row, Subject, Way, Writing, failed
+from outrider_certify.subject import (
+    GeneratedText,
+    Prompt,
+    SpeculationVariant,
+    Subject,
+    TextRequest,
+    TokenDistribution,
+    Unsupported,
+    failed,
+)
+from outrider_certify.subject import SamplingParams as CertifiedParams
+from outrider_certify.trials import counted
 
 CHUNK = 64  # tokens per forward, where a text is read
-FILLERS = ("def", "class A:", "import os\n", "# a comment about nothing\n")
 
 
 def _unheard(message: str) -> None:
-    """A failure that a way plans is told to nobody."""
+    """A failure that a variant plans is not told."""
 
 
 class OutOfVocabulary(BaseDrafter):
@@ -80,9 +90,10 @@ class EngineSubject(Subject):
         self.exact_numbers = target.batch_invariant
         self.num_rows, self.max_length = rows, min(max_length, target.max_length)
         self.llm = LLM(self.loaded, max_num_seqs=rows, max_model_len=self.max_length)
-        self.promise = (
-            VERIFIERS[self.config.verifier].guarantee if target.batch_invariant else Guarantee.EXACT_DISTRIBUTION
-        )
+        promise = VERIFIERS[self.config.verifier].guarantee if target.batch_invariant else Guarantee.EXACT_DISTRIBUTION
+        self.exact_tokens = promise is Guarantee.EXACT_TOKENS
+        about = machine()
+        self.versions = {name: about[name] for name in ("torch", "transformers", "outrider")}
         self.name = f"outrider, {_short(self.loaded.name)} ({self.loaded.weights}), {self.config.method}, {self.config.verifier}"
         self.properties = {
             "engine": "outrider, in this process",
@@ -90,53 +101,60 @@ class EngineSubject(Subject):
             "precision": self.loaded.weights,
             "speculative_config": json.dumps(_readable(config or {})),
             "verifier": self.config.verifier,
-            "promise": self.promise.value,
+            "promise": promise.value,
+            "kernels": about["kernels"],
         }
         self.weights = {_short(self.loaded.name): weights_hash(self.loaded.name)}
-        self._prompts = [self._ids(prompt) for prompt in prompts]
+        most = self.max_length // 2
+        self._prompts = [tuple(self.encode(p, prompt=True) if isinstance(p, str) else p)[-most:] for p in prompts]
         self._noise: float | None = 0.0 if self.exact_numbers else None
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        ids = self.llm.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return tuple(ids[-(self.max_length // 2) :])
+    def encode(self, text: str, *, prompt: bool) -> list[int]:
+        if prompt:
+            return self.llm.encode(text)
+        if self.loaded.tokenizer is None:
+            raise Unsupported("the model has no tokenizer; give token ids")
+        return self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def prompts(self) -> Sequence[Prompt]:
         return self._prompts
 
-    def ways(self) -> Sequence[Way]:
+    def variants(self) -> Sequence[SpeculationVariant]:
         depth = self.config.budget.depth
-        own = [Way("as configured", {"depth": depth})]
+        variants = [SpeculationVariant("as configured", {"depth": depth})]
         if self.config.enabled:
-            own += [Way(count(n, "draft token"), {"depth": n}) for n in (1, 2, 7) if n != depth]
+            variants += [SpeculationVariant(counted(n, "draft token"), {"depth": n}) for n in (1, 2, 7) if n != depth]
             if VERIFIERS[self.config.verifier].trees and self.config.verifier == "match":
-                own.append(Way("trees of width 2", {"depth": 3, "width": 2}))
+                variants.append(SpeculationVariant("trees of width 2", {"depth": 3, "width": 2}))
         end = self.end_ids[0] if self.end_ids else 0
         return [
-            *own,
-            Way("always wrong", {"depth": 4, "drafter": Wrong(1)}, own=False),
-            Way("always the end token", {"depth": 4, "drafter": Wrong(end)}, own=False),
-            Way(
+            *variants,
+            SpeculationVariant("always wrong", {"depth": 4, "drafter": Wrong(1)}, adversarial=True),
+            SpeculationVariant("always the end token", {"depth": 4, "drafter": Wrong(end)}, adversarial=True),
+            SpeculationVariant(
                 "outside of the vocabulary",
                 {"depth": 4, "drafter": OutOfVocabulary(self.loaded.model.vocab_size)},
-                own=False,
+                adversarial=True,
             ),
         ]
 
-    def write(self, jobs: Sequence[Job], way: Way) -> list[Writing]:
-        options = way.options
+    def generate(self, requests: Sequence[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
+        options = variant.options
         width = options.get("width", self.config.tree_width)
         nodes = self.config.tree_nodes if width == self.config.tree_width else 2 * options["depth"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             lengths = Fixed(options["depth"], width, nodes)
-            return self._run(jobs, self._decoder(options.get("drafter"), lengths), self.config.verifier)
+            return self._run(requests, self._decoder(options.get("drafter"), lengths), self.config.verifier)
 
-    def plain(self, jobs: Sequence[Job]) -> list[Writing]:
+    def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
         """One text after the other, without a batch."""
         return [
             text
-            for job in jobs
-            for text in self._run([replace(job, companions=0)], self._bare(NoDraft(), Fixed(0), "match", 1), "match")
+            for request in requests
+            for text in self._run(
+                [replace(request, companions=0)], self._bare(NoDraft(), Fixed(0), "match", 1), "match"
+            )
         ]
 
     @cached_property
@@ -145,7 +163,7 @@ class EngineSubject(Subject):
         return make_drafters(self.config, self.loaded, rows=self.num_rows, max_length=self.max_length, device="auto")
 
     def _decoder(self, drafter: Drafter | None, lengths: Fixed) -> Decoder:
-        """The decoder of a way. drafter: in place of the configured ones."""
+        """The decoder of a variant. drafter: in place of the configured ones."""
         if drafter is not None and not isinstance(drafter, OutOfVocabulary):
             return self._bare(drafter, lengths, self.config.verifier, self.num_rows)
         own, tell = (self.drafters, None) if drafter is None else ({"foreign": drafter}, _unheard)
@@ -173,9 +191,9 @@ class EngineSubject(Subject):
             tokenizer=self.loaded.tokenizer,
         )
 
-    def _run(self, jobs: Sequence[Job], decoder: Decoder, verifier: str) -> list[Writing]:
-        texts = [text for job in jobs for text in self._texts(job)]
-        mates = max((job.companions for job in jobs), default=0)
+    def _run(self, requests: Sequence[TextRequest], decoder: Decoder, verifier: str) -> list[GeneratedText]:
+        texts = [text for request in requests for text in self._texts(request)]
+        mates = max((request.companions for request in requests), default=0)
         others = [self._companion(i, len(texts)) for i in range(mates)]
         try:
             done = Scheduler(decoder, raises=True).generate([*texts, *others])
@@ -183,27 +201,25 @@ class EngineSubject(Subject):
             return [failed(error) for _ in texts]
         finally:
             decoder.drafter.reset()
-        return [self._writing(text, verifier) for text in done[: len(texts)]]
+        return [self._text(text, verifier) for text in done[: len(texts)]]
 
-    def _texts(self, job: Job) -> list[Request]:
-        [first, *_] = self.llm.requests(
-            {"prompt_token_ids": list(job.prompt)} if not isinstance(job.prompt, str) else job.prompt, job.params
-        )
-        return [replace(first, id=first.id * 64 + i, seed=nth_seed(first.seed, i)) for i in range(job.params.n)]
+    def _texts(self, request: TextRequest) -> list[Request]:
+        prompt = request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": list(request.prompt)}
+        [first, *_] = self.llm.requests(prompt, SamplingParams(**asdict(request.params)))
+        return [replace(first, id=first.id * 64 + i, seed=nth_seed(first.seed, i)) for i in range(request.params.n)]
 
     def _companion(self, number: int, at: int) -> Request:
         prompt = self._prompts[number % len(self._prompts)][: 2 + 3 * number]
         params = SamplingParams(temperature=1.2, max_tokens=8 + 11 * number, ignore_eos=True)
         return Request(-1 - number, list(prompt), params, seed=at + number)
 
-    def _writing(self, text: Text, verifier: str) -> Writing:
+    def _text(self, text: Text, verifier: str) -> GeneratedText:
         done = text.completion(VERIFIERS[verifier].guarantee)
-        return Writing(
+        return GeneratedText(
             tokens=done.token_ids,
             text=done.text,
             prompt=list(text.prompt),
             finish=done.finish_reason,
-            stop=done.stop_reason,
             logprobs=done.logprobs,
             drafted=list(text.counts.drafted),
             accepted=list(text.counts.accepted),
@@ -213,58 +229,46 @@ class EngineSubject(Subject):
 
     # -- the target's own numbers -----------------------------------------------------------------------------------------
 
-    def rows(self, job: Job, writing: Writing) -> list[Row]:
-        return self._read(self.loaded.model, job, writing)
+    def distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution]:
+        return self._read(self.loaded.model, request, text)
 
-    def draft_rows(self, job: Job, writing: Writing) -> list[Row] | None:
+    def draft_distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution] | None:
         drafter = next(iter(self.drafters.values()), None) if len(self.drafters) == 1 else None
         if not isinstance(drafter, ModelDrafter) or drafter.model.vocab_size != self.vocab_size:
             return None
-        return self._read(drafter.model, job, writing)
+        return self._read(drafter.model, request, text)
 
-    def _read(self, model: LanguageModel, job: Job, writing: Writing) -> list[Row]:
-        prompt, tokens = writing.prompt, [*writing.prompt, *writing.tokens]
-        out = list[Row]()
-        for at, logits in enumerate(forward(model, tokens)[len(prompt) - 1 : len(tokens) - 1]):
-            before = tokens[: len(prompt) + at]
-            numbers = logits.numpy()
-            out.append(Row(warped(numbers, job.params, before, len(prompt), self.end_ids), logits=numbers))
+    def _read(self, model: LanguageModel, request: TextRequest, text: GeneratedText) -> list[TokenDistribution]:
+        """The distributions of the engine's own warper, to the last bit."""
+        start, tokens = len(text.prompt), [*text.prompt, *text.tokens]
+        params, out = SamplingParams(**asdict(request.params)), list[TokenDistribution]()
+        for at, logits in enumerate(forward(model, tokens)[start - 1 : len(tokens) - 1]):
+            state = SequenceState(params, self.end_ids, (), tokens[: start + at], start)
+            scores = LogitsWarper([state]).scores(logits[None], [[]])
+            out.append(TokenDistribution(scores.double().softmax(-1)[0].numpy(), logits=logits.numpy()))
         return out
 
     def noise(self) -> float | None:
         """Measured once: the same tokens read in two ways, one by one and many at a time."""
         if self._noise is None:
-            tokens = list(self._prompts[0])
-            [text] = self.plain([Job(tuple(tokens), _greedy(24))])
-            tokens += text.tokens
-            self._noise = float(
-                (forward(self.loaded.model, tokens) - forward(self.loaded.model, tokens, 1)).abs().max()
-            )
+            params = CertifiedParams(temperature=0, max_tokens=24, ignore_eos=True)
+            [text] = self.plain([TextRequest(self._prompts[0], params)])
+            tokens = [*self._prompts[0], *text.tokens]
+            model = self.loaded.model
+            self._noise = float((forward(model, tokens) - forward(model, tokens, 1)).abs().max())
         return self._noise
 
-    def margin(self, job: Job, writing: Writing, at: int, other: int | None) -> float | None:
-        if other is None or job.params.temperature > 0:
+    def margin(self, request: TextRequest, text: GeneratedText, at: int, other: int | None) -> float | None:
+        if other is None or request.params.temperature > 0:
             return 1.0 if self.exact_numbers else None
-        read = replace(writing, tokens=writing.tokens[: at + 1])
-        logits = self._read(self.loaded.model, job, read)[at].logits
-        assert logits is not None
-        state = warped(
-            logits,
-            job.params.with_(temperature=1.0),
-            [*writing.prompt, *writing.tokens[:at]],
-            len(writing.prompt),
-            self.end_ids,
-        )
+        read = replace(text, tokens=text.tokens[: at + 1])
+        probs = self.distributions(request.with_(temperature=1.0), read)[at].probs
         with np.errstate(divide="ignore"):
-            return float(abs(np.log(state[writing.tokens[at]]) - np.log(state[other])))
+            return float(abs(np.log(probs[text.tokens[at]]) - np.log(probs[other])))
 
     def show(self, tokens: Sequence[int]) -> str:
         tokenizer = self.loaded.tokenizer
         return repr(tokenizer.decode(list(tokens)))[1:-1] if tokenizer is not None else super().show(tokens)
-
-
-def _greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
 @torch.inference_mode()

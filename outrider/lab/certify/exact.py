@@ -14,10 +14,13 @@ from fractions import Fraction
 from typing import Any
 
 from outrider.core.types import Siblings
-from outrider.lab.certify import mistakes
+from outrider.lab.certify.wrong_rules import RULES
 from outrider.testing import oracle
+from outrider.verify import VERIFIERS
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
-from outrider_certify.run import CertifyTrial, Record
+from outrider_certify.run import TestSettings
+from outrider_certify.subject import Subject
+from outrider_certify.trials import CertificateKind, CertifyTrial, Record
 
 LETTERS = "abcdefgh"
 _TOYS, _TOYS_OF_TREES = 14, 7  # of each configuration: two of every kind, or one where there are many branches
@@ -66,13 +69,30 @@ TREES = tuple(
 )
 
 
-class VerifierFunction:
-    """A function with the signature of `outrider.verify.Reference`. trees: whether a node may have two children."""
+class VerifierFunction(Subject):
+    """A function with the signature of `outrider.verify.Reference`. trees: whether a node may have two children.
+
+    None takes the attribute `trees` of the function; False without it.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str, *, trees: bool | None = None) -> None:
+        super().__init__()
         self.function, self.name = function, name
-        self.trees = bool(getattr(function, "trees", False)) if trees is None else trees
+        if trees is None:
+            ours = (v.trees for v in VERIFIERS.values() if v.reference is function)
+            trees = next(ours, bool(getattr(function, "trees", False)))
+        self.trees = trees
+        self.properties = {"function": name, "trees": "true" if trees else "false"}
         self._takes_siblings = "siblings" in inspect.signature(function).parameters
+
+    @staticmethod
+    def recognizes(target: Any) -> bool:
+        """Whether it is a verifier: `f(tokens, parents, target, drafter, choose)`."""
+        names = list(inspect.signature(target).parameters) if callable(target) else []
+        return len(names) >= 5 and names[:2] == ["tokens", "parents"]
+
+    def kinds(self, settings: TestSettings) -> dict[str, CertificateKind]:
+        return {"exact": Exact(self)}
 
     def rule(self, siblings: Siblings | None) -> oracle.Rule:
         """The rule for drafts whose siblings were made so."""
@@ -81,10 +101,10 @@ class VerifierFunction:
         return lambda *given: self.function(*given, siblings=siblings)
 
 
-class Exact:
+class Exact(CertificateKind):
     """The kind `exact`."""
 
-    name, share = "exact", 1.0
+    name = "exact"
 
     def __init__(self, verifier: VerifierFunction) -> None:
         self.verifier = verifier
@@ -127,8 +147,10 @@ class Exact:
             found = [oracle.composed(toy, rule, drafter, length) for toy in toys]
             same = [
                 name
-                for name, mistake in mistakes.RULES.items()
-                if all(self._as(mistake, toy, drafter, length) == law for toy, law in zip(toys, found, strict=True))
+                for name, mistake in RULES.items()
+                if all(
+                    self._as(mistake, toy, drafter, length) == wanted for toy, wanted in zip(toys, found, strict=True)
+                )
             ]
             if len(same) == 1:
                 return same[0]

@@ -153,8 +153,8 @@ OPTIONS = {
     "certify": {
         "Subject": "--speculative-config --generate --plain-url --off-body --reference --served-model --endpoint --texts",
         "How": "--kind --budget --confidence --deviation --prompts --num-prompts --max-tokens/-n --seed --problems --timeout",
-        "Model": "--dtype --device --quantization --kv-cache-dtype",
         "Output": "--out/-o --compare --debug",
+        "Model": "--dtype --device --quantization --kv-cache-dtype",
     },
     "report": {
         "Output": "--out --debug",

@@ -8,7 +8,7 @@ from outrider.lab.certify.exact import Exact, VerifierFunction
 from outrider.verify import VERIFIERS
 from outrider.verify.reference import clipped_ratio, leftover, normalized
 from outrider_certify.certificate import CertificatePart, Conclusion
-from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
 
 def certified(kind: CertificateKind, most: int | None = None) -> CertificatePart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -9,24 +10,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from outrider.cli.certify import duration
 from outrider.cli.main import app
-from outrider.core.params import SamplingParams
-from outrider.core.types import Guarantee
 from outrider.lab.certify.engine import EngineSubject
 from outrider.lab.certify.exact import VerifierFunction
+from outrider.lab.certify.subject import subject_of
 from outrider.models import checkpoint
 from outrider.models.load import Loaded
 from outrider.testing import ToyModel
 from outrider_certify.certificate import Certificate, CertificatePart, Conclusion
+from outrider_certify.cli import CertifyOptions
 from outrider_certify.contract import Contract
-from outrider_certify.run import CertificateKind, TrialJournal, run_kinds
 from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
-from outrider_certify.subjects.base import Job
-from outrider_certify.subjects.function import find, is_python_name
+from outrider_certify.subject import SamplingParams, TextRequest
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
 TOY_PROMPTS = ((1, 2), (3, 4), (5, 1))
 
@@ -52,7 +52,7 @@ def toy(verifier: str, **options) -> EngineSubject:
 @pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
 def test_our_engine_passes(verifier: str) -> None:
     subject = toy(verifier)
-    assert subject.promise is (Guarantee.EXACT_TOKENS if verifier == "match" else Guarantee.EXACT_DISTRIBUTION)
+    assert subject.exact_tokens is (verifier == "match")
     seeded = certified(Seeded(subject, length=12, rounds=1), most=6)
     assert seeded.conclusion is Conclusion.EXACT_TOKENS, seeded.sentence
     statistical = certified(Statistical(subject, length=24), most=3)
@@ -82,46 +82,25 @@ def test_a_drafter_of_ours_that_lies_about_q_is_found() -> None:
     assert part.conclusion is Conclusion.DIFFERS, part.sentence
 
 
-def test_a_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine_for_certify.py").write_text(
-        "from outrider.verify.reference import reference_rejection\n"
-        "def verify(tokens, parents, target, drafter, choose):\n"
-        "    return reference_rejection(tokens, parents, target, drafter, choose)\n"
-        "def generate(prompt, params, speculate):\n    return [3] * params.max_tokens\n"
-        "def other(a, b):\n    return 1\nnumber = 3\n"
-    )
-    assert isinstance(find("mine_for_certify:verify"), VerifierFunction)
-    subject = find("mine_for_certify:generate")
-    assert certified(Seeded(subject, length=8, rounds=1), most=2).conclusion is Conclusion.EXACT_TOKENS  # type: ignore[arg-type]
-    for name, why in (("other", "takes"), ("number", "int"), ("nothing", "cannot be imported")):
-        with pytest.raises(ValueError, match=why):
-            find(f"mine_for_certify:{name}")
-    sys.modules.pop("mine_for_certify", None)
-    assert is_python_name("a.b:c")
-    assert not is_python_name("builtin:code")
-    assert not is_python_name("http://127.0.0.1:8000")
+def test_a_verifier_is_found_by_name() -> None:
+    for name, trees in (("reference_block", False), ("reference_rejection", True)):
+        subject = subject_of(CertifyOptions(subject=f"outrider.verify:{name}"), None, {})
+        assert isinstance(subject, VerifierFunction)
+        assert subject.trees is trees
+    with pytest.raises(ValueError, match="a verifier is f"):
+        subject_of(CertifyOptions(subject="outrider.verify.reference:residual"), None, {})
 
 
 def test_an_engine_that_fails_under_speculation_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider_certify.subjects.function import FunctionSubject
-
-    def fails(prompt, params, speculate):
-        if speculate:
-            raise RuntimeError("no memory for the draft")
-        return [3] * params.max_tokens
-
-    ours = toy("match")
-
     def crash(*_):
         raise MemoryError("no memory for the draft")
 
-    monkeypatch.setattr(next(iter(ours.drafters.values())), "propose", crash)
-    for subject in (FunctionSubject(fails, "fails"), ours):
-        part = certified(Seeded(subject, length=8, rounds=1), most=1)
-        assert part.conclusion is Conclusion.DIFFERS
-        assert part.findings[0].title == "the engine fails under speculation"
-        assert "no memory for the draft" in part.findings[0].evidence
+    subject = toy("match")
+    monkeypatch.setattr(next(iter(subject.drafters.values())), "propose", crash)
+    part = certified(Seeded(subject, length=8, rounds=1), most=1)
+    assert part.conclusion is Conclusion.DIFFERS
+    assert part.findings[0].title == "the engine fails under speculation"
+    assert "no memory for the draft" in part.findings[0].evidence
 
 
 # -- the command line ----------------------------------------------------------------------------------------------------------
@@ -153,38 +132,22 @@ def test_a_verifier_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     sys.modules.pop("wrong_for_certify", None)
 
 
-def test_a_run_that_the_user_stops_goes_on_by_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "stopped_for_certify.py").write_text(
-        "calls, last = 0, 60\n"
-        "def generate(prompt, params, speculate):\n"
-        "    global calls\n"
-        "    calls += 1\n"
-        "    if calls == last:\n"
-        "        raise KeyboardInterrupt\n"
-        "    return [3] * params.max_tokens\n"
-    )
-    words = ("stopped_for_certify:generate", "--kind", "seeded", "--budget", "1s", "-o", "a.html")
-    assert "the same command goes on from here" in outrider(*words, code=130)
-    assert not Certificate.load(tmp_path / "a.json").complete
-    before = (tmp_path / "a.journal").read_text().splitlines()[1:]
-    assert before
-    said = outrider(*words, code=0)
-    assert f"{len(before)} trials of an earlier run are kept" in said
-    assert Certificate.load(tmp_path / "a.json").complete
-    assert not (tmp_path / "a.journal").exists()
-    sys.modules.pop("stopped_for_certify", None)
-
-
 def test_wrong_options_are_explained() -> None:
     assert "name what to certify" in outrider(code=2)
     assert "such as 90s" in outrider("x:y", "--budget", "soon", code=2)
-    assert "unknown kind" in outrider("x:y", "--kind", "fast", code=2)
     assert "for a server" in outrider("builtin:code", "--plain-url", "http://a", code=2)
-    assert "no folder" in outrider("x:y", "-o", "/nowhere/at/all.html", code=2)
     assert "certify ./model" not in outrider("http://127.0.0.1:9", "--budget", "1s", code=2)
-    assert duration("90s") == duration("1.5m") == 90
-    assert duration("2h") == 7200
+
+
+def test_without_the_package_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "outrider_certify.cli", None)
+    monkeypatch.delitem(sys.modules, "outrider.cli.certify")
+    command = importlib.import_module("outrider.cli.certify").certify
+    alone = typer.Typer()
+    alone.command()(command)
+    done = CliRunner().invoke(alone, ["http://127.0.0.1:9"])
+    assert done.exit_code == 2
+    assert "pip install ./certify" in done.output
 
 
 GENERATE = ("--generate", '{"prompt_lookup_num_tokens": 3}')
@@ -255,6 +218,6 @@ def test_a_model_that_does_not_fit_is_explained(monkeypatch: pytest.MonkeyPatch,
 def test_numbers_of_rows_and_plain_decoding_agree() -> None:
     """What the certificate takes for the target's distribution is what the engine draws from."""
     subject = toy("match")
-    job = Job(TOY_PROMPTS[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    [text] = subject.plain([job])
-    assert [int(np.argmax(row.probs)) for row in subject.rows(job, text)] == text.tokens
+    request = TextRequest(TOY_PROMPTS[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    [text] = subject.plain([request])
+    assert [int(np.argmax(row.probs)) for row in subject.distributions(request, text)] == text.tokens
