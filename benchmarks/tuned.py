@@ -78,8 +78,8 @@ def compare(
     for _ in search.run():
         pass
     tuning, chosen = perf_counter() - start, search.answer
-    rest = [c for c in search.candidates if c not in (chosen, search.plain, search.standings.default)]
-    wanted = dict.fromkeys([search.plain, search.standings.default, chosen, *rest[:RIVALS]])
+    rest = [c for c in search.candidates if c not in (chosen, search.plain, search.default)]
+    wanted = dict.fromkeys([search.plain, search.default, chosen, *rest[:RIVALS]])
     race = {c.name: Candidate(c.name, c.config, c.drafters, c.length, c.predicted) for c in wanted if c is not None}
     for repeat in range(repeats):
         search.racer.reset([*race.values()])

@@ -223,7 +223,7 @@ def show(search: Search) -> Candidate:
         if not candidate.samples and best.get(candidate.drafters) is not candidate:
             continue
         speed = stats.rate(candidate.samples) if candidate.samples else None
-        gain = search.standings.gain(candidate) if candidate.samples else None
+        gain = search.gain(candidate) if candidate.samples else None
         shown.add_row(
             candidate.name,
             "" if candidate.predicted is None else f"{candidate.predicted:.2f} x",
@@ -237,7 +237,7 @@ def show(search: Search) -> Candidate:
     if said := search.drafts_with_a_model():
         print(said)
     answer = search.answer
-    gain = search.standings.gain(answer)
+    gain = search.gain(answer)
     if answer is search.plain:
         say(f"Plain decoding is the fastest here: {why_plain(search)}.", YELLOW)
     elif gain is not None:
@@ -252,7 +252,7 @@ def why_plain(search: Search) -> str:
     """Why no candidate is faster than plain decoding."""
     measured = [c for c in search.candidates if c.samples and c is not search.plain]
     if measured:
-        gains = [(c, search.standings.gain(c)) for c in measured]
+        gains = [(c, search.gain(c)) for c in measured]
         best, gain = max(gains, key=lambda pair: pair[1].value if pair[1] else 0.0)
         if gain is not None:
             return (

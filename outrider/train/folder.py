@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class RunFolder:
         """run.json and MODEL_CARD.md."""
         count = len(self.answers.answers)
         run = {
-            "settings": asdict(self.settings),
+            "settings": self.settings.model_dump(),
             "answers": {"texts": count, "tokens": self.answers.tokens, "seconds": round(self.writing_seconds)},
             "training": {"tokens": progress.tokens, "steps": progress.step, "seconds": round(progress.seconds)},
             "parameters_trained": parameters,

@@ -97,23 +97,21 @@ class SampleRecorder:
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
-        sample.origins, sample.drafted, sample.accepted = "", [], []
+        self.drafted, self.accepted = list[int](), list[int]()
+        sample.origins, sample.drafted, sample.accepted = "", self.drafted, self.accepted
 
     def add(self, step: Step, b: int, row: Sequence, now: float) -> None:
         """b: index of the sequence in the step. now: seconds since the request."""
         sample, commit = self.sample, step.commits[b]
-        assert sample.origins is not None
-        assert sample.drafted is not None
-        assert sample.accepted is not None
         if sample.ttft is None:
             sample.ttft = now
         else:
             sample.gaps.append((now - sample.seconds, len(commit.tokens)))
         sample.seconds = now
         drafted = len(step.draft.host[b]) - 1
-        sample.drafted.append(drafted)
-        sample.accepted.append(commit.num_accepted)
-        sample.origins += origins(step, b, drafted)
+        self.drafted.append(drafted)
+        self.accepted.append(commit.num_accepted)
+        sample.origins = (sample.origins or "") + origins(step, b, drafted)
         for name, seconds in step.seconds.items():
             sample.phases[name] = sample.phases.get(name, 0.0) + seconds
         if row.finish is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
+from outrider.lab.bench.report.analysis import CategoryResult, analyse, by_category
 from outrider.lab.bench.run import Run, Sample
 
 
@@ -16,16 +17,31 @@ def summary(run: Run) -> dict[str, Any]:
 
     `speedup` is over the first setting, with its 95 % interval. The bounds are null if there are too few prompts.
     """
-    out: dict[str, Any] = {}
-    for setting in run.settings:
-        num_requests = sum(s.setting == setting.name for s in run.samples)
-        fields = throughput_fields(stats.answered(run, setting.name), num_requests)
-        if setting is not run.settings[0]:
-            fields |= _against_baseline(run, setting.name)
-        names = stats.categories(run)
-        if len(names) > 1:
-            fields["by_category"] = {name: _category(run, setting.name, name) for name in names}
-        out[setting.name] = fields
+    results = analyse(run)
+    categories, out = by_category(run, results), dict[str, dict[str, Any]]()
+    for r in results:
+        fields = throughput_fields(r.answers, len(r.answers) + len(r.failed))
+        if r.texts is not None:
+            fields |= {
+                "speedup": bounds(r.ratio),
+                "texts_compared": r.texts.compared,
+                "texts_differing": r.texts.differing,
+                "identity_promised": r.texts.promised,
+            }
+        if own := {c.category: _category(c, r.texts is not None) for c in categories if c.setting == r.name}:
+            fields["by_category"] = own
+        out[r.name] = fields
+    return out
+
+
+def _category(result: CategoryResult, compared: bool) -> dict[str, Any]:
+    """compared: with the baseline."""
+    rate, found = stats.rate(result.answers), stats.acceptance(result.answers)
+    out: dict[str, Any] = {"output_throughput": None if rate is None else rate.value}
+    if compared:
+        out["speedup"] = bounds(result.ratio)
+    if found is not None:
+        out["spec_decode_acceptance_length"] = found.length
     return out
 
 
@@ -62,27 +78,6 @@ def throughput_fields(samples: list[Sample], num_requests: int, seconds: float |
             "spec_decode_accepted_tokens": found.accepted,
             "spec_decode_per_position_acceptance_rates": found.by_depth,
         }
-    return out
-
-
-def _against_baseline(run: Run, setting: str) -> dict[str, Any]:
-    ours, base = stats.answered(run, setting), stats.answered(run, run.settings[0].name)
-    different, compared = stats.differing(ours, base)
-    return {
-        "speedup": bounds(stats.ratio(ours, base)),
-        "texts_compared": compared,
-        "texts_differing": len(different),
-        "identity_promised": stats.identity_promised(run, setting),
-    }
-
-
-def _category(run: Run, setting: str, category: str) -> dict[str, Any]:
-    ours, base = (stats.answered(run, name, category) for name in (setting, run.settings[0].name))
-    out: dict[str, Any] = {"output_throughput": None if (rate := stats.rate(ours)) is None else rate.value}
-    if setting != run.settings[0].name:
-        out["speedup"] = bounds(stats.ratio(ours, base))
-    if (found := stats.acceptance(ours)) is not None:
-        out["spec_decode_acceptance_length"] = found.length
     return out
 
 

@@ -194,34 +194,32 @@ class EngineSearch:
 
     def _measured(self, trial: EngineTrial, *, always: bool = False) -> Iterator[str]:
         """Start the server, measure, and stop it. always: whatever the time."""
+        try:
+            if not trial.dropped:
+                yield from self._served(trial, always)
+        except ServerFailed as error:
+            trial.dropped = str(error)
         if trial.dropped:
             yield f"{trial.name}: {trial.dropped}"
-            return
+
+    def _served(self, trial: EngineTrial, always: bool) -> Iterator[str]:
         if self.measured > self.seconds and not always:
-            trial.dropped = "not measured: the time was over, --seconds allows more"
-            yield f"{trial.name}: {trial.dropped}"
-            return
+            raise ServerFailed("not measured: the time was over, --seconds allows more")
         port = self.port or free_port()
         log = self.logs / f"{len(self.trials) - 1}-{re.sub(r'[^0-9A-Za-z]+', '-', trial.name)}.log"
         words = command_words(self.words, port, trial.options)
         yield f"{trial.name}: starting {shlex.join(words)}"
-        try:
-            with EngineServer(words, port, log, ready=self.ready, environment=trial.environment) as server:
-                trial.start = server.start_seconds
-                yield f"{trial.name}: ready after {trial.start:.0f} s"
-                yield from self._answers(trial, server)
-        except ServerFailed as error:
-            trial.dropped = str(error)
-            yield f"{trial.name}: {trial.dropped}"
+        with EngineServer(words, port, log, ready=self.ready, environment=trial.environment) as server:
+            trial.start = server.start_seconds
+            yield f"{trial.name}: ready after {trial.start:.0f} s"
+            yield from self._answers(trial, server)
 
     def _answers(self, trial: EngineTrial, server: EngineServer) -> Iterator[str]:
         setting = Setting(name=trial.name, base_url=server.url, speculative_config={})
         try:
             remote = Remote([setting], self.model, self.sampling, api_key=self.api_key, timeout=self.timeout)
         except (ConnectionError, httpx.HTTPError) as error:
-            trial.dropped = server.failure(f"the server cannot be measured: {error}")
-            yield f"{trial.name}: {trial.dropped}"
-            return
+            raise ServerFailed(server.failure(f"the server cannot be measured: {error}")) from error
         try:
             chat = not isinstance(self.prompts[0].content, str)
             warm = Prompt("warm-up", "", [{"role": "user", "content": _WARM}] if chat else _WARM)
@@ -244,8 +242,7 @@ class EngineSearch:
             remote.close()
         failed = [s.error for s in trial.samples if s.error is not None]
         if failed:
-            trial.dropped = server.failure(f"{len(failed)} of {len(self.prompts)} requests failed: {failed[0]}")
-            yield f"{trial.name}: {trial.dropped}"
+            raise ServerFailed(server.failure(f"{len(failed)} of {len(self.prompts)} requests failed: {failed[0]}"))
 
     def _count(self, trial: EngineTrial, before: dict[str, float], after: dict[str, float], remote: Remote) -> None:
         """Draft tokens by the engine's metrics, or by the requests' own numbers."""

@@ -21,12 +21,31 @@ EQUAL = 0.03
 CLOSE, MEASURED = 0.92, 2
 
 
-class Standings:
-    """Measured candidates in comparison. plain: plain decoding. default: the planner with all drafters; None if there is none."""
+class Search:
+    """Finds the fastest setting for some prompts. `run` yields a line of progress now and then.
 
-    def __init__(self, plain: Candidate) -> None:
-        self.plain, self.candidates = plain, [plain]
+    methods: names and configurations to try. whole: the configuration that stands for all that fit, "auto"; None where the user
+    named methods. seconds: to measure for at most, without the recording.
+    plain: plain decoding. default: the planner with all drafters; None if there is none.
+    """
+
+    def __init__(
+        self,
+        racer: Racer,
+        prompts: Sequence[Prompt],
+        methods: Sequence[tuple[str, dict[str, Any]]],
+        *,
+        whole: dict[str, Any] | None = None,
+        verifiers: Sequence[str] = ("match",),
+        seconds: float = 120.0,
+    ) -> None:
+        self.racer, self.prompts, self.whole = racer, list(prompts), whole
+        self.verifiers, self.seconds = verifiers, seconds
+        self.forecasts = Forecasts(racer, self.prompts, methods)
+        self.plain = Candidate("plain", {"method": "none"}, predicted=1.0)
+        self.candidates = [self.plain]
         self.default: Candidate | None = None
+        self.complete = False
 
     @property
     def active(self) -> list[Candidate]:
@@ -77,40 +96,6 @@ class Standings:
                 slower = found.high < 1
                 candidate.dropped = f"{found.value:.2f} x {leader.name}" if slower else f"not faster than {leader.name}"
 
-
-class Search:
-    """Finds the fastest setting for some prompts. `run` yields a line of progress now and then.
-
-    methods: names and configurations to try. whole: the configuration that stands for all that fit, "auto"; None where the user
-    named methods. seconds: to measure for at most, without the recording.
-    """
-
-    def __init__(
-        self,
-        racer: Racer,
-        prompts: Sequence[Prompt],
-        methods: Sequence[tuple[str, dict[str, Any]]],
-        *,
-        whole: dict[str, Any] | None = None,
-        verifiers: Sequence[str] = ("match",),
-        seconds: float = 120.0,
-    ) -> None:
-        self.racer, self.prompts, self.whole = racer, list(prompts), whole
-        self.verifiers, self.seconds = verifiers, seconds
-        self.forecasts = Forecasts(racer, self.prompts, methods)
-        self.plain = Candidate("plain", {"method": "none"}, predicted=1.0)
-        self.standings = Standings(self.plain)
-        self.complete = False
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        return self.standings.candidates
-
-    @property
-    def answer(self) -> Candidate:
-        """The setting to use, from what is known so far."""
-        return self.standings.answer
-
     def run(self) -> Iterator[str]:
         yield from self.forecasts.run()
         if self.whole and not any(m.config.get("model") == self.whole.get("model") for m in self.forecasts.methods):
@@ -124,11 +109,11 @@ class Search:
         self.candidates.extend(found)
         adaptive = [c for c in found if c.length is None]
         every = [c for c in adaptive if c.config["method"] == "auto"] or adaptive[:1]
-        self.standings.default = every[0] if every and "match" in self.verifiers else None
+        self.default = every[0] if every and "match" in self.verifiers else None
         left = MEASURED
         for candidate in found:
             close = (candidate.predicted or 0.0) >= CLOSE * max(found[0].predicted or 0.0, 1.0)
-            if candidate is self.standings.default:
+            if candidate is self.default:
                 continue
             if left and close:
                 left -= 1
@@ -152,23 +137,23 @@ class Search:
     def _measure(self) -> Iterator[str]:
         """Measure all active candidates on prompt after prompt, and drop those that are clearly slower."""
         start = perf_counter()
-        if len(self.standings.active) < 2:
+        if len(self.active) < 2:
             return
-        yield f"measuring {', '.join(c.name for c in self.standings.active)}"
-        self.racer.race(self.standings.active, self.prompts[0], 0)
+        yield f"measuring {', '.join(c.name for c in self.active)}"
+        self.racer.race(self.active, self.prompts[0], 0)
         for candidate in self.candidates:
             candidate.samples.clear()  # that was the warm-up
         for repeat in itertools.count():
             self.racer.reset(self.candidates)
             for number, prompt in enumerate(self.prompts):
-                self.racer.race(self.standings.active, prompt, repeat)
-                leader, left = self.standings.leader, len(self.standings.active)
+                self.racer.race(self.active, prompt, repeat)
+                leader, left = self.leader, len(self.active)
                 yield f"{leader.name} leads with {leader.speed:.0f} tokens/s, {left} left"
                 if perf_counter() - start > self.seconds:
                     return
                 if repeat or number >= min(4, len(self.prompts) - 1):
-                    self.standings.drop_slow()
-                if self.standings.decided:
+                    self.drop_slow()
+                if self.decided:
                     return
 
     def drafts_with_a_model(self) -> str:

@@ -121,9 +121,13 @@ class CategoryResult:
     category: str
     prompts: int
     setting: str
+    answers: list[Sample]
     ratio: Interval | None
-    acceptance: AcceptanceStats | None
     ratios: list[float]
+
+    @property
+    def acceptance(self) -> AcceptanceStats | None:
+        return stats.acceptance(self.answers)
 
 
 def by_category(run: Run, results: Sequence[SettingResult]) -> list[CategoryResult]:
@@ -136,7 +140,7 @@ def by_category(run: Run, results: Sequence[SettingResult]) -> list[CategoryResu
         for r, ours in zip(results, answers, strict=True):
             ratio = stats.ratio(ours, base) if ours is not base else None
             ratios = [v for p, v in r.prompts.items() if p in wanted]
-            found.append(CategoryResult(name, len(wanted), r.name, ratio, stats.acceptance(ours), ratios))
+            found.append(CategoryResult(name, len(wanted), r.name, ours, ratio, ratios))
     return found
 
 

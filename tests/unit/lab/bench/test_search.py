@@ -79,7 +79,7 @@ def test_a_setting_that_is_clearly_faster_than_the_default_is_the_answer() -> No
     assert len([*search.run()]) > 3
     assert search.complete
     assert search.answer.name == "suffix k=8"
-    found = search.standings.gain(search.answer)
+    found = search.gain(search.answer)
     assert found is not None
     assert found.low > 1.5
     slow = next(a for a in search.candidates if a.name == "suffix k=4")
@@ -108,7 +108,7 @@ def test_plain_decoding_is_an_answer() -> None:
     for _ in search.run():
         pass
     assert search.answer is search.plain
-    assert search.standings.gain(search.plain) is None
+    assert search.gain(search.plain) is None
 
 
 def test_a_setting_that_is_clearly_faster_than_plain_decoding_is_not_lost_beside_a_slow_default() -> None:
@@ -121,8 +121,8 @@ def test_a_setting_that_is_clearly_faster_than_plain_decoding_is_not_lost_beside
         racer.noise = 0.02
         racer.race([search.plain, search.candidates[1]], prompt, 0)
         racer.noise = 1.5
-        racer.race([search.standings.default], prompt, 0)
-    gain = search.standings.gain(search.candidates[1])
+        racer.race([search.default], prompt, 0)
+    gain = search.gain(search.candidates[1])
     assert gain is not None
     assert gain.low > 1
     assert search.answer.name == "suffix k=4"
