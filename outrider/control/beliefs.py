@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from outrider.control.price import Forecast, forecast
+from outrider.control.price import DraftForecast, forecast
 from outrider.core.types import Budget
 
 PRIORS = Path(__file__).resolve().parent.parent / "data" / "priors.json"
@@ -205,7 +205,7 @@ class ModelBelief:
         """The usual chance of a token whose parent was accepted."""
         return min(self.hits / self.tries, 0.99)
 
-    def forecast(self, forward: Callable[[int], float], draft: Callable[[int], float]) -> Forecast:
+    def forecast(self, forward: Callable[[int], float], draft: Callable[[int], float]) -> DraftForecast:
         """What the shipped chains promise at these costs, for one sequence."""
         return forecast(self.chains, forward, draft, 0.8)
 
@@ -215,7 +215,7 @@ class ModelBelief:
             record = self.texts[slot] = TextRecord(free=self.free)
         return record
 
-    def means(self, slot: int, prior: Forecast) -> tuple[float, float, float, float]:
+    def means(self, slot: int, prior: DraftForecast) -> tuple[float, float, float, float]:
         """Expected tokens, levels and nodes of a step that asks it, and the weight of this text's own steps."""
         own, pool = self.text(slot).means, self.pool
         known = _PRIOR + pool.weight

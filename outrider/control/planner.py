@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.control.beliefs import AnswerLengths, LookupBelief, ModelBelief, Offer
 from outrider.control.costs import Costs
-from outrider.control.price import Forecast, best_prefix, least_survival, piece_of_reading, worth_verifying
+from outrider.control.price import DraftForecast, best_prefix, least_survival, piece_of_reading, worth_verifying
 from outrider.core.types import Budget
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Planner:
         self._speeds: dict[int, _Speed] = {}
         self._looking = 0.0  # plain steps that asking the lookups takes
         self._nodes = float(_NODES)  # that a sequence lately had
-        self._forecasts: dict[tuple[str, int], Forecast] = {}
+        self._forecasts: dict[tuple[str, int], DraftForecast] = {}
         self._steps = 0
 
     # -- the controller -------------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ class Planner:
         node = (costs.forward(around + 2 * _NODES) - costs.forward(around + 1)) / (2 * _NODES - 1)
         return least_survival(price, level + node, self._belief(name).chance)
 
-    def _forecast(self, name: str, rows: int) -> Forecast:
+    def _forecast(self, name: str, rows: int) -> DraftForecast:
         """What the shipped chains promise of a drafter, for one of so many sequences that all have it."""
         known = self._forecasts.get((name, rows))
         if known is None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 
 MARGIN = 1.2
 """A chain goes on while its next token is worth so many times its seconds: chances are uncertain, and plain steps are not."""
 _ROUNDS = 8
-_ALONE, _SHORT = (
-    4.0,
-    16,
-)  # plain steps that a piece of reading may take where one sequence decodes, and its least tokens
+_ALONE = 4.0  # plain steps that a piece of reading may take where one sequence decodes
+_SHORT = 16  # its least tokens
 
 
 def best_prefix(survival: Sequence[float], price: float, more: Sequence[float]) -> tuple[int, float]:
@@ -52,8 +51,7 @@ def worth_verifying(
 def piece_of_reading(rows: int, plain: float, each: float) -> int:
     """Tokens that a drafter reads between two steps, without a draft.
 
-    rows: sequences that decode. plain: seconds of a plain step.
-    each: seconds of a token that is read.
+    rows: sequences that decode. plain: seconds of a plain step. each: seconds of a token that is read.
     """
     return max(int((_ALONE if rows == 1 else 1.0) * plain / max(each, 1e-9)), _SHORT)
 
@@ -65,7 +63,7 @@ def least_survival(price: float, seconds: float, chance: float) -> float:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class DraftForecast:
     """What a drafter does in a step, on average. tokens: accepted. levels: drafted. nodes: verified. speed: over plain decoding
     if every step has such a draft; 1 or more, because plain decoding can be had."""
 
@@ -80,7 +78,7 @@ def forecast(
     forward: Callable[[int], float],
     draft: Callable[[int], float],
     chance: float,
-) -> Forecast:
+) -> DraftForecast:
     """What the rules above make of these chains at these costs, found by iteration of the price.
 
     chains: chances of the tokens of typical drafts, each given those before it. forward: seconds of a step over so many nodes,
@@ -90,31 +88,21 @@ def forecast(
     price, deepest = 1 / plain, max(map(len, chains), default=0)
     target = [forward(n) for n in range(1, deepest + 2)]
     drafts = [draft(n) for n in range(deepest + 1)]
-    more = (drafts[-1] - drafts[1]) / (deepest - 1) + (target[3] - target[2]) if deepest > 2 else plain
-    out = Forecast(0.0, 1.0, 0.0, 1.0)
+    each = (drafts[-1] - drafts[1]) / (deepest - 1) + (target[3] - target[2]) if deepest > 2 else plain
+    more, survivals = [seconds - plain for seconds in target[1:]], [list(accumulate(chain, mul)) for chain in chains]
+    out, many = DraftForecast(0.0, 1.0, 0.0, 1.0), len(chains)
     for _ in range(_ROUNDS):
-        least = least_survival(price, more, chance)
+        least = least_survival(price, each, chance)
         tokens = seconds = levels = nodes = 0.0
-        for chain in chains:
-            alive, made, total, best, count = 1.0, 0, 0.0, 0.0, 0
-            kept = 0.0
-            for given in chain:
-                alive *= given
-                made += 1
-                total += alive
-                value = total - price * (target[made] - plain)
-                if value > best:
-                    best, count, kept = value, made, total
-                if alive < least:
-                    break
-            tokens, levels, nodes = tokens + kept, levels + made, nodes + count
-            seconds += drafts[made] + target[count]
-        many = len(chains)
+        for survival in survivals:
+            drafted = next((n for n, alive in enumerate(survival, 1) if alive < least), len(survival))
+            count, _ = best_prefix(survival[:drafted], price, more)
+            tokens, levels, nodes = tokens + sum(survival[:count]), levels + drafted, nodes + count
+            seconds += drafts[drafted] + target[count]
         rate = (tokens + many) / seconds
-        if (
-            rate * plain > out.speed or not out.tokens
-        ):  # the rules are not the best at each price, so a round may be worse
-            out = Forecast(tokens / many, levels / many, nodes / many, max(rate * plain, 1.0))
+        # The rules are not the best at each price, so a round may be worse.
+        if rate * plain > out.speed or not out.tokens:
+            out = DraftForecast(tokens / many, levels / many, nodes / many, max(rate * plain, 1.0))
         new = max(rate, 1 / plain)
         if abs(new - price) < 1e-4 * price:
             break

@@ -234,11 +234,11 @@ def _request(text: TracedText, detail: Detail) -> ExplainedRequest:
 
 def _step(step: StepRecord) -> ExplainedStep:
     """The step as it was recorded. Probabilities are known of tokens among the most likely ones."""
-    law = step.target_law
+    probs = step.target_probs
     return ExplainedStep(
         **_same(step, "step position drafted depth accepted refused committed seconds tokens parents path token note"),
-        confidence=None if step.chances is None else [_finite(x) for x in step.chances],
-        likely=None if law is None else [[(t, _finite(p)) for t, p in tokens] for tokens in law],
+        confidence=None if step.confidence is None else [_finite(x) for x in step.confidence],
+        likely=None if probs is None else [[(t, _finite(p)) for t, p in tokens] for tokens in probs],
     )
 
 

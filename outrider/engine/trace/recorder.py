@@ -178,13 +178,13 @@ class Recorder:
     def _probs(self, step: Step, b: int, row: Sequence, nodes: int) -> dict[str, Any]:
         draft, out = step.draft, dict[str, Any]()
         if draft.confidence is not None:
-            out["chances"] = draft.confidence[b, :nodes].tolist()
+            out["confidence"] = draft.confidence[b, :nodes].tolist()
         if draft.probs is not None:
-            out["draft_law"] = [top(probs) for probs in draft.probs[b, :nodes]]
+            out["draft_probs"] = [top(probs) for probs in draft.probs[b, :nodes]]
         if step.logits is not None:
             target = target_distribution(step, b, row)
             at = torch.arange(nodes, device=step.logits.device)[:, None]
-            out["target_law"] = [top(target.probs(node)[0]) for node in at]
+            out["target_probs"] = [top(target.probs(node)[0]) for node in at]
         return out
 
     def _end(self, row: Sequence, finish: str) -> TraceLine:

@@ -37,13 +37,13 @@ class Detail(Enum):
 
 
 class TraceLine(BaseModel):
-    """One line. Unknown fields are an error."""
+    """One line. Unknown fields are an error. A field with an alias has it in the file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings", populate_by_name=True)
 
     def json_line(self) -> bytes:
         """The line as it is in the file, with its line break."""
-        return self.model_dump_json(exclude_none=True).encode() + b"\n"
+        return self.model_dump_json(exclude_none=True, by_alias=True).encode() + b"\n"
 
 
 class RunRecord(TraceLine):
@@ -130,9 +130,10 @@ class StepRecord(TraceLine):
     budget: tuple[Count, Count, Count | None] | None = None  # depth, width, nodes
     note: str | None = None  # the drafter's explanation of its draft
     # with Detail.PROBS
-    target_law: list[TopProbs] | None = None  # the target's distribution after each node
-    draft_law: list[TopProbs] | None = None  # the distribution that the children of each node were drawn from
-    chances: list[float] | None = None  # the drafter's confidence that a node is accepted
+    target_probs: list[TopProbs] | None = Field(None, alias="target_law")  # the target's distribution after each node
+    # the distribution that the children of each node were drawn from
+    draft_probs: list[TopProbs] | None = Field(None, alias="draft_law")
+    confidence: list[float] | None = Field(None, alias="chances")  # the drafter's, that a node is accepted
 
     @model_validator(mode="after")
     def _consistent(self) -> StepRecord:
@@ -151,7 +152,7 @@ class StepRecord(TraceLine):
             raise ValueError("token, siblings and budget are missing")
         if any(
             per_node is not None and len(per_node) != len(tokens)
-            for per_node in (self.target_law, self.draft_law, self.chances)
+            for per_node in (self.target_probs, self.draft_probs, self.confidence)
         ):
             raise ValueError("target_law, draft_law and chances need one entry for each node")
         return self

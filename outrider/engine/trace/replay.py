@@ -169,7 +169,7 @@ def _differences(recorded: StepRecord, done: Step, path: Sequence[int], likely: 
         out.append(f"{len(written)} tokens are written, recorded are {recorded.committed}")
     probs = done.draft.probs
     drafted = None if probs is None else [top(distribution) for distribution in probs[0]]
-    for name, now, then in (("target", likely, recorded.target_law), ("draft", drafted, recorded.draft_law)):
+    for name, now, then in (("target", likely, recorded.target_probs), ("draft", drafted, recorded.draft_probs)):
         if now is None or then is None:
             continue
         wrong = [n for n, (a, b) in enumerate(zip(now, then, strict=True)) if a != b]

@@ -15,7 +15,7 @@ from outrider.engine.calibrate import AT_LOAD, measure
 from outrider.engine.decoder import Decoder
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.tune.race import Candidate, Racer
-from outrider.lab.tune.recorded import RecordedText, Recorder, record
+from outrider.lab.tune.recorded import DraftRecorder, RecordedText, record
 from outrider.lab.tune.replay import DEEPEST, Machine, auto, fixed, plain_seconds
 
 TOGETHER = 4
@@ -110,7 +110,7 @@ class Forecasts:
         how."""
         lookups, target = lookup_names(made), self.racer.target
         deepest = max((m.tune_depth for name in made if name not in lookups and (m := method_of(name))), default=8)
-        recorder = Recorder(made, lookups, deepest)
+        recorder = DraftRecorder(made, lookups, deepest)
         decoder = Decoder(
             target.model,
             recorder,

@@ -56,7 +56,7 @@ class RecordedText:
     drafts: dict[str, list[RecordedDraft]] = field(default_factory=dict)
 
 
-class Recorder(BaseDrafter):
+class DraftRecorder(BaseDrafter):
     """Asks drafters at every position, and proposes nothing itself. A drafter that raises is not asked again.
 
     lookups: the names of those that cost nothing. problems: how drafters failed, by name.
@@ -134,7 +134,7 @@ class Recorder(BaseDrafter):
         return out
 
 
-def record(decoder: Decoder, recorder: Recorder, texts: Sequence[tuple[str, Request]]) -> list[RecordedText]:
+def record(decoder: Decoder, recorder: DraftRecorder, texts: Sequence[tuple[str, Request]]) -> list[RecordedText]:
     """Write texts, as many at a time as the decoder has slots, and return them in their order.
 
     texts: (kind, request). decoder: drafts with the recorder, whatever the length.

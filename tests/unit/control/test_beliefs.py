@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.control.beliefs import LookupBelief, ModelBelief, Offer, match_cell, priors
-from outrider.control.price import Forecast
+from outrider.control.price import DraftForecast
 
-PRIOR = Forecast(1.0, 3.0, 2.5, 1.5)
+PRIOR = DraftForecast(1.0, 3.0, 2.5, 1.5)
 
 
 def chain(tokens: list[int], mass: float = 0.9, match: int = 4) -> Offer:
