@@ -2,9 +2,9 @@
 
 With --where, each place that a figure counts is printed, too. It reads the source as text and runs nothing of it.
 
-isinstance of own types   `isinstance` or `match` cases that name a class of the package: ask for a capability instead
+isinstance of own types   `isinstance` with a class of the package: ask for a capability instead
 writes to other objects   `x.name = ...`, where x is not the method's own object: an object should be whole when it is made
-modules with one importer `__init__` and `__main__` do not count, as modules or as importers
+modules with one importer `__init__` does not count, as a module or as an importer
 circles of imports        groups of files that import each other, also for types only or inside of functions
 """
 
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 Modules = dict[str, ast.Module]
 
@@ -44,15 +45,16 @@ def own_checks(modules: Modules) -> list[str]:
     own = {name for name, _ in classes(modules)}
     found = list[str]()
     for module, tree in modules.items():
+        foreign = {alias.asname or alias.name for node in ast.walk(tree) if _is_foreign(node) for alias in node.names}
         for node in ast.walk(tree):
-            asked: list[ast.expr] = []
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-                asked = [node.args[1]]
-            elif isinstance(node, ast.MatchClass):
-                asked = [node.cls]
-            names = {getattr(n, "id", getattr(n, "attr", "")) for part in asked for n in ast.walk(part)}
-            found += [f"{module}:{part.lineno} {', '.join(sorted(names & own))}" for part in asked if names & own]
+                named = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+                found += [f"{module}:{node.lineno} {name}" for name in sorted(named & own - foreign)]
     return found
+
+
+def _is_foreign(node: ast.AST) -> TypeGuard[ast.ImportFrom]:
+    return isinstance(node, ast.ImportFrom) and not str(node.module).startswith("outrider")
 
 
 def writes(modules: Modules) -> list[str]:
@@ -95,39 +97,37 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
 
     reach = {module: reached(module) for module in arrows}
     groups = {frozenset(other for other in reach[m] if m in reach[other]) for m in arrows if m in reach[m]}
-    return sorted(sorted(group) for group in groups)
+    return sorted(map(sorted, groups))
 
 
-def single_importers(modules: Modules, arrows: dict[str, set[str]], package: Path) -> list[str]:
-    """Modules that exactly one other module imports."""
-    rooms = {".".join(p.parent.relative_to(package.parent).parts) for p in package.rglob("__init__.py")}
-    importers = defaultdict[str, list[str]](list)
-    for module, targets in arrows.items():
-        for target in targets if module not in rooms else ():
-            importers[target].append(module)
-    return [f"{m} <- {importers[m][0]}" for m in modules if m not in rooms and len(importers[m]) == 1]
+def single_importers(arrows: dict[str, set[str]], rooms: set[str]) -> list[str]:
+    """Modules that exactly one other module imports. rooms: the packages."""
+    importers = {m: [other for other in arrows if m in arrows[other] and other not in rooms] for m in arrows}
+    return [f"{m} <- {others[0]}" for m, others in importers.items() if m not in rooms and len(others) == 1]
 
 
 def fields(modules: Modules, name: str) -> list[str]:
     """What the objects of a class hold."""
-    found = dict[str, None]()
-    for tree in modules.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                found |= {
-                    n.target.id: None
-                    for n in node.body
-                    if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-                }
-                stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-                found |= {n.attr: None for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
-    return list(found)
+    own = [
+        node
+        for tree in modules.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    declared = [
+        n.target.id for c in own for n in c.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    ]
+    stored = [n for c in own for n in ast.walk(c) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    return list(
+        dict.fromkeys([*declared, *(n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self")])
+    )
 
 
 def figures(checkout: Path) -> dict[str, int | list[str]]:
     """A figure, or the places that it counts, by name."""
     package = checkout / "outrider"
     modules = read(package)
+    rooms = {".".join(path.parent.relative_to(checkout).parts) for path in package.rglob("__init__.py")}
     arrows = imports(modules)
     names = Counter(name for name, _ in classes(modules))
     return {
@@ -135,8 +135,8 @@ def figures(checkout: Path) -> dict[str, int | list[str]]:
         "modules": len(modules),
         "isinstance of own types": own_checks(modules),
         "writes to other objects' attributes": writes(modules),
-        "class names used twice": sorted(f"{name} {place}" for name, place in classes(modules) if names[name] > 1),
-        "modules with exactly one importer": single_importers(modules, arrows, package),
+        "class names used twice": [name for name, count in names.items() if count > 1],
+        "modules with exactly one importer": single_importers(arrows, rooms),
         "circles of imports at file level": [" ".join(circle) for circle in circles(arrows)],
         "fields of Request": fields(modules, "Request"),
         "fields of Sequence": fields(modules, "Sequence"),

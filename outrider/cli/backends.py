@@ -1,4 +1,4 @@
-"""Who answers in a chat: a server, or a model in this process. Both give the events that OpenAI's API streams."""
+"""What answers in a chat: a server, or a model in this process. Both give the events that OpenAI's API streams."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The planner: which drafter drafts for each sequence of a step, how deep, and which of its nodes are verified.
 
-One price of a second decides everything (`outrider.control.price`). It is sigma * B / T(B): sigma is the speed over plain
-decoding that the texts of the step have reached lately, B their number, T(B) the seconds of a plain step. What a lookup is worth
-follows from what it found and from how much the text copies. What a model is worth follows from what asking it has brought. One
-that was not asked for a while is believed a little better than it was, and this is the only exploration. There are no phases and
-no steps that only measure. Where nothing is worth its seconds, the step is plain.
+One price of a second decides everything (`outrider.control.price`). It is sigma * B / T(B). B is the number of texts in the
+step, and T(B) are the seconds of a plain step. sigma is the speed over plain decoding that the texts have reached lately. What
+a lookup is worth follows from what it found and from how much the text copies. What a model is worth follows from what asking
+it has brought. One that was not asked for a while is believed a little better than it was, and this is the only exploration.
+There are no phases and no steps that only measure. Where nothing is worth its seconds, the step is plain.
 
 Evidence comes in as `View`s and `Step`s, plans go out. Nothing here reads a clock, a token that is not committed, or a tensor.
 """

@@ -1,7 +1,7 @@
 """Prompts that start alike are computed once: keys and values of earlier texts, in blocks, the least used ones dropped.
 
-Keys and values of a token depend on the tokens up to it and on nothing else, bit for bit where a model is batch
-invariant (`LanguageModel.batch_invariant`), so a copy is what computing it again would give.
+Keys and values of a token depend on the tokens up to it and on nothing else. This is true bit for bit where a model is
+batch invariant (`LanguageModel.batch_invariant`). There a copy is what computing it again would give.
 
 The state of a recurrent layer holds all tokens up to it and cannot be cut. So a text with such states can be taken up only
 where its state was stored: at the end of a text, at the end of each chunk of a prompt, and where two prompts were seen to part.

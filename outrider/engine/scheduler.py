@@ -1,8 +1,8 @@
 """The scheduler: which sequences wait, run, give way and leave. One class, whether a server or a loop steps it.
 
-One step drops what was cancelled or is late, seats waiting sequences while slots and memory last, reads a chunk of the oldest
-unread prompt and one for the draft model, runs one draft-verify round of all sequences that decode, and hands out what was
-written. Noise is keyed by position. So neither its neighbours, nor when it joined, nor a preemption changes a text.
+One step ends what was cancelled or is late, and seats waiting sequences while slots and memory last. It reads a chunk of the
+oldest unread prompt. Then it runs one draft-verify round of all sequences that decode, and hands out what was written. Noise is
+keyed by position. So neither its neighbours, nor when it joined, nor a preemption changes a text.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class CustomGenerate:
     """What `custom_generate` returns. `last` tells about the latest call.
 
     Greedy texts are those of `model.generate`. Sampled rows follow the same distribution, with other draws. Three differences are
-    meant: padding does not count as written text for the repetition penalty, stop strings are looked for in the new
-    text only, and the model runs in evaluation mode.
+    meant. Padding does not count as written text for the repetition penalty. Stop strings are looked for in the new text only.
+    The model runs in evaluation mode.
     """
 
     def __init__(self, options: dict[str, Any], seed: int | None = None) -> None:

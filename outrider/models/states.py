@@ -6,7 +6,7 @@ its parent, moved on by what the node read. A commit names the path that is kept
 one. Nothing is undone.
 
 The states after the last nodes of a step are kept, because a commit or a child will ask for them. Those of earlier nodes are
-computed again, by the same arithmetic, if somebody asks.
+computed again, by the same arithmetic, on demand.
 """
 
 from __future__ import annotations

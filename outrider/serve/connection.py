@@ -1,7 +1,7 @@
 """How a server speaks with clients: uvicorn's settings, and what a connection may cost before its request is complete.
 
 A stranger needs no key to connect. So heads are limited in bytes and time, connections and unfinished requests are counted
-by address, and where there is no room, those who keep the server waiting go first. It holds for each of uvicorn's parsers.
+by address. Where there is no room, the connections that keep the server waiting go first. It holds for each of uvicorn's parsers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Reception:
         self._waiting: dict[str, dict[LimitedConnection, None]] = {}
 
     def enter(self, one: LimitedConnection) -> bool:
-        """Admit a new connection. False if there is no room, and nobody who could go."""
+        """Admit a new connection. False if there is no room, and no connection that could go."""
         address = one.address
         if self.open[address] >= max(1, self.connections // 2):
             crowd = [address]

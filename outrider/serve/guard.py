@@ -97,7 +97,7 @@ class Guard:
             log.info("%s %s %s %s %.0f ms", name, scope["method"], clean(scope["path"][:SHOWN]), status or "gone", took)
 
     def _check(self, scope: Scope, headers: Headers) -> str:
-        """Who asks, as `owner`. Raises Refused for a host, an origin or a key that may not."""
+        """The owner of a request. Raises Refused for a host, an origin or a key that may not."""
         settings, path = self.settings, scope["path"]
         if settings.replica_name:  # the front has checked
             return headers.get(OWNER.decode(), "")

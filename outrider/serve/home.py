@@ -1,6 +1,6 @@
 """The page at `/`: what the server is, where its other pages are, and a chat box.
 
-It is open to everybody, so it holds nothing of the model: it asks for that with the key that its user gives.
+It needs no key, so it holds nothing of the model: it asks for that with the key that its user gives.
 """
 
 from __future__ import annotations

@@ -280,8 +280,8 @@ def public_name(name: str) -> str:
 def answered_hosts(host: str, keys: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
     """`ServeOptions.hosts` of a server that listens at `host`.
 
-    A web page can give its own name the address 127.0.0.1 and then read a server that listens there, unless that asks for a
-    key or for its own name.
+    A web page can give its own name the address 127.0.0.1 and then read a server that listens there. A server that asks for a
+    key or for its own name is safe from it.
     """
     if not allowed and (keys or not is_local(host)):
         return ()

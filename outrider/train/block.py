@@ -44,7 +44,7 @@ class TrainedBlock(TrainedHead):
 
 
 def new_block(start: Beginning) -> TrainedBlock:
-    """A drafter of two layers whose first guesses are nothing yet. The method says whether it is a DSpark one."""
+    """A drafter of two layers whose draft tokens are random at first. The method says whether it is a DSpark one."""
     loaded, ids, dspark = start.loaded, start.token_ids, start.method == "dspark"
     if start.kept is None:
         mask = mask_token(start.answers, loaded.model.vocab_size, loaded.tokenizer, loaded.end_ids)

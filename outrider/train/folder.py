@@ -1,4 +1,4 @@
-"""The folder of a training run: the head for whoever uses it, and what the run needs to go on, in `training/`.
+"""The folder of a training run: the head for its users, and what the run needs to go on, in `training/`.
 
 config.json, model.safetensors: the head as it was last measured. MODEL_CARD.md: what it is, for people.
 training/: settings.json (what the run was asked for), answers.jsonl, checkpoint.pt, run.json (the curve, for programs).
@@ -57,7 +57,7 @@ class RunFolder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else may train in this folder meanwhile. Raises ValueError if another process does."""
+        """Keep other processes from training in this folder meanwhile. Raises ValueError if another process does."""
         try:
             with FileLock(self._state / ".lock").acquire(timeout=0):
                 yield

@@ -17,7 +17,7 @@ HEADS, BLOCKS = 4, 1
 
 
 class TrainedMedusa(TrainedHead):
-    """Medusa heads. Head k guesses the token after k that the text has not shown yet, so later ones are right less often."""
+    """Medusa heads. Head k predicts the token after k that the text has not shown yet, so later ones are right less often."""
 
     module: MedusaModule
 

@@ -27,7 +27,7 @@ _MARK = "\x1a"  # stands for the user's words in a chat template
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt to answer. tokens: its ids, not empty. answer: ids of an answer that somebody else gave; None to write one.
+    """A prompt to answer. tokens: its ids, not empty. answer: ids of an answer from elsewhere; None to write one.
     held_out: the answer measures the head and does not train it."""
 
     tokens: list[int]

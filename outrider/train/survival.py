@@ -1,6 +1,6 @@
-"""How far drafts get on texts that no training saw: S_j, the share of places where the first j guesses are all right.
+"""How far drafts get on texts that no training saw: S_j, the share of places where the first j draft tokens are all right.
 
-A text of temperature 0 is compared with the head's best guesses. For a text that was drawn, the guesses use the noise that
+A text of temperature 0 is compared with the head's likeliest tokens. For a text that was drawn, the draft uses the noise that
 drew it, as the verifier `match` does. That noise is drawn again here, given the text: the key of the text's token is the
 largest, and the others are Gumbel variables below it (Maddison et al. 2014, arXiv 1411.0030).
 """
@@ -22,7 +22,7 @@ from outrider.train.teacher import Taught
 
 @dataclass(frozen=True)
 class Survival:
-    """survived: how often the first 1, 2, ... guesses were right. places: drafts that were tried. group: a source, or a
+    """survived: how often the first 1, 2, ... draft tokens were right. places: drafts that were tried. group: a source, or a
     temperature."""
 
     group: str

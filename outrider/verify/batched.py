@@ -8,7 +8,7 @@ position of the token after the root. A verifier reads this noise:
                RESIDUAL at position + accepted, for the token after the accepted nodes (residual or bonus)
 
 Coins and ratios are compared in float64. The product of two float32 numbers is exact there, so `u * q < p` has no
-rounding of its own, and the batched form and its reference make the same decisions.
+rounding of its own. So the batched form and its reference make the same decisions.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from prose import LONGEST_SENTENCE, banned, sentences
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
@@ -29,18 +30,7 @@ SOURCES = sorted((ROOT / "outrider").rglob("*.py"))
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
-LONGEST_SENTENCE, MEAN_SENTENCE = 25, 16  # words
-# One word for one concept: what the field calls it stands beside each word that these pages do not use.
-BANNED = {
-    r"guess(es|ed|ing)?": "draft token, predict",
-    r"laws?": "distribution",
-    r"dear(er|est)?": "expensive",
-    r"who(ever|m)?": "which, or the name of the part; software is `it`",
-    r"(no|some|any|every)body": "the name of the part",
-    r"nought": "zero",
-    r"forete(ll|lls|lling)|foretold": "predict",
-    r"rows? equal": "batch invariant",
-}
+MEAN_SENTENCE = 16  # words
 
 
 # Command lines of the pages that are parsed and not run, by a pattern, and why.
@@ -71,13 +61,10 @@ def prose(markdown: str) -> list[str]:
     return [" ".join(block.split()) for block in blocks if block.strip()]
 
 
-def sentences(markdown: str) -> Iterator[tuple[int, str]]:
-    """(words, sentence) of a page. A sentence ends at `.`, `!` or `?` before a space, or at the end of its paragraph."""
+def page_sentences(markdown: str) -> Iterator[tuple[int, str]]:
+    """(words, sentence) of a page."""
     for block in prose(markdown):
-        for sentence in re.split(r"(?<=[.!?])[\"')*_]*\s+", block.replace("et al.", "et al")):
-            words = re.findall(r"\S*\w\S*", sentence)
-            if words:
-                yield len(words), sentence
+        yield from sentences(block)
 
 
 def slug(heading: str) -> str:
@@ -107,16 +94,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PROSE, ids=name)
 def test_sentences_are_short(page: Path) -> None:
-    found = list(sentences(page.read_text()))
+    found = list(page_sentences(page.read_text()))
     long = [sentence for words, sentence in found if words > LONGEST_SENTENCE]
     assert not long, f"{name(page)}: more than {LONGEST_SENTENCE} words:\n" + "\n".join(long)
     mean = sum(words for words, _ in found) / max(len(found), 1)
     assert mean <= MEAN_SENTENCE, f"{name(page)}: {mean:.1f} words a sentence on average"
-
-
-def banned(text: str) -> dict[str, str]:
-    """The words of a text that are not used here, with what to write instead."""
-    return {found[0]: use for word, use in BANNED.items() for found in re.finditer(rf"\b{word}\b", text, re.I)}
 
 
 @pytest.mark.parametrize("page", PROSE, ids=name)
@@ -129,7 +111,7 @@ def test_words_are_those_of_the_field(page: Path) -> None:
 def test_help_is_written_like_the_pages(command: str) -> None:
     for text in [COMMANDS[command].help or "", *(getattr(p, "help", "") or "" for p in COMMANDS[command].params)]:
         assert not banned(text), f"outrider {command} --help: {text!r}: write instead: {banned(text)}"
-        long = [sentence for words, sentence in sentences(text) if words > LONGEST_SENTENCE]
+        long = [sentence for words, sentence in page_sentences(text) if words > LONGEST_SENTENCE]
         assert not long, f"outrider {command} --help: more than {LONGEST_SENTENCE} words: {long}"
 
 

@@ -1,6 +1,7 @@
 """Rules of the project that no other test would see broken."""
 
 import ast
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[2]
+HOUSE = runpy.run_path(str(ROOT / "docs" / "house.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
@@ -32,3 +34,7 @@ def test_every_path_that_pyright_checks_strictly_exists() -> None:
     pyright = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     for pattern in pyright["strict"]:
         assert list(ROOT.glob(pattern)), f"{pattern} names no file"
+
+
+def test_class_names_are_unique_in_the_package() -> None:
+    assert not HOUSE["figures"](ROOT)["class names used twice"]

@@ -82,7 +82,7 @@ def head_kind(folder: str | Path) -> str | None:
         files = _files(path)
         return _kind(settings, _names(files)) if files else None
     except (ValueError, OSError):
-        return None  # whoever loads it as a model says what is wrong
+        return None  # the loader of models says what is wrong
 
 
 def open_head(folder: str | Path) -> HeadFolder:

@@ -163,9 +163,9 @@ def survival(model: PairModel, text: Sequence[int], features: Tensor, right: Seq
             parents = torch.cat([parents, torch.arange(count) + (depth - 1) * count])
         nodes = Nodes(tokens, cache, [0], parents[None])
         logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, features[None, :count])
-        guess = logits[0].argmax(-1)
-        guess = guess if model.subset is None else model.subset.ids[guess]
-        alive &= guess.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
+        token = logits[0].argmax(-1)
+        token = token if model.subset is None else model.subset.ids[token]
+        alive &= token.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
         hits.append(float(alive.float().mean()))
     return DraftHits(tuple(hits))
 
@@ -181,8 +181,8 @@ def parallel_survival(
         known = text[: t + 2]
         drafter.start(0, known, read, features[read : t + 1])
         read = t + 1
-        for depth, guess in enumerate(drafter.best(0, known, text[t + 2 : t + 1 + DEPTH])):
-            if guess != right[t + 1 + depth]:
+        for depth, token in enumerate(drafter.best(0, known, text[t + 2 : t + 1 + DEPTH])):
+            if token != right[t + 1 + depth]:
                 break
             hits[depth] += 1
     drafter.release(0)

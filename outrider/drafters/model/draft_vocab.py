@@ -2,7 +2,7 @@
 
 A token outside has probability 0 in the draft, so every verifier stays exact. The price is acceptance where the text has such a
 token. A token's frequency is estimated from its id, from the prompts of this package and from the user's texts. The ids of a
-tokenizer follow the order of its merges or scores, so a low id means a frequent token where the tokenizer was trained.
+tokenizer follow the order of its merges or scores. So a low id means a frequent token where the tokenizer was trained.
 """
 
 from __future__ import annotations

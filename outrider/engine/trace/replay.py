@@ -91,8 +91,8 @@ def replay(
     matter. Its drafter matters only if the verifier needs the draft's distribution. mask: the grammar of the request, if it had
     one.
 
-    Raises ValueError for a step that does not exist, a trace without tokens, another model, a missing grammar, or a drafter
-    that proposes another tree now.
+    Raises ValueError for a step that does not exist, a trace without tokens, another model and a missing grammar. Also for a
+    drafter that proposes another tree now.
     """
     text = trace.text(request)
     recorded = text.step(step)

@@ -174,8 +174,8 @@ def measured_costs(path: Path) -> MeasuredCosts | None:
 def by_length(costs: ServingCosts, curve: AcceptanceCurve) -> Callable[[int, int, float], float]:
     """Expected seconds of a round, (batch size, depth, context) -> seconds, where drafts may be shorter than the depth.
 
-    A batch is as long as its longest draft: with the share a of drafts that have a token at a position, the chance that a
-    batch of n has one is 1 - (1 - a) ** n. Contexts are grouped by 16 tokens.
+    A batch is as long as its longest draft. If a share a of the drafts has a token at a position, a batch of n has one with
+    probability 1 - (1 - a) ** n. Contexts are grouped by 16 tokens.
     """
 
     @lru_cache(maxsize=1 << 16)

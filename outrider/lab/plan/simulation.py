@@ -28,7 +28,7 @@ from outrider.lab.plan.acceptance_curve import AcceptanceCurve
 from outrider.lab.plan.serving_costs import ServingCosts
 from outrider.lab.plan.workload import Arrival
 
-ALONE = 256  # prompt tokens per step where nobody waits for it; as `outrider.engine.decoder.PREFILL_CHUNK`
+ALONE = 256  # prompt tokens per step where no other sequence waits; as `outrider.engine.decoder.PREFILL_CHUNK`
 
 RoundSeconds = Callable[[int, int, float], float]  # batch size, depth, context
 
@@ -117,7 +117,7 @@ class SimulatedRequest:
 
 
 class SimulatedReplica:
-    """One replica. It is looked at when somebody asks: `advance` runs all that has begun by then.
+    """One replica. It is brought up to date when it is asked: `advance` runs all that has begun by then.
 
     depths: draft tokens of a round by batch size. seconds: of a round. clock: the end of the last step. busy: seconds of
     steps. rounds, row_rounds: rounds, and the sum of their batch sizes. drafted_rounds: those with drafts.

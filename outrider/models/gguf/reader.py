@@ -112,7 +112,7 @@ def _check_part(path: Path, values: dict[str, Any], number: int, count: int) -> 
 
 
 def _mapped(path: Path, offset: int, size: int) -> Tensor:
-    """uint8 [size]. The mapping is private, so a page that somebody writes to does not reach the file."""
+    """uint8 [size]. The mapping is private, so a write to a page does not reach the file."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     with path.open("rb") as file:
         view = mmap.mmap(file.fileno(), offset - start + size, access=mmap.ACCESS_COPY, offset=start)

@@ -1,7 +1,7 @@
 """The packs in the user's cache folder. They are keyed by content, and the least recently used ones make room for new ones.
 
-A pack is written behind: by a thread, while the model runs. A process that ends before waits for it, as the next start would
-else pack the model again, and so would every start of a short command. Ctrl-C gives it up. A pack is written beside its place and
+A pack is written behind: by a thread, while the model runs. A process that ends earlier waits for it. Else the next start would
+pack the model again, and so would every start of a short command. Ctrl-C gives it up. A pack is written beside its place and
 renamed, with its manifest last, so that a half one is never read: the next process that adds one removes it.
 """
 

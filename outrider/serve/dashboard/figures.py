@@ -94,11 +94,11 @@ def outlook(ticks: Sequence[dict[str, Any]], last: dict[str, Any], seconds: floa
         "Estimated": "not yet",
         "Expected": "nothing: no draft is weighed",
     }
-    guess, trusted = None, None
+    estimate, trusted = None, None
     if now["speedup"] is not None:
-        guess = (now["speedup"], *(now["between"] or ()))
+        estimate = (now["speedup"], *(now["between"] or ()))
         sources["Estimated"] = (
-            f"{_times(*guess, note='95 % interval ')} over {over}: "
+            f"{_times(*estimate, note='95 % interval ')} over {over}: "
             f"the time that plain steps would take ({last['speed_from']}), over the time taken"
         )
     if trial["ratio"] is not None:
@@ -118,15 +118,15 @@ def outlook(ticks: Sequence[dict[str, Any]], last: dict[str, Any], seconds: floa
         kind, answer = _answer(trusted, f"measured by the A/B trial on {sum(trial['ended'].values())} requests")
     elif not now["plans"]:
         kind, answer = "unknown", f"Too few requests to say: nothing was written over {over}."
-    elif guess is not None and len(guess) > 1 and (guess[1] > 1 or resting < RESTING):
-        kind, answer = _answer(guess, f"estimated from the times of the steps over {over}")
+    elif estimate is not None and len(estimate) > 1 and (estimate[1] > 1 or resting < RESTING):
+        kind, answer = _answer(estimate, f"estimated from the times of the steps over {over}")
     elif resting >= RESTING:
         plain = f"in {100 * resting:.0f} % of the steps over {over} no draft was worth its time"
         kind, answer = "rest", f"Not now: {plain}, so drafting rests."
-    elif guess is None:
+    elif estimate is None:
         kind, answer = "unknown", "Not known: no plain step was seen to compare with; an A/B trial compares."
     else:
-        kind, answer = "unknown", f"Too few requests to say: {_times(*guess)} over {over}."
+        kind, answer = "unknown", f"Too few requests to say: {_times(*estimate)} over {over}."
     return {**now, "kind": kind, "answer": answer, "sources": sources}
 
 

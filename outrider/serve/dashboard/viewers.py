@@ -1,4 +1,4 @@
-"""The pages of a server: `/dashboard`, which is live, and `/explain`. Nothing is computed or sent while nobody looks.
+"""The pages of a server: `/dashboard`, which is live, and `/explain`. Nothing is computed or sent while no page is open.
 
 Each viewer has a short queue. A viewer that does not read is dropped, and its queue with it. Every viewer is dropped after
 `LEASE` seconds and its browser comes back, so one that has gone to sleep holds nothing.

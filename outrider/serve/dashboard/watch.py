@@ -1,6 +1,6 @@
 """What the dashboard knows of the engine: sums over the steps since the last tick, and the requests that have ended.
 
-A `Watch` is an observer of the engine, and only while somebody looks.
+A `Watch` is an observer of the engine, and only while a page is open.
 """
 
 from __future__ import annotations

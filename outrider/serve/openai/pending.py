@@ -191,7 +191,7 @@ class StreamedChoice:
         assert reader is not None
         chunks = [writer.piece(index, content, None, self._offset)] if content else []
         chunks += [writer.call(index, n, call) for n, call in enumerate(calls, reader.called - len(calls))]
-        # The tokens come last: who has read them has the call, so the answer can go on from there.
+        # The tokens come last: a client that has read them has the call, so the answer can go on from there.
         return [*chunks, writer.piece(index, "", delta, self._offset)] if tokens else chunks
 
 

@@ -1,4 +1,4 @@
-"""The dashboard of many replicas: their events, summed. Replicas are asked only while somebody looks."""
+"""The dashboard of many replicas: their events, summed. Replicas are asked only while a page is open."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Connections:
                     yield part
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if lost.done() and (task is None or not task.cancelling()):  # nobody has cancelled this task
+            if lost.done() and (task is None or not task.cancelling()):  # this task was not cancelled
                 raise ReplicaLost(reservation.replica) from None
             asking.cancel()
             raise

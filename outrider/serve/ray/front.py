@@ -1,6 +1,6 @@
 """The front: one address before many replicas. It knows HTTP and our events, and no Ray.
 
-A request that nobody has answered yet is asked again elsewhere when its replica dies. A stream goes on elsewhere.
+A request without an answer so far is sent to another replica when its replica dies. A stream goes on elsewhere.
 """
 
 from __future__ import annotations
