@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,14 +14,6 @@ from outrider.models.hf.linear import PackedLinear
 
 Linear = Callable[[Tensor], Tensor]
 SMALL = 2**22  # weights; a smaller head costs more in calls than in bytes
-
-
-class HeadOutput(NamedTuple):
-    """Of the pairs that were wanted. logits: float32 [batch, node, draft_vocab]. g: float32 [batch, node, hidden], what a head
-    reads in place of features at the children of each node."""
-
-    logits: Tensor
-    g: Tensor
 
 
 class Linears:

@@ -78,7 +78,7 @@ class PEagleDrafter(PairReader, ParallelDrafter):
     """P-EAGLE: a head of several layers that drafts all tokens of a step in one forward, from the target's features and masks.
 
     The slots after the root's pair hold a mask token and a learnt feature in place of the target's. Each slot attends to the
-    text and to the slots before it, so the distributions of later tokens do not depend on the tokens that are drafted. The
+    text and to the slots before it, so the distributions of later tokens do not depend on draft tokens. The
     cache holds pairs of committed tokens only, as `EagleDrafter`'s does.
 
     num_slots, max_length: slots of the cache, and tokens of each.

@@ -79,7 +79,7 @@ def _config(reader: HeadReader) -> EagleConfig:
 
 
 def _taps(reader: HeadReader, wide: int) -> tuple[int, ...]:
-    """The layers that the head reads, by the first list that the folder has; see docs/guides/heads.md for who counts how."""
+    """The layers that the head reads, by the first list that the folder has; docs/guides/heads.md says how formats count."""
     given, key = reader.given, _LAYER_IDS
     ids, inner = given.get(key), (given.get("eagle_config") or {}).get(key)
     if ids is None and inner is not None:

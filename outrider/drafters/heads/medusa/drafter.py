@@ -1,7 +1,7 @@
 """Medusa heads (Cai et al. 2024, arXiv 2401.10774): each head predicts one later token from the last hidden state alone.
 
-Head i gives the logits W_i z of the token i + 2 positions after the state h it reads, where z = h + SiLU(A h + b), for each of
-its blocks. W_i is its own, or one matrix serves all heads, for all tokens or for some.
+Head i gives the logits W_i z of the token i + 2 positions after the state h that it reads. Each of its blocks makes
+z = h + SiLU(A h + b). W_i is its own, or one matrix serves all heads, for all tokens or for some.
 """
 
 from __future__ import annotations
