@@ -31,7 +31,7 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.model.confidence import SCALES
 from outrider.engine.decoder import Decoder
 from outrider.engine.decoder import Sequence as Text
-from outrider.lab.tune.recorded import STATED, RecordedText, Recorder, record
+from outrider.lab.tune.recorded import STATED, DraftRecorder, RecordedText, record
 from outrider.models.load import load
 
 LENGTH, TOGETHER = 2048, 8
@@ -97,7 +97,7 @@ def record_all(options: argparse.Namespace) -> None:
         ]
         while left:
             some, left = left[:TOGETHER], left[TOGETHER:]
-            recorder = Recorder(made, LOOKUPS)
+            recorder = DraftRecorder(made, LOOKUPS)
             decoder = Decoder(
                 target.model,
                 recorder,

@@ -26,7 +26,7 @@ class OwnCode(ValueError):
 
 
 def of_folder(path: str) -> Any:
-    """The tokenizer that transformers reads from a folder, or from a name on the hub. No question is asked, and no code of it runs.
+    """The tokenizer that transformers reads from a folder, or from a name on the hub. It asks nothing, and no code of it runs.
 
     Raises OwnCode, naming the file; OSError or ValueError if there is no tokenizer.
     """

@@ -1,7 +1,7 @@
 """What the trainer asks of a kind of head, and the loss that all kinds share.
 
-All heads draft along a text in one way: at an anchor t the features end at position t, the token t + 1 is known, and draft token
-k is about the token t + 2 + k.
+All heads draft along a text in one way. At an anchor t the features end at position t, and the token t + 1 is known. Draft
+token k stands for the token t + 2 + k.
 
 The loss is the distance of a draft's distribution from the target's. At temperature 1 the acceptance is the mean of
 sum(min(p, q)), which is one minus the total variation. The forward KL divergence leads in: it still pulls where the two
@@ -73,7 +73,7 @@ class TrainedHead:
         raise NotImplementedError
 
     def write(self, folder: Path) -> None:
-        """Write the head as it is now, for whoever uses it."""
+        """Write the head as it is now, for its users."""
         raise NotImplementedError
 
     def kept(self) -> dict[str, Any]:

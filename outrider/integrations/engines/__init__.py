@@ -11,14 +11,14 @@ from typing import Any
 from outrider.core.suggest import did_you_mean
 from outrider.drafters.config import SpeculativeConfig
 from outrider.integrations.engines.llama_cpp import LlamaCpp
-from outrider.integrations.engines.setting import Engine, EngineCommand, ExportedSetting
+from outrider.integrations.engines.setting import EngineCommand, ExportedSetting, ForeignEngine
 from outrider.integrations.engines.sglang import SGLang
 from outrider.integrations.engines.trt_llm import TensorRTLLM
 from outrider.integrations.engines.vllm import VLLM
 
 __all__ = ["ENGINES", "EngineCommand", "ExportedSetting", "exports", "named"]
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM(), SGLang(), LlamaCpp(), TensorRTLLM())}
+ENGINES: dict[str, ForeignEngine] = {engine.name: engine for engine in (VLLM(), SGLang(), LlamaCpp(), TensorRTLLM())}
 """By the name on the command line."""
 
 
@@ -43,7 +43,7 @@ def exports(
     return [named(name).export(setting) for name in (list(ENGINES) if engines is None else engines)]
 
 
-def named(engine: str) -> Engine:
+def named(engine: str) -> ForeignEngine:
     """The engine of a name. Raises ValueError if it is unknown."""
     if engine not in ENGINES:
         raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
-    Engine,
     ExportedSetting,
+    ForeignEngine,
     corpus_notes,
     draft_notes,
     flags_line,
@@ -96,7 +96,7 @@ METHODS = {
 }
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(ForeignEngine):
     """The command line, and `llama.cpp.ini` for `llama-server --models-preset`. Several methods become a list of types."""
 
     name, title, start, off = "llama.cpp", "llama.cpp", "llama-server -m", "--spec-type none is also the default"

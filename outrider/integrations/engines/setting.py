@@ -1,4 +1,4 @@
-"""What is exported, what comes out, and what the exports to all engines share: `Engine`, of which each has a subclass."""
+"""What is exported, what comes out, and what the exports to all engines share; each is a `ForeignEngine`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class EngineCommand:
     supported: bool = True
 
 
-class Engine:
+class ForeignEngine:
     """An engine that settings are exported to. A subclass says how, and `export` puts it together.
 
     name: its key in `ENGINES`. title: its name for people. start: its server's command line. off: how plain decoding is said.

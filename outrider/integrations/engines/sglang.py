@@ -10,8 +10,8 @@ from typing import Any
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
-    Engine,
     ExportedSetting,
+    ForeignEngine,
     draft_notes,
     flags_line,
     is_eagle1,
@@ -119,7 +119,7 @@ METHODS = {
 }
 
 
-class SGLang(Engine):
+class SGLang(ForeignEngine):
     """The command line and `sglang.yaml` for `--config`; for an EAGLE head with several lengths, the file of the lengths."""
 
     name, title, start = "sglang", "SGLang", "python -m sglang.launch_server --model-path"

@@ -11,8 +11,8 @@ from typing import Any
 
 from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
-    Engine,
     ExportedSetting,
+    ForeignEngine,
     corpus_notes,
     draft_notes,
     match_note,
@@ -80,7 +80,7 @@ METHODS = {
 }
 
 
-class TensorRTLLM(Engine):
+class TensorRTLLM(ForeignEngine):
     """`trtllm-serve MODEL --config trt-llm.yaml`, and the file."""
 
     name, title, start, off = "trt-llm", "TensorRT-LLM", "trtllm-serve", "leave out speculative_config"

@@ -11,8 +11,8 @@ from typing import Any
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
-    Engine,
     ExportedSetting,
+    ForeignEngine,
     corpus_notes,
     draft_notes,
     is_eagle1,
@@ -74,13 +74,13 @@ METHODS = {
 }
 
 
-class VLLM(Engine):
+class VLLM(ForeignEngine):
     """The command line, `vllm.yaml` for `vllm serve --config`, and `vllm_offline.py` with the same in Python."""
 
     name, title, start, off = "vllm", "vLLM", "vllm serve", "leave out --speculative-config"
     methods, draft_key = METHODS, "model"
     verifiers: Mapping[str, str] = {
-        **Engine.verifiers,
+        **ForeignEngine.verifiers,
         "block": "block: only its second model runner has it, VLLM_USE_V2_MODEL_RUNNER=1 on CUDA; without that runner it is "
         "ordinary rejection, which accepts a little less",
     }
