@@ -37,12 +37,20 @@ MEAN_SENTENCE = 16  # words
 NOT_RUN = {
     r"\./|\bMODEL\b|\bHEAD\b|\bNAME\b|gguf|my-|mine\.json|folder/|requests\.jsonl|speculative_config\.json|texts\.jsonl": "files "
     "of the reader",
-    r"^(serve|deploy|chat|run|batch)\b": "a server or a conversation; tests/system/test_serve_cli.py runs them",
+    r"^(serve|deploy|batch)\b": "a server; tests/system/test_serve_cli.py runs it",
+    r"^(chat|run)\b": "a conversation, see test_conversations_of_the_pages_are_had",
     r"^(bench|tune|calibrate|certify|train|demo|report|plan|export|layers|pack)\b": "a minute of measurement, or its result",
     r"http://|Qwen/": "another machine",
     r"bigram": "the drafter of its page is not installed",
     r"^(pull|rm)\b": "changes the cache of the user",
     r"^doctor\b": "its exit status depends on the machine",
+}
+
+
+# Models of a conversation on a page -> one that is here.
+STAND_INS = {
+    r"small\.gguf|\./my-small-model": "builtin:code-draft",
+    r"builtin:smollm2-135m|(?<=-m )(?!builtin)\S+|(?<=run )(?!builtin)\S+": "builtin:code",
 }
 
 
@@ -188,6 +196,19 @@ def test_quick_command_lines_run(page: Path, tmp_path: Path, monkeypatch: pytest
         line = shlex.join(words)
         if not any(re.search(pattern, line) for pattern in NOT_RUN):
             done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, f"{name(page)}: outrider {line}\n{done.output}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_conversations_of_the_pages_are_had(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `outrider chat -m` and `outrider run` of a page, with a built-in model in the place of the page's."""
+    monkeypatch.chdir(tmp_path)
+    for words in command_lines(shell_text(page)):
+        line = shlex.join(words)
+        if words[0] == "run" or (words[0] == "chat" and "-m" in words):
+            for pattern, stand_in in STAND_INS.items():
+                line = re.sub(pattern, stand_in, line)
+            done = CliRunner().invoke(app, [*shlex.split(line), "-n", "2"], input="Hi\n")
             assert done.exit_code == 0, f"{name(page)}: outrider {line}\n{done.output}"
 
 
