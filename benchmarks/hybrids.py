@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import PEERS, ROOT, WORK, headline
+from benchmarks import PEERS, WORK, headline
 from benchmarks.machine import cores
 from benchmarks.peers.ours import some_tokens
 from outrider.models import states
+from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.hf import steps
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
@@ -49,7 +50,7 @@ def folder_of(layers: int) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(ROOT / "outrider" / "data" / "code" / name, folder / name)
+            shutil.copy(builtin_folder("builtin:code") / name, folder / name)
     return folder
 
 

@@ -20,9 +20,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from benchmarks import ROOT, headline
+from benchmarks import headline
 from benchmarks.prompts import humaneval
 from benchmarks.scale_up import SIZES, Inflater, Size, rms
+from outrider.models.builtin.shipped import builtin_folder
 
 
 def inflate(
@@ -105,7 +106,7 @@ def weaken(
 
 def load_source(name: str) -> tuple[LlamaForCausalLM, Any]:
     """The small model in float32, and its tokenizer. A built-in name or a folder."""
-    path = str(ROOT / "outrider" / "data" / name.removeprefix("builtin:")) if name.startswith("builtin:") else name
+    path = str(builtin_folder(name)) if name.startswith("builtin:") else name
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(path)  # pyright: ignore[reportReturnType]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT, WORK
+from outrider.models.builtin.shipped import builtin_folder
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     # what each side is told; stored: the precision of the folder that all of them read
@@ -56,7 +57,7 @@ def drafts_of(given: list[str]) -> dict[str, str]:
 
 
 def source_folder(name: str) -> Path:
-    return ROOT / "outrider" / "data" / name.removeprefix("builtin:") if name.startswith("builtin:") else Path(name)
+    return builtin_folder(name) if name.startswith("builtin:") else Path(name)
 
 
 def fingerprint(name: str) -> str:

@@ -19,7 +19,7 @@ def builtin_folder(name: str) -> Path:
     folder = data_folder()
     if folder is None:
         raise FileNotFoundError(
-            f"{name} is in the package outrider-data, which is not installed: pip install outrider-data, or in a checkout "
-            "pip install ./data. Or give a model of your own: a folder or a GGUF file"
+            f"{name} is in the package outrider-data, which is not installed: pip install ./data   # in the checkout. "
+            "Or give a model of your own: a folder or a GGUF file"
         )
     return folder / name.removeprefix("builtin:")

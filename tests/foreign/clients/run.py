@@ -23,7 +23,7 @@ from time import perf_counter
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TOKENIZER = HERE.parents[2] / "outrider" / "data" / "code"
+TOKENIZER = HERE.parents[2] / "data" / "outrider_data" / "code"
 sys.path.insert(0, str(HERE.parents[1] / "support"))
 
 
