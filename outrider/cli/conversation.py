@@ -36,13 +36,10 @@ _PARAMETERS = (
 class Conversation:
     """Messages with a backend. What a person types goes to `handle`."""
 
-    def __init__(
-        self, backend: ChatBackend, options: dict[str, Any], *, system: str | None, stats: bool, wrap: bool = True
-    ) -> None:
+    def __init__(self, backend: ChatBackend, options: dict[str, Any], *, system: str | None, stats: bool) -> None:
         """options: of `SamplingParams`; the n-th answer has the seed of the options plus n, so a conversation can be had
-        again. system: the system message. stats: a line of figures after each answer. wrap: break lines between words,
-        where the output is a terminal."""
-        self.backend, self.stats, self.wrap = backend, stats, wrap
+        again. system: the system message. stats: a line of figures after each answer."""
+        self.backend, self.stats = backend, stats
         self.options, self._defaults = {k: v for k, v in options.items() if v is not None}, dict(options)
         self.messages = [{"role": "system", "content": system}] if system else []
         self._answers = 0
@@ -76,7 +73,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         options = {**self.options, "seed": (self.options["seed"] + self._answers) % 2**63}
         answer, finish, last, stopped = "", None, dict[str, Any](), False
-        out = WordWrap(sys.stdout) if self.wrap and sys.stdout.isatty() else None
+        out = WordWrap(sys.stdout) if sys.stdout.isatty() else None
         try:
             with closing(self.backend.answer(self.messages, options)) as events:
                 for event in events:

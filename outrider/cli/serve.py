@@ -49,16 +49,16 @@ def serve(
         model = one_model(model, model_option)
         options = validated(ServeOptions, model=model, speculative_config=speculation.config(model), **given)
         with loading(model):
-            from outrider.engine.memory import gib
-
             with needs("serve", "the server"):
+                from outrider.serve.connection import bound
+
+                ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
+                sockets = [one for port in ports for one in bound(options.host, port)]  # before seconds of imports
                 from outrider.serve import logs
                 from outrider.serve.app import create_app
                 from outrider.serve.assembly import assemble
-                from outrider.serve.connection import bound
+            from outrider.engine.memory import gib
 
-            ports = [options.port, *([] if options.monitor_port is None else [options.monitor_port])]
-            sockets = [one for port in ports for one in bound(options.host, port)]
             spans = None
             if otlp_traces_endpoint is not None:
                 with needs("otel", "--otlp-traces-endpoint"):

@@ -27,7 +27,7 @@ PLAIN_STEPS = 64  # plain steps of a batch size whose median counts
 
 READING = "reading"  # a drafter reads, and the step has no draft of it
 MEASURED = "costs measured at load, corrected by every step"
-SEEN = "plain steps seen while somebody looked"
+SEEN = "plain steps seen while there was a viewer"
 
 
 @dataclass
