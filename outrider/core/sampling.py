@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ from outrider.kernels import for_device
 from outrider.kernels.probabilities import running_total, softmax
 
 _NO = float("-inf")
+_ARITHMETIC = Context(prec=28)
 # top-p sorts this many candidates first. The full sort gives the same result, slower.
 _SHORTLIST = 256
 
@@ -275,7 +276,7 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
         scores = _top_p(scores, params.top_p)
     if params.min_p > 0:
         # Decimal has its own arithmetic: the C library's logarithm is not the same everywhere
-        border = scores.max() + float(Decimal(params.min_p).ln())
+        border = scores.max() + float(_ARITHMETIC.ln(Decimal(params.min_p)))
         scores = scores.masked_fill(scores < border, _NO)
     return scores
 

@@ -34,6 +34,7 @@ from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
 from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats, reader
 from outrider.models.request import LoadRequest, ReadModel
+from outrider.models.rotary import ExactPowers
 from outrider.models.tokenizer import OwnCode, of_folder
 
 _SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
@@ -86,13 +87,14 @@ def _from_floats(request: LoadRequest, path: str, config: Any) -> tuple[PreTrain
         checkpoint.fits(name, stored, request.weights, request.device)
         _check_sizes(name, config, stored, checkpoint.shapes(folder))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=DTYPES.get(request.dtype, "auto"),
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+        with ExactPowers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=DTYPES.get(request.dtype, "auto"),
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
         return loaded
     except Exception as error:  # each architecture fails in its own way
         raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error

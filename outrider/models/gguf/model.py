@@ -20,6 +20,7 @@ from outrider.models.gguf.reader import FLOATS, GGUFFile
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.matrix import dense, give_matrix_, matrices_in, matrix_of
+from outrider.models.rotary import ExactPowers
 
 # The block formats that the kernels compute with. Others are dequantised.
 PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KINDS)
@@ -148,7 +149,8 @@ def _fill_buffers_(model: PreTrainedModel, file: GGUFFile) -> None:
             module._buffers = {
                 n: None if b is None else torch.empty_like(b, device="cpu") for n, b in module._buffers.items()
             }
-            model._init_weights(module)
+            with ExactPowers():
+                model._init_weights(module)
     if "rope_freqs.weight" not in file.tensors:
         return
     factors = file.floats("rope_freqs.weight")

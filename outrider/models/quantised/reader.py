@@ -30,6 +30,7 @@ from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.matrix import give_matrix_
 from outrider.models.quantised.formats import FORMATS, Format, mxfp4
 from outrider.models.quantised.weights import QuantisedWeight, joined
+from outrider.models.rotary import ExactPowers
 
 # Scales of the cache of keys and values, and of activations: our own cache and kernels do not use them.
 _UNUSED = re.compile(
@@ -268,7 +269,8 @@ def _build(
         transposed = bool(shell.get_submodule(name.rpartition(".")[0]).is_transposed)
         tensors[name] = _Lazy(partial(mixture, name, reads, transposed))
     tensors |= {n: _Lazy(partial(matrix, n)) for n in stored.matrices}
-    raw, info = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True)
+    with ExactPowers():
+        raw, info = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True)
     for module in raw.modules():
         if isinstance(module, nn.Linear) and module.weight.data_ptr() in held:
             give_matrix_(module, held.pop(module.weight.data_ptr())[2])
