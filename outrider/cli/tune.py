@@ -24,7 +24,7 @@ from outrider.cli.options import (
     setting,
 )
 from outrider.cli.terminal import GREEN, RED, YELLOW, check_folders, console, loading, plain, readable, say, table, warn
-from outrider.cli.tune_engine import EngineOptions, tell_json, tune_engine
+from outrider.cli.tune_engine import EngineOptions, keep, tune_engine
 
 if TYPE_CHECKING:
     from outrider.drafters.registry import TuneInputs
@@ -82,27 +82,37 @@ def tune(
         check_folders(out, json_file)
         if workload.max_tokens < 2:
             raise ValueError("one token an answer leaves nothing to draft; use --max-tokens 2 or more")
-        if engine.check():
-            raise typer.Exit(_tune_server(engine, what, workload, prompts, seconds, out, json_file))
-        model = what.model
-        with loading(model):
-            from outrider.drafters.heads.mtp import has_mtp
+        served, model = engine.check(), what.model
+        if served and (what.layers is not None or what.verifier):
+            raise ValueError("--layers and --verifier are for a model in this process; leave them out with --engine")
+        with loading("the prompts" if served else model):
             from outrider.drafters.registry import TuneInputs
             from outrider.lab.bench.prompts import read
-            from outrider.lab.tune.race import Racer
-            from outrider.lab.tune.search import Search
-            from outrider.models.load import load
 
             read_prompts, notes = read(prompts, workload.num_prompts)
-            target = load(model, **dict(precision))
-            predictions = any(prompt.prediction for prompt in read_prompts)
-            draft = what.draft_model or own_draft(target.name)
-            layers = str(what.layers) if what.layers else None
-            inputs = TuneInputs(target.weights, draft, layers, predictions, has_mtp(target))
-            methods = candidates(inputs, what.method)
-            racer = Racer(target, workload.sampling())
+            if served:
+                target, methods = None, candidates(TuneInputs("", what.draft_model), what.method, engine.engine)
+            else:
+                from outrider.drafters.heads.mtp import has_mtp
+                from outrider.models.load import load
+
+                target = load(model, **dict(precision))
+                draft, layers = what.draft_model or own_draft(target.name), str(what.layers) if what.layers else None
+                predictions = any(prompt.prediction for prompt in read_prompts)
+                inputs = TuneInputs(target.weights, draft, layers, predictions, has_mtp(target))
+                methods = candidates(inputs, what.method)
         for note in notes:
             warn(f"note: {note}")
+        sampling = workload.sampling()
+        if target is None:
+            name = None if model == CODE else model
+            files = {"out": out, "json_file": json_file}
+            code = tune_engine(engine, read_prompts, methods, sampling, model=name, seconds=seconds, **files)
+            raise typer.Exit(code)
+        from outrider.lab.tune.race import Racer
+        from outrider.lab.tune.search import Search
+
+        racer = Racer(target, sampling)
         whole = {"method": "auto", **({"model": what.draft_model} if what.draft_model else {})}
         verifiers = what.verifier or ["match"]
         search = Search(
@@ -118,49 +128,11 @@ def tune(
         answer = show(search)
         if interrupted:
             warn("interrupted: this is known so far", RED)
-        out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
-        print(f"Written to {out}. Use it: outrider generate ... -m {model} --speculative-config {out}")
-        if json_file is not None:
-            from outrider.lab.tune.measured import as_run
-
-            as_run(target.name, read_prompts, search.candidates, workload.sampling(), not interrupted).save(json_file)
-            tell_json(json_file, answer.name if answer is not search.plain else None)
+        use = f"Use it: outrider generate ... -m {model} --speculative-config {out}"
+        keep(answer, use, out, json_file, target.name, read_prompts, search.candidates, sampling, not interrupted)
         print()
         show_exports(search, out, {} if interrupted else None)
         raise typer.Exit(130 if interrupted else 0)
-
-
-def _tune_server(
-    engine: EngineOptions,
-    what: CandidateOptions,
-    workload: WorkloadOptions,
-    prompts: str,
-    seconds: float,
-    out: Path,
-    json_file: Path | None,
-) -> int:
-    """Tune the server of another engine. Returns the exit code."""
-    if what.layers is not None or what.verifier:
-        raise ValueError("--layers and --verifier are for a model in this process; leave them out with --engine")
-    with loading("the prompts"):
-        from outrider.drafters.registry import TuneInputs
-        from outrider.lab.bench.prompts import read
-
-        configs = candidates(TuneInputs("", what.draft_model), what.method, engine.engine)
-        read_prompts, notes = read(prompts, workload.num_prompts)
-    for note in notes:
-        warn(f"note: {note}")
-    model = None if what.model == CODE else what.model
-    return tune_engine(
-        engine,
-        read_prompts,
-        configs,
-        workload.sampling(),
-        model=model,
-        seconds=seconds,
-        out=out,
-        json_file=json_file,
-    )
 
 
 def candidates(

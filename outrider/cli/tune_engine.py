@@ -16,6 +16,7 @@ from outrider.cli.terminal import DIM, GREEN, RED, YELLOW, console, say, table, 
 if TYPE_CHECKING:
     from outrider.lab.bench.prompts import Prompt
     from outrider.lab.tune.engine import EngineSearch, EngineTrial
+    from outrider.lab.tune.race import Candidate
 
 EQUAL = 0.03
 """A drift that matters: plain decoding at the end over plain decoding at the beginning."""
@@ -103,25 +104,29 @@ def tune_engine(
         return 130 if interrupted else 1
     show_trials(search)
     answer = search.answer
-    out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
     words = " ".join([options.command, shlex.join(answer.options)]).strip()
-    print(f"Written to {out}. There it is: {words}")
-    if json_file is not None:
-        from outrider.lab.tune.measured import as_run
-
-        name = search.model or f"a server of {search.engine}"
-        as_run(name, prompts, search.trials, sampling, not interrupted, search.concurrency).save(json_file)
-        tell_json(json_file, answer.name if answer is not search.plain else None)
+    name, complete = search.model or f"a server of {search.engine}", not interrupted
+    use = f"There it is: {words}"
+    keep(answer, use, out, json_file, name, prompts, search.trials, sampling, complete, search.concurrency)
     say(f"The logs are in {logs}.")
     if interrupted:
         warn("interrupted: this is known so far", RED)
     return 130 if interrupted else 0
 
 
-def tell_json(file: Path, setting: str | None) -> None:
-    """Say what the file of all answers is good for. setting: the best one, None for plain decoding."""
-    which = f" --setting {shlex.quote(setting)}" if setting is not None else ""
-    say(f"All answers are in {file}: outrider report {file}, or outrider plan ... --acceptance {file}{which}")
+def keep(answer: Candidate, use: str, out: Path, json_file: Path | None, *measured: Any) -> None:
+    """Write the setting, and with --json all answers. use: what to do with the setting. measured: the arguments of `as_run`."""
+    out.write_text(json.dumps(answer.config, indent=1) + "\n", encoding="utf-8")
+    print(f"Written to {out}. {use}")
+    if json_file is None:
+        return
+    from outrider.lab.tune.measured import as_run
+
+    as_run(*measured).save(json_file)
+    which = "" if answer.config["method"] == "none" else f" --setting {shlex.quote(answer.name)}"
+    say(
+        f"All answers are in {json_file}: outrider report {json_file}, or outrider plan ... --acceptance {json_file}{which}"
+    )
 
 
 def _interrupt(number: int, frame: object) -> None:

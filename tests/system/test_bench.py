@@ -178,7 +178,7 @@ def test_other_draws_of_the_same_law_are_told_and_no_error() -> None:
     assert done.exit_code == 0, done.output
     told = " ".join(done.stdout.split())
     assert "of 2 texts of" in told
-    assert "exact-distribution promises the same distribution" in told
+    assert "the distribution is the same, the random draws are others" in told
 
 
 def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
