@@ -171,14 +171,17 @@ def bench(
         read_prompts, notes = read(prompts, workload.num_prompts)
         old = _interrupted_run(files)
         with loading("the client" if server.urls else what.model or CODE):
-            from outrider.lab.bench.run import Run
+            from outrider.lab.bench.run import Run, Setting
 
             if server.urls:
                 backend, settings, name = _servers(server, configs, what.model, sampling)
                 lengths = None
             else:
+                from outrider.lab.bench.local import Local
+
                 name = what.model or CODE
-                backend, settings = _local(name, configs, sampling, concurrency, dict(loading_options))
+                settings = [Setting(name="plain"), *(Setting(name=n, speculative_config=c) for n, c in configs)]
+                backend = Local.load(settings, name, sampling, concurrency, **dict(loading_options))
                 lengths = [backend.num_tokens(prompt) for prompt in read_prompts]
             run = Run.begun(
                 name,
@@ -344,16 +347,6 @@ def _named(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     for key in sorted(set(config) - set(short) - {"method", "model"}):
         words.append(f"{config[key]}" if isinstance(config[key], str) and len(config[key]) < 12 else key)
     return " ".join(words), config
-
-
-def _local(
-    model: str, configs: list[tuple[str, dict[str, Any]]], sampling: dict[str, Any], slots: int, options: dict[str, Any]
-) -> tuple[Any, list[Setting]]:
-    from outrider.lab.bench.local import Local
-    from outrider.lab.bench.run import Setting
-
-    settings = [Setting(name="plain"), *(Setting(name=name, speculative_config=config) for name, config in configs)]
-    return Local.load(settings, model, sampling, slots, **options), settings
 
 
 def _servers(

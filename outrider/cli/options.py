@@ -1,14 +1,12 @@
 """The options that commands share, and the way a command takes a group of them. Imports nothing large.
 
-A group is a dataclass, whose fields have typer's annotations, or one of `outrider.serve.options`. `grouped` lets a command take a
-group as one argument, and typer sees the fields.
+A group is `outrider.serve.options.Options`. `grouped` lets a command take a group as one argument, and typer sees the fields.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -43,7 +41,7 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let typer see each field of a command's option groups as a parameter of its own.
 
-    A group is a dataclass or `Options`. For `Annotated[dict, X]` a command gets what was given for X, to make it with more.
+    A group is `Options`. For `Annotated[dict, X]` a command gets what was given for X, to make it with more.
     The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two groups
     have a field of the same name.
     """
@@ -55,10 +53,6 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
         )
         if isinstance(kind, type) and issubclass(kind, Options):
             taken = [_parameter(field, one) for field, one in shown(kind).items()]
-        elif is_dataclass(kind):
-            types = get_type_hints(kind, include_extras=True)
-            defaults = [(f.name, Parameter.empty if f.default is MISSING else f.default) for f in fields(kind)]
-            taken = [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=types[n]) for n, d in defaults]
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
             continue

@@ -1,7 +1,8 @@
-"""Which texts a training step reads, and at which positions it learns."""
+"""Which texts a training step reads, at which positions it learns, and which tokens a head can propose."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -83,3 +84,17 @@ def draw_anchors(batch: Batch, steps: int, share: float, generator: torch.Genera
     for row, mark, own in zip(at, valid, drawn, strict=True):
         row[: len(own)], mark[: len(own)] = own, True
     return Anchors(at, valid)
+
+
+def count_tokens(answers: Sequence[TrainingText], size: int, vocab_size: int, always: Sequence[int] = ()) -> Tensor:
+    """The draft vocabulary, int64 [size] ascending: the most frequent tokens of the answers, then the lowest ids.
+
+    always: tokens that are kept, such as those that end a text. Returns all tokens if size is 0 or vocab_size or more.
+    """
+    if not 0 < size < vocab_size:
+        return torch.arange(vocab_size)
+    counts = Counter(t for a in answers for t in a.tokens[a.start :])
+    kept = dict.fromkeys([*always, *(t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])))])
+    ids = list(kept)[:size]
+    ids += [t for t in range(size) if t not in kept][: size - len(ids)]
+    return torch.tensor(sorted(ids))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from outrider.drafters.heads.block.files import write_block
 from outrider.drafters.heads.block.module import BlockConfig, BlockModule
 from outrider.drafters.heads.reading import HeadWeights
+from outrider.train.answers import TrainingText
 from outrider.train.method import Beginning, DraftedToken, TrainedHead
 from outrider.train.teacher import Taught, Teacher
-from outrider.train.vocabulary import mask_token
 
 LAYERS, DRAFTS = 2, 6  # on a processor a block of six costs hardly more than one token, and few texts reach a seventh
 MARKOV = 64, 256  # least and most numbers of the bias by a token; in between, a quarter of the hidden size
@@ -77,3 +78,17 @@ def continued_block(given: HeadWeights[BlockConfig], start: Beginning) -> Traine
     teacher = Teacher(start.loaded, given.config.taps)
     output = teacher.output(given.token_ids).cpu()
     return TrainedBlock(BlockModule.of(given, teacher.embedding().cpu(), output), teacher, given)
+
+
+def mask_token(answers: Sequence[TrainingText], vocab_size: int, tokenizer: Any, ends: Sequence[int] = ()) -> int:
+    """The token of a block's open places: one with an embedding that no text uses.
+
+    That is a row beyond the tokenizer's tokens if there is one. Else it is a special token that no answer holds, else the
+    highest token that no answer holds, else the rarest one.
+    """
+    if tokenizer is not None and len(tokenizer) < vocab_size:
+        return vocab_size - 1
+    counts = Counter(t for a in answers for t in a.tokens)
+    special = [] if tokenizer is None else sorted(tokenizer.all_special_ids)
+    unused = [t for t in [*range(vocab_size), *special] if not counts[t] and t not in ends]
+    return unused[-1] if unused else min(range(vocab_size), key=lambda t: (counts[t], -t))

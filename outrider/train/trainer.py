@@ -12,7 +12,7 @@ import torch
 
 from outrider.engine.llm import LLM
 from outrider.train.answers import TrainingText, parted, write_answers
-from outrider.train.batches import batch_of, draw_anchors, epoch, positions
+from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
 from outrider.train.folder import Progress, RunFolder, point, verdict
 from outrider.train.method import Beginning, TrainedHead, loss_of
 from outrider.train.methods import head_to_begin_with, start_head
@@ -21,7 +21,6 @@ from outrider.train.prompts import sources
 from outrider.train.settings import TrainingSettings
 from outrider.train.survival import HeldOut, Survival
 from outrider.train.teacher import multiplying_dtype
-from outrider.train.vocabulary import count_tokens
 
 WRITING = 0.4  # share of the minutes in which answers are written
 ANSWERS_PER_TOKEN = 0.25  # with a budget of tokens: each answer is read about four times
@@ -132,7 +131,8 @@ class Training:
         self._answers, held = parted(folder.answers.in_order())
         self._check(held)
         given = head_to_begin_with(settings.method, settings.start, loaded) if settings.start else None
-        ids = state["token_ids"] if state else self._vocabulary(loaded.model.vocab_size, loaded.end_ids)
+        size, most = settings.draft_vocab_size, loaded.model.vocab_size
+        ids = state["token_ids"] if state else count_tokens(self._answers, size, most, loaded.end_ids)
         kept = state.get("kept", {}) if state else None
         start = Beginning(loaded, settings.method, settings.seed, self._answers, ids, self._name, kept)
         self.head: TrainedHead = start_head(start, given)
@@ -207,9 +207,6 @@ class Training:
                 f"{len(self._answers)} answers train the head and {len(held)} measure it; both need some, and what has the "
                 "prompt of a held-out answer is not learnt from. Give more prompts"
             )
-
-    def _vocabulary(self, vocab_size: int, ends: tuple[int, ...]) -> torch.Tensor:
-        return count_tokens(self._answers, self._folder.settings.draft_vocab_size, vocab_size, ends)
 
     def _step(self, answers: list[TrainingText], done: float) -> tuple[float, list[float]]:
         """One update. Returns the loss, and the acceptance at each step of the unroll."""

@@ -11,8 +11,6 @@ from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
     ExportedSetting,
     ForeignEngine,
-    corpus_notes,
-    draft_notes,
     flags_line,
     match_note,
     model_path,
@@ -61,16 +59,7 @@ def _llama_ngram(config: SpeculativeConfig, match: int) -> dict[str, Any]:
 METHODS = {
     "draft_model": EngineExport(
         _llama_model("draft-simple"),
-        lambda c: [
-            *_gguf_notes(c),
-            *draft_notes(
-                c,
-                {
-                    "int8": "convert it with --outtype q8_0, else a draft costs more",
-                    "int4": "llama-quantize FILE.gguf FILE-q4.gguf Q4_0 makes it, else a draft costs more",
-                },
-            ),
-        ],
+        _gguf_notes,
     ),
     "eagle": EngineExport(_llama_model("draft-eagle3"), _head_notes),
     "dflash": EngineExport(_llama_model("draft-dflash"), _head_notes),
@@ -82,7 +71,6 @@ METHODS = {
         lambda c: _llama_ngram(c, _MATCH),
         lambda c: [
             "suffix: ngram-simple is the nearest; it uses one length, the last match and one text, so it drafts less often",
-            *corpus_notes(c),
         ],
     ),
     "ngram": EngineExport(
@@ -105,6 +93,10 @@ class LlamaCpp(ForeignEngine):
     otherwise = "llama.cpp samples from the target and compares, which accepts less"
     other_tokens = "; llama.cpp passes the text between them, which costs time in each step"
     adaptive = ""
+    quantized: Mapping[str, str] = {
+        "int8": "convert it with --outtype q8_0, else a draft costs more",
+        "int4": "llama-quantize FILE.gguf FILE-q4.gguf Q4_0 makes it, else a draft costs more",
+    }
 
     def path(self, model: str) -> str:
         return gguf_path(model)

@@ -101,8 +101,8 @@ class ForeignEngine:
     name: its key in `ENGINES`. title: its name for people. start: its server's command line. off: how plain decoding is said.
     plain: the values of plain decoding. methods: how it runs ours, by name. verifiers: what differs with a verifier, "" for
     nothing; otherwise: with all others. other_tokens: what becomes of a draft model with other tokens than the target.
-    adaptive: what there is in place of draft lengths that follow the text. draft_key: the key of the draft model among the
-    values, in an engine that reads folders only.
+    adaptive: what there is in place of draft lengths that follow the text. quantized: how to have a draft model with weights of
+    8 or 4 bits. draft_key: the key of the draft model among the values, in an engine that reads folders only.
     """
 
     name = title = start = off = otherwise = other_tokens = draft_key = ""
@@ -113,6 +113,9 @@ class ForeignEngine:
         "match": "match: above temperature 0, texts there have the same distribution, but other tokens",
         "rejection": "",
     }
+    quantized: Mapping[str, str] = dict.fromkeys(
+        ("int8", "int4"), "give a checkpoint that is quantized to it, else a draft costs more"
+    )
 
     def values(self, setting: ExportedSetting, rows: Sequence[EngineExport], notes: list[str]) -> dict[str, Any]:
         """The setting in the engine's own keys, or its flags. rows: of the methods. Adds to the notes what is its own."""
@@ -137,6 +140,10 @@ class ForeignEngine:
     def verifier_note(self, verifier: str, values: Mapping[str, Any]) -> str:
         return self.verifiers.get(verifier, f"the verifier {verifier}: {self.otherwise}")
 
+    def corpus_note(self, config: SpeculativeConfig) -> str:
+        """Of a corpus that suffix decoding reads here."""
+        return "corpus: not read there, so drafts come from prompts and answers only"
+
     def environment(self, config: SpeculativeConfig) -> dict[str, str]:
         """Variables that the server needs."""
         return {}
@@ -153,6 +160,10 @@ class ForeignEngine:
         if len(rows) < len(config.methods) or not self.together(config.methods):
             return EngineCommand(self.title, "", (_missing(config.methods),), supported=False)
         notes = [note for row in rows for note in row.notes(config)]
+        if "draft_model" in config.methods:
+            notes += self._draft_notes(config)
+        if config.corpus is not None:
+            notes.append(self.corpus_note(config))
         values = self.values(setting, rows, notes)
         if note := self.verifier_note(config.verifier, values):
             notes.append(note)
@@ -170,6 +181,15 @@ class ForeignEngine:
         environment = self.environment(config)
         words = ["env", *(f"{key}={value}" for key, value in environment.items())] if environment else []
         return EngineCommand(self.title, command, tuple(notes), " ".join([*words, start, command]), environment, files)
+
+    def _draft_notes(self, config: SpeculativeConfig) -> list[str]:
+        """Of a draft model: weights of 8 or 4 bits, and a vocabulary of its own."""
+        kind, notes = config.quantization, list[str]()
+        if kind in self.quantized:
+            notes.append(f"{kind} weights of the draft: {self.quantized[kind]}")
+        if config.draft_vocab or config.draft_vocab_corpus or config.speculative_token_map:
+            notes.append("draft vocabulary: the draft's output head keeps all tokens, so each draft token costs more")
+        return notes
 
 
 def _missing(methods: Sequence[str]) -> str:
@@ -213,23 +233,6 @@ def model_path(name: str) -> str:
     from outrider.models.builtin.shipped import builtin_folder
 
     return str(DOWNLOADS[name].cached) if name in DOWNLOADS else str(builtin_folder(name))
-
-
-def draft_notes(config: SpeculativeConfig, how: Mapping[str, str] | None = None) -> list[str]:
-    """Of a draft model: weights of 8 or 4 bits, and a vocabulary of its own. how: to have such weights, by our name."""
-    quantized = "give a checkpoint that is quantized to it, else a draft costs more"
-    how = how or {"int8": quantized, "int4": quantized}
-    kind, notes = config.quantization, list[str]()
-    if kind in how:
-        notes.append(f"{kind} weights of the draft: {how[kind]}")
-    if config.draft_vocab or config.draft_vocab_corpus or config.speculative_token_map:
-        notes.append("draft vocabulary: the draft's output head keeps all tokens, so each draft token costs more")
-    return notes
-
-
-def corpus_notes(config: SpeculativeConfig) -> list[str]:
-    """A note for a corpus that an engine cannot read."""
-    return [] if config.corpus is None else ["corpus: not read there, so drafts come from prompts and answers only"]
 
 
 def match_note(config: SpeculativeConfig, rule: str) -> str:

@@ -12,7 +12,6 @@ from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
     ExportedSetting,
     ForeignEngine,
-    draft_notes,
     flags_line,
     is_eagle1,
     match_note,
@@ -72,27 +71,9 @@ def _jsonl(corpus: Any) -> bool:
     return isinstance(corpus, (str, Path)) and str(corpus).endswith(".jsonl")
 
 
-def _sglang_corpus(config: SpeculativeConfig) -> list[str]:
-    if config.corpus is None:
-        return []
-    if _jsonl(config.corpus):
-        return ["corpus: SGLang reads one JSON string a line, and gives half of the draft to it"]
-    return [
-        "corpus: SGLang reads a .jsonl file with one JSON string a line, --speculative-ngram-external-corpus-path; this one "
-        "is left out, so drafts come from prompts and answers only"
-    ]
-
-
 METHODS = {
     "draft_model": EngineExport(
         _sglang_model("STANDALONE"),
-        lambda c: draft_notes(
-            c,
-            {
-                "int8": "give a w8a8_int8 checkpoint and --speculative-draft-model-quantization w8a8_int8",
-                "int4": "give a gptq or awq checkpoint and --speculative-draft-model-quantization",
-            },
-        ),
     ),
     "eagle": EngineExport(lambda c: _sglang_model("EAGLE" if is_eagle1(c) else "EAGLE3")(c)),
     "mtp": EngineExport(
@@ -105,7 +86,6 @@ METHODS = {
         _sglang_ngram,
         lambda c: [
             "suffix: NGRAM is the nearest; it shares a trie of prompts and answers between all requests",
-            *_sglang_corpus(c),
         ],
     ),
     "ngram": EngineExport(
@@ -132,6 +112,10 @@ class SGLang(ForeignEngine):
     otherwise = "SGLang accepts by the target's probability alone, which accepts less"
     other_tokens = ", and SGLang refuses to start with it; use a draft with the same tokens"
     adaptive = ""
+    quantized: Mapping[str, str] = {
+        "int8": "give a w8a8_int8 checkpoint and --speculative-draft-model-quantization w8a8_int8",
+        "int4": "give a gptq or awq checkpoint and --speculative-draft-model-quantization",
+    }
 
     def values(self, setting: ExportedSetting, rows: Sequence[EngineExport], notes: list[str]) -> dict[str, Any]:
         flags = dict(rows[0].flags(setting.config))
@@ -152,6 +136,14 @@ class SGLang(ForeignEngine):
                 "lengths by batch size: SGLang has them for EAGLE heads with topk 1 only, so this length is used at any load"
             )
         return flags
+
+    def corpus_note(self, config: SpeculativeConfig) -> str:
+        if _jsonl(config.corpus):
+            return "corpus: SGLang reads one JSON string a line, and gives half of the draft to it"
+        return (
+            "corpus: SGLang reads a .jsonl file with one JSON string a line, --speculative-ngram-external-corpus-path; this one "
+            "is left out, so drafts come from prompts and answers only"
+        )
 
     def trees(self, values: Mapping[str, Any]) -> bool:
         return True

@@ -13,8 +13,6 @@ from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
     ExportedSetting,
     ForeignEngine,
-    corpus_notes,
-    draft_notes,
     match_note,
     named_model,
     yaml_text,
@@ -30,7 +28,6 @@ _ONE_MODEL = ("Draft_Target", "Eagle3", "DFlash")
 METHODS = {
     "draft_model": EngineExport(
         lambda c: {"decoding_type": "Draft_Target", "speculative_model": named_model(c)},
-        draft_notes,
     ),
     "eagle": EngineExport(
         lambda c: {
@@ -61,7 +58,6 @@ METHODS = {
         },
         lambda c: [
             "suffix: a draft is always as long as max_draft_len, whatever its chance is, so weak matches cost more",
-            *corpus_notes(c),
         ],
     ),
     "ngram": EngineExport(

@@ -13,8 +13,6 @@ from outrider.drafters.method import EngineExport
 from outrider.integrations.engines.setting import (
     ExportedSetting,
     ForeignEngine,
-    corpus_notes,
-    draft_notes,
     is_eagle1,
     named_model,
     yaml_text,
@@ -47,7 +45,6 @@ def _head(config: SpeculativeConfig) -> dict[str, Any]:
 METHODS = {
     "draft_model": EngineExport(
         lambda c: {"model": named_model(c), "draft_sample_method": "probabilistic"},
-        draft_notes,
     ),
     "eagle": EngineExport(lambda c: {"method": "eagle" if is_eagle1(c) else "eagle3", **_head(c)}),
     "peagle": EngineExport(lambda c: {"method": "eagle3", **_head(c), "parallel_drafting": True}),
@@ -65,7 +62,6 @@ METHODS = {
         lambda c: [
             "install: pip install arctic-inference==0.1.1",
             "length: suffix_decoding_max_spec_factor 1.0 drafts no more tokens than the match is long; more is bolder",
-            *corpus_notes(c),
         ],
     ),
     "ngram": EngineExport(

@@ -47,7 +47,9 @@ class Local:
         """The length of a prompt. Raises ValueError for a prompt that does not fit."""
         llm = next(iter(self.llms.values()))
         try:
-            return len(llm.requests(prompt.content, self._params(prompt, 0))[0].prompt)
+            [request] = llm.requests(prompt.content, self._params(prompt, 0))
+            llm.decoder.check(request)
+            return len(request.prompt)
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id}: {error}") from None
 

@@ -64,8 +64,15 @@ class Remote:
         for setting in settings:
             url = setting.base_url or ""
             if url not in self.clients:
-                self.clients[url] = client_of(url, api_key, timeout, transport)
-                self.models[url] = model or first_model(self.clients[url], url, "-m")
+                base = address(url)
+                self.clients[url] = httpx.Client(
+                    base_url=base,
+                    headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+                    timeout=httpx.Timeout(timeout, connect=_CONNECT),
+                    transport=transport,
+                    trust_env=urlsplit(base).hostname not in ("localhost", "127.0.0.1", "::1"),
+                )
+                self.models[url] = model or _first_model(self.clients[url], url)
 
     def warm(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
         """Also finds out if the server accepts the additional fields, and if `off` works."""
@@ -208,22 +215,8 @@ class Remote:
         sample.accepted = [accepted for _, accepted, count in pairs for _ in range(count)]
 
 
-def client_of(
-    url: str, api_key: str | None, timeout: float, transport: httpx.BaseTransport | None = None
-) -> httpx.Client:
-    """A client of one server. Raises ValueError for a wrong address."""
-    base = address(url)
-    return httpx.Client(
-        base_url=base,
-        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-        timeout=httpx.Timeout(timeout, connect=_CONNECT),
-        transport=transport,
-        trust_env=urlsplit(base).hostname not in ("localhost", "127.0.0.1", "::1"),
-    )
-
-
-def first_model(client: httpx.Client, url: str, option: str) -> str:
-    """The first model in a server's list. Raises ConnectionError without one. option: names a model on the command line."""
+def _first_model(client: httpx.Client, url: str) -> str:
+    """The first model in a server's list. Raises ConnectionError without one."""
     try:
         response = client.get("/v1/models", timeout=_CONNECT)
     except httpx.HTTPError as error:
@@ -235,9 +228,7 @@ def first_model(client: httpx.Client, url: str, option: str) -> str:
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
-        raise ConnectionError(
-            f"{url} does not list its models ({_message(response)}); name one: {option} NAME"
-        ) from None
+        raise ConnectionError(f"{url} does not list its models ({_message(response)}); name one: -m NAME") from None
 
 
 def _timed(parts: Iterator[bytes], deadline: float) -> Iterator[bytes]:

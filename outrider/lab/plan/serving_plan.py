@@ -201,8 +201,7 @@ class ServingPlan:
         """Requests per second of a replica that always has some waiting. depths: draft tokens by batch size."""
         count = max(_BATCHES * self.batch_limit, 200)
         arrivals = (Arrival(0.0, a.prompt, a.output) for a in self.demand.arrivals(count, self.seed))
-        limits = replace(self.limits, max_queue=math.inf)
-        fleet = simulate(arrivals, 1, limits, self.costs, self.seconds, depths, self.curve, self.seed)
+        fleet = simulate(arrivals, 1, self.limits, self.costs, self.seconds, depths, self.curve, self.seed)
         ends = sorted(r.done or 0.0 for r in fleet.requests)
         first, last = ends[int(0.2 * count)], ends[int(0.8 * count)]
         return (int(0.8 * count) - int(0.2 * count)) / (last - first)

@@ -40,7 +40,6 @@ class ReplicaLimits:
     max_num_seqs: int
     kv_tokens: float = math.inf
     prefill_chunk: int = 64
-    max_queue: float = math.inf
 
 
 class SimulatedRequest:
@@ -119,20 +118,20 @@ class SimulatedRequest:
 class SimulatedReplica:
     """One replica. It is brought up to date when it is asked: `advance` runs all that has begun by then.
 
-    depths: draft tokens of a round by batch size. seconds: of a round. clock: the end of the last step. busy: seconds of
-    steps. rounds, row_rounds: rounds, and the sum of their batch sizes. drafted_rounds: those with drafts.
+    depths: draft tokens of a round by batch size. seconds: of a round. clock: the end of the last step.
+    rounds, row_rounds: rounds, and the sum of their batch sizes. drafted_rounds: those with drafts.
     """
 
     def __init__(
         self, limits: ReplicaLimits, costs: ServingCosts, seconds: RoundSeconds, depths: Sequence[int]
     ) -> None:
         self.limits, self.costs, self.seconds, self.depths = limits, costs, seconds, depths
-        self.queue = FairQueue[SimulatedRequest](limits.max_queue)
+        self.queue = FairQueue[SimulatedRequest](math.inf)
         self.running = dict[int, SimulatedRequest]()  # in order of admission
         self.unread = deque[SimulatedRequest]()  # of these, those whose prompt is not all read
         self.live = dict[int, SimulatedRequest]()  # and those that decode
-        self.clock = self.busy = 0.0
-        self.preemptions = self.refused = self.rounds = self.row_rounds = self.drafted_rounds = 0
+        self.clock = 0.0
+        self.rounds = self.row_rounds = self.drafted_rounds = 0
         self._ended = 0  # in the last step
         self._held = 0  # tokens of all that runs
         self._seated = 0  # requests that came since the last step
@@ -142,16 +141,11 @@ class SimulatedReplica:
         """Requests that wait or run."""
         return len(self.queue) + len(self.running) + (self._ended if self.clock > now else 0)
 
-    def submit(self, request: SimulatedRequest) -> bool:
-        """Queue a request that comes now; the replica must have been advanced to now. False if there is no room."""
-        free = self.limits.max_num_seqs - len(self.running)
-        if policy.room(self.queue.limit, free, len(self.queue)) < 1:
-            self.refused += 1
-            return False
+    def submit(self, request: SimulatedRequest) -> None:
+        """Queue a request that comes now; the replica must have been advanced to now."""
         if not self.running and not len(self.queue):
             self.clock = max(self.clock, request.arrived)
         self.queue.put(request)
-        return True
 
     def advance(self, until: float) -> None:
         """Run all steps that begin before `until`."""
@@ -183,7 +177,6 @@ class SimulatedReplica:
             self._held -= request.tokens
             request.held = request.read = 0
             request.preemptions += 1
-            self.preemptions += 1
             self.queue.put_back(request)
 
     def _lags(self) -> bool:
@@ -270,7 +263,6 @@ class SimulatedReplica:
     def _pass(self, spent: float) -> None:
         """Time passes, and complete answers leave."""
         self.clock += spent
-        self.busy += spent
         ended = list[SimulatedRequest]()
         for request in self.live.values():
             if request.first is None:
@@ -286,14 +278,10 @@ class SimulatedReplica:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedFleet:
-    """What happened. requests: all that were answered, by arrival. refused: those that found no room."""
+    """What happened. requests: all that were answered, by arrival."""
 
     requests: list[SimulatedRequest]
     replicas: list[SimulatedReplica]
-
-    @property
-    def refused(self) -> int:
-        return sum(r.refused for r in self.replicas)
 
     @property
     def batch_size(self) -> float:
@@ -332,8 +320,8 @@ def simulate(
         for n in some:
             fleet[n].advance(arrival.at)
         request.replica = min(some, key=lambda n: fleet[n].load(arrival.at))
-        if fleet[request.replica].submit(request):
-            requests.append(request)
+        fleet[request.replica].submit(request)
+        requests.append(request)
     for replica in fleet:
         replica.advance(math.inf)
     return SimulatedFleet(requests, fleet)

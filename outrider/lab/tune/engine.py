@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -277,17 +278,14 @@ def command_words(words: Sequence[str], port: int, options: Sequence[str]) -> li
 
 def _given_port(words: Sequence[str]) -> int | None:
     """The port that a command line names. Raises ValueError if it is no number."""
-    for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name != "--port" or (not equals and at + 1 == len(words)):
-            continue
-        given = value if equals else words[at + 1]
-        if given == "{port}":
-            return None
-        if not given.isdecimal() or not 0 < int(given) < 65536:
-            raise ValueError(f"--command says --port {given}, which is no port; leave it out, and a free one is taken")
-        return int(given)
-    return None
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", nargs="?")
+    given = parser.parse_known_args(words)[0].port
+    if given in (None, "{port}"):
+        return None
+    if not given.isdecimal() or not 0 < int(given) < 65536:
+        raise ValueError(f"--command says --port {given}, which is no port; leave it out, and a free one is taken")
+    return int(given)
 
 
 def engine_counters(url: str) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from outrider.control import CostModel, Fixed, Planner
@@ -30,35 +30,22 @@ BATCH_SIZES = (1, 2, 4, 8, 16)
 TOO_EXPENSIVE = "slower than plain decoding even if every draft token is accepted"
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method to try. drafters: names of those that it makes."""
-
-    name: str
-    config: dict[str, Any]
-    drafters: tuple[str, ...]
-
-    @property
-    def lookup(self) -> bool:
-        return len(lookup_names(self.drafters)) == len(self.drafters)
-
-
 class Forecasts:
     """Records the drafters of some methods, and replays settings.
 
-    problems: why a method cannot draft here, by name. texts, costs: known after `run`.
+    methods: those that can draft here. problems: why the others cannot, by name. texts, costs: known after `run`.
     """
 
     def __init__(self, racer: Racer, prompts: Sequence[Prompt], configs: Sequence[tuple[str, dict[str, Any]]]) -> None:
         self.racer, self.prompts, self.configs = racer, list(prompts), list(configs)
-        self.methods, self.problems = list[Method](), dict[str, str]()
+        self.methods, self.problems = list[Candidate](), dict[str, str]()
         self.texts, self.costs = list[RecordedText](), CostModel({}, {1: 1.0})
         self.kinds: dict[str, str] = {}
 
     def run(self) -> Iterator[str]:
         """Record all drafters. Yields a line of progress for each pass over the prompts."""
-        light = [c for c in self.configs if _is_lookup(c[1])]
-        heavy = [c for c in self.configs if not _is_lookup(c[1])]
+        light = [c for c in self.configs if lookup_names([str(c[1]["method"])])]
+        heavy = [c for c in self.configs if c not in light]
         passes = [light + heavy[:HEAVY], *(heavy[n : n + HEAVY] for n in range(HEAVY, len(heavy), HEAVY))]
         for some in passes:
             made = self._made(some)
@@ -79,7 +66,7 @@ class Forecasts:
                 self.problems[method.name] = next(failed[n] for n in method.drafters if n in failed)
                 self.methods.remove(method)
 
-    def _hopeless(self, method: Method, costs: CostModel) -> str:
+    def _hopeless(self, method: Candidate, costs: CostModel) -> str:
         """Why a method cannot be faster than plain decoding, whatever is accepted; "" if it may be."""
         models = [name for name in method.drafters if name not in lookup_names(method.drafters)]
         if any(name not in costs.drafters for name in models):
@@ -101,7 +88,7 @@ class Forecasts:
             if set(own) & set(self.kinds):  # two precisions of one method
                 own = {f"{key} {name.rpartition('-')[2]}": drafter for key, drafter in own.items()}
             made |= own
-            self.methods.append(Method(name, config, tuple(own)))
+            self.methods.append(Candidate(name, config, tuple(own)))
             self.kinds |= {n: chain_kind(n, level_cost(n, d, target.model)) for n, d in own.items()}
         return made
 
@@ -133,25 +120,27 @@ class Forecasts:
         the user named methods."""
         found = list[Candidate]()
         for method in self.methods:
-            found.append(Candidate(method.name, dict(method.config), method.drafters))
+            found.append(method)
             deepest = max((m.tune_depth for n in method.drafters if (m := method_of(n))), default=8)
             for length in (k for k in LENGTHS if k <= deepest):
                 config = {**method.config, "num_speculative_tokens": length, "controller": "fixed"}
                 found.append(Candidate(f"{method.name} k={length}", config, method.drafters, length))
-        lookups = [m for m in self.methods if m.lookup]
-        for method in [m for m in self.methods if not m.lookup] or [None]:
+        lookups = [m for m in self.methods if _only_looks_up(m)]
+        for method in [m for m in self.methods if m not in lookups] or [None]:
             found += self._together(lookups, method, whole)
         for candidate in found:
             candidate.predicted = self.speed(candidate)
         return sorted(found, key=lambda c: -(c.predicted or 0.0))
 
     def _together(
-        self, lookups: Sequence[Method], model: Method | None, whole: dict[str, Any] | None
+        self, lookups: Sequence[Candidate], model: Candidate | None, whole: dict[str, Any] | None
     ) -> list[Candidate]:
         """Lookups with one other method: as "auto" where that means the same, else as a list of methods."""
         if whole is not None:
             own = [m for m in lookups if (row := method_of(m.name)) is not None and row.auto is not None]
-            first = next((m for m in self.methods if not m.lookup and (r := method_of(m.drafters[0])) and r.auto), None)
+            first = next(
+                (m for m in self.methods if not _only_looks_up(m) and (r := method_of(m.drafters[0])) and r.auto), None
+            )
             if model is first:
                 names = tuple(n for m in [*own, *([model] if model else [])] for n in m.drafters)
                 return [Candidate(AUTO, whole, names)] if names else []
@@ -197,8 +186,5 @@ class Forecasts:
         return best
 
 
-def _is_lookup(config: Mapping[str, Any]) -> bool:
-    return bool(lookup_names([str(config["method"])]))
-
-
-__all__ = ["BATCH_SIZES", "Forecasts", "Method"]
+def _only_looks_up(method: Candidate) -> bool:
+    return len(lookup_names(method.drafters)) == len(method.drafters)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import typer
@@ -12,12 +11,13 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.cli.options import (
+    Options,
     PromptSpeculationOptions,
     SamplingOptions,
     SpeculationOptions,
     TraceOptions,
     grouped,
-    option,
+    setting,
 )
 
 # command -> heading of the help page -> options, in the order of the page
@@ -191,15 +191,13 @@ def test_no_option_is_lost() -> None:
     assert [list(panels) for panels in found.values()] == [list(panels) for panels in OPTIONS.values()]
 
 
-@dataclass(frozen=True)
-class Shape:
-    width: Annotated[int, option("Shape", "How wide.", "--width", "-w", min=1)] = 2
-    names: Annotated[list[str] | None, option("Shape", "Names.")] = None
+class Shape(Options):
+    width: int = setting(2, "How", "How wide.", "--width", "-w", ge=1)
+    names: list[str] | None = setting(None, "How", "Names.")
 
 
-@dataclass(frozen=True)
-class OtherShape:
-    width: Annotated[int, option("Shape", "How wide.")] = 3
+class OtherShape(Options):
+    width: int = setting(3, "How", "How wide.")
 
 
 def test_a_command_takes_a_group() -> None:
@@ -215,10 +213,10 @@ def test_a_command_takes_a_group() -> None:
     assert CliRunner().invoke(small, ["a.txt", "-w", "5", "--names", "x", "--names", "y", "--quick"]).exit_code == 0
     assert CliRunner().invoke(small, ["b.txt"]).exit_code == 0
     assert CliRunner().invoke(small, ["b.txt", "-w", "0"]).exit_code == 2
-    assert seen == [(Path("a.txt"), Shape(5, ["x", "y"]), True), (Path("b.txt"), Shape(), False)]
+    assert seen == [(Path("a.txt"), Shape(width=5, names=["x", "y"]), True), (Path("b.txt"), Shape(), False)]
     page = CliRunner().invoke(small, ["--help"]).output
     assert "Draw it." in page
-    assert "Shape" in page
+    assert "How" in page
     assert page.index("--width") < page.index("--names")
 
 

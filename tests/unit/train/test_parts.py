@@ -16,7 +16,8 @@ from outrider.engine.llm import LLM
 from outrider.models.load import load, modules
 from outrider.train import prompts
 from outrider.train.answers import AnswerFile, TrainingText, parted, write_answers
-from outrider.train.batches import batch_of, draw_anchors, epoch, positions
+from outrider.train.batches import batch_of, count_tokens, draw_anchors, epoch, positions
+from outrider.train.block import mask_token
 from outrider.train.eagle import TrainedEagle, copy_last_layer_, unrolled
 from outrider.train.folder import verdict
 from outrider.train.method import divergence, loss_of
@@ -24,7 +25,6 @@ from outrider.train.prompts import sources
 from outrider.train.survival import Survival, noise_given
 from outrider.train.teacher import Teacher
 from outrider.train.trainer import rate
-from outrider.train.vocabulary import count_tokens, mask_token
 
 TARGET = small_config(96)
 

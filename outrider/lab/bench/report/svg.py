@@ -28,12 +28,10 @@ class Scale:
     log: bool = False
 
     def at(self, x: float) -> float:
-        low, high, x = (math.log(max(v, 1e-12)) for v in (self.low, self.high, x)) if self.log else (*self.ends, x)
+        low, high = self.low, self.high
+        if self.log:
+            low, high, x = (math.log(max(v, 1e-12)) for v in (low, high, x))
         return min(max(100 * (x - low) / (high - low or 1.0), 0.0), 100.0)
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        return self.low, self.high
 
     def ticks(self) -> list[float]:
         """About five round numbers within the scale."""

@@ -302,7 +302,6 @@ def test_laws(gaps, slots, replicas, depth, read, kv_tokens):
         assert not replica.running
         assert not len(replica.queue)
         assert replica._held == 0
-        assert replica.busy <= replica.clock + 1e-9
     if kv_tokens == math.inf:
         assert not any(r.preemptions for r in fleet.requests)
 
@@ -319,12 +318,6 @@ def test_long_events_are_the_same_as_single_rounds(monkeypatch):
     assert (
         sum(abs(a - b) > 0.01 * b for a, b in zip(latencies, exact, strict=True)) < 90
     )  # seated a round earlier or later
-
-
-def test_no_room_is_refused():
-    fleet = run([Arrival(0.0, 1, 50)] * 5, Flat(), slots=1, max_queue=2)
-    assert fleet.refused == 2
-    assert len(fleet.requests) == 3
 
 
 def test_a_draft_model_reads_before_it_drafts():
