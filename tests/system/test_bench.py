@@ -332,7 +332,7 @@ def test_nobody_answers() -> None:
 def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "outrider.lab.bench.remote", raising=False)
-    with pytest.raises(ValueError, match=r"pip install 'outrider\[bench\]'"):
+    with pytest.raises(ValueError, match=r"pip install .*\[bench\]"):
         importlib.import_module("outrider.lab.bench.remote")
 
 
