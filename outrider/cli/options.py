@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -41,7 +42,7 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let typer see each field of a command's option groups as a parameter of its own.
 
-    A group is `Options`. For `Annotated[dict, X]` a command gets what was given for X, to make it with more.
+    A group is `Options`, or a dataclass with typer's annotations. For `Annotated[dict, X]` a command gets what was given for X, to make it with more.
     The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two groups
     have a field of the same name.
     """
@@ -53,6 +54,10 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
         )
         if isinstance(kind, type) and issubclass(kind, Options):
             taken = [_parameter(field, one) for field, one in shown(kind).items()]
+        elif is_dataclass(kind):  # of a package without `Options`
+            types = get_type_hints(kind, include_extras=True)
+            defaults = [(f.name, Parameter.empty if f.default is MISSING else f.default) for f in fields(kind)]
+            taken = [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=types[n]) for n, d in defaults]
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
             continue
