@@ -42,8 +42,8 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let typer see each field of a command's option groups as a parameter of its own.
 
-    A group is `Options`, or a dataclass with typer's annotations. For `Annotated[dict, X]` a command gets what was given for X, to
-    make it with more.
+    A group is `Options`, or a dataclass with typer's annotations. For `Annotated[dict, X]` a command gets what was given for X,
+    to make it with more.
     The order of the parameters, and of the fields in a group, is the order in the help page. Raises ValueError if two groups
     have a field of the same name.
     """
