@@ -65,7 +65,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "plan": (
         "plan other machines: hardware, costs, acceptance, the simulator",
         [
-            "core.hardware",
+            "lab.hardware",
             "lab.plan.planned_model",
             "lab.plan.acceptance_curve",
             "lab.plan.serving_costs",

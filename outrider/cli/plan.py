@@ -165,7 +165,7 @@ def _plan(
 
 def _roofline(model: PlanModelOptions, engine: EngineLimitOptions, longest: int):
     """Costs, tokens of keys and values, price of a replica, and the inputs that say so."""
-    from outrider.core.hardware import find_hardware
+    from outrider.lab.hardware import find_hardware
     from outrider.lab.plan.answer import PlanFigure, kv_tokens
     from outrider.lab.plan.planned_model import planned
     from outrider.lab.plan.serving_costs import RooflineCosts

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import accumulate
 
+from pydantic import TypeAdapter, ValidationError
+
 from outrider.core.interpolate import interpolate
 
 # Nodes between which a forward's seconds are straight lines.
@@ -71,14 +73,13 @@ class CostModel:
     def from_json(cls, text: str) -> CostModel:
         """Raises ValueError for a text that holds no cost model."""
         try:
-            given = json.loads(text)
-            target = {int(nodes): float(seconds) for nodes, seconds in given["target"].items()}
-            drafters = {name: DraftCost(**cost) for name, cost in given["drafters"].items()}
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"this is no cost model ({error}); measure again: outrider calibrate MODEL") from None
-        if not target or min(target.values()) <= 0:
+            model = TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            why = error.errors(include_url=False)[0]["msg"]
+            raise ValueError(f"this is no cost model ({why}); measure again: outrider calibrate MODEL") from None
+        if not model.target or min(model.target.values()) <= 0:
             raise ValueError("this cost model has no seconds of the target; measure again: outrider calibrate MODEL")
-        return cls(given["key"], target, drafters)
+        return model
 
 
 class Correction:

@@ -47,19 +47,6 @@ def speedup(survival: Sequence[float], draft: float, verify: float = 1.0) -> flo
     return expected_tokens(survival) / (draft + verify)
 
 
-def best_depth(survival: Sequence[float], seconds: Sequence[float]) -> int:
-    """The depth with the most tokens per second. 0 is plain decoding, and wins a tie.
-
-    seconds[k]: time of a step with k levels.
-    """
-    rate, tokens, best = 1 / seconds[0], 1.0, 0
-    for depth, (kept, time) in enumerate(zip(survival, seconds[1:], strict=False), 1):
-        tokens += kept
-        if tokens / time > rate:
-            rate, best = tokens / time, depth
-    return best
-
-
 @dataclass(frozen=True)
 class Shape:
     """A tree of ranks: node n is child number `ranks[n]` of `parents[n]`. Node 0 is the root."""

@@ -41,27 +41,28 @@ def interval(table: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
     comes from `DRAWS` resamples of the groups. It is widened for a small number of groups by Student's t and the divisor
     n - 1: plain bootstrap percentiles of a dozen groups contain the truth too seldom (tests/unit/lab/bench/test_stats.py).
     """
-    n = len(table)
-    value = float(ratio(table.sum(0)))
-    if n < 2 or not 0 < value < math.inf:
-        return Interval(value, 0.0, math.inf, n)
-    picks = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), DRAWS)
-    return _widened(value, _logs(ratio(picks @ table)) * math.sqrt(n / (n - 1)), n)
+    return _interval([table], float(ratio(table.sum(0))), ratio, seed)
 
 
 def interval_unpaired(a: np.ndarray, b: np.ndarray, ratio: Value, *, seed: int = 0) -> Interval:
     """`interval` for ratio(b) / ratio(a) where the two have different groups."""
-    n = min(len(a), len(b))
-    value = float(ratio(b.sum(0)) / ratio(a.sum(0)))
+    return _interval([a, b], float(ratio(b.sum(0)) / ratio(a.sum(0))), ratio, seed)
+
+
+def _interval(tables: list[np.ndarray], value: float, ratio: Value, seed: int) -> Interval:
+    """The interval around `value`, which is the ratio of the last table over those before it."""
+    n = min(map(len, tables))
     if n < 2 or not 0 < value < math.inf:
         return Interval(value, 0.0, math.inf, n)
-    draw = np.random.default_rng(seed)
-    logs = [
-        _logs(ratio(draw.multinomial(len(t), np.full(len(t), 1 / len(t)), DRAWS) @ t))
-        * math.sqrt(len(t) / (len(t) - 1))
-        for t in (a, b)
-    ]
-    return _widened(value, logs[1] - logs[0], n)
+    draw, logs = np.random.default_rng(seed), np.zeros(DRAWS)
+    for t in tables:
+        picks = draw.multinomial(len(t), np.full(len(t), 1 / len(t)), DRAWS)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log(ratio(picks @ t)) * math.sqrt(len(t) / (len(t) - 1)) - logs
+    finite = logs[np.isfinite(logs)]
+    half = student_quantile(n - 1) * float(np.std(finite)) if len(finite) else math.inf
+    with np.errstate(over="ignore"):
+        return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), n)
 
 
 def student_quantile(df: int) -> float:
@@ -79,16 +80,3 @@ def student_quantile(df: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return z + sum(term / df**power for power, term in enumerate(terms, 1))
-
-
-def _widened(value: float, logs: np.ndarray, n: int) -> Interval:
-    """The interval around `value`. logs: logarithms of its resamples; those that are not finite are left out."""
-    known = logs[np.isfinite(logs)]
-    half = student_quantile(n - 1) * float(np.std(known)) if len(known) else math.inf
-    with np.errstate(over="ignore"):
-        return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), n)
-
-
-def _logs(values: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log(values)

@@ -38,22 +38,22 @@ class Detokenizer:
     def push(self, token: int, last: bool = False) -> str:
         """Add a token and return the new text. With `last`, an incomplete character is returned as it is."""
         self._tokens.append(token)
+        return self._read_on(len(self._tokens) - self._read < 5 and not last)
+
+    def flush(self) -> str:
+        """Return the text that was held back, as it is."""
+        return self._read_on(wait=False)
+
+    def _read_on(self, wait: bool) -> str:
+        """The new text. wait: hold an incomplete character back."""
         before = self._decode(self._tokens[self._prefix : self._read], skip_special_tokens=self._skip)
         after = self._decode(self._tokens[self._prefix :], skip_special_tokens=self._skip)
-        if after.endswith("�") and not last and len(self._tokens) - self._read < 5:
+        if wait and after.endswith("\ufffd"):
             return ""
         self._prefix, self._read = self._read, len(self._tokens)
         new = after[len(before) :]
         self.text += new
         return new
-
-    def flush(self) -> str:
-        """Return the text that was held back, as it is."""
-        before = self._decode(self._tokens[self._prefix : self._read], skip_special_tokens=self._skip)
-        after = self._decode(self._tokens[self._prefix :], skip_special_tokens=self._skip)
-        self._prefix, self._read = self._read, len(self._tokens)
-        self.text += after[len(before) :]
-        return after[len(before) :]
 
 
 @dataclass(frozen=True)

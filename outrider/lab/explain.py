@@ -15,7 +15,6 @@ import torch
 
 from outrider.control import CostModel
 from outrider.control.shapes import BY_RANK, Shape, optimal_shape
-from outrider.core.hardware import ACCELERATORS
 from outrider.core.noise import Noise
 from outrider.core.sampling import LogitsDistribution, LogitsWarper
 from outrider.core.types import Budget, Draft
@@ -27,6 +26,7 @@ from outrider.engine.llm import LLM
 from outrider.engine.memory import per_token
 from outrider.engine.request import Request, Sequence
 from outrider.engine.trace import Detail, StepRecord, Trace, TracedText, replay
+from outrider.lab.hardware import ACCELERATORS
 from outrider.models.base import LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes

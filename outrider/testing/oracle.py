@@ -28,7 +28,7 @@ class Oracle:
         self.script = list(script)
         self.trail: list[tuple[int, int]] = []  # (branch taken, branches there are)
         self.weight = Fraction(1)
-        self.position = 0  # set by the loop before each step; only a faulty oracle cares
+        self.position = 0  # of the text; the loop sets it before each step
 
     def pick(self, weights: Sequence[Fraction | int]) -> int:
         """An index with probability proportional to its weight. Branches without weight do not exist."""
@@ -56,23 +56,6 @@ class Oracle:
         while trail and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
         return [b for b, _ in trail[:-1]] + [trail[-1][0] + 1] if trail else None
-
-
-class ReusedCoins(Oracle):
-    """A planted fault: coins are keyed by position alone, so a later step reads the same uniform number again."""
-
-    def __init__(self, script: Sequence[int] = ()) -> None:
-        super().__init__(script)
-        self.known: dict[
-            int, tuple[Fraction, Fraction]
-        ] = {}  # position -> an interval that contains its uniform number
-
-    def coin(self, part: Any, whole: Any, *, depth: int, node: int) -> bool:
-        low, high = self.known.get(self.position + depth, (Fraction(0), Fraction(1)))
-        cut = min(max(Fraction(part) / whole if whole else Fraction(0), low), high)
-        below = self.pick([cut - low, high - cut]) == 0
-        self.known[self.position + depth] = (low, cut) if below else (cut, high)
-        return below
 
 
 def distribution(program: Callable[[Any], Hashable], oracle: type[Oracle] = Oracle) -> dict[Any, Fraction]:
@@ -172,19 +155,6 @@ def drawn_chain(
             q.append(toy.q(text + drafted))
             drafted += (choose.pick(q[-1]),)
         return [0, *drafted], list(range(-1, len(drafted))), q
-
-    return draft
-
-
-def chosen_chain(gamma: int) -> Drafter:
-    """Proposes the largest of q: a choice, not a draw, so the declared q has all its mass on the token."""
-
-    def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
-        drafted: Text = ()
-        for _ in range(gamma):
-            q = toy.q(text + drafted)
-            drafted += (q.index(max(q)),)
-        return [0, *drafted], list(range(-1, gamma)), [point(token, toy.vocab) for token in drafted]
 
     return draft
 

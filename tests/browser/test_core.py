@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from depths import best_depth
 from scipy.stats import chisquare
 
 from outrider.control.shapes import (
     BY_RANK,
-    best_depth,
     expected_accepted,
     expected_tokens,
     geometric,

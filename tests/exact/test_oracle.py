@@ -3,13 +3,12 @@
 from fractions import Fraction
 
 import pytest
+from oracles import ReusedCoins, chosen_chain
 
 from outrider.testing.oracle import (
     RULES,
     Oracle,
-    ReusedCoins,
     Toy,
-    chosen_chain,
     composed,
     distribution,
     drawn_chain,

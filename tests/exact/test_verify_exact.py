@@ -6,6 +6,7 @@ Every test compares the joint distribution of several tokens, written in as many
 from fractions import Fraction
 
 import pytest
+from oracles import chosen_chain
 
 from outrider.core.types import Siblings
 from outrider.testing.oracle import (
@@ -13,7 +14,6 @@ from outrider.testing.oracle import (
     Toy,
     by_level,
     children_of,
-    chosen_chain,
     composed,
     distribution,
     drawn_chain,

@@ -9,12 +9,12 @@ from functools import cache
 from itertools import islice
 
 import pytest
+from oracles import ReusedCoins
 
 from outrider.core.types import Siblings
 from outrider.testing.oracle import (
     RULES,
     Oracle,
-    ReusedCoins,
     Toy,
     by_level,
     composed,

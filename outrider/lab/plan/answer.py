@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from outrider.core.hardware import Hardware
+from outrider.lab.hardware import Hardware
 from outrider.lab.plan.planned_model import PlannedModel
 from outrider.lab.plan.serving_costs import CostTerm, RooflineCosts
 from outrider.lab.plan.serving_plan import BatchFigures, Forecast, ServingPlan

@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from outrider.core.hardware import Hardware
 from outrider.core.interpolate import through
+from outrider.lab.hardware import Hardware
 from outrider.lab.plan.acceptance_curve import AcceptanceCurve
 from outrider.lab.plan.planned_model import PlannedModel
 

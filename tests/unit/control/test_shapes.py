@@ -3,10 +3,11 @@
 import itertools
 
 import pytest
+from depths import best_depth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.control.shapes import best_depth, expected_tokens, geometric, speedup
+from outrider.control.shapes import expected_tokens, geometric, speedup
 
 ALPHAS = st.floats(0.01, 0.99)
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.control.shapes import geometric, speedup
-from outrider.core.hardware import ACCELERATORS, Accelerator, Hardware, find_hardware
 from outrider.lab.bench.run import PromptRecord, Run, Sample, Setting
 from outrider.lab.explain import rooflines
+from outrider.lab.hardware import ACCELERATORS, Accelerator, Hardware, find_hardware
 from outrider.lab.plan import acceptance_curve, serving_costs
 from outrider.lab.plan.acceptance_curve import constant, find_curve
 from outrider.lab.plan.answer import answer, kv_tokens

@@ -150,29 +150,19 @@ def _of_file(path: Path) -> Hardware:
     if not isinstance(given, Mapping):
         raise ValueError(f"{path} holds no object; a hardware file is {_EXAMPLE}")
     values = dict(cast("Mapping[str, Any]", given))
-    base = values.pop("base", None)
-    made = find_hardware(str(base)) if base is not None else None
+    base, name, source = values.pop("base", None), values.pop("name", None), values.pop("source", str(path))
     figures = {_UNITS[key][0]: float(values.pop(key)) * _UNITS[key][1] for key in list(values) if key in _UNITS}
-    name, source = values.pop("name", None), values.pop("source", str(path))
-    known = {f.name for f in fields(Hardware)} - {"device"}
-    if wrong := sorted(set(values) - known):
+    shares = {f.name for f in fields(Hardware)} - {"device"}
+    if wrong := sorted(set(values) - shares):
         raise ValueError(
-            f"{path} has {wrong[0]!r}, which is none of {', '.join([*_UNITS, *sorted(known), 'base', 'name'])}"
+            f"{path} has {wrong[0]!r}, which is none of {', '.join([*_UNITS, *sorted(shares), 'base', 'name'])}"
         )
-    if made is None:
-        missing = [key for key, (field, _) in _UNITS.items() if field not in figures and field not in ("fp8", "link")]
-        if missing:
-            raise ValueError(
-                f"{path} lacks {', '.join(missing)}, or a known device as base; a hardware file is {_EXAMPLE}"
-            )
-        memory, bandwidth, half = (figures[field] for field in ("memory", "bandwidth", "half"))
-        link = figures.get("link", 32e9)
-        device = Accelerator(name or path.stem, memory, bandwidth, half, figures.get("fp8"), link, source)
-        return Hardware(device, **values)
-    device = replace(made.device, **figures)
-    if figures or name:
-        device = replace(device, name=name or f"{device.name}, changed", source=source)
-    return replace(made, device=device, **values)
-
-
-__all__ = ["ACCELERATORS", "Accelerator", "Hardware", "find_hardware"]
+    if base is not None:
+        hardware = find_hardware(str(base))
+        if figures or name:
+            figures |= {"name": name or f"{hardware.device.name}, changed", "source": source}
+        return replace(hardware, device=replace(hardware.device, **figures), **values)
+    if missing := [key for key, (field, _) in _UNITS.items() if field not in {*figures, "fp8", "link"}]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}, or a known device as base; a hardware file is {_EXAMPLE}")
+    device = {"fp8": None, "link": 32e9, "name": name or path.stem, "source": source, **figures}
+    return Hardware(Accelerator(**device), **values)

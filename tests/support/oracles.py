@@ -1,0 +1,39 @@
+"""An oracle with a planted fault, and a drafter that chooses: for the proofs of the oracle and the verifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from outrider.testing.oracle import Drafted, Drafter, Oracle, Text, Toy, point
+
+
+class ReusedCoins(Oracle):
+    """A planted fault: coins are keyed by position alone, so a later step reads the same uniform number again."""
+
+    def __init__(self, script: Sequence[int] = ()) -> None:
+        super().__init__(script)
+        self.known: dict[
+            int, tuple[Fraction, Fraction]
+        ] = {}  # position -> an interval that contains its uniform number
+
+    def coin(self, part: Any, whole: Any, *, depth: int, node: int) -> bool:
+        low, high = self.known.get(self.position + depth, (Fraction(0), Fraction(1)))
+        cut = min(max(Fraction(part) / whole if whole else Fraction(0), low), high)
+        below = self.pick([cut - low, high - cut]) == 0
+        self.known[self.position + depth] = (low, cut) if below else (cut, high)
+        return below
+
+
+def chosen_chain(gamma: int) -> Drafter:
+    """Proposes the largest of q: a choice, not a draw, so the declared q has all its mass on the token."""
+
+    def draft(toy: Toy, text: Text, choose: Any) -> Drafted:
+        drafted: Text = ()
+        for _ in range(gamma):
+            q = toy.q(text + drafted)
+            drafted += (q.index(max(q)),)
+        return [0, *drafted], list(range(-1, gamma)), [point(token, toy.vocab) for token in drafted]
+
+    return draft
