@@ -12,7 +12,7 @@ import typer
 
 from outrider.cli.backends import ChatBackend, LocalBackend, ServerBackend
 from outrider.cli.conversation import Conversation
-from outrider.cli.options import ApiKey, Debug, LoadOptions, ModelArgument, SpeculationOptions, option
+from outrider.cli.options import ApiKey, Debug, LoadOptions, ModelArgument, SpeculationOptions, full_name, option
 from outrider.cli.terminal import RED, loading, readable, tell
 from outrider.core.files import state_folder
 from outrider.serve.options import Options, setting
@@ -76,7 +76,7 @@ def chat(
     """
     with readable(debug):
         if url is None and model is not None:
-            with _here(model, loaded, speculation) as backend:
+            with _here(full_name(model), loaded, speculation) as backend:
                 _talk(talk, backend)
             return
         if (loaded, speculation) != (LoadOptions(), SpeculationOptions()):

@@ -18,6 +18,7 @@ from outrider.cli.options import (
     DraftModel,
     NumSpeculativeTokens,
     SpeculationOptions,
+    full_name,
     option,
     own_draft,
 )
@@ -54,6 +55,7 @@ def demo(
             f"A folder, a GGUF file, a hub name or a built-in model. Default: {CHAT}.",
             "--model",
             "-m",
+            callback=full_name,
         ),
     ] = None,
     draft_model: DraftModel = None,

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import CODE, Debug, Model, ModelArgument, PrecisionOptions, option
+from outrider.cli.options import CODE, Debug, Model, ModelArgument, PrecisionOptions, full_name, option
 from outrider.cli.terminal import home, loading, readable, say, working
 from outrider.core.suggest import did_you_mean
 
@@ -105,7 +105,12 @@ def list_(debug: Debug = False) -> None:
 
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="NAME", help="A built-in model, a hub name, or owner/name:file.gguf on the hub.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A built-in model, a hub name, or owner/name:file.gguf on the hub.",
+            callback=full_name,
+        ),
     ],
     debug: Debug = False,
 ) -> None:

@@ -107,11 +107,29 @@ def validated(kind: type[Kind], **given: Any) -> Kind:
 
 # -- single options -------------------------------------------------------------------------------------------------------
 
+
+def full_name(name: Any) -> Any:
+    """The name of the built-in model that a short name means: smollm2 is builtin:smollm2-135m. Other names stay.
+
+    A file or a folder here goes before a built-in model.
+    """
+    from outrider.models.builtin.download import DOWNLOADS
+    from outrider.models.builtin.shipped import BUILTIN
+
+    if not isinstance(name, str) or Path(name).exists():
+        return name
+    known = {full.removeprefix("builtin:"): full for full in (*BUILTIN, *DOWNLOADS)}
+    longer = [full for short, full in known.items() if short.startswith(f"{name}-")]
+    return known.get(name, longer[0] if len(longer) == 1 else name)
+
+
 MODEL = "A folder, a GGUF file, a hub name or a built-in model."
-Model = Annotated[str, option("Model", MODEL, "--model", "-m")]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
-ModelFirst = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
-ModelInstead = Annotated[str | None, option("Model", "The same as the argument MODEL.", "--model", "-m")]
+Model = Annotated[str, option("Model", MODEL, "--model", "-m", callback=full_name)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
+ModelFirst = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL, callback=full_name)]
+ModelInstead = Annotated[
+    str | None, option("Model", "The same as the argument MODEL.", "--model", "-m", callback=full_name)
+]
 ApiKey = Annotated[
     str | None, option("Server", "The key of the server; better set by the variable.", envvar="OUTRIDER_API_KEY")
 ]

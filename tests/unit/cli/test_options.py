@@ -16,6 +16,7 @@ from outrider.cli.options import (
     SamplingOptions,
     SpeculationOptions,
     TraceOptions,
+    full_name,
     grouped,
     setting,
 )
@@ -175,6 +176,28 @@ OPTIONS = {
         "Output": "--debug",
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("given", "full"),
+    [
+        ("smollm2", "builtin:smollm2-135m"),
+        ("smollm2-135m", "builtin:smollm2-135m"),
+        ("code", "builtin:code"),
+        ("builtin:code", "builtin:code"),
+        ("cod", "cod"),
+        ("owner/code", "owner/code"),
+        (None, None),
+    ],
+)
+def test_a_short_name_is_a_builtin_model(given, full) -> None:
+    assert full_name(given) == full
+
+
+def test_a_file_here_goes_before_a_builtin_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("code").mkdir()
+    assert full_name("code") == "code"
 
 
 def test_no_option_is_lost() -> None:
