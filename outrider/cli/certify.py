@@ -8,6 +8,7 @@ import typer
 
 from outrider.cli.options import Debug, LoadOptions, option, own_draft, parse_speculative_config
 from outrider.cli.terminal import loading, readable
+from outrider.core.extras import install
 
 try:
     from outrider_certify.cli import CertifyOptions, run
@@ -16,9 +17,7 @@ except ImportError:
     def certify(words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
         """Is an engine lossless? It needs the package outrider-certify."""
         with readable(False):
-            raise ValueError(
-                "certificates are a package of their own, which is not installed; in a checkout: pip install ./certify"
-            )
+            raise ValueError(f"certificates are a package of their own, which is not installed: {install('certify')}")
 
 else:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -78,21 +79,19 @@ def _cache() -> Check:
     return Check("cache", f"{home(there)} cannot be written", "export XDG_CACHE_HOME=$HOME/.cache", True)
 
 
-def _packages() -> list[Check]:
+def _packages() -> Iterator[Check]:
     """The optional packages of each extra that are missing."""
     from packaging.requirements import Requirement
 
     wanted = [Requirement(line) for line in requires("outrider") or ()]
-    missing = {
-        extra: [r.name for r in wanted if r.marker and r.marker.evaluate({"extra": extra}) and not _installed(r.name)]
-        for extra in ("serve", "grammar", "bench", "certify", "ray", "otel")
-    }
-    return [
-        Check(f"extra {extra}", f"missing: {', '.join(names)}", install(extra))
-        if names
-        else Check(f"extra {extra}", "installed")
-        for extra, names in missing.items()
-    ]
+    for extra in ("data", "serve", "grammar", "bench", "certify", "ray", "otel"):
+        needed = [r.name for r in wanted if r.marker and r.marker.evaluate({"extra": extra})]
+        missing = ", ".join(name for name in needed if not _installed(name))
+        yield (
+            Check(f"extra {extra}", f"missing: {missing}", install(extra))
+            if missing
+            else Check(f"extra {extra}", "installed")
+        )
 
 
 def _installed(package: str) -> bool:

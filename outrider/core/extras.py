@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+_FOLDERS = ("data", "certify")  # extras that are packages of their own, in folders of the checkout
+
 
 @contextmanager
-def needs(extra: str, what: str, instead: str = "") -> Generator[None, None, None]:
-    """Around imports of packages of an extra. what: needs them, as the begin of a sentence. instead: what works without them.
+def needs(extra: str, what: str) -> Generator[None, None, None]:
+    """Around imports of packages of an extra. what: needs them, as the begin of a sentence.
 
     Raises ValueError, with the line that installs them, if one is missing.
     """
     try:
         yield
     except ImportError as error:
-        other = f"; or {instead}" if instead else ""
-        raise ValueError(f"{what} needs {error.name}, which is not installed{other}: {install(extra)}") from None
+        raise ValueError(f"{what} needs {error.name}, which is not installed: {install(extra)}") from None
 
 
 def install(extra: str) -> str:
-    """The line that installs an extra. outrider is not on PyPI."""
-    return f"pip install '.[{extra}]'   # in the checkout"
+    """The line that installs an extra. outrider is not on PyPI, nor are its own packages."""
+    return f"pip install {f'./{extra}' if extra in _FOLDERS else repr(f'.[{extra}]')}   # in the checkout"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from outrider.core.extras import install
+
 BUILTIN = {"builtin:code": "a small Python code model", "builtin:code-draft": "its draft model, distilled from it"}
 
 
@@ -19,7 +21,7 @@ def builtin_folder(name: str) -> Path:
     folder = data_folder()
     if folder is None:
         raise FileNotFoundError(
-            f"{name} is in the package outrider-data, which is not installed: pip install ./data   # in the checkout. "
-            "Or give a model of your own: a folder or a GGUF file"
+            f"{name} is in the package outrider-data, which is not installed. Give a folder or a GGUF file of your own, or: "
+            + install("data")
         )
     return folder / name.removeprefix("builtin:")
