@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from markupsafe import Markup
-
 from outrider.core.intervals import Interval
 from outrider.lab.bench import stats
 from outrider.lab.bench.report import svg
 from outrider.lab.bench.report.analysis import PHASES, CategoryResult, SettingResult
 from outrider.lab.bench.report.format import amount, bounds, duration, factor, interval
-from outrider.lab.bench.report.svg import key
+from outrider.lab.bench.report.svg import draw
 
 MOST_ROWS, MOST_DEPTH = 24, 16
 LATENCIES = {
@@ -33,7 +31,7 @@ class ChartRow:
     """A line of a chart: its name, the drawing, the number as text. group: a heading above the line."""
 
     label: str
-    drawing: Markup
+    drawing: str
     value: str = ""
     group: str = ""
 
@@ -44,9 +42,9 @@ class Chart:
 
     title: str
     rows: Sequence[ChartRow]
-    axis: Markup = svg.EMPTY
+    axis: str = ""
     note: str = ""
-    legend: Sequence[tuple[Markup, str]] = ()
+    legend: Sequence[tuple[str, str]] = ()
 
 
 def speeds(results: Sequence[SettingResult], predicted: Mapping[str, float]) -> Chart | None:
@@ -60,10 +58,10 @@ def speeds(results: Sequence[SettingResult], predicted: Mapping[str, float]) -> 
     for r, rate in shown:
         said = f"{r.name}: {amount(rate.value)} tokens per second, interval {bounds(rate)}"
         said += f", predicted {amount(expected[r.name])}" if r.name in expected else ""
-        drawing = svg.bar(scale, rate.value, *_ends(rate), said, expected.get(r.name))
+        drawing = draw.bar(scale, rate.value, *_ends(rate), said, expected.get(r.name))
         rows.append(ChartRow(r.name, drawing, amount(rate.value)))
-    legend = [(key("bar"), "measured"), (key("whisker"), "95 % interval")]
-    legend += [(key("expected"), "predicted by the cost model")] if expected else []
+    legend = [(draw.key("bar"), "measured"), (draw.key("whisker"), "95 % interval")]
+    legend += [(draw.key("expected"), "predicted by the cost model")] if expected else []
     return Chart(
         "Tokens per second", rows, _axis(scale), "All tokens divided by all seconds, prefill included.", legend
     )
@@ -81,10 +79,14 @@ def speedups(results: Sequence[SettingResult]) -> Chart | None:
         values = list(r.prompts.values())
         said = f"{r.name}: {factor(ratio.value)} times as fast, {interval(ratio)}; {len(values)} prompts from "
         said += f"{factor(min(values))} to {factor(max(values))}, {sum(v < 1 for v in values)} of them slower"
-        drawing = svg.dots(scale, values, ratio.value, *_ends(ratio), said, line=1)
+        drawing = draw.dots(scale, values, ratio.value, *_ends(ratio), said)
         rows.append(ChartRow(r.name, drawing, f"{factor(ratio.value)} ×"))
-    legend = [(key("dot"), "a prompt"), (key("whole"), "all together"), (key("whisker"), "95 % interval")]
-    legend += [(key("reference"), f"as fast as {results[0].name}")]
+    legend = [
+        (draw.key("dot"), "a prompt"),
+        (draw.key("whole"), "all together"),
+        (draw.key("whisker"), "95 % interval"),
+    ]
+    legend += [(draw.key("reference"), f"as fast as {results[0].name}")]
     note = f"Speed of each prompt over that of {results[0].name}. Equal ratios have equal distances."
     return Chart("Speedup of each prompt", rows, _axis(scale, "×"), note, legend)
 
@@ -104,9 +106,9 @@ def latencies(results: Sequence[SettingResult]) -> list[Chart]:
             said = ", ".join(f"{p} {duration(v)}" for p, v in marks.items())
             p50, p90, p99 = (duration(v) for v in marks.values())
             value = f"{p50}\np90 {p90}, p99 {p99}"
-            rows.append(ChartRow(name, svg.spread(scale, values, marks, f"{name}: {said}"), value))
+            rows.append(ChartRow(name, draw.spread(scale, values, marks, f"{name}: {said}"), value))
         ticks = {t: f"{t:g} s" if t >= 1 else f"{1000 * t:g} ms" for t in _rounded(scale.ticks())}
-        drawn.append(Chart(title, rows, svg.axis(scale, ticks), note))
+        drawn.append(Chart(title, rows, draw.axis(scale, ticks), note))
     return drawn
 
 
@@ -119,7 +121,7 @@ def acceptance(results: Sequence[SettingResult]) -> Chart | None:
     rows = []
     for r, a in shown:
         said = f"{r.name}: " + ", ".join(f"{share:.0%} at depth {j}" for j, share in enumerate(a.by_depth, 1))
-        rows.append(ChartRow(r.name, svg.columns(a.by_depth[:most], most, said), f"{a.length:.2f} a step"))
+        rows.append(ChartRow(r.name, draw.columns(a.by_depth[:most], most, said), f"{a.length:.2f} a step"))
     note = "Share of all steps that accepted at least so many draft tokens."
     return Chart("Acceptance by depth", rows, note=note)
 
@@ -133,7 +135,7 @@ def by_category(categories: Sequence[CategoryResult], baseline: str) -> Chart | 
     for c, ratio in drawn:
         speed = factor(ratio.value)
         said = f"{c.category}, {c.setting}: {speed} times as fast, {interval(ratio)}, {len(c.ratios)} prompts"
-        drawing = svg.dots(scale, c.ratios, ratio.value, *_ends(ratio), said, line=1)
+        drawing = draw.dots(scale, c.ratios, ratio.value, *_ends(ratio), said)
         rows.append(ChartRow(c.setting, drawing, f"{speed} ×", "" if c.category in shown else c.category))
         shown.add(c.category)
     note = f"Speed over that of {baseline}. The dots are prompts, as above."
@@ -155,10 +157,10 @@ def time_by_phase(results: Sequence[SettingResult]) -> Chart | None:
         said = f"{r.name}: {amount(1000 * r.per_token)} ms per token: "
         said += ", ".join(f"{n} {amount(1000 * t)}" for n, t in r.phases.items())
         said += "".join(f"; {n} alone {amount(v)}" for n, v in known.items())
-        rows.append(ChartRow(r.name, svg.stack(scale, parts, known, said), f"{amount(1000 * r.per_token)} ms"))
+        rows.append(ChartRow(r.name, draw.stack(scale, parts, known, said), f"{amount(1000 * r.per_token)} ms"))
         drawn |= known.keys()
-    legend = [(key(f"part-{n}"), n) for n in PHASES if any(n in r.phases for r in shown)]
-    legend += [(key(n), text) for n, text in FLOORS.items() if n in drawn]
+    legend = [(draw.key(f"part-{n}"), n) for n in PHASES if any(n in r.phases for r in shown)]
+    legend += [(draw.key(n), text) for n, text in FLOORS.items() if n in drawn]
     return Chart("Time per token", rows, _axis(scale, " ms"), "By phase of the step.", legend)
 
 
@@ -167,8 +169,8 @@ def _ends(found: Interval) -> tuple[float, float]:
     return (found.low, found.high) if isfinite(found.high) else (found.value, found.value)
 
 
-def _axis(scale: svg.Scale, unit: str = "") -> Markup:
-    return svg.axis(scale, {t: f"{t:g}{unit}" for t in _rounded(scale.ticks())})
+def _axis(scale: svg.Scale, unit: str = "") -> str:
+    return draw.axis(scale, {t: f"{t:g}{unit}" for t in _rounded(scale.ticks())})
 
 
 def _rounded(ticks: Iterable[float]) -> list[float]:

@@ -9,8 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from outrider.core.files import write_whole
 from outrider.core.origins import ACCEPTED, BONUS, CORRECTED, PLAIN
 from outrider.lab.bench import stats
@@ -19,6 +17,7 @@ from outrider.lab.bench.report.analysis import PHASES, SettingResult, analyse, b
 from outrider.lab.bench.report.compare import compare_runs
 from outrider.lab.bench.report.format import amount, bounds, count, duration, factor, percent, size
 from outrider.lab.bench.report.recommend import Recommendation, no_answers, recommend
+from outrider.lab.bench.report.svg import environment
 from outrider.lab.bench.run import PromptRecord, Run, Sample
 
 # Characters of a prompt, tokens of an answer, prompts at either end, columns of a table.
@@ -89,8 +88,7 @@ def render(run: Run, *, other: Run | None = None) -> tuple[str, Recommendation]:
         "percentile": stats.percentile,
         "times_of": stats.times,
     }
-    folder = FileSystemLoader(Path(__file__).parent / "template")
-    env = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env = environment()
     env.filters |= {"amount": amount, "factor": factor, "percent": percent, "of": count}
     env.filters |= {"duration": duration, "bytes": size, "json": json.dumps, "bounds": bounds}
     env.filters |= {"factors": lambda found: bounds(found, factor)}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.lab.bench.report import svg
-from outrider.lab.bench.report.svg import Scale
+from outrider.lab.bench.report.svg import Scale, draw
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1), st.booleans(), st.booleans())
@@ -22,5 +22,5 @@ def test_scales_hold_what_they_show(values: list[float], zero: bool, log: bool) 
 
 
 def test_charts_escape() -> None:
-    assert "<b>" not in svg.axis(Scale(0, 1), {0: "<b>"})
-    assert '"x"' not in svg.bar(Scale(0, 1), 1, 0, 1, 'a "x"')
+    assert "<b>" not in draw.axis(Scale(0, 1), {0: "<b>"})
+    assert '"x"' not in draw.bar(Scale(0, 1), 1, 0, 1, 'a "x"', None)
