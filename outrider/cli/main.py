@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -219,6 +220,8 @@ add(
 
 def main() -> None:
     """The entry point of the `outrider` command."""
+    # Registered first, so it runs last: libraries in C++ then list what they never free, and a person can do nothing about it.
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     for name, value in ENVIRONMENT.items():

@@ -77,6 +77,24 @@ def test_serve_starts_streams_to_the_curl_it_prints_and_hands_back_partial_text_
     assert "quicksort" not in log
 
 
+def test_ctrl_c_ends_a_server_in_one_line() -> None:
+    """Whatever libraries have to say when the interpreter ends."""
+    command = [*COMMAND, "serve", "builtin:code", "--port", "0", "--method", "none"]
+
+    def listen() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen
+    ) as process:
+        assert process.stdout is not None
+        while "stop: ctrl-C" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
