@@ -9,18 +9,14 @@ A bet on the engine's own mistake grows fastest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider_certify.mistakes import MISTAKES, Mistake, TokenContext
-from outrider_certify.subject import SamplingParams, TokenDistribution
+from outrider_certify.mistakes import MISTAKES, TokenContext
+from outrider_certify.subject import TokenDistribution
 
-STAKES = (0.05, 0.2, 0.5, 0.9)
-_STAKES = np.array(STAKES)
+STAKES = np.array((0.05, 0.2, 0.5, 0.9))
 _LEAST = 1e-12  # a token below this probability counts as one that the target never writes
-Bet = tuple[str, float]
 
 
 def ratio(predicted: np.ndarray, p: TokenDistribution, token: int) -> float:
@@ -31,54 +27,31 @@ def ratio(predicted: np.ndarray, p: TokenDistribution, token: int) -> float:
     return float(predicted[at]) / max(float(p.probs[at]), _LEAST)
 
 
-@dataclass
 class Audit:
-    """Wealth of every bet so far, as logarithms.
+    """Wealth of every bet so far.
 
-    alpha: the probability of a false alarm. crossed: tokens after which the alarm was raised; None without one.
+    alpha: the probability of a false alarm. logs: float64 [mistake, stake], the logarithms. made: bool [mistake], whether a bet
+    on it was ever made. crossed: tokens after which the alarm was raised; None without one.
     """
 
-    alpha: float = 1e-6
-    mistakes: Sequence[Mistake] = MISTAKES
-    tokens: int = 0
-    crossed: int | None = None
-    _logs: np.ndarray = field(init=False, repr=False)  # float64 [mistake, stake]
-    _made: np.ndarray = field(init=False, repr=False)  # bool [mistake]: a bet on it was ever made
-
-    def __post_init__(self) -> None:
-        self._names = [f"{number} {mistake.name}" for number, mistake in enumerate(self.mistakes)]
-        self._logs = np.zeros((len(self.mistakes), len(STAKES)))
-        self._made = np.zeros(len(self.mistakes), dtype=bool)
-
-    @property
-    def wealth(self) -> dict[Bet, float]:
-        """The logarithm of what every bet has that was made."""
-        return {
-            (self._names[n], stake): float(self._logs[n, at])
-            for n in np.flatnonzero(self._made)
-            for at, stake in enumerate(STAKES)
-        }
+    def __init__(self, alpha: float = 1e-6) -> None:
+        self.alpha, self.tokens = alpha, 0
+        self.crossed: int | None = None
+        self.logs = np.zeros((len(MISTAKES), len(STAKES)))
+        self.made = np.zeros(len(MISTAKES), dtype=bool)
 
     def see(self, context: TokenContext, token: int) -> bool:
         """Count one token. Returns whether the alarm was raised, now or before."""
-        self.tokens += 1
-        for number, mistake in enumerate(self.mistakes):
-            predicted = mistake.predict(context)
-            if predicted is not None:
-                self._made[number] = True
-                self._logs[number] += np.log(1 - _STAKES + _STAKES * ratio(predicted, context.p, token))
-        return self._alarm()
+        logs, made = np.zeros_like(self.logs), np.zeros_like(self.made)
+        for number, mistake in enumerate(MISTAKES):
+            if (predicted := mistake.predict(context)) is not None:
+                made[number] = True
+                logs[number] = np.log(1 - STAKES + STAKES * ratio(predicted, context.p, token))
+        return self.add(logs, made, 1)
 
-    def add(self, increments: Mapping[Bet, float], tokens: int) -> bool:
-        """Count the wealth that another audit won on later tokens."""
-        self.tokens += tokens
-        for (name, stake), more in increments.items():
-            number = self._names.index(name)
-            self._made[number] = True
-            self._logs[number, STAKES.index(stake)] += more
-        return self._alarm()
-
-    def _alarm(self) -> bool:
+    def add(self, logs: np.ndarray, made: np.ndarray, tokens: int) -> bool:
+        """Count the wealth that was won on later tokens. Returns whether the alarm was raised, now or before."""
+        self.logs, self.made, self.tokens = self.logs + logs, self.made | made, self.tokens + tokens
         if self.crossed is None and self.log_wealth >= math.log(1 / self.alpha):
             self.crossed = self.tokens
         return self.crossed is not None
@@ -86,35 +59,18 @@ class Audit:
     @property
     def log_wealth(self) -> float:
         """The logarithm of the mean of all bets. A bet that was never made keeps its 1."""
-        top = float(self._logs.max())
-        return top + math.log(float(np.exp(self._logs - top).mean()))
+        top = float(self.logs.max())
+        return top + math.log(float(np.exp(self.logs - top).mean()))
 
     def ranking(self) -> list[tuple[str, float]]:
         """(mistake, best log wealth of a bet on it), the largest first."""
         best: dict[str, float] = {}
-        for (numbered, _), logs in self.wealth.items():
-            name = numbered.split(" ", 1)[1]
-            best[name] = max(best.get(name, -math.inf), logs)
+        for number in np.flatnonzero(self.made):
+            name = MISTAKES[number].name
+            best[name] = max(best.get(name, -math.inf), float(self.logs[number].max()))
         return sorted(best.items(), key=lambda pair: -pair[1])
 
     def lead(self) -> float:
         """By how much the best bet is ahead of the next one with another name, in nats."""
         ranking = self.ranking()
         return ranking[0][1] - ranking[1][1] if len(ranking) > 1 else math.inf
-
-
-def contexts(
-    distributions: Sequence[TokenDistribution],
-    drafts: Sequence[TokenDistribution] | None,
-    params: SamplingParams,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    end_ids: tuple[int, ...],
-    steps: Sequence[tuple[int, int]] = (),
-) -> Iterable[tuple[TokenContext, int]]:
-    """The context of each token of a text, and the token. steps: (step, depth) of each, if known."""
-    for at, (p, token) in enumerate(zip(distributions, tokens, strict=False)):
-        begun = len(prompt) + at - steps[at][1] if steps else None
-        q = None if drafts is None else drafts[at]
-        before = None if drafts is None or at == 0 else drafts[at - 1]
-        yield TokenContext(p, q, before, params, [*prompt, *tokens[:at]], len(prompt), end_ids, begun), token

@@ -9,83 +9,66 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
     from outrider_certify.certificate import Certificate
     from outrider_certify.subject import Prompt, Subject
-    from outrider_certify.trials import CertificateKind, TrialJournal
 
-_DIM, _COLOURS = "2", {"good": "32", "bad": "31", "unsure": "33"}
+_COLOURS = {"good": "green", "bad": "red", "unsure": "yellow"}
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
+_subject, _how, _output = partial(_option, "Subject"), partial(_option, "How"), partial(_option, "Output")
+_ARGUMENT = typer.Argument(metavar="SUBJECT", help="A model, `module:name`, or the address of a server.")
+_GENERATE = 'Certify transformers: arguments of its generate, as JSON, with "assistant_model".'
+_KINDS = "exact, seeded, statistical, contract, quality. May be repeated. Default: all that suit."
+_ENDPOINT = "Of a server: completions, or chat, where a prompt is the message of a user."
+
+
 @dataclass(frozen=True, kw_only=True)
 class CertifyOptions:
     """The options of the command line, in the order of the help page."""
 
-    subject: Annotated[
-        str | None, typer.Argument(metavar="SUBJECT", help="A model, `module:name`, or the address of a server.")
-    ] = None
-    generate: Annotated[
-        str | None,
-        _option(
-            "Subject",
-            'Certify transformers: arguments of its generate, as JSON, with "assistant_model".',
-            metavar="JSON",
-        ),
-    ] = None
-    plain_url: Annotated[
-        str | None, _option("Subject", "A server of the same model that does not speculate.", metavar="URL")
-    ] = None
+    subject: Annotated[str | None, _ARGUMENT] = None
+    generate: Annotated[str | None, _subject(_GENERATE, metavar="JSON")] = None
+    plain_url: Annotated[str | None, _subject("A server of the same model, without speculation.", metavar="URL")] = None
     off_body: Annotated[
-        str | None,
-        _option("Subject", "Fields of a request that turn speculation off on the same server.", metavar="JSON"),
+        str | None, _subject("Fields of a request that turn it off on the same server.", metavar="JSON")
     ] = None
     reference: Annotated[
-        str | None,
-        _option("Subject", "A model with the server's weights: gives the target's probabilities.", metavar="MODEL"),
+        str | None, _subject("A model with the server's weights: tells probabilities.", metavar="MODEL")
     ] = None
-    served_model: Annotated[str | None, _option("Subject", "The model's name on the server.", metavar="NAME")] = None
-    endpoint: Annotated[
-        str, _option("Subject", "Of a server: completions, or chat, where a prompt is the message of a user.")
-    ] = "completions"
-    texts: Annotated[
-        Path | None, _option("Subject", "Audit recorded texts in place of new ones.", metavar="FILE.jsonl")
-    ] = None
-    kind: Annotated[
-        list[str] | None,
-        _option(
-            "How",
-            "exact, seeded, statistical, contract, quality. May be repeated. Default: all that suit.",
-            metavar="KIND",
-        ),
-    ] = None
-    budget: Annotated[str, _option("How", "Time for all kinds: 90s, 10m, 1h.", metavar="TIME")] = "10m"
-    confidence: Annotated[float, _option("How", "Of every statement.", min=0.5, max=0.999999)] = 0.99
-    deviation: Annotated[float, _option("How", "The total variation that is to be excluded.", min=0.0001, max=1)] = 0.1
-    prompts: Annotated[str, _option("How", "code, chat, or a file of prompts.", metavar="NAME|FILE")] = "code"
-    num_prompts: Annotated[int, _option("How", "Prompts to use, at most.", min=2)] = 6
-    max_tokens: Annotated[int, _option("How", "Tokens of a text.", "--max-tokens", "-n", min=8)] = 48
-    seed: Annotated[int, _option("How", "Of all texts.")] = 0
-    problems: Annotated[
-        Path | None, _option("How", "For quality: problems in HumanEval's format.", metavar="FILE.jsonl")
-    ] = None
-    timeout: Annotated[float, _option("How", "Seconds for an answer of a server.", min=1)] = 120.0
-    out: Annotated[Path, _option("Output", "The page. The JSON file is next to it.", "--out", "-o", metavar="FILE")] = (
-        Path("certificate.html")
+    served_model: Annotated[str | None, _subject("The model's name on the server.", metavar="NAME")] = None
+    endpoint: Annotated[str, _subject(_ENDPOINT)] = "completions"
+    texts: Annotated[Path | None, _subject("Audit recorded texts in place of new ones.", metavar="FILE.jsonl")] = None
+    kind: Annotated[list[str] | None, _how(_KINDS, metavar="KIND")] = None
+    budget: Annotated[str, _how("Time for all kinds: 90s, 10m, 1h.", metavar="TIME")] = "10m"
+    confidence: Annotated[float, _how("Of every statement.", min=0.5, max=0.999999)] = 0.99
+    deviation: Annotated[float, _how("The total variation that is to be excluded.", min=0.0001, max=1)] = 0.1
+    prompts: Annotated[str, _how("code, chat, or a file of prompts.", metavar="NAME|FILE")] = "code"
+    num_prompts: Annotated[int, _how("Prompts to use, at most.", min=2)] = 6
+    max_tokens: Annotated[int, _how("Tokens of a text.", "--max-tokens", "-n", min=8)] = 48
+    seed: Annotated[int, _how("Of all texts.")] = 0
+    problems: Annotated[Path | None, _how("For quality: problems in HumanEval's format.", metavar="FILE.jsonl")] = None
+    timeout: Annotated[float, _how("Seconds for an answer of a server.", min=1)] = 120.0
+    out: Annotated[Path, _output("The page. The JSON file is next to it.", "--out", "-o", metavar="FILE")] = Path(
+        "certificate.html"
     )
     compare: Annotated[
-        tuple[Path, Path] | None,
-        _option("Output", "Show what changed between two certificates.", metavar="A.json B.json"),
+        tuple[Path, Path] | None, _output("Show what changed between two certificates.", metavar="A.json B.json")
     ] = None
+
+
+# -- what to certify --------------------------------------------------------------------------------------------------------
 
 
 def server_subject(options: CertifyOptions, reference: Callable[[str, list[Prompt]], Subject]) -> Subject | None:
@@ -93,9 +76,8 @@ def server_subject(options: CertifyOptions, reference: Callable[[str, list[Promp
 
     Raises ValueError for options of a server without one, and what `ServerSubject` raises.
     """
-    name = options.subject or ""
+    name, usual = options.subject or "", CertifyOptions()
     if not name.startswith(("http://", "https://")):
-        usual = CertifyOptions()
         for option in ("plain_url", "off_body", "served_model", "reference", "endpoint"):
             if getattr(options, option) != getattr(usual, option):
                 raise ValueError(
@@ -135,19 +117,20 @@ def parse_json(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-def _subject_of(options: CertifyOptions) -> Subject:
-    """A server, a Python name, or a model of transformers."""
+def _transformers(model: str, generate: dict[str, Any] | None, prompts: list[Prompt]) -> Subject:
+    try:
+        from outrider_certify.subjects.transformers_generate import TransformersSubject
+    except ImportError as error:
+        raise ValueError(f"{model} is read by transformers ({error}): pip install torch transformers") from None
+    return TransformersSubject(model, generate, prompts)
+
+
+def subject_of(options: CertifyOptions) -> Subject:
+    """A server, a Python name, or a model of transformers. Raises ValueError for anything else."""
     from outrider_certify.subjects.function import imported, is_python_name, python_subject
 
-    def transformers(model: str, generate: dict[str, Any] | None, prompts: list[Prompt]) -> Subject:
-        try:
-            from outrider_certify.subjects.transformers_generate import TransformersSubject
-        except ImportError as error:
-            raise ValueError(f"{model} is read by transformers ({error}): pip install torch transformers") from None
-        return TransformersSubject(model, generate, prompts)
-
     name = options.subject or ""
-    if server := server_subject(options, lambda model, prompts: transformers(model, None, prompts)):
+    if server := server_subject(options, lambda model, prompts: _transformers(model, None, prompts)):
         return server
     if is_python_name(name):
         return python_subject(imported(name), name)
@@ -156,12 +139,15 @@ def _subject_of(options: CertifyOptions) -> Subject:
             f"{name} is no address of a server, and no module:name. For a model of transformers add --generate; for a model "
             "that outrider runs: outrider certify"
         )
-    return transformers(name, parse_json(options.generate, "--generate"), read_prompts(options))
+    return _transformers(name, parse_json(options.generate, "--generate"), read_prompts(options))
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------------
 
 
 def run(
     options: CertifyOptions,
-    subject_of: Callable[[CertifyOptions], Subject] = _subject_of,
+    subject_of: Callable[[CertifyOptions], Subject] = subject_of,
     program: str = "outrider-certify",
     **identity: Any,
 ) -> int:
@@ -180,50 +166,29 @@ def run(
     if out.suffix == ".json":
         raise ValueError("the JSON file has the page's name; give the page: -o certificate.html")
     from outrider_certify.page import write
-    from outrider_certify.run import TestSettings, kinds_of, new_certificate
+    from outrider_certify.run import Interrupted, TestSettings, certify
     from outrider_certify.trials import TrialJournal
 
     settings = TestSettings(**{f.name: getattr(options, f.name) for f in fields(TestSettings)})
     subject = subject_of(options)
-    kinds = kinds_of(subject, options.kind or (), settings)
-    certificate = new_certificate(subject, seconds, options.confidence, shlex.join([program, *sys.argv[1:]]))
-    given = {f.name: str(getattr(options, f.name)) for f in fields(options) if f.name not in ("kind", "budget", "out")}
-    journal = TrialJournal(out.with_suffix(".journal"), {**given, "name": subject.name, **subject.weights, **identity})
-    stopped = _fill(certificate, subject, kinds, journal, seconds)
+    given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("kind", "budget", "out")}
+    identity = {**given, "name": subject.name, **subject.weights, **identity}
+    journal = TrialJournal(out.with_suffix(".journal"), {k: str(v) for k, v in identity.items()})
+    if journal.resumed:
+        _say(f"{journal.resumed} trials of an earlier run are kept")
+    try:
+        certificate, code = certify(subject, seconds, options.kind or (), settings, journal, _progress), None
+    except Interrupted as stop:
+        certificate, code = stop.certificate, 130
+    if not certificate.complete:
+        _say("this is not complete; the same command goes on from here", "red")
+    certificate.command = shlex.join([program, *sys.argv[1:]])
     certificate.save(out.with_suffix(".json"))
     write(certificate, out)
     if certificate.complete:
         journal.remove()
     _show(certificate, out)
-    return 130 if stopped else certificate.conclusion.exit_code
-
-
-def _fill(
-    certificate: Certificate, subject: Subject, kinds: list[CertificateKind], journal: TrialJournal, seconds: float
-) -> bool:
-    """Add the parts. Returns whether the user stopped it."""
-    from outrider_certify.trials import judged, run_kinds
-
-    if journal.resumed:
-        _say(f"{journal.resumed} trials of an earlier run are kept")
-
-    def progress(line: str) -> None:
-        end = "\n" if _plain(sys.stderr) else "\x1b[K\r"
-        print(_paint(line[:110], _DIM, sys.stderr), end=end, file=sys.stderr, flush=True)
-
-    try:
-        for part in run_kinds(kinds, journal, seconds, progress=progress, ready=subject.ready):
-            certificate.parts.append(part)
-        gone = subject.ready()
-        certificate.complete = not gone
-        if gone:
-            _say(f"{gone}; start it again, and the same command goes on from here", _COLOURS["bad"])
-    except KeyboardInterrupt:
-        known = {part.kind for part in certificate.parts}
-        certificate.parts += [judged(k, r) for k in kinds if k.name not in known and (r := journal.of(k.name))]
-        _say("interrupted; the same command goes on from here", _COLOURS["bad"])
-        return True
-    return False
+    return certificate.conclusion.exit_code if code is None else code
 
 
 def duration(given: str) -> float:
@@ -234,84 +199,67 @@ def duration(given: str) -> float:
     return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
 
 
-def _show(certificate: Certificate, out: Path) -> None:
-    worst = certificate.conclusion
-    print(_paint(f"{certificate.subject}: {worst.value}", _COLOURS[worst.colour]))
-    for part in certificate.parts:
-        print(f"  {_paint(part.kind, _COLOURS[part.conclusion.colour])}: {_printable(part.sentence)}")
-        for finding in part.findings:
-            if finding.cause:
-                print(f"    it looks like this: {_printable(finding.cause)}")
-    print(_paint(f"The page is {out}, the data {out.with_suffix('.json')}.", _DIM))
-
-
 def _compare(before: Path, after: Path) -> int:
     from outrider_certify.certificate import Certificate, compare
 
     lines, worse = compare(Certificate.load(before), Certificate.load(after))
-    for line in lines or ["nothing changed"]:
-        print(_printable(line))
+    _print("\n".join(lines or ["nothing changed"]))
     return int(worse)
 
 
-# -- the terminal -----------------------------------------------------------------------------------------------------------
+def _show(certificate: Certificate, out: Path) -> None:
+    from outrider_certify.page import visible
+
+    def head(text: str, colour: str) -> str:
+        return typer.style(text, fg=_COLOURS[colour])
+
+    _print(head(f"{certificate.subject}: {certificate.conclusion.value}", certificate.conclusion.colour))
+    for part in certificate.parts:
+        _print(f"  {head(part.kind, part.conclusion.colour)}: {visible(part.sentence)}")
+        for cause in part.causes:
+            _print(f"    it looks like this: {visible(cause)}")
+    _print(f"The page is {out}, the data {out.with_suffix('.json')}.")
 
 
-def _plain(stream: TextIO) -> bool:
-    """Whether to write no escape codes: no terminal, a dumb one, or NO_COLOR (https://no-color.org)."""
-    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+def _print(text: str, *, error: bool = False) -> None:
+    typer.echo(text, err=error, color=False if os.environ.get("NO_COLOR") else None)
 
 
-def _paint(text: str, code: str, stream: TextIO | None = None) -> str:
-    return text if _plain(stream or sys.stdout) else f"\x1b[{code}m{text}\x1b[0m"
+def _say(line: str, colour: str | None = None) -> None:
+    _print(typer.style(line, fg=colour, dim=colour is None), error=True)
 
 
-def _printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters are shown as codes and have no effect."""
-    if not sys.stdout.isatty():
-        return text
-    return "".join(c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else f"\\x{ord(c):02x}" for c in text)
+def _progress(line: str) -> None:
+    print(line[:110], end="\x1b[K\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
 
-def _say(line: str, code: str = _DIM) -> None:
-    print(_paint(line, code, sys.stderr), file=sys.stderr)
+# -- the command ------------------------------------------------------------------------------------------------------------
 
 
-def _one_parameter_each(command: Callable[[CertifyOptions], None]) -> Callable[..., None]:
-    """Let typer see each field of the options as a parameter of its own."""
-    hints = get_type_hints(CertifyOptions, include_extras=True)
-
-    def call(**given: Any) -> None:
-        command(CertifyOptions(**given))
-
-    call.__doc__ = command.__doc__
-    call.__annotations__ = {f.name: hints[f.name] for f in fields(CertifyOptions)}
-    call.__signature__ = Signature(  # pyright: ignore[reportFunctionMemberAccess]
-        [
-            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-            for f in fields(CertifyOptions)
-        ]
-    )
-    return call
-
-
-@_one_parameter_each
-def command(options: CertifyOptions) -> None:
+def _main(**given: Any) -> None:
     """Is an engine's speculative decoding lossless? Compare its texts with plain decoding, and say what would have been found.
 
     Certifies a server with OpenAI's API, transformers, or a function of yours. Exit codes: 0 nothing differs, 1 something
     differs, 2 wrong options, 3 cannot tell. The same command resumes an interrupted run.
     """
     try:
-        code = run(options)
+        code = run(CertifyOptions(**given))
     except (ValueError, OSError) as error:
-        _say(f"error: {' '.join(str(error).split())}", _COLOURS["bad"])
+        _say(f"error: {' '.join(str(error).split())}", "red")
         code = 2
     raise typer.Exit(code)
 
 
+# typer sees each field of the options as a parameter of its own
+_main.__annotations__ = get_type_hints(CertifyOptions, include_extras=True)
+_main.__signature__ = Signature(  # pyright: ignore[reportFunctionMemberAccess]
+    [
+        Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=_main.__annotations__[f.name])
+        for f in fields(CertifyOptions)
+    ]
+)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command(context_settings={"help_option_names": ["-h", "--help"]})(command)
+app.command(context_settings={"help_option_names": ["-h", "--help"]})(_main)
 
 
 def main() -> None:

@@ -21,11 +21,16 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 
 
 def render(certificate: Certificate) -> str:
-    """The page. Characters that are interpreted instead of shown become visible symbols."""
+    """The page."""
     folder = FileSystemLoader(Path(__file__).parent / "template")
     env = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     html = env.get_template("certificate.html").render(c=certificate, subject=words(certificate.subject), titles=TITLES)
-    return _HIDDEN.sub(lambda m: chr(0x2400 + ord(m[0])) if ord(m[0]) < 32 else f"⟨{ord(m[0]):04X}⟩", html)
+    return visible(html)
+
+
+def visible(text: str) -> str:
+    """Characters that are interpreted instead of shown become visible symbols. Line ends and tabs stay."""
+    return _HIDDEN.sub(lambda m: chr(0x2400 + ord(m[0])) if ord(m[0]) < 32 else f"⟨{ord(m[0]):04X}⟩", text)
 
 
 def words(subject: str) -> str:

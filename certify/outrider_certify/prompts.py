@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from outrider_certify.lines import read_lines
 
 SETS = {
     "code": (
@@ -44,27 +45,12 @@ def read_prompts(source: str, most: int) -> list[str]:
         raise FileNotFoundError(
             f"there is no file {source}; give a .jsonl or .txt file of prompts, or {', '.join(SETS)}"
         )
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text ({error.reason})") from None
-    prompts = list[str]()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(line.rstrip("\r") if path.suffix == ".txt" else _prompt(json.loads(line)))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ValueError(f"{source}, line {number}: {error}; a correct line is {EXAMPLE}") from None
-        if len(prompts) == most:
-            break
-    if not prompts:
-        raise ValueError(f"{source} holds no prompts; a correct line is {EXAMPLE}")
-    return prompts
+    return read_lines(path, str if path.suffix == ".txt" else _prompt, EXAMPLE, most)
 
 
-def _prompt(line: dict[str, Any]) -> str:
-    body = line.get("body", line)
+def _prompt(line: str) -> str:
+    given = json.loads(line)
+    body = given.get("body", given)
     if "messages" in body:
         content = body["messages"][-1]["content"]
         prompt = content if isinstance(content, str) else "".join(part["text"] for part in content if "text" in part)

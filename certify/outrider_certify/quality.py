@@ -6,10 +6,8 @@ empty folder. That protects against mistakes of a model. It is no protection aga
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,12 +17,12 @@ from typing import Any
 
 from outrider_certify import bounds
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.lines import read_lines
 from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsupported
 from outrider_certify.trials import CertificateKind, CertifyTrial, Record
 
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(")
 _SECONDS, _BYTES, _FILE = 8, 2**30, 2**20
-_GZIP = b"\x1f\x8b"
 # Runs before the program: limits of this process and, on Linux, a network of its own, which leads nowhere.
 _GUARD = """
 import builtins, ctypes, os, resource, sys
@@ -75,27 +73,16 @@ def solves(problem: dict[str, Any], text: str, *, seconds: float = _SECONDS) -> 
 
 def read_problems(path: Path) -> list[dict[str, Any]]:
     """The problems of a file in HumanEval's format, compressed by gzip or not. Raises ValueError for another file."""
-    problems, data = list[dict[str, Any]](), path.read_bytes()
-    try:
-        text = (gzip.decompress(data) if data[:2] == _GZIP else data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); problems are lines of JSON, in a .jsonl or .jsonl.gz"
-        ) from None
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            found = json.loads(line)
-            missing = {"task_id", "prompt", "test", "entry_point"} - set(found)
-        except (ValueError, TypeError):
-            found, missing = {}, {"JSON"}
-        if missing:
-            raise ValueError(
-                f"{path}, line {number}: {', '.join(sorted(missing))} is missing; problems are in HumanEval's format"
-            )
-        problems.append(found)
-    if not problems:
-        raise ValueError(f"{path} holds no problems")
-    return problems
+
+    def parse(line: str) -> dict[str, Any]:
+        problem = json.loads(line)
+        if missing := sorted({"task_id", "prompt", "test", "entry_point"} - set(problem)):
+            raise ValueError(f"{', '.join(missing)} is missing; problems are in HumanEval's format")
+        return problem
+
+    return read_lines(
+        path, parse, '{"task_id": "A/1", "prompt": "...", "test": "def check(f): ...", "entry_point": "f"}'
+    )
 
 
 class Quality(CertificateKind):
@@ -128,31 +115,25 @@ class Quality(CertificateKind):
     def judge(self, records: Sequence[Record]) -> CertificatePart:
         ours = [r["with"] for r in records if r["with"] is not None]
         plain = [r["without"] for r in records if r["without"] is not None]
-        part = CertificatePart(kind=self.name, conclusion=Conclusion.HOLDS, sentence="")
-        errors = [r["error"] for r in records if r["error"]]
-        part.skipped = [f"{len(errors)} problems: {errors[0]}"] if errors else []
-        if not ours:
-            part.conclusion, part.sentence = Conclusion.CANNOT_TELL, "Cannot tell: no problem was tried."
-            return part
         both = [(r["with"], r["without"]) for r in records if r["with"] is not None and r["without"] is not None]
         lost, won = sum(b and not a for a, b in both), sum(a and not b for a, b in both)
         p = bounds.sign_p_value(lost, won)
-        part.figures = {
-            "problems": len(ours),
-            "with": sum(ours),
-            "without": sum(plain),
-            "lost": lost,
-            "won": won,
-            "p_value": p,
-        }
-        part.sentence = f"Solved with speculation: {_share(ours)}."
-        if plain:
+        part = CertificatePart(
+            kind=self.name,
+            conclusion=Conclusion.HOLDS if ours else Conclusion.CANNOT_TELL,
+            sentence=f"Solved with speculation: {_share(ours)}." if ours else "Cannot tell: no problem was tried.",
+            tested={"problems": str(len(ours))},
+            figures={"problems": len(ours), "with": sum(ours), "without": sum(plain)},
+        )
+        if errors := [r["error"] for r in records if r["error"]]:
+            part.skipped = [f"{len(errors)} problems: {errors[0]}"]
+        if both:
             part.sentence = f"Solved with speculation: {_share(ours)}; without: {_share(plain)}."
-            part.tested["texts that are the same"] = f"{sum(bool(r['same']) for r in records)} of {len(both)}"
             part.power = (
                 f"{lost} problems were solved only without, {won} only with (McNemar's exact test: p = {p:.2g})."
             )
-        part.tested["problems"] = str(len(ours))
+            part.tested["texts that are the same"] = f"{sum(bool(r['same']) for r in records)} of {len(both)}"
+            part.figures |= {"lost": lost, "won": won, "p_value": p}
         if p < 0.01 and lost > won:
             part.conclusion = Conclusion.DIFFERS
             part.findings.append(Finding(title="speculation loses quality", evidence=part.power))
@@ -162,8 +143,7 @@ class Quality(CertificateKind):
 
 def cut(text: str) -> str:
     """A solution up to the first line after its function, for subjects that do not stop there."""
-    found = [m.start() for stop in STOPS if (m := re.search(re.escape(stop), text))]
-    return text[: min(found)] if found else text
+    return text[: min((at for stop in STOPS if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def _share(solved: Sequence[bool]) -> str:

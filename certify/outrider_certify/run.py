@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from outrider_certify.seeded import Seeded
 from outrider_certify.statistical import Statistical
 from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsupported
 from outrider_certify.texts import read_texts
-from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
+from outrider_certify.trials import CertificateKind, TrialJournal, judged, run_kinds
 from outrider_certify.two_sample import TwoSample
 
 KINDS = ("exact", "seeded", "statistical", "contract", "quality")
@@ -40,28 +41,39 @@ class TestSettings:
     problems: Path | None = None
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run. certificate: what was tested so far."""
+
+    def __init__(self, certificate: Certificate) -> None:
+        super().__init__()
+        self.certificate = certificate
+
+
 def certify(
     subject: Subject,
     budget: float = 600.0,
-    *,
     kinds: Sequence[str] = (),
     settings: TestSettings = TestSettings(),  # noqa: B008
-    journal: Path | None = None,
+    journal: TrialJournal | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Certificate:
     """Test a subject and say what would have been found.
 
-    budget: seconds for all kinds together. kinds: names of `KINDS`; none for all that suit the subject. journal: a file from
-    which the same call goes on after an interruption. progress: is told each trial. Raises ValueError for a kind that does not
-    suit.
+    budget: seconds for all kinds together. kinds: names of `KINDS`; none for all that suit the subject. journal: of a file, so
+    that the same call goes on after an interruption. progress: is told each trial. Raises ValueError for a kind that does not
+    suit, and Interrupted on ctrl-C.
     """
-    certificate = new_certificate(subject, budget, settings.confidence)
-    records = TrialJournal(journal, {"subject": subject.name, **subject.weights, "settings": str(settings)})
     tests = kinds_of(subject, kinds, settings)
-    certificate.parts += run_kinds(tests, records, budget, progress=progress, ready=subject.ready)
+    certificate = _empty(subject, budget, settings.confidence)
+    journal = journal or TrialJournal(None, {})
+    try:
+        for part in run_kinds(tests, journal, budget, progress=progress, ready=subject.ready):
+            certificate.parts.append(part)
+    except KeyboardInterrupt:
+        judged_already = {part.kind for part in certificate.parts}
+        certificate.parts += [judged(t, r) for t in tests if t.name not in judged_already and (r := journal.of(t.name))]
+        raise Interrupted(certificate) from None
     certificate.complete = not subject.ready()
-    if certificate.complete:
-        records.remove()
     return certificate
 
 
@@ -113,22 +125,19 @@ def _tells_distributions(subject: Subject, seed: int) -> bool:
     return True
 
 
-def new_certificate(subject: Subject, budget: float, confidence: float, command: str = "") -> Certificate:
-    """A certificate without parts. budget: seconds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor() or platform.machine()
+def _empty(subject: Subject, budget: float, confidence: float) -> Certificate:
+    """A certificate without parts."""
+    cpu = platform.processor() or platform.machine()
+    if (file := Path("/proc/cpuinfo")).exists() and (found := re.search(r"model name\s*: (.*)", file.read_text())):
+        cpu = found[1]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    own = {"python": platform.python_version(), "outrider-certify": __version__, "numpy": version("numpy")}
+    versions = {"python": platform.python_version(), "outrider-certify": __version__, "numpy": version("numpy")}
     return Certificate(
         subject=subject.name,
         properties=subject.properties,
         weights=subject.weights,
         machine={"cpu": cpu, "cores": str(cores)},
-        versions=own | subject.versions,
-        command=command,
+        versions=versions | subject.versions,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         budget=budget,
         confidence=confidence,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from outrider_certify.subject import SamplingParams
+from outrider_certify.subject import GeneratedText, SamplingParams, TextRequest, TokenDistribution
 
 
 def sampled_distribution(
@@ -54,3 +54,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def point_mass(token: int, size: int) -> np.ndarray:
     """float64 [size]: all mass on one token."""
     return (np.arange(size) == token).astype(float)
+
+
+def distributions_of(
+    logits: Iterable[np.ndarray], request: TextRequest, text: GeneratedText, end_ids: Sequence[int]
+) -> list[TokenDistribution]:
+    """The distribution of each token of a text, from the target's logits before it."""
+    tokens, start = [*text.prompt, *text.tokens], len(text.prompt)
+    return [
+        TokenDistribution(sampled_distribution(x, request.params, tokens[:at], start, end_ids), logits=x)
+        for at, x in enumerate(logits, start)
+    ]

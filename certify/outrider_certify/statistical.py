@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from outrider_certify import bounds
-from outrider_certify.audit import Audit, contexts
+from outrider_certify.audit import Audit
 from outrider_certify.certificate import CertificatePart, Conclusion, Finding
+from outrider_certify.mistakes import TokenContext
 from outrider_certify.subject import (
     GeneratedText,
     SamplingParams,
@@ -94,11 +95,20 @@ class TextStatistics:
             self.errors.append(str(error))
             return
         self.texts += 1
-        tokens, steps = text.tokens[: len(distributions)], text.steps()
-        by_p, by_q = list[float](), list[float]()
-        prompt = text.prompt or (list(request.prompt) if not isinstance(request.prompt, str) else [])
-        for context, token in contexts(distributions, drafts, request.params, prompt, tokens, subject.end_ids, steps):
-            uniform, p = float(rng.random()), context.p
+        steps, by_p, by_q = text.steps(), list[float](), list[float]()
+        prompt = text.prompt or list(request.prompt_ids)
+        for at, (p, token) in enumerate(zip(distributions, text.tokens, strict=False)):
+            context = TokenContext(
+                p,
+                q=drafts[at] if drafts else None,
+                before=drafts[at - 1] if drafts and at else None,
+                params=request.params,
+                tokens=[*prompt, *text.tokens[:at]],
+                prompt=len(prompt),
+                end_ids=subject.end_ids,
+                step=len(prompt) + at - steps[at][1] if steps else None,
+            )
+            uniform = float(rng.random())
             by_p.append(rank(p, token, uniform))
             if context.q is not None and p.whole:
                 with np.errstate(divide="ignore", invalid="ignore"):
@@ -123,7 +133,7 @@ class TextStatistics:
             "tokens": self.audit.tokens,
             "texts": self.texts,
             "cells": {name: counts.tolist() for name, counts in self.cells.items()},
-            "wealth": [[*bet, logs] for bet, logs in self.audit.wealth.items()],
+            "wealth": [self.audit.logs.tolist(), self.audit.made.tolist()],
             "errors": self.errors[:3],
         }
 
@@ -133,7 +143,7 @@ class TextStatistics:
         self.errors += record["errors"]
         for name, more in record["cells"].items():
             self.cells[name] = self.cells.get(name, 0) + np.asarray(more)
-        self.audit.add({(name, stake): logs for name, stake, logs in record["wealth"]}, record["tokens"])
+        self.audit.add(*map(np.array, record["wealth"]), record["tokens"])
 
 
 class Statistical(CertificateKind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,6 +58,11 @@ class TextRequest:
     prompt: Prompt
     params: SamplingParams
     companions: int = 0
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt, if it is token ids; empty if it is a text."""
+        return () if isinstance(self.prompt, str) else self.prompt
 
     def with_(self, **params: Any) -> TextRequest:
         """The same request with some sampling parameters changed."""
@@ -208,7 +214,14 @@ class Subject:
 
         None if not known. other: None if there is no other token.
         """
-        return None
+        if self.exact_numbers:
+            return 1.0  # each difference is an error
+        if other is None or request.params.temperature > 0:
+            return None
+        read = replace(text, tokens=text.tokens[: at + 1])
+        scores = self.distributions(request.with_(temperature=1.0), read)[at]
+        p, q = scores.prob(text.tokens[at]), scores.prob(other)
+        return abs(math.log(p) - math.log(q)) if p and q else None
 
     def ready(self) -> str:
         """Why it can be asked nothing more; "" if it can. Asked before each trial, and may wait for it."""

@@ -254,8 +254,5 @@ class ToyEngine(Subject):
     def draft_distributions(self, request: TextRequest, writing: GeneratedText) -> list[TokenDistribution]:
         return self._rows(request, writing, self.wrong)
 
-    def margin(self, request: TextRequest, writing: GeneratedText, at: int, other: int | None) -> float:
-        return 1.0  # its numbers are exact, so a difference is never a tie
-
     def show(self, tokens) -> str:
         return "".join(LETTERS[t] for t in tokens)

@@ -7,7 +7,7 @@ import pytest
 
 from outrider_certify import bounds
 from outrider_certify.audit import Audit
-from outrider_certify.mistakes import TokenContext, at_other_temperature, judged
+from outrider_certify.mistakes import MISTAKES, TokenContext, at_other_temperature, judged
 from outrider_certify.statistical import rank
 from outrider_certify.subject import SamplingParams, TokenDistribution
 
@@ -87,7 +87,7 @@ def test_predictions_are_distributions() -> None:
         p, q = softmax(2 * rng.standard_normal(9)), softmax(2 * rng.standard_normal(9))
         target, draft = TokenDistribution(p, logits=np.log(p)), TokenDistribution(q, logits=np.log(q) * 2)
         context = TokenContext(target, draft, target, SamplingParams(temperature=0.7), [0, 1], 1)
-        for mistake in Audit().mistakes:
+        for mistake in MISTAKES:
             predicted = mistake.predict(context)
             assert predicted is None or (abs(predicted.sum() - 1) < 1e-9 and predicted.min() > -1e-12), mistake.name
         assert np.allclose(judged(p, q, q), p)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider_certify.sampling import sampled_distribution
+from outrider_certify.sampling import distributions_of
 from outrider_certify.subject import (
     GeneratedText,
     Prompt,
@@ -118,13 +118,6 @@ class FunctionSubject(Subject):
             raise Unsupported(
                 f"{self.name} has no attribute `logits`: a function from token ids to the target's scores"
             )
-        out = list[TokenDistribution]()
-        for at in range(len(text.tokens)):
-            before = [*text.prompt, *text.tokens[:at]]
-            scores = np.asarray(logits(before), dtype=np.float64)
-            probs = sampled_distribution(scores, request.params, before, len(text.prompt), self.end_ids)
-            out.append(TokenDistribution(probs, logits=scores))
-        return out
-
-    def margin(self, request: TextRequest, text: GeneratedText, at: int, other: int | None) -> float | None:
-        return 1.0
+        tokens, start = [*text.prompt, *text.tokens], len(text.prompt)
+        rows = [np.asarray(logits(tokens[:at]), dtype=np.float64) for at in range(start, len(tokens))]
+        return distributions_of(rows, request, text, self.end_ids)

@@ -135,10 +135,6 @@ class ServerSubject(Subject):
         except Unsupported:
             return prompt
 
-    def _token_ids(self, request: TextRequest, text: GeneratedText) -> list[int]:
-        """The token ids of a prompt, as far as they are known."""
-        return text.prompt or ([] if isinstance(request.prompt, str) else list(request.prompt))
-
     def _body(self, request: TextRequest) -> dict[str, Any]:
         p, off = request.params, SamplingParams()
         body: dict[str, Any] = {"temperature": p.temperature, "max_tokens": p.max_tokens}
@@ -162,7 +158,7 @@ class ServerSubject(Subject):
             body["logprobs"] = 1
         body |= {"return_token_ids": True, "detailed_metrics": True} if self._extras else {}
         if not self.chat:
-            return {**body, "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt)}
+            return {**body, "prompt": list(request.prompt_ids) or request.prompt}
         if not isinstance(request.prompt, str):
             raise Unsupported("the chat endpoint takes texts, and this prompt is token ids")
         if "logprobs" in body:
@@ -306,7 +302,7 @@ class ServerSubject(Subject):
     def distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution]:
         if not text.tokens:
             raise Unsupported("the server gives no token ids, so its tokens have no known probabilities")
-        prompt = self._token_ids(request, text)
+        prompt = text.prompt or list(request.prompt_ids)
         if not prompt:
             raise Unsupported("the token ids of the prompt are not known")
         if self.reference is not None:
@@ -361,7 +357,7 @@ class ServerSubject(Subject):
     def margin(self, request: TextRequest, text: GeneratedText, at: int, other: int | None) -> float | None:
         if other is None or not text.tokens:
             return None
-        prompt = self._token_ids(request, text)
+        prompt = text.prompt or list(request.prompt_ids)
         if self.llama and self.without is not None and prompt:
             with contextlib.suppress(*_WRONG_ANSWER):
                 before, body = [*prompt, *text.tokens[:at]], self._body(request)
@@ -405,11 +401,10 @@ def _generated(choice: dict[str, Any], request: TextRequest, prompt: Sequence[in
     logprobs = None
     if tokens and len(values) >= len(tokens) and all(v is not None for v in values):
         logprobs = [{t: float(v)} for t, v in zip(tokens, values, strict=False)]
-    asked = () if isinstance(request.prompt, str) else request.prompt
     return GeneratedText(
         tokens=tokens,
         text=str(choice.get("text") or (choice.get("message") or {}).get("content") or ""),
-        prompt=[int(t) for t in choice.get("prompt_token_ids") or prompt or asked],
+        prompt=[int(t) for t in choice.get("prompt_token_ids") or prompt or request.prompt_ids],
         finish=choice.get("finish_reason"),
         logprobs=logprobs,
     )

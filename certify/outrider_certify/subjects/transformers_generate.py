@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider_certify.sampling import sampled_distribution
+from outrider_certify.sampling import distributions_of
 from outrider_certify.subject import (
     GeneratedText,
     Prompt,
@@ -167,12 +167,9 @@ class TransformersSubject(Subject):
         return model(torch.tensor([list(tokens)])).logits[0].float().numpy()
 
     def _read(self, model: Any, request: TextRequest, text: GeneratedText) -> list[TokenDistribution]:
-        tokens, start, ends = [*text.prompt, *text.tokens], len(text.prompt), self._ends(request)
-        logits = self._logits(model, tokens)[:, : self.vocab_size]
-        return [
-            TokenDistribution(sampled_distribution(x, request.params, tokens[: start + at], start, ends), logits=x)
-            for at, x in enumerate(logits[start - 1 : len(tokens) - 1])
-        ]
+        start = len(text.prompt)
+        logits = self._logits(model, [*text.prompt, *text.tokens])[start - 1 : -1, : self.vocab_size]
+        return distributions_of(logits, request, text, self._ends(request))
 
     def distributions(self, request: TextRequest, text: GeneratedText) -> list[TokenDistribution]:
         return self._read(self.model, request, text)
@@ -196,14 +193,6 @@ class TransformersSubject(Subject):
                 gaps.append(float(np.abs(out.logits[0, -1].float().numpy() - whole[at]).max()))
             self._noise = max(gaps)
         return self._noise
-
-    def margin(self, request: TextRequest, text: GeneratedText, at: int, other: int | None) -> float | None:
-        if other is None:
-            return None
-        read = GeneratedText(text.tokens[: at + 1], prompt=text.prompt)
-        probs = self.distributions(request.with_(temperature=1.0), read)[at].probs
-        with np.errstate(divide="ignore"):
-            return float(abs(np.log(probs[text.tokens[at]]) - np.log(probs[other])))
 
     def show(self, tokens: Sequence[int]) -> str:
         return repr(self.tokenizer.decode(list(tokens)))[1:-1] if self.tokenizer is not None else super().show(tokens)

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from outrider.control import Fixed
@@ -257,14 +256,6 @@ class EngineSubject(Subject):
             model = self.loaded.model
             self._noise = float((forward(model, tokens) - forward(model, tokens, 1)).abs().max())
         return self._noise
-
-    def margin(self, request: TextRequest, text: GeneratedText, at: int, other: int | None) -> float | None:
-        if other is None or request.params.temperature > 0:
-            return 1.0 if self.exact_numbers else None
-        read = replace(text, tokens=text.tokens[: at + 1])
-        probs = self.distributions(request.with_(temperature=1.0), read)[at].probs
-        with np.errstate(divide="ignore"):
-            return float(abs(np.log(probs[text.tokens[at]]) - np.log(probs[other])))
 
     def show(self, tokens: Sequence[int]) -> str:
         tokenizer = self.loaded.tokenizer
