@@ -43,8 +43,8 @@ class Audit:
     def see(self, context: TokenContext, token: int) -> bool:
         """Count one token. Returns whether the alarm was raised, now or before."""
         logs, made = np.zeros_like(self.logs), np.zeros_like(self.made)
-        for number, mistake in enumerate(MISTAKES):
-            if (predicted := mistake.predict(context)) is not None:
+        for number, (_, predict) in enumerate(MISTAKES):
+            if (predicted := predict(context)) is not None:
                 made[number] = True
                 logs[number] = np.log(1 - STAKES + STAKES * ratio(predicted, context.p, token))
         return self.add(logs, made, 1)
@@ -66,7 +66,7 @@ class Audit:
         """(mistake, best log wealth of a bet on it), the largest first."""
         best: dict[str, float] = {}
         for number in np.flatnonzero(self.made):
-            name = MISTAKES[number].name
+            name = MISTAKES[number][0]
             best[name] = max(best.get(name, -math.inf), float(self.logs[number].max()))
         return sorted(best.items(), key=lambda pair: -pair[1])
 

@@ -276,7 +276,7 @@ class Contract(CertificateKind):
 
     def trials(self) -> Iterator[CertifyTrial]:
         for name, (cause, check) in self.checks().items():
-            yield CertifyTrial(name, partial(self._trial, cause, check))
+            yield (name, partial(self._trial, cause, check))
 
     def _trial(self, cause: str, check: Callable[[], list[str]]) -> Record:
         try:

@@ -46,12 +46,8 @@ class TokenContext:
 Predict = Callable[[TokenContext], np.ndarray | None]
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """name: in the certificate. predict: the distribution of the next token; None where it changes nothing or is not known."""
-
-    name: str
-    predict: Predict
+# Its name in the certificate, and the distribution of the next token: None where it changes nothing, or is not known.
+Mistake = tuple[str, Predict]
 
 
 # -- mistakes of a verifier -------------------------------------------------------------------------------------------------
@@ -131,35 +127,30 @@ def _by_raw_q(predict: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray
 
 
 VERIFIER_MISTAKES = (
-    Mistake("draft tokens are accepted without regard to the target", _by_q(lambda p, q, _: q)),
-    Mistake(
+    ("draft tokens are accepted without regard to the target", _by_q(lambda p, q, _: q)),
+    (
         "wrong q: the likeliest draft token is taken, but judged as one that was drawn",
         _by_q(lambda p, q, _: judged(p, point_mass(int(q.argmax()), len(q)), q)),
     ),
-    Mistake(
+    (
         "no residual: after a rejection the token is drawn from p itself",
         _by_q(lambda p, q, _: judged(p, q, q, after=p)),
     ),
-    Mistake(
+    (
         "wrong q: draft tokens are drawn with the sampling parameters, but judged by the raw q",
         _by_raw_q(lambda p, q, raw: judged(p, q, raw)),
     ),
-    Mistake(
+    (
         "the draft ignores temperature: its tokens are drawn from the raw q, but judged by the processed one",
         _by_raw_q(lambda p, q, raw: judged(p, raw, q)),
     ),
-    Mistake(
+    (
         "stale q: a draft token is judged by the q of the position before",
         _by_q(lambda p, q, context: None if context.before is None else judged(p, q, context.before.probs)),
     ),
-    *(
-        Mistake("a drawn draft token is dropped where its own q is low", _by_q(_low_q_dropped(least)))
-        for least in (0.1, 0.3)
-    ),
-    Mistake("truncated q: drawn from a part of the vocabulary, judged by q on all of it", _by_q(_half_of_q)),
-    Mistake(
-        "shared noise: the draft token and the residual are drawn with the same random numbers", _by_q(_shared_noise)
-    ),
+    *(("a drawn draft token is dropped where its own q is low", _by_q(_low_q_dropped(least))) for least in (0.1, 0.3)),
+    ("truncated q: drawn from a part of the vocabulary, judged by q on all of it", _by_q(_half_of_q)),
+    ("shared noise: the draft token and the residual are drawn with the same random numbers", _by_q(_shared_noise)),
 )
 
 # -- mistakes of sampling parameters and numbers ----------------------------------------------------------------------------
@@ -207,21 +198,19 @@ def _uniform(context: TokenContext) -> np.ndarray | None:
 
 
 SAMPLING_MISTAKES = (
-    Mistake("temperature is not applied", _not_applied(temperature=1.0)),
-    Mistake("top_k is not applied to the target", _not_applied(top_k=0)),
-    Mistake("top_p is not applied to the target", _not_applied(top_p=1.0)),
-    Mistake("min_p is not applied to the target", _not_applied(min_p=0.0)),
-    Mistake(
+    ("temperature is not applied", _not_applied(temperature=1.0)),
+    ("top_k is not applied to the target", _not_applied(top_k=0)),
+    ("top_p is not applied to the target", _not_applied(top_p=1.0)),
+    ("min_p is not applied to the target", _not_applied(min_p=0.0)),
+    (
         "penalties are not applied",
         _not_applied(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0),
     ),
-    Mistake("penalties count the tokens of a step only after it", _late_penalties),
-    Mistake("the texts look like a higher temperature than the one asked for", _hotter(1.4)),
-    Mistake("the texts look like a lower temperature than the one asked for", _hotter(0.7)),
-    Mistake("the likeliest token is taken, as if temperature were 0", _likeliest),
-    Mistake(
-        "tokens look random, or like those of another context: they do not follow from the text before them", _uniform
-    ),
+    ("penalties count the tokens of a step only after it", _late_penalties),
+    ("the texts look like a higher temperature than the one asked for", _hotter(1.4)),
+    ("the texts look like a lower temperature than the one asked for", _hotter(0.7)),
+    ("the likeliest token is taken, as if temperature were 0", _likeliest),
+    ("tokens look random, or like those of another context: they do not follow from the text before them", _uniform),
 )
 
 # -- deviations without a name ----------------------------------------------------------------------------------------------
@@ -248,10 +237,10 @@ def _tilted(factor: float, *, drafted: bool) -> Predict:
 
 
 UNNAMED = (
-    Mistake("the tokens that the drafter prefers come too often", _tilted(2.0, drafted=True)),
-    Mistake("the tokens that the drafter prefers come too rarely", _tilted(0.5, drafted=True)),
-    Mistake("the likeliest tokens come too often", _tilted(2.0, drafted=False)),
-    Mistake("the likeliest tokens come too rarely", _tilted(0.5, drafted=False)),
+    ("the tokens that the drafter prefers come too often", _tilted(2.0, drafted=True)),
+    ("the tokens that the drafter prefers come too rarely", _tilted(0.5, drafted=True)),
+    ("the likeliest tokens come too often", _tilted(2.0, drafted=False)),
+    ("the likeliest tokens come too rarely", _tilted(0.5, drafted=False)),
 )
 
 MISTAKES = VERIFIER_MISTAKES + SAMPLING_MISTAKES + UNNAMED

@@ -7,28 +7,8 @@ from pathlib import Path
 
 from outrider_certify.lines import read_lines
 
-SETS = {
-    "code": (
-        "def binary_search(items, target):\n    low, high = 0, len(items) - 1\n    while low <= high:",
-        'def read_config(path):\n    """Return the settings of a file."""\n    settings = {}\n    for line in open(path):',
-        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
-        'def is_prime(n: int) -> bool:\n    """Return True if n is a prime number."""\n',
-        "import json\nimport os\nimport sys\n\n\ndef main():\n    if len(sys.argv) < 2:",
-        "def test_sum():\n    assert sum([1, 2, 3]) == 6\n    assert sum([]) == 0\n    assert",
-        'def word_counts(text):\n    """Return how often each word of a text occurs."""\n    counts = {}\n',
-        "for row in range(height):\n    for column in range(width):\n        if grid[row][column] ==",
-    ),
-    "chat": (
-        "Why is the sky blue?",
-        "Write a Python function that reverses a linked list.",
-        "Translate to French: The train leaves at eight in the morning.",
-        "What is 17 times 23? Show each step.",
-        "Summarize in one sentence: Rain fell for three days. The river rose, and the old bridge was closed to all traffic.",
-        "Give me five names for a bakery.",
-        "Explain to a child how a refrigerator keeps food cold.",
-        "Answer with JSON only: name, population and continent of Kenya.",
-    ),
-}
+_FOLDER = Path(__file__).parent / "data"
+SETS = ("code", "chat")
 EXAMPLE = '{"prompt": "def area(r):"}  or  {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 
 
@@ -40,7 +20,7 @@ def read_prompts(source: str, most: int) -> list[str]:
     """
     path = Path(source)
     if source in SETS and not path.exists():
-        return list(SETS[source][:most])
+        path = _FOLDER / f"{source}.jsonl"
     if not path.is_file():
         raise FileNotFoundError(
             f"there is no file {source}; give a .jsonl or .txt file of prompts, or {', '.join(SETS)}"

@@ -95,7 +95,7 @@ class Quality(CertificateKind):
 
     def trials(self) -> Iterator[CertifyTrial]:
         for problem in self.problems:
-            yield CertifyTrial(str(problem["task_id"]), lambda p=problem: self._trial(p))
+            yield (str(problem["task_id"]), lambda p=problem: self._trial(p))
 
     def _trial(self, problem: dict[str, Any]) -> Record:
         params = SamplingParams(temperature=0, max_tokens=self.length, stop=STOPS)

@@ -44,7 +44,7 @@ class Seeded(CertificateKind):
         while self.rounds is None or number < self.rounds:
             for temperature in (0.0, 1.0) if self.subject.exact_tokens else (0.0,):
                 for name in (PLAIN, *(FILTERS if temperature else ()), *PENALTIES, *CHOSEN, TOGETHER, END):
-                    yield CertifyTrial(
+                    yield (
                         f"round {number}, temperature {temperature:g}, {name}",
                         lambda n=number, t=temperature, k=name: self.trial(n, t, k),
                     )

@@ -171,7 +171,7 @@ class Statistical(CertificateKind):
 
     def trials(self) -> Iterator[CertifyTrial]:
         for number, (request, text) in enumerate(self.recorded):
-            yield CertifyTrial(f"text {number}", lambda n=number, r=request, t=text: self._recorded(n, r, t))
+            yield (f"text {number}", lambda n=number, r=request, t=text: self._recorded(n, r, t))
         sets = {**TEMPERATURES, **(FILTERS if self.subject.exact_numbers else {})}
         if self.subject.partial_distributions:
             sets = {name: params for name, params in TEMPERATURES.items() if params["temperature"] == 1}
@@ -180,7 +180,7 @@ class Statistical(CertificateKind):
         while not self.recorded:
             for label, params in sets.items():
                 variant = variants[number % len(variants)]
-                yield CertifyTrial(
+                yield (
                     f"texts {number}, {label}, {variant.name}",
                     lambda n=number, text=label, p=params, v=variant: self._written(n, text, p, v),
                 )

@@ -157,7 +157,6 @@ class Subject:
     exact_numbers = False
     partial_distributions = False
     batches = False
-    vocab_size: int | None = None
     end_ids: tuple[int, ...] = ()
 
     def __init__(self) -> None:
@@ -234,6 +233,3 @@ class Subject:
     def show(self, tokens: Sequence[int]) -> str:
         """Tokens as a person reads them."""
         return " ".join(map(str, tokens))
-
-    def close(self) -> None:
-        """Free what it holds."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,15 +21,9 @@ Record = dict[str, Any]
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class CertifyTrial:
-    """One piece of work. key: its name, unique in its kind and the same in every run. run: gives its record.
-
-    A record may have `broke`, lines of an engine that failed, and `refused`, why it refuses under speculation.
-    """
-
-    key: str
-    run: Callable[[], Record]
+# One piece of work: its name, unique in its kind and the same in every run, and the function that gives its record. A record may
+# have `broke`, lines of an engine that failed, and `refused`, why it refuses under speculation.
+CertifyTrial = tuple[str, Callable[[], Record]]
 
 
 class CertificateKind:
@@ -126,19 +119,19 @@ def run_kinds(
         left = max(seconds - spent, 0.0)
         allowed = left * kind.share / sum(k.share for k in kinds[number:])
         used, records, why = 0.0, list[Record](), ""
-        for trial in kind.trials():
+        for key, trial in kind.trials():
             if records and (used >= allowed or (most is not None and len(records) >= most)):
                 break
-            record = journal.records.get((kind.name, trial.key))
+            record = journal.records.get((kind.name, key))
             if record is None and (why := ready()):
                 break
             if record is None:
                 start = clock()
-                result = trial.run()
-                record = journal.add(kind.name, trial.key, result, clock() - start)
+                result = trial()
+                record = journal.add(kind.name, key, result, clock() - start)
             used += record["seconds"]
             records.append(record)
-            progress(f"{kind.name}: {trial.key} ({used:.0f} of {allowed:.0f} s)")
+            progress(f"{kind.name}: {key} ({used:.0f} of {allowed:.0f} s)")
             if kind.done(records):
                 break
         spent += used

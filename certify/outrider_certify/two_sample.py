@@ -30,7 +30,7 @@ class TwoSample(CertificateKind):
 
     def trials(self) -> Iterator[CertifyTrial]:
         for number in count():
-            yield CertifyTrial(f"texts {number}", lambda n=number: self._trial(n))
+            yield (f"texts {number}", lambda n=number: self._trial(n))
 
     def _trial(self, number: int) -> Record:
         variant = self.subject.variants()[0]

@@ -87,9 +87,9 @@ def test_predictions_are_distributions() -> None:
         p, q = softmax(2 * rng.standard_normal(9)), softmax(2 * rng.standard_normal(9))
         target, draft = TokenDistribution(p, logits=np.log(p)), TokenDistribution(q, logits=np.log(q) * 2)
         context = TokenContext(target, draft, target, SamplingParams(temperature=0.7), [0, 1], 1)
-        for mistake in MISTAKES:
-            predicted = mistake.predict(context)
-            assert predicted is None or (abs(predicted.sum() - 1) < 1e-9 and predicted.min() > -1e-12), mistake.name
+        for name, predict in MISTAKES:
+            predicted = predict(context)
+            assert predicted is None or (abs(predicted.sum() - 1) < 1e-9 and predicted.min() > -1e-12), name
         assert np.allclose(judged(p, q, q), p)
         assert np.allclose(at_other_temperature(p, 1), p)
 

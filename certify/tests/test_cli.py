@@ -78,7 +78,8 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
     assert read_prompts(str(tmp_path / "p.jsonl"), 9) == ["a", "b", "c"]
     assert read_prompts(str(tmp_path / "p.txt"), 1) == ["one"]
-    assert read_prompts("chat", 3) == list(SETS["chat"][:3])
+    assert read_prompts("chat", 1) == ["Why is the sky blue?"]
+    assert all(len(read_prompts(name, 99)) == 8 for name in SETS)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}')
     with pytest.raises(ValueError, match=r"p\.jsonl, line 2: .* a correct line is"):
         read_prompts(str(tmp_path / "p.jsonl"), 9)

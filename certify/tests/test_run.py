@@ -12,7 +12,7 @@ from broken import ToyEngine
 from outrider_certify.certificate import Certificate, CertificatePart, Conclusion, Finding, compare
 from outrider_certify.page import render, words
 from outrider_certify.statistical import Statistical
-from outrider_certify.trials import CertificateKind, CertifyTrial, TrialJournal, run_kinds
+from outrider_certify.trials import CertificateKind, TrialJournal, run_kinds
 
 
 class Counting(CertificateKind):
@@ -27,7 +27,7 @@ class Counting(CertificateKind):
     def trials(self):
         number = 0
         while self.count is None or number < self.count:
-            yield CertifyTrial(str(number), lambda n=number: self._run(n))
+            yield (str(number), lambda n=number: self._run(n))
             number += 1
 
     def _run(self, number: int) -> dict:

@@ -85,13 +85,15 @@ class ServerSubject(Subject):
             "model": self.model,
             "without speculation": plain_url or (json.dumps(off_body) if off_body is not None else "not known"),
         }
-        self.versions = self._versions()
         self.weights = reference.weights if reference else {}
         self.partial_distributions = reference is None
         self._noise: float | None = None
         self._told = 0
         self._messages: dict[str, list[int]] = {}
-        self._prompts: list[Prompt] = [p if self.chat else self._ids(p) for p in prompts]
+        self._prompts = list(prompts)
+        if not self.chat:
+            with contextlib.suppress(Unsupported):  # then the prompts stay texts
+                self._prompts = [tuple(self.encode(p, prompt=True)) if isinstance(p, str) else p for p in prompts]
         self._probe()
 
     def prompts(self) -> Sequence[Prompt]:
@@ -110,30 +112,13 @@ class ServerSubject(Subject):
 
     # -- requests ---------------------------------------------------------------------------------------------------------
 
-    def _versions(self) -> dict[str, str]:
-        answer = self.server.get("/version")
-        try:
-            found = answer.json() if answer is not None and answer.status_code == 200 else {}
-            return {"server": str(found.get("version", found))[:80]} if found else {}
-        except (ValueError, AttributeError):
-            return {}
-
     def encode(self, text: str, *, prompt: bool) -> list[int]:
         body = {"model": self.model, "prompt": text, "content": text}
         body |= {"add_special": prompt, "add_special_tokens": prompt}
         try:
             return [int(t) for t in self.server.post("/tokenize", body)["tokens"]]
         except _WRONG_ANSWER as error:
-            if self.reference is not None:
-                return self.reference.encode(text, prompt=prompt)
-            raise Unsupported(f"the server does not tell the token ids of a text ({error})") from None
-
-    def _ids(self, prompt: Prompt) -> Prompt:
-        """The prompt as token ids, if they are known."""
-        try:
-            return tuple(self.encode(prompt, prompt=True)) if isinstance(prompt, str) else prompt
-        except Unsupported:
-            return prompt
+            raise Unsupported(f"the server does not tell the token ids of a text ({error}); give token ids") from None
 
     def _body(self, request: TextRequest) -> dict[str, Any]:
         p, off = request.params, SamplingParams()
@@ -188,10 +173,12 @@ class ServerSubject(Subject):
 
     def _probe(self) -> None:
         """Find out how this server tells token ids."""
-        props = self.server.get("/props")
-        self.llama = props is not None and props.status_code == 200 and "default_generation_settings" in props.text
-        if props is not None and self.llama:
-            self.versions["server"] = f"llama.cpp {props.json().get('build_info', '')}".strip()
+        props, about = self._told_at("/props"), self._told_at("/version")
+        self.llama = "default_generation_settings" in props
+        if self.llama:
+            self.versions["server"] = f"llama.cpp {props.get('build_info', '')}".strip()
+        elif about:
+            self.versions["server"] = str(about.get("version", about))[:80]
         before = self._drafted()
         request = TextRequest(self._prompts[0], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
         try:
@@ -214,6 +201,15 @@ class ServerSubject(Subject):
         self.properties["speculation"] = (
             f"seen: {count:g} draft tokens in the first texts" if count else "not seen: it reports no draft tokens"
         )
+
+    def _told_at(self, path: str) -> dict[str, Any]:
+        """What the server says of itself; empty if it says nothing."""
+        answer = self.server.get(path)
+        try:
+            told = answer.json() if answer is not None and answer.status_code == 200 else {}
+        except ValueError:
+            told = {}
+        return told if isinstance(told, dict) else {}
 
     def _drafted(self) -> float:
         """Draft tokens so far, as /metrics counts them, or llama.cpp in its answers; 0 if neither does."""
@@ -374,11 +370,6 @@ class ServerSubject(Subject):
 
     def show(self, tokens: Sequence[int]) -> str:
         return self.reference.show(tokens) if self.reference else super().show(tokens)
-
-    def close(self) -> None:
-        self.server.close()
-        if self.without is not None:
-            self.without.close()
 
 
 def _distribution(entry: Any) -> TokenDistribution:

@@ -129,23 +129,16 @@ class ServerClient:
 
     def _once(self, path: str, body: dict[str, Any]) -> tuple[int, httpx.Headers, Any]:
         """(status, headers, the answer): a dict; else the text of an error, a value that is no dict, or "" for no JSON."""
-        if not body.get("stream"):
-            answer = self._http.post(path, json=body)
-            if answer.status_code != 200:
-                return answer.status_code, answer.headers, answer.text
+        with self._http.stream("POST", path, json=body) as answer:
+            if answer.status_code == 200 and body.get("stream"):
+                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise RefusedRequest("the server has no streams: it answers in one piece")
+                return 200, answer.headers, joined(answer.iter_lines())
+            content = answer.read().decode(errors="replace")
             try:
-                return 200, answer.headers, answer.json()
+                return answer.status_code, answer.headers, json.loads(content) if answer.status_code == 200 else content
             except ValueError:
                 return 200, answer.headers, ""
-        with self._http.stream("POST", path, json=body) as answer:
-            if answer.status_code != 200:
-                return answer.status_code, answer.headers, answer.read().decode(errors="replace")
-            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                raise RefusedRequest("the server has no streams: it answers in one piece")
-            return 200, answer.headers, joined(answer.iter_lines())
-
-    def close(self) -> None:
-        self._http.close()
 
 
 def joined(lines: Iterable[str]) -> dict[str, Any]:

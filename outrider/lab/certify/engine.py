@@ -16,10 +16,10 @@ from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Draft, Guarantee
-from outrider.drafters import ModelDrafter, NoDraft, make_drafters
+from outrider.drafters import ModelDrafter, make_drafters
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
 from outrider.drafters.config import SpeculativeConfig
-from outrider.engine.decoder import Decoder, nth_seed
+from outrider.engine.decoder import nth_seed
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
 from outrider.engine.request import Sequence as Text
@@ -46,6 +46,7 @@ from outrider_certify.subject import (
 from outrider_certify.subject import SamplingParams as CertifiedParams
 from outrider_certify.trials import counted
 
+_PLAIN = SpeculativeConfig.of(None)
 CHUNK = 64  # tokens per forward, where a text is read
 
 
@@ -138,59 +139,38 @@ class EngineSubject(Subject):
         ]
 
     def generate(self, requests: Sequence[TextRequest], variant: SpeculationVariant) -> list[GeneratedText]:
-        options = variant.options
+        options, drafter = variant.options, variant.options.get("drafter")
         width = options.get("width", self.config.tree_width)
         nodes = self.config.tree_nodes if width == self.config.tree_width else 2 * options["depth"]
+        drafters = self.drafters if drafter is None else {"adversarial": drafter}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             lengths = Fixed(options["depth"], width, nodes)
-            return self._run(requests, self._decoder(options.get("drafter"), lengths), self.config.verifier)
+            return self._run(requests, self.config, drafters, lengths, self.num_rows)
 
     def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
         """One text after the other, without a batch."""
-        return [
-            text
-            for request in requests
-            for text in self._run(
-                [replace(request, companions=0)], self._bare(NoDraft(), Fixed(0), "match", 1), "match"
-            )
-        ]
+        alone = [replace(request, companions=0) for request in requests]
+        return [text for request in alone for text in self._run([request], _PLAIN, {}, Fixed(0), 1)]
 
     @cached_property
     def drafters(self) -> dict[str, Drafter]:
         """The configured drafters, by name; none for plain decoding."""
         return make_drafters(self.config, self.loaded, rows=self.num_rows, max_length=self.max_length, device="auto")
 
-    def _decoder(self, drafter: Drafter | None, lengths: Fixed) -> Decoder:
-        """The decoder of a variant. drafter: in place of the configured ones."""
-        if drafter is not None and not isinstance(drafter, OutOfVocabulary):
-            return self._bare(drafter, lengths, self.config.verifier, self.num_rows)
-        own, tell = (self.drafters, None) if drafter is None else ({"foreign": drafter}, _unheard)
-        made = build(
-            self.loaded,
-            self.config,
-            rows=self.num_rows,
-            max_length=self.max_length,
-            drafters=own,
-            controller=lengths,
-            tell=tell,
+    def _run(
+        self,
+        requests: Sequence[TextRequest],
+        config: SpeculativeConfig,
+        drafters: dict[str, Drafter],
+        lengths: Fixed,
+        rows: int,
+    ) -> list[GeneratedText]:
+        tell = None if drafters is self.drafters else _unheard
+        runtime = build(
+            self.loaded, config, rows=rows, max_length=self.max_length, drafters=drafters, controller=lengths, tell=tell
         )
-        return made.decoder
-
-    def _bare(self, drafter: Drafter, lengths: Fixed, verifier: str, rows: int) -> Decoder:
-        """A decoder whose drafter has no planner over it."""
-        return Decoder(
-            self.loaded.model,
-            drafter,
-            verifier,
-            lengths,
-            rows=rows,
-            max_length=self.max_length,
-            end_ids=self.end_ids,
-            tokenizer=self.loaded.tokenizer,
-        )
-
-    def _run(self, requests: Sequence[TextRequest], decoder: Decoder, verifier: str) -> list[GeneratedText]:
+        decoder = runtime.decoder
         texts = [text for request in requests for text in self._texts(request)]
         mates = max((request.companions for request in requests), default=0)
         others = [self._companion(i, len(texts)) for i in range(mates)]
@@ -200,7 +180,7 @@ class EngineSubject(Subject):
             return [failed(error) for _ in texts]
         finally:
             decoder.drafter.reset()
-        return [self._text(text, verifier) for text in done[: len(texts)]]
+        return [self._text(text, config.verifier) for text in done[: len(texts)]]
 
     def _texts(self, request: TextRequest) -> list[Request]:
         prompt = request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": list(request.prompt)}

@@ -111,7 +111,7 @@ class Exact(CertificateKind):
 
     def trials(self) -> Iterator[CertifyTrial]:
         for configuration in CHAINS + (TREES if self.verifier.trees else ()):
-            yield CertifyTrial(configuration.name, lambda c=configuration: self._trial(c))
+            yield (configuration.name, lambda c=configuration: self._trial(c))
 
     def done(self, records: Sequence[Record]) -> bool:
         return any(r["counterexample"] or r["error"] for r in records)
