@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from outrider.cli.options import Debug, option
 from outrider.cli.terminal import GREEN, RED, YELLOW, check_folders, paint, printable, readable, say
-
-if TYPE_CHECKING:
-    from outrider.lab.bench.run import Run
 
 
 def report(
@@ -35,9 +32,10 @@ def report(
     """
     with readable(debug):
         from outrider.lab.bench.report.page import write
+        from outrider.lab.bench.run import Run
 
         files = [run] if later is None else [run, later]
-        runs = [_load(file) for file in files]
+        runs = [Run.load(file) for file in files]
         path = out or files[-1].with_name("-".join(file.stem for file in files) + ".html")
         if path in files:
             raise ValueError(f"the page would overwrite the run {path}. Name another file: --out page.html")
@@ -46,14 +44,3 @@ def report(
         colour = {"keep": GREEN, "broken": RED}.get(recommendation.kind, YELLOW)
         print(f"{paint(recommendation.label, colour)}: {printable(recommendation.headline)}")
         say(f"The page is {path}.")
-
-
-def _load(file: Path) -> Run:
-    from outrider.lab.bench.run import Run
-
-    try:
-        return Run.load(file)
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"{file} is not a measurement, and not even text. Create one with: outrider bench --json RUN.json"
-        ) from None

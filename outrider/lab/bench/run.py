@@ -155,9 +155,9 @@ class Run(RunPart):
     @classmethod
     def load(cls, path: Path) -> Run:
         """Read a file that `save` wrote. Raises ValueError for any other file, and for another format number."""
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
         try:
-            run = cls.model_validate_json(text)
+            run = cls.model_validate_json(content)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"

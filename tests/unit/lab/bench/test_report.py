@@ -376,7 +376,7 @@ def _empty() -> Run:
     [
         ("{}", "is not a measurement"),
         ("# a page", "is not a measurement"),
-        (b"\xff\xfe\x00", "not even text"),
+        (b"\xff\xfe\x00", "Invalid JSON"),
         (simulate().model_copy(update={"format": 99}).model_dump_json(), "format 99"),
         (_empty().model_dump_json(), "ended before the first"),
         (
