@@ -120,7 +120,7 @@ def keep(answer: Candidate, use: str, out: Path, json_file: Path | None, *measur
     print(f"Written to {out}. {use}")
     if json_file is None:
         return
-    from outrider.lab.tune.measured import as_run
+    from outrider.lab.tune.race import as_run
 
     as_run(*measured).save(json_file)
     which = "" if answer.config["method"] == "none" else f" --setting {shlex.quote(answer.name)}"

@@ -14,7 +14,8 @@ from outrider.lab.bench import stats
 from outrider.lab.bench.interleave import TimedRun, interleave
 from outrider.lab.bench.local import SampleRecorder, sampling_params
 from outrider.lab.bench.prompts import Prompt
-from outrider.lab.bench.run import Sample
+from outrider.lab.bench.run import Run, Sample, Setting
+from outrider.lab.bench.summary import summary
 from outrider.models.load import Loaded
 
 # Tokens of a turn.
@@ -105,3 +106,28 @@ class Racer:
             for p in prompts
             for request in self.plain.requests(p.content, sampling_params(self.sampling, p, repeat))
         ]
+
+
+def as_run(
+    model: str,
+    prompts: abc.Sequence[Prompt],
+    candidates: abc.Sequence[Candidate],
+    sampling: dict[str, Any],
+    complete: bool,
+    concurrency: int = 1,
+) -> Run:
+    """The candidates that were measured, as a run of `outrider bench`: for `outrider report` and `outrider plan --acceptance`.
+
+    An engine tells of draft tokens in sums, so these are in the summary only.
+    """
+    measured = [c for c in candidates if c.answered]
+    configs = [None if c.config["method"] == "none" else c.config for c in measured]
+    settings = [Setting(name=c.name, speculative_config=config) for c, config in zip(measured, configs, strict=True)]
+    samples = [sample for c in measured for sample in c.samples]
+    repeats = 1 + max(sample.repeat for sample in samples)
+    more: dict[str, Any] = {"repeats": repeats, "concurrency": concurrency, "samples": samples, "complete": complete}
+    run = Run.begun(model, settings, prompts, sampling, **more)
+    run.summary = summary(run)
+    for candidate in measured:
+        run.summary[candidate.name] |= candidate.told
+    return run

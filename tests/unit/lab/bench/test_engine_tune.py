@@ -25,7 +25,7 @@ from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.run import Sample
 from outrider.lab.plan.acceptance_curve import find_curve
 from outrider.lab.tune.engine import AGAIN, EngineSearch, EngineTrial, command_words
-from outrider.lab.tune.measured import as_run
+from outrider.lab.tune.race import as_run
 from outrider.lab.tune.server import EngineServer, ServerFailed, free_port, members, taken
 
 FAKE = [sys.executable, str(Path(__file__).parents[3] / "support" / "fake_engine.py")]
