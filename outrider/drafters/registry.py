@@ -223,9 +223,11 @@ def _brings(method: str) -> Callable[[DrafterSetup], bool]:
 
 
 def _brings_mtp(setup: DrafterSetup) -> bool:
+    if setup.config.model is not None or setup.target.is_packed:
+        return False  # an MTP layer is in a checkpoint of safetensors; to read one imports transformers
     from outrider.drafters.heads.mtp import has_mtp
 
-    return setup.config.model is None and has_mtp(setup.target)
+    return has_mtp(setup.target)
 
 
 def _with_model(method: str) -> Callable[[TuneInputs], Mapping[str, dict[str, Any]]]:

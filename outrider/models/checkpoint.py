@@ -33,6 +33,9 @@ _POSITIVE = (
     "n_embd",
     "n_head",
 )
+# What a folder's model depends on: weights, configuration and tokenizer.
+_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja", ".txt")
+_SAMPLES, _SAMPLE = 16, 1 << 16  # pieces of a file that are read for its fingerprint, and bytes of each
 _MANY = 512  # layers or heads that no tensor needs to prove
 
 
@@ -174,17 +177,23 @@ def fits(
 def fingerprint(source: Any) -> str:
     """A digest that changes when a model's folder, a GGUF file or one of its parts, or another file is written again.
 
-    It covers names, sizes and times of config.json and the weights. "" if it is not a path here: a built-in name, a hub name
-    or a loaded model.
+    It covers names, sizes and times of the weights, the configuration and the tokenizer, and samples of their content. "" if it
+    is not a path here: a built-in name, a hub name or a loaded model.
     """
     path = Path(source).expanduser() if isinstance(source, (str, Path)) else None
     if path is None or not path.exists():
         return ""
-    inside = sorted(path.iterdir()) if path.is_dir() else []
-    files = [f for f in inside if f.name == "config.json" or f.suffix in (".safetensors", ".bin", ".gguf")]
-    files = files or [part for name in part_names(path.name) if (part := path.with_name(name)).exists()]
-    seen = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+    parts = sorted(path.iterdir()) if path.is_dir() else [path.with_name(name) for name in part_names(path.name)]
+    digest = hashlib.sha256()
+    for file in parts:
+        if file.is_file() and (file.suffix in _SUFFIXES or not path.is_dir()):
+            size = file.stat().st_size
+            digest.update(repr((file.name, size, file.stat().st_mtime_ns)).encode())
+            with file.open("rb") as f:
+                for at in sorted({i * max(size - _SAMPLE, 0) // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+                    f.seek(at)
+                    digest.update(f.read(_SAMPLE))
+    return digest.hexdigest()[:16]
 
 
 def free_memory(where: torch.device) -> int:

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.models.builtin.download import DOWNLOADS, fetch
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.files import gguf_files
 
@@ -16,8 +15,6 @@ def weight_files(model: str) -> list[Path]:
 
     Raises what `outrider.models.load.load` raises for a GGUF file that cannot be had.
     """
-    if model in DOWNLOADS:
-        return [fetch(DOWNLOADS[model])]
     if found := gguf_files(model):
         return list(found)
     path = builtin_folder(model) if model.startswith("builtin:") else Path(model).expanduser()

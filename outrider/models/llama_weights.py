@@ -6,9 +6,8 @@ A pack has them under the names of the modules that they were packed for, so it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,19 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}
 """The gates that the native step has, by the name in a configuration."""
+# The fields of a layer: the modules whose matrices lie side by side, and the norms.
+_MATRICES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_NORMS = {
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
 _TABLES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,10 +87,6 @@ class LlamaSettings:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a file of JSON; `LlamaWeights.of_pack` reads it."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class LlamaLayerWeights:
@@ -96,7 +104,7 @@ class LlamaLayerWeights:
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """All that the native step needs. Make it by `of_model` or `of_pack`.
+    """All that the native step needs. Make it by `of_model` or `of_parts`.
 
     table: the embedding: the head itself if they are tied, blocks packed as they are, or a plain table [vocab, hidden].
     inv_freq: float32 [dim / 2], the rotary frequencies. head_ids: the tokens of the head; None: all.
@@ -141,81 +149,60 @@ class LlamaWeights:
     @classmethod
     def of_model(cls, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> LlamaWeights:
         """Pack the matrices of a model, unless they are packed already. The arguments are those of `LlamaModel`."""
-        config, base, outputs = model.config, model.model, model.get_output_embeddings()
         if packing == "auto":
             packing = precision(model)
-        settings = _settings(config, base, outputs)
+        settings = _settings(model.config, model.model, model.get_output_embeddings())
         ids = None if head_ids is None else check_head_ids(head_ids, settings.vocab_size)
         # The largest first: while a matrix is packed, it is in memory twice.
         head, table = _embeddings(model, packing, own, ids)
-
-        def pack(*linears: Any, paired: bool = False) -> Packed:
-            made = packed([matrix_of(m) for m in linears], packing, [m.bias for m in linears], paired=paired)
-            if own:
-                free_matrix_(*linears)
-                give_matrix_(linears[0], made)
-            return made
-
-        def floats(name: str) -> Tensor | None:
-            module: Any = None
-            with suppress(AttributeError):
-                module = model.get_submodule(name)
-            return None if module is None else _floats(module.weight)
-
-        def matrix(*names: str, paired: bool = False) -> Packed:
-            return pack(*map(model.get_submodule, names), paired=paired)
-
-        layers = _layers(len(settings.windows), matrix, floats)
-        inv_freq = base.rotary_emb.inv_freq.detach().float().contiguous()  # pyright: ignore
-        return cls(settings, head, table, _floats(base.norm.weight), inv_freq, layers, ids)  # pyright: ignore
+        matrices: dict[str, Packed] = {"lm_head": head}
+        modules: dict[str, Any] = dict(model.named_modules())
+        for layer in range(len(settings.windows)):
+            for field, names in _MATRICES.items():
+                linears = [modules[f"model.layers.{layer}.{name}"] for name in names]
+                sources, biases = [matrix_of(m) for m in linears], [m.bias for m in linears]
+                made = packed(sources, packing, biases, paired=field == "gate_up")
+                if own:
+                    free_matrix_(*linears)
+                    give_matrix_(linears[0], made)
+                matrices[f"model.layers.{layer}.{names[0]}"] = made
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        if isinstance(table, Packed):
+            matrices["model.embed_tokens"] = table
+        else:
+            tensors["model.embed_tokens.weight"] = table
+        return cls.of_parts(settings, matrices, tensors, ids)
 
     @classmethod
-    def of_pack(
-        cls, settings: Mapping[str, Any], matrices: Mapping[str, Packed], tensors: Mapping[str, Tensor]
+    def of_parts(
+        cls,
+        settings: LlamaSettings,
+        matrices: Mapping[str, Packed],
+        tensors: Mapping[str, Tensor],
+        head_ids: Tensor | None = None,
     ) -> LlamaWeights:
-        """From the contents of a pack. settings: `LlamaSettings.as_dict`. Raises KeyError or TypeError if one is missing, and
-        ValueError if they do not fit each other."""
-        known = LlamaSettings(**{**settings, "windows": tuple(settings["windows"])})
+        """From matrices and tensors by the names of their modules. Those that are packed side by side have the name of the first.
 
-        def floats(name: str) -> Tensor | None:
-            found = tensors.get(f"{name}.weight")
-            return None if found is None else _floats(found)
+        Raises KeyError if one is missing, and ValueError if they do not fit each other."""
 
-        def matrix(*names: str, paired: bool = False) -> Packed:
-            return matrices[names[0]]
+        def layer(i: int) -> LlamaLayerWeights:
+            path = f"model.layers.{i}."
+            norms = {field: tensors.get(f"{path}{name}.weight") for field, name in _NORMS.items()}
+            return LlamaLayerWeights(
+                **{field: matrices[path + names[0]] for field, names in _MATRICES.items()},
+                **{field: None if norm is None else _floats(norm) for field, norm in norms.items()},
+            )
 
-        layers = _layers(len(known.windows), matrix, floats)
         table = matrices.get("model.embed_tokens")
         return cls(
-            known,
+            settings,
             matrices["lm_head"],
             tensors["model.embed_tokens.weight"] if table is None else table,
             _floats(tensors["model.norm.weight"]),
             _floats(tensors["model.rotary_emb.inv_freq"]),
-            layers,
+            tuple(map(layer, range(len(settings.windows)))),
+            head_ids,
         )
-
-
-def _layers(
-    count: int, matrix: Callable[..., Packed], floats: Callable[[str], Tensor | None]
-) -> tuple[LlamaLayerWeights, ...]:
-    """matrix: names of modules -> their matrices as one. floats: the weight of a norm, None if there is no such module."""
-    made: list[LlamaLayerWeights] = []
-    for layer in (f"model.layers.{i}." for i in range(count)):
-        a, mlp = f"{layer}self_attn.", f"{layer}mlp."
-        made.append(
-            LlamaLayerWeights(
-                qkv=matrix(f"{a}q_proj", f"{a}k_proj", f"{a}v_proj"),
-                out=matrix(f"{a}o_proj"),
-                gate_up=matrix(f"{mlp}gate_proj", f"{mlp}up_proj", paired=True),
-                down=matrix(f"{mlp}down_proj"),
-                norm1=floats(f"{layer}input_layernorm"),
-                norm2=floats(f"{layer}post_attention_layernorm"),
-                q_norm=floats(f"{a}q_norm"),
-                k_norm=floats(f"{a}k_norm"),
-            )
-        )
-    return tuple(made)
 
 
 def _check_matrix(name: str, given: Packed, n: int, k: int) -> None:
@@ -229,7 +216,7 @@ def _check_vector(name: str, given: Tensor | None, size: int) -> None:
 
 
 def _settings(config: Any, base: Any, head: Any) -> LlamaSettings:
-    first = base.layers[0].self_attn
+    first, window = base.layers[0].self_attn, getattr(config, "sliding_window", None)
     return LlamaSettings(
         vocab_size=int(head.out_features),
         max_length=int(config.max_position_embeddings),
@@ -245,13 +232,8 @@ def _settings(config: Any, base: Any, head: Any) -> LlamaSettings:
         embedding_factor=float(getattr(config, "embedding_multiplier", 1.0)),
         residual_factor=float(getattr(config, "residual_multiplier", 1.0)),
         logits_factor=1.0 / float(getattr(config, "logits_scaling", 1.0)),
-        windows=tuple(_window(layer.self_attn, config) for layer in base.layers),
+        windows=tuple(getattr(layer.self_attn, "sliding_window", window) or 0 for layer in base.layers),
     )
-
-
-def _window(attention: Any, config: Any) -> int:
-    own = attention if hasattr(attention, "sliding_window") else config
-    return getattr(own, "sliding_window", None) or 0
 
 
 def _embeddings(model: PreTrainedModel, packing: str, own: bool, ids: Tensor | None) -> tuple[Packed, Packed | Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from outrider.core.suggest import did_you_mean
 from outrider.kernels import for_device
 from outrider.models import checkpoint
 from outrider.models.base import LanguageModel
-from outrider.models.builtin.download import DOWNLOADS, fetch
+from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.builtin.shipped import BUILTIN, builtin_folder
 from outrider.models.cache import check_kv_cache_dtype
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
@@ -28,7 +26,7 @@ from outrider.models.llama_weights import LlamaWeights
 from outrider.models.native_llama import LlamaModel
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
-from outrider.models.request import LoadRequest, ReadModel
+from outrider.models.request import LoadRequest, ReadModel, token_ids
 from outrider.models.tokenizer import of_folder
 
 if TYPE_CHECKING:
@@ -57,6 +55,12 @@ class Loaded:
     weights: str
     source: str | Path | PreTrainedModel
     config: Any = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it was loaded from a GGUF file or a pack, and not from a checkpoint of transformers."""
+        named = isinstance(self.source, (str, Path))
+        return named and (str(self.source).endswith(".gguf") or self.source in DOWNLOADS or packs.is_pack(self.source))
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -122,9 +126,9 @@ def load(
         started = perf_counter()
         request = _request(model, tokenizer, dtype, device, quantization, cache=reduce is None)
         if isinstance(model, nn.Module):
-            from outrider.models import pretrained
+            from outrider.models.pretrained import end_ids
 
-            read, pack_name = pretrained.read_object(model, request), None
+            read, pack_name = ReadModel(model, None, quantization, end_ids(model), model.config), None
         else:
             read, pack_name = _read(request)
         loaded = _made(model, read, request, tokenizer, kv_cache_dtype, reduce)
@@ -167,12 +171,12 @@ def _made(
     tokenizer = read.tokenizer if tokenizer is None else tokenizer
     if isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_named(str(tokenizer))
-    ends = read.end_ids or _end_of(tokenizer)
+    ends = read.end_ids or token_ids(getattr(tokenizer, "eos_token_id", None))
     if isinstance(read.model, LlamaWeights):
         model, weights = LlamaModel(read.model, kv_cache_dtype=kv_cache_dtype), str(read.weights)
         return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
     from outrider.models import pretrained
-    from outrider.models.hf.model import refuse
+    from outrider.models.hf.model import refuse, vocabulary
     from outrider.models.matrix import precision
 
     raw, where = read.model, request.device
@@ -180,7 +184,7 @@ def _made(
     weights = read.weights or (precision(raw) if request.dtype == "auto" else request.dtype)
     head_ids: Tensor | None = None
     if reduce is not None and not read.packed:
-        sizes = pretrained.multiplied(raw), pretrained.vocabulary(raw)
+        sizes = pretrained.multiplied(raw), vocabulary(raw)
         reduced, head_ids = reduce(
             Contents(request.name, weights, *sizes, ends, tokenizer, not for_device(where).missing)
         )
@@ -195,12 +199,12 @@ def _read(request: LoadRequest) -> tuple[ReadModel, str | None]:
     name = request.name
     if packs.is_pack(folder := Path(name).expanduser()):
         return _read_pack(request, folder), None
-    files = _gguf_files(name)
+    files = gguf_files(name)
     path = name if files else _path(name)
     pack_name = None
     repacked = bool(files) or (request.quantization is not None and Path(path).is_dir())
     if request.cache and repacked and not for_device(request.device).missing and store.limit() > 0:
-        pack_name = store.name_of(Path(name).stem, files or (Path(path),), f"{request.dtype} {request.quantization}")
+        pack_name = store.name_of(files[0] if files else path, request)
         if found := store.restored(pack_name, request):
             return found, None
     from outrider.models import pretrained
@@ -229,7 +233,7 @@ def _read_pack(request: LoadRequest, folder: Path) -> ReadModel:
 
 def tokenizer_named(name: str) -> Any:
     """The tokenizer of a model that is given by name, without its weights. Raises OSError or ValueError if it has none."""
-    if files := _gguf_files(name):
+    if files := gguf_files(name):
         from outrider.models.gguf import reader, tokenizer
 
         return tokenizer.tokenizer_of(reader.read(files))
@@ -240,7 +244,7 @@ def has_chat_template(name: str) -> bool:
     """Whether a model has a chat template, found without its weights. Raises what `load` raises for a name that means none."""
     if name in DOWNLOADS:
         return True
-    if files := _gguf_files(name):
+    if files := gguf_files(name):
         from outrider.models.gguf import reader
 
         return bool(reader.read(files).metadata.get("tokenizer.chat_template"))
@@ -256,7 +260,7 @@ def files_of(name: str, dtype: str) -> Path:
     `load` does.
     """
     where = torch.device("cpu")
-    if files := _gguf_files(name):
+    if files := gguf_files(name):
         from outrider.models.gguf import model, reader
 
         checkpoint.fits(name, model.sizes(reader.read(files)), dtype, where, tuple(DTYPES))
@@ -268,11 +272,6 @@ def files_of(name: str, dtype: str) -> Path:
     if path.is_dir() and (stored := checkpoint.sizes(name, path)):
         checkpoint.fits(name, stored, dtype, where, tuple(DTYPES))
     return path
-
-
-def _end_of(tokenizer: Any | None) -> tuple[int, ...]:
-    end = getattr(tokenizer, "eos_token_id", None)
-    return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
 
 
 def pack(
@@ -292,16 +291,7 @@ def pack(
         request = _request(str(model), None, dtype, "cpu", quantization, modules=True)
         read, _ = _read(request)
         made = _contents_of(_made(model, read, request), read)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        size = made.write(partial)
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
-        return size
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return made.write(out)
 
 
 def _contents_of(loaded: Loaded, read: ReadModel) -> packs.PackContents:
@@ -324,11 +314,6 @@ def _keep(name: str, loaded: Loaded, read: ReadModel, seconds: float) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _gguf_files(name: str) -> tuple[Path, ...] | None:
-    """The GGUF files that a name stands for, or None. A built-in real model is fetched if it is not here."""
-    return (fetch(DOWNLOADS[name]),) if name in DOWNLOADS else gguf_files(name)
 
 
 def _path(name: str) -> str:

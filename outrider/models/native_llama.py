@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
+# Numbers that settings and the native struct call the same.
+_SIZES = ("hidden", "intermediate", "heads", "kv_heads", "dim")
+_FACTORS = ("eps", "scale", "rope_factor", "embedding_factor", "residual_factor", "logits_factor")
 # Rotary types whose frequencies do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
@@ -174,21 +177,11 @@ def model_struct(
         embedding=table.data_ptr() if isinstance(table, Tensor) else None,
         final_norm=address(final_norm),
         inv_freq=inv_freq.data_ptr(),
-        hidden=settings.hidden,
-        intermediate=settings.intermediate,
-        heads=settings.heads,
-        kv_heads=settings.kv_heads,
-        dim=settings.dim,
         rotary=2 * len(inv_freq),
         vocab=settings.vocab_size,
         embedding_format=native.FORMATS[dtype_name(table.dtype)] if isinstance(table, Tensor) else 0,
         activation=ACTIVATIONS[settings.activation],
-        eps=settings.eps,
-        scale=settings.scale,
-        rope_factor=settings.rope_factor,
-        embedding_factor=settings.embedding_factor,
-        residual_factor=settings.residual_factor,
-        logits_factor=settings.logits_factor,
+        **{name: getattr(settings, name) for name in (*_SIZES, *_FACTORS)},
     )
 
 

@@ -33,7 +33,7 @@ from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
 from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats, reader
-from outrider.models.request import LoadRequest, ReadModel
+from outrider.models.request import LoadRequest, ReadModel, token_ids
 from outrider.models.rotary import ExactPowers
 from outrider.models.tokenizer import OwnCode, of_folder
 
@@ -60,11 +60,6 @@ def runnable(
     if model.slow:
         _say_once(model.slow)
     return model
-
-
-def read_object(model: PreTrainedModel, request: LoadRequest) -> ReadModel:
-    """A model object of the caller."""
-    return ReadModel(model, None, request.quantization, end_ids(model), model.config)
 
 
 def read_folder(request: LoadRequest, path: str) -> ReadModel:
@@ -227,17 +222,8 @@ def tokenizer_of(path: str) -> Any | None:
 
 def end_ids(raw: PreTrainedModel) -> tuple[int, ...]:
     """The end tokens of the checkpoint's generation settings, else of its configuration."""
-    known = (
-        raw.generation_config.eos_token_id if raw.generation_config else None,
-        getattr(raw.config.get_text_config(), "eos_token_id", None),
-    )
-    end = next((e for e in known if e is not None), None)
-    return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
-
-
-def vocabulary(raw: PreTrainedModel) -> int:
-    """Tokens of the output head."""
-    return raw.get_output_embeddings().out_features  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
+    end = raw.generation_config.eos_token_id if raw.generation_config else None
+    return token_ids(getattr(raw.config.get_text_config(), "eos_token_id", None) if end is None else end)
 
 
 def multiplied(raw: PreTrainedModel) -> int:

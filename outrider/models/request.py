@@ -45,3 +45,8 @@ class ReadModel(NamedTuple):
     end_ids: tuple[int, ...]
     config: Any
     packed: bool = False
+
+
+def token_ids(given: Any) -> tuple[int, ...]:
+    """End tokens as a configuration has them: one, several or None."""
+    return tuple(given) if isinstance(given, (list, tuple)) else () if given is None else (int(given),)

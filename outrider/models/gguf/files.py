@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from outrider.models.builtin.download import DOWNLOADS, fetch
+
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def gguf_files(name: str) -> tuple[Path, ...] | None:
     """The files of the model, all parts in order. None if the name is no GGUF file.
 
-    name: a path ending in .gguf, a folder with one model in GGUF and no config.json, or `owner/name:file.gguf` on the hub.
-    Raises FileNotFoundError, ValueError or ConnectionError with the reason.
+    name: a path ending in .gguf, a folder with one model in GGUF and no config.json, `owner/name:file.gguf` on the hub, or a
+    name of `DOWNLOADS`, which is fetched if it is not here. Raises FileNotFoundError, ValueError or ConnectionError with the
+    reason.
     """
+    if name in DOWNLOADS:
+        return (fetch(DOWNLOADS[name]),)
     path = Path(name).expanduser()
     if path.is_dir():
         return None if (path / "config.json").exists() else _in_folder(path)

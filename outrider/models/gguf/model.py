@@ -24,6 +24,7 @@ from outrider.models.rotary import ExactPowers
 
 # The block formats that the kernels compute with. Others are dequantised.
 PACKED_FORMATS = tuple(name for name in native.FORMATS if name not in native.KINDS)
+_KEPT = (*FLOATS, *PACKED_FORMATS)
 # Tensors that are no parameters: they change the rotary frequencies, see `architectures`.
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Names that a family's table in the gguf package lacks.
@@ -76,7 +77,7 @@ def sizes(file: GGUFFile) -> Sizes:
     """The memory that the model needs. The matrices are all tensors of two dimensions, embeddings among them."""
     matrices = [t for t in file.tensors.values() if len(t.shape) > 1]
     rest = sum(4 * t.weights for t in file.tensors.values() if len(t.shape) == 1)
-    blocks = sum(t.bytes if t.format in (*FLOATS, *PACKED_FORMATS) else 2 * t.weights for t in matrices)
+    blocks = sum(t.bytes if t.format in _KEPT else 2 * t.weights for t in matrices)
     return Sizes("gguf", sum(t.weights for t in matrices), rest, blocks)
 
 
@@ -89,7 +90,7 @@ def dense_(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _matrix(file: GGUFFile, name: str, order: Tensor | None) -> Tensor | Blocks:
     found = file.matrix(name, order)
-    return dense(found, torch.bfloat16) if file.tensors[name].format not in (*FLOATS, *PACKED_FORMATS) else found
+    return found if file.tensors[name].format in _KEPT else dense(found, torch.bfloat16)
 
 
 def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[str, _Place]]:
@@ -167,12 +168,12 @@ def _check_formats(file: GGUFFile) -> None:
     """Raises UnsupportedModel for formats that the gguf package cannot read. Warns about those that are kept as bfloat16."""
     grown: dict[str, int] = {}
     for name, stored in file.tensors.items():
-        if stored.format in (*FLOATS, *PACKED_FORMATS):
+        if stored.format in _KEPT:
             continue
         if not _can_dequantise(stored.format):
             raise UnsupportedModel(
                 f"{file.paths[0]}: tensor {name} has type {stored.format}, which outrider cannot read. It reads "
-                f"{', '.join((*FLOATS, *PACKED_FORMATS))}; get the model in one of these"
+                f"{', '.join(_KEPT)}; get the model in one of these"
             )
         grown[stored.format] = grown.get(stored.format, 0) + 2 * stored.weights
     if grown:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,8 @@ from outrider.models.checkpoint import StoredTensor
 
 # ggml's name of a format -> the torch dtype of one weight. All other formats are blocks.
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# GGUF's types of values, as numpy calls them.
+_SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 # No array of a real model is longer. A corrupt count must not fill the memory with empty strings.
@@ -144,11 +144,11 @@ class _Header:
                 "newer llama.cpp"
             )
         self.at = 8
-        tensor_count, key_count = self._numbers("QQ")
+        tensor_count, key_count = self._numbers("u8", 2)
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = self._string("strict")
-            (kind,) = self._numbers("I")
+            (kind,) = self._numbers("u4")
             if key in metadata:
                 raise self._broken(f"it has the key {key!r} twice")
             metadata[key] = self._value(key, kind)
@@ -175,7 +175,7 @@ class _Header:
             return self._numbers(_SCALARS[kind])[0]
         if kind != _ARRAY:
             raise self._broken(f"its key {key!r} has type {kind}, which GGUF does not have")
-        kind, count = self._numbers("IQ")
+        (kind,), (count,) = self._numbers("u4"), self._numbers("u8")
         if count > _LONGEST_ARRAY:
             raise self._broken(f"its key {key!r} has {count} entries")
         if kind == _STRING:
@@ -183,13 +183,7 @@ class _Header:
             return [self._string() for _ in range(count)]
         if kind not in _SCALARS:
             raise self._broken(f"its key {key!r} is an array of type {kind}, which outrider does not read")
-        dtype = np.dtype(
-            f"<{_SCALARS[kind]}" if _SCALARS[kind] not in "qQ" else {"q": "<i8", "Q": "<u8"}[_SCALARS[kind]]
-        )
-        self._room(count, dtype.itemsize, f"entries of {key!r}")
-        values = np.frombuffer(self.data, dtype, count, self.at).tolist()
-        self.at += count * dtype.itemsize
-        return values
+        return self._numbers(_SCALARS[kind], count, f"entries of {key!r}")
 
     def _tensors(self, count: int, alignment: Any) -> dict[str, StoredTensor]:
         if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1) or alignment > self.size:
@@ -197,13 +191,13 @@ class _Header:
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
             name = self._string("strict")
-            (dimensions,) = self._numbers("I")
+            (dimensions,) = self._numbers("u4")
             if not 1 <= dimensions <= _MOST_DIMENSIONS:
                 raise self._broken(f"tensor {name!r} has {dimensions} dimensions")
-            shape = tuple(reversed(self._numbers("Q" * dimensions)))
+            shape = tuple(reversed(self._numbers("u8", dimensions)))
             if name in entries:
                 raise self._broken(f"it has the tensor {name!r} twice")
-            entries[name] = (shape, *self._numbers("IQ"))
+            entries[name] = (shape, *self._numbers("u4"), *self._numbers("u8"))
         start = -(-self.at // alignment) * alignment
         return {name: self._stored(name, *entry, start, alignment) for name, entry in entries.items()}
 
@@ -229,11 +223,11 @@ class _Header:
             raise self._broken(f"tensor {name!r} ends at byte {stored.offset + stored.bytes} of {self.size}")
         return stored
 
-    def _numbers(self, codes: str) -> tuple[Any, ...]:
-        form = struct.Struct("<" + codes)
-        self._room(1, form.size, "header")
-        found = form.unpack_from(self.data, self.at)
-        self.at += form.size
+    def _numbers(self, kind: str, count: int = 1, what: str = "header") -> list[Any]:
+        dtype = np.dtype(f"<{kind}")
+        self._room(count, dtype.itemsize, what)
+        found = np.frombuffer(self.data, dtype, count, self.at).tolist()
+        self.at += count * dtype.itemsize
         return found
 
     def _string(self, errors: str = "replace") -> str:

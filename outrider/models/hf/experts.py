@@ -17,10 +17,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu import Packed
-from outrider.models.hf.linear import PackedLinear
+from outrider.models.hf.linear import PackedEmbedding, PackedLinear
 from outrider.models.matrix import EXPERTS
 
 NAME = "outrider"
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # how many a token has, in transformers' configurations
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -132,3 +133,19 @@ def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
         if used in module._parameters:
             module._parameters[used] = None
     return out
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of weights that a forward of one token reads: all matrices but the embedding, of which one row is read. Of a mixture,
+    the experts that a token has."""
+    if is_mixture(model):
+        linears: list[Any] = [*getattr(model, "packed_up", ()), *getattr(model, "packed_down", ())]
+        whole = sum(p.nbytes for p in model.parameters()) + sum(linear.bytes for linear in linears)
+        experts = len(linears) // 2 or next((len(p) for p in model.parameters() if p.dim() == 3), 1)
+        config: Any = getattr(model, "config", None)  # Llama 4's has none: it reads all experts
+        chosen = next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), experts)
+        return whole * min(chosen, experts) // experts  # all are of one size
+    if isinstance(model, PackedLinear):
+        return model.bytes
+    own = () if isinstance(model, (nn.Embedding, PackedEmbedding)) else model._parameters.values()
+    return sum(p.nbytes for p in own if p is not None) + sum(map(weight_bytes, model.children()))

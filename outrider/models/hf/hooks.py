@@ -39,13 +39,14 @@ class AttentionRoute(Enum):
 
 
 class ForwardState:
-    """The nodes of the forward that runs now, for the attention modules of one model."""
+    """The nodes of the forward that runs now, and what the modules of one model know of it."""
 
     def __init__(self) -> None:
         self.nodes: Nodes | None = None
         self.layer = -1  # the last layer whose keys were written
         self.attended: set[int] = set()  # layers that our attention computed
         self.windows: dict[int, int | None] = {}  # layer -> its window, as the survey found it
+        self.long: bool | None = None  # whether rotary embeddings have their factors for long texts
         self.factors: Tensor | None = None  # of the queries of the layer that runs now, [batch, 1, node, 1]
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
@@ -190,11 +191,10 @@ class CacheView(Cache):
         index, span = self.nodes.index, self.nodes.span
         return tuple(unpack_vectors(t[index, :, :span], key_states.dtype) for t in (keys, values))
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
         return self.nodes.span - self.nodes.count
 
-    def get_query_offset(self, layer_idx: int | None = None) -> int:
-        return self.nodes.span - self.nodes.count
+    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
         return self.nodes.span, 0

@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
-from outrider.models.base import FINAL_NORM, LanguageModel, Output, Want, check_head_ids, over_vocabulary
+from outrider.models.base import FINAL_NORM, LanguageModel, Output, Want, check_head_ids, check_layers, over_vocabulary
 from outrider.models.cache import SlotCache
 from outrider.models.checkpoint import free_memory
 from outrider.models.hf.batch_invariant import BatchInvariantOps
-from outrider.models.hf.experts import pack_experts_
+from outrider.models.hf.experts import pack_experts_, weight_bytes
 from outrider.models.hf.hooks import (
     NAME,
     SURVEY,
@@ -37,12 +37,10 @@ from outrider.models.hf.hooks import (
     method,
     scaling_of,
 )
-from outrider.models.hf.layer_subset import HFLayerSubset
+from outrider.models.hf.layers import LayerStack
 from outrider.models.hf.linear import PackedLinear, pack_linears_
 from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
-from outrider.models.hf.taps import LayerStack, recorded
-from outrider.models.hf.weight_bytes import weight_bytes
 from outrider.models.matrix import float_rows, give_matrix_, is_packed, matrix_of, rows_of
 from outrider.models.nodes import Nodes
 
@@ -86,7 +84,7 @@ class HFModel(LanguageModel):
         self.model = model if own else shared_copy(model)
         self.model.eval()
         _keep_scale_(self.model)
-        self.vocab_size: int = _vocab_size(self.model)
+        self.vocab_size: int = vocabulary(self.model)
         self._head_ids: Tensor | None = None
         if head_ids is not None:
             _keep_head_(self.model, check_head_ids(head_ids, self.vocab_size))
@@ -114,8 +112,8 @@ class HFModel(LanguageModel):
             module._outrider_call = self._call  # pyright: ignore[reportArgumentType]
         self.recurrences = Recurrences(self.model, self._call, self._context)
         give_positions_(self.model, self._call)
-        self._ropes = [m for m in self.model.modules() if getattr(m, "rope_type", None) in ("longrope", "dynamic")]
-        self._long: bool | None = None
+        ropes = [(m, getattr(m, "rope_type", None)) for m in self.model.modules()]
+        self._ropes: list[tuple[Any, str]] = [(m, kind) for m, kind in ropes if kind in ("longrope", "dynamic")]
         dtype = torch.float32 if self.device.type == "cpu" else self.model.dtype
         self._stand_in = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)  # for a mask
         self._stable = BatchInvariantOps(self._sdpa)
@@ -148,38 +146,41 @@ class HFModel(LanguageModel):
         nodes.cache.reserve(nodes.slots, nodes.total)
         if self._whole is not None:
             return self._read_whole(self._whole, nodes, taps, want)
-        arguments: dict[str, Any] = {"output_hidden_states": True} if FINAL_NORM in taps else {}
+        arguments: dict[str, Any] = {}
         kept = sorted(set(nodes.last)) if want == "last" else [0]
         if want != "all" and self._keeps:
             arguments["logits_to_keep"] = torch.tensor(kept, device=self.device)
         self._scale_ropes(nodes.cache.max_length)
         self._call.nodes = nodes
-        if self._route is not AttentionRoute.INTERFACE:
+        inner = self._route is AttentionRoute.INTERFACE
+        if not inner:
             arguments["attention_mask"] = self._mask(nodes)
-        if self._route is not AttentionRoute.INTERFACE or self.recurrences.layers:
+        if not inner or self.recurrences.layers:
             arguments[self._cache_name] = self._view()
         try:
-            with self._context(), recorded(self.stack, taps) as hidden:
-                out = self.model(
-                    input_ids=nodes.tokens,
-                    position_ids=nodes.positions,
-                    use_cache=self._route is not AttentionRoute.INTERFACE,
-                    **arguments,
-                )
+            logits, features = self._run(
+                taps, input_ids=nodes.tokens, position_ids=nodes.positions, use_cache=not inner, **arguments
+            )
         finally:
             self._call.nodes = None
-        logits = out.logits.float()
         if want == "none":
             logits = logits[:, :0]
         elif want == "last":
             at = [kept.index(n) for n in nodes.last] if self._keeps else nodes.last
             logits = logits[torch.arange(len(nodes.slots)), at][:, None] if len(kept) > 1 or not self._keeps else logits
+        return Output(logits, features)
+
+    def _run(self, taps: tuple[int, ...], **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """The logits of the model's forward, and the tapped hidden states side by side."""
+        if FINAL_NORM in taps:
+            arguments["output_hidden_states"] = True
+        with self._context(), self.stack.run(taps) as hidden:
+            out = self.model(**arguments)
+        logits = out.logits.float()
         if self._head_ids is not None:
             logits = over_vocabulary(logits, self._head_ids, self.vocab_size)
-        features = None
-        if taps:
-            features = torch.cat([out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps], dim=-1)
-        return Output(logits, features)
+        states = [out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps]
+        return logits, torch.cat(states, dim=-1) if taps else None
 
     def _read_whole(self, whole: WholeText, nodes: Nodes, taps: tuple[int, ...], want: Want) -> Output:
         """`forward` on the route RECOMPUTED. A text is read alone, so its logits cannot depend on other rows."""
@@ -192,25 +193,18 @@ class HFModel(LanguageModel):
         chosen = (
             every if taps or want == "all" else [[n] for n in nodes.last] if want == "last" else [[] for _ in every]
         )
-        options = {"output_hidden_states": True} if FINAL_NORM in taps else {}
-        logits, features = self._stand_in.new_zeros(len(every), nodes.count, 0), None
+        logits, features = self._stand_in.new_zeros(len(every), nodes.count, self.vocab_size).float(), None
         self._scale_ropes(nodes.cache.max_length)
         for reading in whole.readings(nodes, chosen):
-            with self._context(), recorded(self.stack, taps) as hidden:
-                out = self.model(**reading.inputs, **options)
+            found, states = self._run(taps, **reading.inputs)
             at, rows = list(reading.at), list(reading.at.values())
-            found = out.logits[0, rows].float()
-            if self._head_ids is not None:
-                found = over_vocabulary(found, self._head_ids, self.vocab_size)
-            logits = logits if logits.shape[-1] else found.new_zeros(*logits.shape[:2], found.shape[-1])
-            logits[reading.row, at] = found
-            if taps:
-                states = torch.cat([out.hidden_states[-1] if t == FINAL_NORM else hidden[t] for t in taps], dim=-1)
+            logits[reading.row, at] = found[0, rows]
+            if states is not None:
                 features = states.new_zeros(*logits.shape[:2], states.shape[-1]) if features is None else features
                 features[reading.row, at] = states[0, rows]
         if want != "all":
             last = logits[torch.arange(len(every)), nodes.last][:, None]
-            logits = last if want == "last" else logits.new_zeros(len(every), 0, self.vocab_size)
+            logits = last if want == "last" else last[:, :0]
         return Output(logits, features)
 
     @contextmanager
@@ -219,10 +213,22 @@ class HFModel(LanguageModel):
         with self._stable if self._careful else nullcontext(), native.one_torch_thread(self.device):
             yield
 
-    def layer_subset(self, layers: Sequence[int]) -> HFLayerSubset:
+    def layer_subset(self, layers: Sequence[int]) -> HFModel:
+        """See `LanguageModel.layer_subset`. Raises ValueError also if the model does not run without the rest."""
         if self._whole is not None:
             raise ValueError(f"no layer can be left out: {self.slow}")
-        return HFLayerSubset(self, layers)
+        chosen = check_layers(layers, self.num_layers)
+        part = copy.copy(self)
+        part.stack, part.num_layers = LayerStack(self.model, self.num_layers, chosen), len(chosen)
+        part.weight_bytes = part.head_bytes = 0
+        try:
+            part.forward(Nodes(torch.zeros(1, 2, dtype=torch.long), part.new_cache(1, 2), [0]), want="none")
+        except Exception as error:  # a model's code may raise anything
+            raise ValueError(
+                f"{type(self.model).__name__} does not run with layers {chosen} alone ({error}); methods that need all layers "
+                'work, for example {"method": "quantized_self"} or {"method": "suffix"}'
+            ) from error
+        return part
 
     @property
     def embedding_table(self) -> native.Packed | Tensor | None:
@@ -281,19 +287,19 @@ class HFModel(LanguageModel):
         """
         if not self._ropes:
             return
-        first = getattr(self._ropes[0], "original_max_seq_len", None) or self.max_length
-        parameters = getattr(self._ropes[0].config, "rope_parameters", None) or {}  # pyright: ignore
-        first = parameters.get("original_max_position_embeddings") or first
+        rope, _ = self._ropes[0]
+        parameters = getattr(rope.config, "rope_parameters", None) or {}
+        first = parameters.get("original_max_position_embeddings")
+        first = first or getattr(rope, "original_max_seq_len", None) or self.max_length
         long = length > first
-        if long is self._long:
+        if long is self._call.long:
             return
-        for rope in self._ropes:
+        for rope, kind in self._ropes:
             at = torch.tensor([[length - 1 if long else 0]], device=self.device)
-            kind: Any = rope.__dict__.setdefault("_outrider_kind", rope.rope_type)
-            rope.rope_type = kind  # pyright: ignore[reportArgumentType]
+            rope.rope_type = kind
             rope(torch.zeros(1, device=self.device), at)  # its own code sets the frequencies
-            rope.rope_type = "fixed"  # pyright: ignore[reportArgumentType]
-        self._long = long
+            rope.rope_type = "fixed"
+        self._call.long = long
 
     def _find_route(self) -> bool:
         """Use the first route that gives the logits of the model's own attention and cache.
@@ -370,22 +376,19 @@ class HFModel(LanguageModel):
         keys = {i for i, layer in layers if getattr(layer, "keys", None) is not None and layer.keys.numel()}
         return keys | set(self.recurrences.layers)
 
-    def _routes(self) -> Iterator[tuple[AttentionRoute, bool]]:
+    def _routes(self) -> list[tuple[AttentionRoute, bool]]:
         """Ways to run the model, the best first; and whether recurrent layers go node by node."""
-        for by_node in (False, True) if self.recurrences.layers else (False,):
-            for route in self._attention_routes():
-                yield route, by_node
-
-    def _attention_routes(self) -> Iterator[AttentionRoute]:
         text = self.model.config.get_text_config()
-        yield AttentionRoute.INTERFACE
+        routes = [AttentionRoute.INTERFACE]
         if any(hasattr(type(m), "_attn") for m in self._attention_modules):
-            yield AttentionRoute.METHOD
+            routes.append(AttentionRoute.METHOD)
         if self.device.type == "cpu":  # elsewhere `_stable` is not in use
-            yield AttentionRoute.SDPA
+            routes.append(AttentionRoute.SDPA)
         windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
         if not windows and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
-            yield AttentionRoute.MASK  # its mask covers all committed tokens, so it cannot have a window
+            routes.append(AttentionRoute.MASK)  # its mask covers all committed tokens, so it cannot have a window
+        each = (False, True) if self.recurrences.layers else (False,)
+        return [(route, by_node) for by_node in each for route in routes]
 
     def _install(self, route: AttentionRoute) -> None:
         self._route = route
@@ -491,7 +494,8 @@ def _keep_scale_(model: PreTrainedModel) -> None:
             model.config.rescale_every = 0
 
 
-def _vocab_size(model: PreTrainedModel) -> int:
+def vocabulary(model: PreTrainedModel) -> int:
+    """Tokens of the output head."""
     head: Any = model.get_output_embeddings()
     return int(head.out_features if isinstance(head, (nn.Linear, PackedLinear)) else head.weight.shape[0])
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from outrider.models.states import Advance, NodeChain, State, one_by_one
 
 # Methods of transformers' caches that store a state.
 _STORES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
-_running = threading.local()  # .layer: of which this thread runs the forward; None outside of one
+# The model and the layer whose forward runs now.
+_running: ContextVar[tuple[Recurrences, int] | None] = ContextVar("running", default=None)
 
 
 def stores_state(module: nn.Module) -> bool:
@@ -106,8 +107,11 @@ class Recurrences:
         if self.by_node:
             out = self._node_by_node(number, module, original, call)
         else:
-            with _running_layer(self, number):
+            token = _running.set((self, number))
+            try:
                 out = original(*call.args, **call.options)
+            finally:
+                _running.reset(token)
         first = out[0] if isinstance(out, tuple) else out
         first = first.view(*shape, *first.shape[2:])
         return (first, *out[1:]) if isinstance(out, tuple) else first
@@ -231,23 +235,13 @@ def _parts(kept: Any, number: int, module: nn.Module) -> dict[str, Tensor]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-@contextmanager
-def _running_layer(recurrences: Recurrences, layer: int) -> Iterator[None]:
-    _running.layer = recurrences, layer
-    try:
-        yield
-    finally:
-        _running.layer = None
-
-
 def _answer_steps(code: Any) -> None:
     """Let a module of modelling code ask us, while one of our forwards runs a layer, to move states on."""
 
     def answered(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **options: Any) -> Any:
-            running = getattr(_running, "layer", None)
-            if running is None:
+            if (running := _running.get()) is None:
                 return function(*args, **options)
             return running[0].step(running[1], function, RecurrentCall(args, options), kind)
 

@@ -37,7 +37,7 @@ from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.lazy import Lazy
-from outrider.models.llama_weights import LlamaWeights
+from outrider.models.llama_weights import LlamaSettings, LlamaWeights
 from outrider.models.matrix import give_matrix_, matrices_in
 from outrider.models.request import LoadRequest, ReadModel
 from outrider.models.tokenizer import LazyTokenizer
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 MANIFEST, WEIGHTS, CONFIG = "outrider_pack.json", "packed.safetensors", "config.json"
+PARTIAL = ".partial"  # how the name of a folder ends that is not whole
 LAYOUT = 2  # of the folder; a pack of another layout is made again
 _PART = ".packed."  # between the name of a module and that of a buffer of its matrix
 _SAME = "same"  # the settings of a matrix that two modules share: the name of the first
@@ -131,16 +132,24 @@ class PackContents(NamedTuple):
     files: dict[str, bytes]
 
     def write(self, folder: Path) -> int:
-        """Write the pack into a folder that exists. Returns its bytes. Needs no lock.
+        """Write the pack, which replaces the folder if it is there. Returns its bytes. Needs no lock.
 
-        Raises OSError if it cannot be written. What the folder holds then is no pack.
+        It is written beside its place and renamed, with its manifest last, so a half one is never read. Raises OSError if it
+        cannot be written.
         """
-        for name, content in self.files.items():
-            (folder / name).write_bytes(content)
-        _save(self.tensors, folder / WEIGHTS)
-        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # only its owner can read what was saved
-        found = replace(self.manifest, sums={name: _checksum(t) for name, t in self.tensors.items()})
-        (folder / MANIFEST).write_text(json.dumps(asdict(found)), encoding="utf-8")
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
+        partial.mkdir(parents=True)
+        try:
+            for name, content in self.files.items():
+                (partial / name).write_bytes(content)
+            _save(self.tensors, partial / WEIGHTS)
+            shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # only its owner can read what was saved
+            found = replace(self.manifest, sums={name: _checksum(t) for name, t in self.tensors.items()})
+            (partial / MANIFEST).write_text(json.dumps(asdict(found)), encoding="utf-8")
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
         return size(folder)
 
 
@@ -231,7 +240,8 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         if pack.native is None or request.modules:
             model: Any = _restored(config.complete, pack, matrices, tensors)
         else:
-            model = LlamaWeights.of_pack(pack.native, matrices, tensors)
+            settings = LlamaSettings(**{**pack.native, "windows": tuple(pack.native["windows"])})
+            model = LlamaWeights.of_parts(settings, matrices, tensors)
             if (length := given.get("max_position_embeddings")) != model.settings.max_length:
                 raise ValueError(f"max_length is {model.settings.max_length}, and {CONFIG} says {length}")
     except BadPack:

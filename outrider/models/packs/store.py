@@ -1,8 +1,8 @@
 """The packs in the user's cache folder. They are keyed by content, and the least recently used ones make room for new ones.
 
 A pack is written behind: by a thread, while the model runs. A process that ends earlier waits for it. Else the next start would
-pack the model again, and so would every start of a short command. Ctrl-C gives it up. A pack is written beside its place and
-renamed, with its manifest last, so that a half one is never read: the next process that adds one removes it.
+pack the model again, and so would every start of a short command. Ctrl-C gives it up. What a killed process leaves is removed by
+the next one that adds a pack.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ from threading import Lock, Thread
 from filelock import FileLock, Timeout
 
 from outrider.core.files import cache_folder
-from outrider.core.suggest import did_you_mean
+from outrider.models.checkpoint import fingerprint
 from outrider.models.packs.folder import (
     MANIFEST,
+    PARTIAL,
     BadPack,
     NotRestorable,
     PackContents,
@@ -41,12 +42,8 @@ LIMIT = "OUTRIDER_PACK_CACHE_GB"
 """The environment variable with the size of the cache in GB (10^9 bytes). 0 switches it off."""
 _DEFAULT_LIMIT = 20e9
 _SHARE = 0.25  # of the disk space that would be free without packs; the default limit is never more
-_SAMPLES, _SAMPLE = 16, 1 << 16  # pieces of a file that are read for its digest, and bytes of each
-_PARTIAL = ".partial"
 _PATIENCE = 0.5  # seconds that the end of the process is late without a word
 _CONTENT = 2  # of the packs of this cache; another number makes them all again
-# What a folder's pack depends on: weights, configuration and tokenizer.
-_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja", ".txt")
 
 
 @dataclass(frozen=True)
@@ -77,31 +74,11 @@ def limit() -> float:
         ) from error
 
 
-def name_of(title: str, files: Sequence[Path], request: str) -> str:
-    """The name of the pack of a model that is loaded from files as `request` says. It changes with any of the files.
-
-    title: how the name starts. files: or folders with them. request: the precision that was asked for, and what else decides.
-    The digest covers the size and time of each file, and samples of its content.
-    """
-    digest = hashlib.sha256(repr((request, _CONTENT, made_by())).encode())
-    for given in files:
-        for file in sorted(given.iterdir()) if given.is_dir() else [given]:
-            if file.suffix in _SUFFIXES and file.is_file():
-                stat = file.stat()
-                digest.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
-                digest.update(_sample(file, stat.st_size))
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', title)}-{digest.hexdigest()[:16]}"
-
-
-def _sample(file: Path, length: int) -> bytes:
-    if length <= _SAMPLES * _SAMPLE:
-        return file.read_bytes()
-    with file.open("rb") as f:
-        parts = []
-        for i in range(_SAMPLES):
-            f.seek(i * (length - _SAMPLE) // (_SAMPLES - 1))
-            parts.append(f.read(_SAMPLE))
-    return b"".join(parts)
+def name_of(source: str | Path, request: LoadRequest) -> str:
+    """The name of the pack of a model that is loaded from `source` as the request says. It changes with any of the files."""
+    key = request.dtype, request.quantization, _CONTENT, made_by(), fingerprint(source)
+    title = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(request.name).stem)
+    return f"{title}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
 
 
 def restored(name: str, request: LoadRequest) -> ReadModel | None:
@@ -116,7 +93,7 @@ def restored(name: str, request: LoadRequest) -> ReadModel | None:
     except (BadPack, OSError) as error:
         if is_pack(where):  # else another process has just removed it
             warnings.warn(f"{error}; it is removed, and the model is packed again", RuntimeWarning, stacklevel=2)
-            _remove(where)
+            remove(name)
         return None
 
 
@@ -157,22 +134,16 @@ _writing = Lock()
 def _write(name: str, need: int, contents: PackContents) -> None:
     """Add one pack, when no other thread or process does."""
     root = folder()
-    partial = root / f"{name}{_PARTIAL}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _writing, FileLock(root / ".lock").acquire(timeout=0):
-            for left in root.glob(f"*{_PARTIAL}"):  # of a process that was killed: this one has the lock
+            for left in root.glob(f"*{PARTIAL}"):  # of a process that was killed: this one has the lock
                 shutil.rmtree(left, ignore_errors=True)
-            if is_pack(root / name) or not _make_room(need):
-                return
-            partial.mkdir()
-            contents.write(partial)
-            shutil.rmtree(root / name, ignore_errors=True)  # without a manifest it is no pack
-            partial.rename(root / name)
+            if not is_pack(root / name) and _make_room(need):
+                contents.write(root / name)
     except Timeout:
         pass
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         if name in _writers:  # else the user gave it up
             warnings.warn(
                 f"the packed weights were not kept in {root} ({error}); the model runs, and the next start packs it again. "
@@ -195,8 +166,9 @@ def _end() -> None:
                 )
                 thread.join()
     except KeyboardInterrupt:
-        while _writers:  # a thread then has nothing to rename
-            shutil.rmtree(folder() / f"{_writers.popitem()[0]}{_PARTIAL}", ignore_errors=True)
+        _writers.clear()
+        for partial in folder().glob(f"*.{os.getpid()}{PARTIAL}"):  # a thread then has nothing to rename
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _room() -> float:
@@ -218,7 +190,7 @@ def _make_room(need: int) -> bool:
         return False
     held, most = sorted(packs(), key=lambda p: p.used), min(limit(), _room())
     while sum(p.bytes for p in held) + need > most:
-        _remove(folder() / held.pop(0).name)
+        remove(held.pop(0).name)
     return True
 
 
@@ -227,7 +199,7 @@ def packs() -> list[CachedPack]:
     found = []
     for file in sorted(folder().glob(f"*/{MANIFEST}")):
         where = file.parent
-        if where.suffix == _PARTIAL:
+        if where.suffix == PARTIAL:
             continue
         source = weights = "?"
         with suppress(BadPack):
@@ -238,23 +210,9 @@ def packs() -> list[CachedPack]:
     return found
 
 
-def remove(name: str) -> list[CachedPack]:
-    """Remove the pack of this name, or all ("all"). Returns the removed ones. Raises ValueError for an unknown name."""
-    known = packs()
-    chosen = known if name == "all" else [p for p in known if p.name == name]
-    if not chosen and name != "all":
-        names = [p.name for p in known]
-        raise ValueError(
-            f"the cache has no pack {name!r}{did_you_mean(name, names)}; `outrider list` shows them, and `all` removes all"
-        )
-    for pack in chosen:
-        _remove(folder() / pack.name)
-    return chosen
-
-
-def _remove(where: Path) -> None:
+def remove(name: str) -> None:
     """A reader of the pack meanwhile sees it whole or not at all: it keeps the one file open that it reads."""
-    gone = where.with_name(f"{where.name}.{time.time_ns()}{_PARTIAL}")
+    gone = folder() / f"{name}.{time.time_ns()}{PARTIAL}"
     with suppress(OSError):
-        where.rename(gone)
+        (folder() / name).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)

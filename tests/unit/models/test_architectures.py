@@ -22,8 +22,8 @@ from outrider.models.attention import attend, attend_masked, attend_reference, w
 from outrider.models.base import EMBEDDING, FINAL_NORM
 from outrider.models.cache import KV_CACHE_DTYPES
 from outrider.models.hf import hooks
+from outrider.models.hf.layers import LayerStack
 from outrider.models.hf.model import HFModel, UnsupportedModel
-from outrider.models.hf.taps import LayerStack
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
 

@@ -107,7 +107,11 @@ def test_an_llm_is_imported_without_transformers() -> None:
 
 
 def test_a_second_start_imports_nothing_large(file: Path, cache: Path) -> None:
-    command = "import sys; from outrider import LLM; print(LLM(sys.argv[1]).generate('def f')[0].outputs[0].token_ids)"
+    command = """
+import sys
+from outrider import LLM
+print(LLM(sys.argv[1], speculative_config={"method": "auto"}).generate("def f")[0].outputs[0].token_ids)
+"""
     load(file)
     store.wait()
     assert imported(command, file) <= {"torch", "numpy", "pydantic"}
