@@ -32,19 +32,15 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}
 """The gates that the native step has, by the name in a configuration."""
-# The fields of a layer: the modules whose matrices lie side by side, and the norms.
-_MATRICES = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-_NORMS = {
-    "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-}
+# The modules of a layer, in the order of the fields of `LlamaLayerWeights`: linears side by side, and norms.
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_MATRICES = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    _GATE_UP,
+    ("mlp.down_proj",),
+)
+_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 _TABLES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -158,10 +154,10 @@ class LlamaWeights:
         matrices: dict[str, Packed] = {"lm_head": head}
         modules: dict[str, Any] = dict(model.named_modules())
         for layer in range(len(settings.windows)):
-            for field, names in _MATRICES.items():
+            for names in _MATRICES:
                 linears = [modules[f"model.layers.{layer}.{name}"] for name in names]
                 sources, biases = [matrix_of(m) for m in linears], [m.bias for m in linears]
-                made = packed(sources, packing, biases, paired=field == "gate_up")
+                made = packed(sources, packing, biases, paired=names == _GATE_UP)
                 if own:
                     free_matrix_(*linears)
                     give_matrix_(linears[0], made)
@@ -187,10 +183,10 @@ class LlamaWeights:
 
         def layer(i: int) -> LlamaLayerWeights:
             path = f"model.layers.{i}."
-            norms = {field: tensors.get(f"{path}{name}.weight") for field, name in _NORMS.items()}
+            norms = (tensors.get(f"{path}{name}.weight") for name in _NORMS)
             return LlamaLayerWeights(
-                **{field: matrices[path + names[0]] for field, names in _MATRICES.items()},
-                **{field: None if norm is None else _floats(norm) for field, norm in norms.items()},
+                *(matrices[path + names[0]] for names in _MATRICES),
+                *(None if norm is None else _floats(norm) for norm in norms),
             )
 
         table = matrices.get("model.embed_tokens")

@@ -59,8 +59,10 @@ class Loaded:
     @property
     def is_packed(self) -> bool:
         """Whether it was loaded from a GGUF file or a pack, and not from a checkpoint of transformers."""
-        named = isinstance(self.source, (str, Path))
-        return named and (str(self.source).endswith(".gguf") or self.source in DOWNLOADS or packs.is_pack(self.source))
+        source = self.source
+        if not isinstance(source, (str, Path)):
+            return False
+        return str(source).endswith(".gguf") or source in DOWNLOADS or packs.is_pack(source)
 
     @property
     def kv_cache_dtype(self) -> str:

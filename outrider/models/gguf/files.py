@@ -13,9 +13,8 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 def gguf_files(name: str) -> tuple[Path, ...] | None:
     """The files of the model, all parts in order. None if the name is no GGUF file.
 
-    name: a path ending in .gguf, a folder with one model in GGUF and no config.json, `owner/name:file.gguf` on the hub, or a
-    name of `DOWNLOADS`, which is fetched if it is not here. Raises FileNotFoundError, ValueError or ConnectionError with the
-    reason.
+    name: a path ending in .gguf, a folder with one model in GGUF and no config.json, or `owner/name:file.gguf` on the hub. A name
+    of `DOWNLOADS` is fetched if it is not here. Raises FileNotFoundError, ValueError or ConnectionError with the reason.
     """
     if name in DOWNLOADS:
         return (fetch(DOWNLOADS[name]),)

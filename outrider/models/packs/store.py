@@ -176,7 +176,7 @@ def _room() -> float:
     where = folder()
     while not where.exists():
         where = where.parent
-    return shutil.disk_usage(where).free + sum(p.bytes for p in packs())
+    return shutil.disk_usage(where).free + sum(size(file.parent) for file in folder().glob(f"*/{MANIFEST}"))
 
 
 def _fits(need: int) -> bool:
