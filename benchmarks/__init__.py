@@ -19,6 +19,8 @@ python -m benchmarks.never_slower    the planner with drafters that cannot help
 python -m benchmarks.tuned           what tune chooses, against a long race of the best settings
 python -m benchmarks.edits           edits of real files: what the text itself foretells
 python -m benchmarks.identity        a million tokens: how many differ from plain decoding
+python -m benchmarks.instruction_sets  whole texts over instruction sets and threads: how many tokens differ
+python -m benchmarks.instructions    instructions for a weight of the kernels for ARM: a count, not a speed
 python -m benchmarks.commits         two checkouts against each other: did a change make anything slower
 python -m benchmarks.serve           load on a server: throughput and latency by concurrency
 python -m benchmarks.serve_soak      a server under clients that behave badly, for ten minutes
