@@ -10,7 +10,7 @@ drew. It must not take a drawn token back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper
-from outrider.core.tree import chain
+from outrider.core.tree import chain, tree
 from outrider.core.types import Budget, Commit, Draft
 from outrider.models.cache import SlotCache
 
@@ -54,6 +54,22 @@ class DraftContext:
     def positions(self) -> Tensor:
         """int64 [batch]: the position of the first draft token, on the noise's device."""
         return torch.tensor([len(t) for t in self.tokens], device=self.noise.seed.device)
+
+    def select(self, some: Sequence[int]) -> DraftContext:
+        """Some entries of the batch."""
+        if len(some) == len(self.slots):
+            return self
+        return replace(
+            self,
+            slots=[self.slots[b] for b in some],
+            tokens=[self.tokens[b] for b in some],
+            budgets=[self.budgets[b] for b in some],
+            warp=self.warp.select(some),
+            noise=self.noise.select(some),
+            prompt_lengths=[self.prompt_lengths[b] for b in some],
+            predictions=[self.predictions[b] for b in some] if self.predictions else (),
+            left=[self.left[b] for b in some] if self.left else (),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +175,24 @@ def chains(context: DraftContext, proposals: Sequence[Sequence[int]]) -> Draft:
     return Draft(tokens, parents)
 
 
+def draft_of(
+    trees: Sequence[Sequence[tuple[int, int]]],
+    confidence: Mapping[int, Tensor] | None = None,
+    notes: Sequence[object] = (),
+) -> Draft:
+    """One draft for a batch. trees: (token, parent) of the nodes of each entry, the root first.
+
+    confidence: of each node, by entry. Other entries state 0, and the draft states none if there is no entry."""
+    tokens, parents = tree(trees)
+    stated = torch.zeros(tokens.shape) if confidence else None
+    for b, own in (confidence or {}).items():
+        assert stated is not None
+        stated[b, : len(own)] = own
+    return Draft(tokens, parents, confidence=stated, notes=tuple(notes))
+
+
 class NoDraft(BaseDrafter):
     """Plain decoding: every draft is a tree of one node."""
 
     def propose(self, context: DraftContext) -> Draft:
-        return Draft(torch.tensor([[t[-1]] for t in context.tokens]), torch.full((len(context.tokens), 1), -1))
+        return chains(context, [()] * len(context.slots))

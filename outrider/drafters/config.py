@@ -176,6 +176,11 @@ class SpeculativeConfig(BaseModel):
         return Budget(depth, self.tree_width, self.tree_nodes)
 
     @property
+    def copy_weights(self) -> str:
+        """The weights of a model's copy that drafts for it."""
+        return "int8" if self.quantization == "auto" else self.quantization
+
+    @property
     def adaptive(self) -> bool:
         """Whether measured step times may shorten drafts. With `match` that never changes a text."""
         return self.verifier == "match" if self.controller is None else self.controller != "fixed"

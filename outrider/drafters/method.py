@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 NONE, AUTO = "none", "auto"
 """The two methods that stand for no drafter, and for all that help."""
 
+LOWER_PRECISION = {
+    "float32": ("int8", "int4"),
+    "bfloat16": ("int8", "int4"),
+    "float16": ("int8", "int4"),
+    "int8": ("int4",),
+    "gguf": ("int4",),  # files of 8 bits gain; those of 4 do not
+}
+"""Weights of a model -> the weights of a copy that is cheaper to read, and so can draft for it."""
+
 Cost = Literal["lookup", "model", "self"]
 """What one level of a draft costs. lookup: no forward pass. model: a forward pass of other weights, a draft model or a
 quantized copy. self: a forward pass through some of the target's own layers."""
@@ -71,7 +80,8 @@ class DraftMethod:
     make: makes the drafter. Raises ValueError if the method cannot draft for the target.
     cost: what one level of a draft costs; None derives it from the drafter (`level_cost`).
     default_depth: draft tokens in a row where the user gives no number. tune_depth: the most that `outrider tune` tries.
-    trees: whether a tree can accept more draft tokens than a chain.
+    trees: whether a tree can accept more draft tokens than a chain. chains: the name of its chains among the shipped ones, if
+    that does not depend on what a level costs.
     keys: the keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key.
     needs_model: the key `model` must name its draft model. heads: the kinds of trained heads that it reads, as
     `outrider.drafters.heads.files` names them; then `model` names the folder of one.
@@ -89,6 +99,7 @@ class DraftMethod:
     default_depth: int = 5
     tune_depth: int = 8
     trees: bool = True
+    chains: Literal["head", "self", ""] = ""
     keys: tuple[str, ...] = ()
     needs_model: bool = False
     heads: tuple[str, ...] = ()

@@ -10,12 +10,12 @@ This module imports no torch: the command line lists the methods before anything
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.drafters.method import AUTO, NONE, DrafterSetup, DraftMethod, TuneInputs, made_by
-from outrider.drafters.model.precision import LOWER_PRECISION, copy_weights
+from outrider.drafters.method import AUTO, LOWER_PRECISION, NONE, DrafterSetup, DraftMethod, TuneInputs, made_by
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
@@ -46,12 +46,10 @@ def make_drafters(
 
 def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_length: int, device: str) -> Drafter:
     """Make the drafter of a configuration with one method. Raises ValueError for several, and if it cannot draft here."""
-    setup = DrafterSetup(config, target, rows, max_length, device)
-    if not config.budget.max_nodes:
-        return _nothing(setup)
-    if len(config.methods) > 1 or config.method == AUTO:
+    if config.budget.max_nodes and (len(config.methods) > 1 or config.method == AUTO):
         raise ValueError(f"{config.method!r} means several drafters: use make_drafters")
-    return _made(find(config.methods[0]), setup)
+    made = make_drafters(config, target, rows=rows, max_length=max_length, device=device)
+    return next(iter(made.values())) if made else _nothing()
 
 
 def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
@@ -126,13 +124,7 @@ def lookup_names(drafters: Iterable[str]) -> list[str]:
 def chain_kind(drafter: str, share: float) -> str:
     """The name of a drafter's chains among the shipped ones. share: as of `level_cost`."""
     method = method_of(drafter)
-    if method is None:
-        return "small"
-    if method.heads or method.name == "mtp":
-        return "head"
-    if method.name in ("quantized_self", "layer_skip"):
-        return "self"
-    return "small" if share < 0.15 else "sibling"
+    return "small" if method is None else method.chains or ("small" if share < 0.15 else "sibling")
 
 
 def level_cost(name: str, drafter: Drafter, target: LanguageModel) -> float:
@@ -157,7 +149,7 @@ def _made(method: DraftMethod, setup: DrafterSetup) -> Drafter:
             open_head(model)  # raises for a kind that cannot be run
             what = f"a head of the kind {kind!r}" if method.heads else "a trained head, not a draft model"
             raise ValueError(f'{model} is {what}: {{"method": "{model_method(model)}", "model": "{model}"}}')
-    if model is None and method.heads and not _brings(method.name)(setup):
+    if model is None and method.heads and not _brings(method.name, setup):
         raise ValueError(
             f'method "{method.name}" needs the folder of a trained head, {{"method": "{method.name}", "model": "FOLDER"}}: '
             f"this package has none for {setup.target.name}"
@@ -194,7 +186,7 @@ def _fitting(setup: DrafterSetup) -> list[str]:
 # -- what the rows ask ----------------------------------------------------------------------------------------------------
 
 
-def _nothing(setup: DrafterSetup) -> Drafter:
+def _nothing(*_: DrafterSetup) -> Drafter:
     from outrider.drafters.base import NoDraft
 
     return NoDraft()
@@ -210,16 +202,12 @@ def _brings_draft(setup: DrafterSetup) -> bool:
     return setup.target.name == "builtin:code"
 
 
-def _brings(method: str) -> Callable[[DrafterSetup], bool]:
+def _brings(method: str, setup: DrafterSetup) -> bool:
     """Whether there is a head of this method for the target."""
+    from outrider.drafters.heads.shipped import head_of
 
-    def brings(setup: DrafterSetup) -> bool:
-        from outrider.drafters.heads.shipped import head_of
-
-        head = head_of(setup)
-        return head is not None and model_method(head) == method
-
-    return brings
+    head = head_of(setup)
+    return head is not None and model_method(head) == method
 
 
 def _brings_mtp(setup: DrafterSetup) -> bool:
@@ -230,19 +218,15 @@ def _brings_mtp(setup: DrafterSetup) -> bool:
     return has_mtp(setup.target)
 
 
-def _with_model(method: str) -> Callable[[TuneInputs], Mapping[str, dict[str, Any]]]:
+def _with_model(method: str, inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
     """The candidate of a method that needs a model, if the model that was given is one of its own."""
-
-    def candidates(inputs: TuneInputs) -> Mapping[str, dict[str, Any]]:
-        fits = inputs.draft is not None and model_method(inputs.draft) == method
-        return {method: {"method": method, "model": inputs.draft}} if fits else {}
-
-    return candidates
+    fits = inputs.draft is not None and model_method(inputs.draft) == method
+    return {method: {"method": method, "model": inputs.draft}} if fits else {}
 
 
 def _has_lower_precision(setup: DrafterSetup) -> bool:
     lower = LOWER_PRECISION.get(setup.target.weights, ())
-    return copy_weights(setup.config.quantization) in lower and setup.target.model.device.type == "cpu"
+    return setup.config.copy_weights in lower and setup.target.model.device.type == "cpu"
 
 
 def _head(
@@ -256,8 +240,9 @@ def _head(
         cost="model",
         needs_model=True,
         heads=heads or (name,),
-        auto=_brings(name),
-        candidates=_with_model(name),
+        chains="head",
+        auto=partial(_brings, name),
+        candidates=partial(_with_model, name),
         tune_hint=f"name the folder of {what}, --draft-model FOLDER",
         **more,
     )
@@ -290,7 +275,7 @@ _ROWS = (
         needs_model=True,
         keys=("draft_vocab", "draft_vocab_corpus", "speculative_token_map"),
         auto=_brings_draft,
-        candidates=_with_model("draft_model"),
+        candidates=partial(_with_model, "draft_model"),
     ),
     _head(
         "eagle",
@@ -312,6 +297,7 @@ _ROWS = (
         "the MTP layer of the model's own checkpoint (DeepSeek-V3, GLM-4.5, Qwen3-Next); nothing else is needed",
         made_by("heads.mtp"),
         cost="model",
+        chains="head",
         tune_depth=4,
         auto=_brings_mtp,
         candidates=lambda i: {"mtp": {"method": "mtp"}} if i.mtp else {},
@@ -343,6 +329,7 @@ _ROWS = (
         "an int8 or int4 copy of the model itself; helps without a second model where memory bandwidth is the limit",
         made_by("model.self_speculation", "quantized_from_setup"),
         cost="model",
+        chains="self",
         tune_depth=4,  # a level costs about half a forward pass of the target
         auto=_has_lower_precision,
         candidates=lambda i: {
@@ -357,6 +344,7 @@ _ROWS = (
         "some of the model's own layers; helps where a search finds layers that the model can skip (outrider layers)",
         made_by("model.self_speculation", "layer_skip_from_setup"),
         cost="self",
+        chains="self",
         keys=("layers", "assistant_early_exit"),
         candidates=lambda i: {"layer_skip": {"method": "layer_skip", "layers": i.layers}} if i.layers else {},
         tune_hint="name the layers, --layers FILE",
@@ -408,25 +396,3 @@ _ROWS = (
 
 METHODS: dict[str, DraftMethod] = {row.name: row for row in _ROWS}
 """The built-in methods by name, in the order in which they are listed."""
-
-__all__ = [
-    "AUTO",
-    "METHODS",
-    "NONE",
-    "PLUGINS",
-    "DraftMethod",
-    "DrafterSetup",
-    "TuneInputs",
-    "chain_kind",
-    "find",
-    "level_cost",
-    "lookup_names",
-    "make_drafter",
-    "make_drafters",
-    "method_of",
-    "model_method",
-    "owner",
-    "plugins",
-    "prediction_method",
-    "request_drafters",
-]

@@ -116,7 +116,7 @@ class LLM:
     def notes(self) -> list[str]:
         """What was chosen for this run: how its draft model was made cheaper. Empty if nothing was."""
         made = dict.fromkeys(getattr(drafter, "reduction", None) for drafter in self.drafters.values())
-        return [str(reduction) for reduction in made if reduction is not None]
+        return [reduction for reduction in made if reduction is not None]
 
     @property
     def tokenizer(self) -> Any | None:

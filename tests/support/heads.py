@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.drafters.heads.eagle.module import Eagle, KeysValues
 from outrider.models.load import Loaded
 from outrider.models.native_llama import LlamaModel
 
@@ -124,3 +125,20 @@ def eagle1_folder(into: Path) -> Path:
     settings = given.to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "bias": True}
     (out / "config.json").write_text(json.dumps(settings))
     return out
+
+
+def causal(
+    head: Eagle, tokens: Tensor, g: Tensor, past: KeysValues | None = None, first: int | None = None
+) -> tuple[Tensor, KeysValues]:
+    """Read pairs causally, after those of `past`. Returns y [batch, pair, hidden] and the keys and values of all.
+
+    tokens: int64 [batch, pair], x_{t+1}. g: [batch, pair, hidden], of `fuse` or of `feedback`. first: position of the first
+    pair; None for the number of pairs in `past`.
+    """
+    held, count = 0 if past is None else past.keys.shape[2], tokens.shape[1]
+    positions = torch.arange(count) + (held if first is None else first)
+    x, residual = head.pairs(tokens, g)
+    own = head.keys_values(x, positions)
+    seen = own if past is None else past.then(own)
+    mask = torch.ones(count, held + count, dtype=torch.bool).tril(held)
+    return head.attended(x, residual, positions, seen, mask), seen

@@ -1,35 +1,48 @@
-"""What combiners of drafters share. They split a batch among drafters, join the drafts, and pass the commits back."""
+"""What combiners of drafters share: a proposal, how proposals become one draft, and how its commit goes back to each drafter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.core.tree import tree
+from outrider.core.tree import levels
 from outrider.core.types import Commit, Draft
-from outrider.drafters.base import DraftContext, Drafter
+from outrider.drafters.base import DraftContext, Drafter, draft_of
+from outrider.drafters.lookup.mixture import Match
 
 NodeList = list[tuple[int, int]]  # (token, parent) of one tree, the root first
 
 
-def select(context: DraftContext, some: Sequence[int]) -> DraftContext:
-    """Some entries of a batch."""
-    if len(some) == len(context.slots):
-        return context
-    return replace(
-        context,
-        slots=[context.slots[b] for b in some],
-        tokens=[context.tokens[b] for b in some],
-        budgets=[context.budgets[b] for b in some],
-        warp=context.warp.select(some),
-        noise=context.noise.select(some),
-        prompt_lengths=[context.prompt_lengths[b] for b in some],
-        predictions=[context.predictions[b] for b in some] if context.predictions else (),
-        left=[context.left[b] for b in some] if context.left else (),
-    )
+class Proposal(NamedTuple):
+    """What a drafter proposes for one sequence: an entry of its draft."""
+
+    draft: Draft
+    entry: int
+
+    @property
+    def nodes(self) -> NodeList:
+        return self.draft.host[self.entry]
+
+    @property
+    def levels(self) -> list[int]:
+        """The level of each node, 0 for the root."""
+        return levels([parent for _, parent in self.nodes])
+
+    @property
+    def confidence(self) -> list[float] | None:
+        """Of each node; None if the draft states none."""
+        stated = self.draft.confidence
+        return None if stated is None else stated[self.entry, : len(self.nodes)].tolist()
+
+    @property
+    def match(self) -> int:
+        """Tokens of the longest end of the text that a lookup found; 0 for other drafters."""
+        note = self.draft.notes[self.entry] if self.draft.notes else None
+        return note.length if isinstance(note, Match) else 0
 
 
 def accepted_path(nodes: NodeList, tokens: Sequence[int]) -> list[int]:
@@ -82,44 +95,32 @@ class SharedTaps:
         return replace(commit, features=self.of_drafter(name, commit.features) if name in self.columns else None)
 
 
-def draft_confidence(draft: Draft, b: int, count: int) -> list[float] | None:
-    """The confidence of the first `count` nodes of entry b; None if the draft states none."""
-    return None if draft.confidence is None else draft.confidence[b, :count].tolist()
+def join(context: DraftContext, proposals: Mapping[int, Proposal], notes: Sequence[object] = ()) -> Draft:
+    """One draft for a batch. proposals: by entry of the batch. Others get the root alone.
 
-
-def join(context: DraftContext, parts: Sequence[tuple[int, Draft, int]], notes: Sequence[object] = ()) -> Draft:
-    """One draft for a batch. parts: (entry of the batch, a draft, the entry's index in that draft). Others get the root alone.
-
-    If some parts declare distributions, a token that was chosen counts as drawn from a distribution with all its mass on it.
-    Raises ValueError if parts were drawn in different ways.
+    If some proposals declare distributions, a token that was chosen counts as drawn from a distribution with all its mass on it.
+    Raises ValueError if proposals were drawn in different ways.
     """
     nodes: list[NodeList] = [[(tokens[-1], -1)] for tokens in context.tokens]
-    confidence: dict[int, list[float]] = {}
-    for b, draft, row in parts:
-        nodes[b] = draft.host[row]
-        if (known := draft_confidence(draft, row, len(nodes[b]))) is not None:
-            confidence[b] = known
-    tokens, parents = tree(nodes)
-    together = None
-    if confidence:
-        together = torch.zeros(tokens.shape)
-        for b, known in confidence.items():
-            together[b, : len(known)] = torch.tensor(known)
-    out = Draft(tokens, parents, confidence=together, notes=tuple(notes))
-    drawn = {draft.siblings for _, draft, _ in parts if draft.probs is not None}
+    for b, one in proposals.items():
+        nodes[b] = one.nodes
+    stated = {b: torch.tensor(known) for b, one in proposals.items() if (known := one.confidence) is not None}
+    out = draft_of(nodes, stated, notes)
+    drawn = [one.draft for one in proposals.values() if one.draft.probs is not None]
     if not context.needs_probs or not drawn:
         return out
-    if len(drawn) > 1:
+    siblings = {draft.siblings for draft in drawn}
+    if len(siblings) > 1:
         raise ValueError(
-            f"one draft holds tokens drawn in {len(drawn)} ways: {sorted(s.name for s in drawn)}. "
+            f"one draft holds tokens drawn in {len(siblings)} ways: {sorted(s.name for s in siblings)}. "
             "Give the drafters of a batch the same `siblings`"
         )
-    vocab = next(draft.probs.shape[-1] for _, draft, _ in parts if draft.probs is not None)
-    probs = torch.zeros(*tokens.shape, vocab)
-    for b, draft, row in parts:
+    assert drawn[0].probs is not None
+    probs = torch.zeros(*out.tokens.shape, drawn[0].probs.shape[-1])
+    for b, (draft, entry) in proposals.items():
         if draft.probs is not None:
-            probs[b, : len(nodes[b])] = draft.probs[row, : len(nodes[b])].to(probs.device)
+            probs[b, : len(nodes[b])] = draft.probs[entry, : len(nodes[b])].to(probs.device)
         else:
             for token, parent in nodes[b][1:]:
                 probs[b, parent, token] = 1.0
-    return replace(out, probs=probs, siblings=drawn.pop())
+    return replace(out, probs=probs, siblings=siblings.pop())

@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
 from outrider.control.beliefs import Offer
 from outrider.control.planner import Charge, Plan, Planner, PlanNote, View
 from outrider.core.params import BadParameter
-from outrider.core.tree import levels, tree
+from outrider.core.tree import tree
 from outrider.core.types import Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
 from outrider.drafters.combine.guard import Broken, check, legal, lend, trusted
-from outrider.drafters.combine.merge import NodeList, SharedTaps, draft_confidence, join, own_commit, select
-from outrider.drafters.lookup.mixture import Match
-
-NONE = "none"
+from outrider.drafters.combine.merge import NodeList, Proposal, SharedTaps, join, own_commit
+from outrider.drafters.method import NONE
 
 
 class PlannedDrafter(BaseDrafter):
@@ -100,9 +99,10 @@ class PlannedDrafter(BaseDrafter):
     def start(self, slot: int, tokens: Sequence[int], first: int, features: Tensor) -> None:
         for name in self.of_slot(slot):
             if name in self._shared.columns:
+                drafter = self.drafters[name]
+                shown = tokens if trusted(drafter) else list(tokens)
                 own = self._shared.of_drafter(name, features)
-                shown = tokens if trusted(self.drafters[name]) else list(tokens)
-                self._guarded(name, [slot], lambda d, shown=shown, own=own: d.start(slot, shown, first, own))
+                self._guarded(name, [slot], drafter.start, slot, shown, first, own)
 
     def propose(self, context: DraftContext) -> Draft:
         self._proposals, self._charges = {}, {}
@@ -110,15 +110,13 @@ class PlannedDrafter(BaseDrafter):
         views = [self._view(context, b, offered) for b in range(len(context.slots))]
         plans = self.planner.plan(views)
         self._read(context, plans)
-        made: list[tuple[Draft, int] | None] = [None] * len(plans)
+        made = dict[int, Proposal]()
         for name in dict.fromkeys(plan.drafter for plan in plans if plan.drafter is not None):
-            some = [b for b, plan in enumerate(plans) if plan.drafter == name]
+            budgets = {b: plan.budget for b, plan in enumerate(plans) if plan.drafter == name}
             if name in self.lookups:
-                for b in some:
-                    made[b] = offered[name, b]
+                made |= {b: offered[name, b] for b in budgets}
             else:
-                for b, draft, at in self._asked(name, context, some, [plans[b].budget for b in some]):
-                    made[b] = draft, at
+                made |= self._asked(name, context, budgets)
         return self._verified(context, views, plans, made)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
@@ -128,24 +126,23 @@ class PlannedDrafter(BaseDrafter):
                 for b, slot in enumerate(context.slots)
                 if (name, slot) in self._proposals or (drafter.taps and name in self.of_slot(slot))
             ]
-            if not some:
-                continue
-            own, seen = select(context, some), target.select(some)
-            mine = [
-                self._shared.commit(name, own_commit(commits[b], self._proposals.get((name, context.slots[b]))))
-                for b in some
-            ]
-            self._guarded(name, own.slots, lambda d, own=own, mine=mine, seen=seen: lend(d, "update", own, mine, seen))
+            if some:
+                own = context.select(some)
+                mine = [
+                    self._shared.commit(name, own_commit(commits[b], self._proposals.get((name, context.slots[b]))))
+                    for b in some
+                ]
+                self._guarded(name, own.slots, lend, drafter, "update", own, mine, target.select(some))
 
     def release(self, slot: int) -> None:
         self.assigned.pop(slot, None)
         self.lost.pop(slot, None)
         for name in self.drafters:
-            self._guarded(name, [], lambda d: d.release(slot))
+            self._guarded(name, [], self.drafters[name].release, slot)
 
     def reset(self) -> None:
         for name in self.drafters:
-            self._guarded(name, [], lambda d: d.reset())
+            self._guarded(name, [], self.drafters[name].reset)
 
     def inner(self) -> Mapping[str, Drafter]:
         return self.drafters
@@ -165,41 +162,41 @@ class PlannedDrafter(BaseDrafter):
         for slot in slots:
             self.lost[slot] = f"the drafter {name!r} failed ({what}); the rest of the text was written without drafts"
 
-    def _guarded(self, name: str, slots: Sequence[int], act: Callable[..., None]) -> None:
+    def _guarded(self, name: str, slots: Sequence[int], act: Callable[..., Any], *given: Any) -> Any:
+        """What the act returns. If it raises, the drafter loses these sequences, and None is returned."""
         try:
-            act(self.drafters[name])
+            return act(*given)
         except Exception as error:
             self.lose(name, slots, error)
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
-    def _offered(self, context: DraftContext) -> dict[tuple[str, int], tuple[Draft, int]]:
-        """What lookups propose: (drafter, entry of the batch) -> a draft, and the entry's index in it."""
-        found: dict[tuple[str, int], tuple[Draft, int]] = {}
-        ask = [
-            bool(budget.max_nodes and budget.depth) and self.planner.asks_lookups(slot)
-            for slot, budget in zip(context.slots, context.budgets, strict=True)
-        ]
+    def _offered(self, context: DraftContext) -> dict[tuple[str, int], Proposal]:
+        """What lookups propose, by drafter and entry of the batch."""
+        found: dict[tuple[str, int], Proposal] = {}
+        asking = {
+            b: budget
+            for b, (slot, budget) in enumerate(zip(context.slots, context.budgets, strict=True))
+            if budget.max_nodes and budget.depth and self.planner.asks_lookups(slot)
+        }
         for name in self.lookups:
-            some = [b for b, slot in enumerate(context.slots) if ask[b] and name in self.of_slot(slot)]
-            if some:
-                for b, draft, at in self._asked(name, context, some, [context.budgets[b] for b in some]):
-                    found[name, b] = draft, at
+            own = {b: budget for b, budget in asking.items() if name in self.of_slot(context.slots[b])}
+            if own:
+                found |= {(name, b): one for b, one in self._asked(name, context, own).items()}
         return found
 
-    def _view(self, context: DraftContext, b: int, offered: Mapping[tuple[str, int], tuple[Draft, int]]) -> View:
+    def _view(self, context: DraftContext, b: int, offered: Mapping[tuple[str, int], Proposal]) -> View:
         """What the planner may know of an entry of the batch."""
         slot, tokens, budget = context.slots[b], context.tokens[b], context.budgets[b]
         offers, missing = dict[str, Offer](), dict[str, int]()
         if budget.depth and budget.max_nodes:
             for name in self.of_slot(slot):
                 if name not in self.lookups:
-                    missing[name] = self._missing(name, slot, tokens)
+                    missing[name] = self._guarded(name, [slot], self.drafters[name].missing, slot, tokens) or 0
                 elif (name, b) in offered:
-                    draft, at = offered[name, b]
-                    nodes, note = draft.host[at], draft.notes[at] if draft.notes else None
-                    masses = [max(m, 1e-9) for m in draft_confidence(draft, at, len(nodes)) or [1.0] * len(nodes)]
-                    offers[name] = Offer(nodes, masses, note.length if isinstance(note, Match) else 0)
+                    one = offered[name, b]
+                    masses = [max(m, 1e-9) for m in one.confidence or [1.0] * len(one.nodes)]
+                    offers[name] = Offer(one.nodes, masses, one.match)
         return View(
             slot,
             len(tokens) - context.prompt_lengths[b],
@@ -210,29 +207,20 @@ class PlannedDrafter(BaseDrafter):
             self.planner.lengths is not None or slot in self.planner.depths,
         )
 
-    def _missing(self, name: str, slot: int, tokens: list[int]) -> int:
-        try:
-            return self.drafters[name].missing(slot, tokens)
-        except Exception as error:
-            self.lose(name, [slot], error)
-            return 0
-
     def _read(self, context: DraftContext, plans: Sequence[Plan]) -> None:
         """Let drafters read what their plans say."""
-        for b, plan in enumerate(plans):
+        for slot, tokens, plan in zip(context.slots, context.tokens, plans, strict=True):
             if plan.read is not None:
-                (name, count), slot, tokens, began = plan.read, context.slots[b], context.tokens[b], perf_counter()
-                self._guarded(name, [slot], lambda d, s=slot, t=tokens, n=count: d.read(s, t, n))
+                (name, count), began = plan.read, perf_counter()
+                self._guarded(name, [slot], self.drafters[name].read, slot, tokens, count)
                 self._charges.setdefault(slot, []).append(Charge(name, 0, 0, count, perf_counter() - began))
 
-    def _asked(
-        self, name: str, context: DraftContext, some: list[int], budgets: list[Budget]
-    ) -> list[tuple[int, Draft, int]]:
-        """A drafter's proposals for some entries of the batch: (entry, draft, its index in the draft).
+    def _asked(self, name: str, context: DraftContext, budgets: Mapping[int, Budget]) -> dict[int, Proposal]:
+        """A drafter's proposals for some entries of the batch, within these budgets.
 
         If it fails, each entry is asked for alone, and only those that fail alone are lost.
         """
-        drafter, own = self.drafters[name], replace(select(context, some), budgets=budgets)
+        drafter, own = self.drafters[name], replace(context.select([*budgets]), budgets=[*budgets.values()])
         try:
             missed = sum(max(drafter.missing(s, t) - 1, 0) for s, t in zip(own.slots, own.tokens, strict=True))
             began = perf_counter()
@@ -244,85 +232,64 @@ class PlannedDrafter(BaseDrafter):
             if self.tell is None:
                 raise
             for slot in own.slots if not drafter.taps else ():  # a head would miss the features that it was given
-                self._guarded(name, [], lambda d, slot=slot: d.release(slot))
-            if len(some) > 1:
-                return [found for b, budget in zip(some, budgets, strict=True)
-                        for found in self._asked(name, context, [b], [budget])]  # fmt: skip
+                self._guarded(name, [], drafter.release, slot)
+            if len(budgets) > 1:
+                alone = [self._asked(name, context, {b: budget}) for b, budget in budgets.items()]
+                return {b: one for found in alone for b, one in found.items()}
             self.lose(name, own.slots, error)
-            return []
-        for at, slot in enumerate(own.slots):
-            self._proposals[name, slot] = draft.host[at]
+            return {}
+        found = {b: Proposal(draft, entry) for entry, b in enumerate(budgets)}
+        self._proposals |= {(name, context.slots[b]): one.nodes for b, one in found.items()}
         if name not in self.lookups:
-            charge = Charge(name, len(some), max(max(levels([up for _, up in t])) for t in draft.host), missed, seconds)
+            deepest = max(max(one.levels) for one in found.values())
+            charge = Charge(name, len(found), deepest, missed, seconds)
             for slot in own.slots:
                 self._charges.setdefault(slot, []).append(charge)
-        return [(b, draft, at) for at, b in enumerate(some)]
+        return found
 
     def _verified(
-        self,
-        context: DraftContext,
-        views: Sequence[View],
-        plans: Sequence[Plan],
-        made: Sequence[tuple[Draft, int] | None],
+        self, context: DraftContext, views: Sequence[View], plans: Sequence[Plan], made: Mapping[int, Proposal]
     ) -> Draft:
         """One draft for the batch, with the nodes that are worth it, and notes."""
-        survival = [self._survival(plan, one) for plan, one in zip(plans, made, strict=True)]
-        drawn = [one is not None and one[0].probs is not None for one in made]
-        views = [replace(v, drawn=True) if d else v for v, d in zip(views, drawn, strict=True)]
+        survival = [self._survival(plan, made.get(b)) for b, plan in enumerate(plans)]
+        drawn = [b in made and made[b].draft.probs is not None for b in range(len(plans))]
+        views = [replace(view, drawn=True) if d else view for view, d in zip(views, drawn, strict=True)]
         kept = self.planner.verified(views, plans, survival)
-        parts, notes = list[tuple[int, Draft, int]](), list[PlanNote]()
-        for b, one in enumerate(made):
-            slot, deep, line = context.slots[b], 0, list[float]()
+        verified, notes = dict[int, Proposal](), list[PlanNote]()
+        for b, (slot, plan, view) in enumerate(zip(context.slots, plans, views, strict=True)):
+            one, deep, shown, stated, line = made.get(b), 0, 0, True, list[float]()
             if one is not None:
-                nodes = one[0].host[one[1]]
-                depth = levels([parent for _, parent in nodes])
+                depth, stated = one.levels, one.draft.confidence is not None
                 deep = max(depth)
                 for n, level in enumerate(depth[1:]):  # the likeliest node of each level
                     if level > len(line):
                         line.append(0.0)
                     line[level - 1] = max(line[level - 1], survival[b][n])
-                part, shown = self._cut(context, b, one, kept[b])
-                parts.append((b, *part))
-            else:
-                shown = 0
-            notes.append(
-                PlanNote(
-                    plans[b],
-                    views[b].offers,
-                    line,
-                    shown,
-                    deep,
-                    tuple(self._charges.get(slot, ())),
-                    one is None or one[0].confidence is not None,
-                )
-            )
-        return join(context, parts, notes)
+                verified[b] = self._cut(context, b, one, kept[b])
+                shown = deep if verified[b] is one else max(verified[b].levels)
+            charges = tuple(self._charges.get(slot, ()))
+            notes.append(PlanNote(plan, view.offers, line, shown, deep, charges, stated))
+        return join(context, verified, notes)
 
-    def _survival(self, plan: Plan, made: tuple[Draft, int] | None) -> list[float]:
+    def _survival(self, plan: Plan, made: Proposal | None) -> list[float]:
         """The probability that each drafted node is accepted, the root left out."""
         if made is None or plan.drafter is None:
             return []
-        draft, at = made
-        nodes = draft.host[at]
         if plan.drafter in self.lookups:
-            return list(plan.survival[1 : len(nodes)])
-        stated = draft_confidence(draft, at, len(nodes))
-        if stated is not None:
+            return list(plan.survival[1 : len(made.nodes)])
+        if (stated := made.confidence) is not None:
             return stated[1:]
         chance = self.planner.models[plan.drafter].chance
-        return [chance**level for level in levels([parent for _, parent in nodes])[1:]]
+        return [chance**level for level in made.levels[1:]]
 
-    def _cut(
-        self, context: DraftContext, b: int, made: tuple[Draft, int], kept: Sequence[int]
-    ) -> tuple[tuple[Draft, int], int]:
-        """A draft with the nodes that are kept and that a grammar allows, and its levels."""
-        draft, at = made
-        nodes = draft.host[at]
-        masked = context.warp.histories[b].mask is not None and draft.probs is None
+    def _cut(self, context: DraftContext, b: int, made: Proposal, kept: Sequence[int]) -> Proposal:
+        """A proposal with the nodes that are kept and that a grammar allows."""
+        nodes = made.nodes
+        masked = context.warp.histories[b].mask is not None and made.draft.probs is None
         if len(kept) == len(nodes) - 1 and not masked:
-            return made, max(levels([parent for _, parent in nodes]))
+            return made
         place = {0: 0} | {old: new for new, old in enumerate(kept, 1)}
         some = [nodes[0], *((nodes[n][0], place[nodes[n][1]]) for n in kept)]
         if masked:  # taking back a drawn token would change the distribution
             some = legal(context, b, some)
-        return (Draft(*tree([some])), 0), max(levels([parent for _, parent in some]))
+        return Proposal(Draft(*tree([some])), 0)

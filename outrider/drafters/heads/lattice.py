@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
-from outrider.core.tree import tree
 from outrider.core.types import Budget, Commit, Draft, Siblings
-from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
+from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass, draft_of
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import FOR_HEADS, LogitError
@@ -73,12 +72,12 @@ class ParallelDrafter(BaseDrafter):
         some = [b for b, depth in enumerate(depths) if depth > 0]
         trees: list[list[tuple[int, int]]] = [[(tokens[-1], -1)] for tokens in context.tokens]
         if not some:
-            return Draft(*tree(trees))
+            return draft_of(trees)
         slots, texts = [context.slots[b] for b in some], [context.tokens[b] for b in some]
         logits = self._logits(slots, texts, max(depths[b] for b in some))
         if context.needs_probs:
             return self._drawn(context, trees, {b: (i, logits[i, : depths[b]]) for i, b in enumerate(some)})
-        confidence: dict[int, list[float]] = {}
+        confidence: dict[int, Tensor] = {}
         for line, b in enumerate(some):
             budget = replace(context.budgets[b], depth=depths[b])
             simple = budget.width == 1 and not budget.min_probability
@@ -87,16 +86,10 @@ class ParallelDrafter(BaseDrafter):
                 continue
             expand = self._expander(context, b, line, logits[line, : depths[b]], budget.width)
             trees[b], weights = grown_lattice(context.tokens[b][-1], budget, expand)
-            confidence[b] = weights
-        tokens, parents = tree(trees)
-        if not confidence:
-            return Draft(tokens, parents)
-        stated = torch.zeros(tokens.shape)
-        for b, weights in confidence.items():
-            stated[b, : len(weights)] = torch.tensor(weights).exp()
+            confidence[b] = torch.tensor(weights).exp()
             if not self.first_order:  # its chances are not those of the logits alone
                 self.error.state(context.slots[b], [parent for _, parent in trees[b]], weights)
-        return Draft(tokens, parents, confidence=stated if len(confidence) == len(some) else None)
+        return draft_of(trees, confidence if len(confidence) == len(some) else None)
 
     def best(self, slot: int, tokens: Sequence[int], following: Sequence[int]) -> list[int]:
         """The most likely token of each depth, if those before it are the ones that follow the text. Without noise.
@@ -199,11 +192,11 @@ class ParallelDrafter(BaseDrafter):
                 drawn_from[b, level] = made.probs[0]
                 path.append(token)
                 trees[b].append((token, level))
-        tokens, parents = tree(trees)
-        probs = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
+        draft = draft_of(trees)
+        probs = torch.zeros(*draft.tokens.shape, self.vocab_size, device=self.device)
         for (b, node), distribution in drawn_from.items():
             probs[b, node] = distribution
-        return Draft(tokens, parents, probs, Siblings.IID)
+        return replace(draft, probs=probs, siblings=Siblings.IID)
 
 
 def grown_lattice(

@@ -35,16 +35,9 @@ CLEAR = 0.2  # by how much a misreading must be better, far more than chance ove
 _Made = TypeVar("_Made", bound=ParallelDrafter)
 
 
-@dataclass(frozen=True)
-class DraftHits:
-    """What a head gets right along a text. hits: share of positions at which the draft tokens up to that depth are all right."""
-
-    hits: tuple[float, ...]
-
-    @property
-    def accepted(self) -> float:
-        """Draft tokens that are right on average."""
-        return sum(self.hits)
+DraftHits = tuple[float, ...]
+"""What a head gets right along a text: the share of positions at which the draft tokens up to each depth are all right. Their
+sum is the number of draft tokens that are right on average."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +48,11 @@ class HeadReport:
     better: tuple[str, DraftHits] | None = None
 
     def __str__(self) -> str:
-        said = f"{self.found.accepted:.2f} of {DEPTH} draft tokens are right along a known text"
+        said = f"{sum(self.found):.2f} of {DEPTH} draft tokens are right along a known text"
         if self.better is not None:
-            what, survival = self.better
-            return f"{said}. With {what} it is {survival.accepted:.2f}: correct that in its config.json"
-        if self.found.accepted < ENOUGH:
+            what, hits = self.better
+            return f"{said}. With {what} it is {sum(hits):.2f}: correct that in its config.json"
+        if sum(self.found) < ENOUGH:
             return f"{said}, and no known misreading mends that; it was trained for another model, or for other text"
         return said
 
@@ -105,10 +98,10 @@ def examine(
         return reading.hits(ids, columns[:, [taps.index(t) for t in reading.taps]].flatten(1), right)
 
     found = tried(own)
-    if found.accepted >= ENOUGH:
+    if sum(found) >= ENOUGH:
         return HeadReport(found)
-    best = max(((r.what, tried(r)) for r in others), key=lambda pair: pair[1].accepted, default=None)
-    report = HeadReport(found, best if best is not None and best[1].accepted > found.accepted + CLEAR else None)
+    best = max(((r.what, tried(r)) for r in others), key=lambda pair: sum(pair[1]), default=None)
+    report = HeadReport(found, best if best is not None and sum(best[1]) > sum(found) + CLEAR else None)
     log.warning("%s: %s", path, report)
     return report
 
@@ -163,11 +156,11 @@ def survival(model: PairModel, text: Sequence[int], features: Tensor, right: Seq
             parents = torch.cat([parents, torch.arange(count) + (depth - 1) * count])
         nodes = Nodes(tokens, cache, [0], parents[None])
         logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, features[None, :count])
-        token = logits[0].argmax(-1)
-        token = token if model.subset is None else model.subset.ids[token]
-        alive &= token.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
+        best = logits[0].argmax(-1)
+        best = best if model.subset is None else model.subset.ids[best]
+        alive &= best.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
         hits.append(float(alive.float().mean()))
-    return DraftHits(tuple(hits))
+    return tuple(hits)
 
 
 def parallel_survival(
@@ -186,7 +179,7 @@ def parallel_survival(
                 break
             hits[depth] += 1
     drafter.release(0)
-    return DraftHits(tuple(n / len(some) for n in hits))
+    return tuple(n / len(some) for n in hits)
 
 
 def misread(config: Config, num_layers: int, flags: Mapping[str, str]) -> Iterator[tuple[str, Config]]:

@@ -26,19 +26,9 @@ _BORDER = 2**31 - 1  # separates two documents; no token
 class Index:
     """Documents, and their places sorted by the `REACH` tokens before them. Immutable."""
 
-    def __init__(self, documents: Sequence[Sequence[int]], order: np.ndarray | None = None) -> None:
-        """order: int32, the sorted places of a saved index. Without it they are sorted here, about a microsecond a token."""
-        parts = [np.asarray([*d, _BORDER], dtype=np.int32) for d in documents]
-        self._setup(np.concatenate(parts) if parts else np.empty(0, np.int32), order)
-
-    @classmethod
-    def of(cls, tokens: np.ndarray, order: np.ndarray | None = None) -> Index:
-        """From one array, int32, with a border after each document."""
-        index = cls.__new__(cls)
-        index._setup(tokens, order)
-        return index
-
-    def _setup(self, tokens: np.ndarray, order: np.ndarray | None) -> None:
+    def __init__(self, tokens: np.ndarray, order: np.ndarray | None = None) -> None:
+        """tokens: int32, of `bordered`. order: int32, the sorted places of a saved index. Without it they are sorted here, about
+        a microsecond a token."""
         self.tokens = tokens
         self.order = _sorted(tokens[::-1]) if order is None else order
         self._reversed = tokens[::-1].astype(">u4").tobytes()  # compared as bytes, tokens compare as numbers
@@ -77,6 +67,15 @@ class Index:
         low, high = self.interval(tail, length)
         step = max(1, -(-(high - low) // SAMPLE))
         return tuple(len(self) - j for j in self._places[low:high:step])
+
+
+def bordered(documents: Sequence[Sequence[int]]) -> np.ndarray:
+    """int32: the tokens of documents in a row, with a border after each."""
+    return _joined([np.asarray([*d, _BORDER], np.int32) for d in documents])
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 def _query(tail: Sequence[int]) -> bytes:
@@ -121,18 +120,14 @@ class Corpus:
 
     def add(self, *documents: Sequence[int]) -> None:
         """Adds documents, given as token ids. If they exceed `limit` tokens, the last tokens are kept."""
-        new = np.concatenate(
-            [np.asarray([*d, _BORDER], np.int32) for d in documents if len(d)] or [np.empty(0, np.int32)]
-        )
+        new = bordered([d for d in documents if len(d)])
         self.dropped += max(0, len(new) - self.limit)
         new = new[-self.limit :]
         if not len(new):
             return
-        while (
-            (last := self.segments[-1:]) and len(last[0]) <= 2 * len(new) and len(last[0]) + len(new) <= self.limit // 4
-        ):
+        while self.segments and len(self.segments[-1]) <= min(2 * len(new), self.limit // 4 - len(new)):
             new = np.concatenate([self.segments.pop().tokens, new])
-        self.segments.append(Index.of(new))
+        self.segments.append(Index(new))
         while len(self) > self.limit:
             self.dropped += len(self.segments.pop(0))
 
@@ -154,8 +149,8 @@ class Corpus:
             np.savez(
                 file,
                 head=np.frombuffer(json.dumps(head).encode(), np.uint8),
-                tokens=np.concatenate([s.tokens for s in self.segments] or [np.empty(0, np.int32)]),
-                order=np.concatenate([s.order for s in self.segments] or [np.empty(0, np.int32)]),
+                tokens=_joined([s.tokens for s in self.segments]),
+                order=_joined([s.order for s in self.segments]),
             )
 
     @classmethod
@@ -182,7 +177,7 @@ class Corpus:
         for end in ends if whole else ():
             places = order[start:end]
             if whole := bool(len(places)) and places.min() >= 0 and places.max() < end - start:
-                corpus.segments.append(Index.of(tokens[start:end], places))
+                corpus.segments.append(Index(tokens[start:end], places))
             start = end
         if not whole:
             raise ValueError(f"{path} is damaged: its parts do not fit together; {again}")

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from outrider.core.tree import tree
 from outrider.core.types import Budget, Draft
+from outrider.drafters.base import draft_of
 
 WIDEST = 8  # continuations of one context that are looked at
 
@@ -65,11 +65,8 @@ class Match:
 
 def drafted(found: Sequence[Found]) -> Draft:
     """One draft for a batch. Its confidences are the masses, its notes the lengths of the matches."""
-    tokens, parents = tree([one.nodes for one in found])
-    confidence = torch.zeros(tokens.shape)
-    for b, one in enumerate(found):
-        confidence[b, : len(one.masses)] = torch.tensor(one.masses)
-    return Draft(tokens, parents, confidence=confidence, notes=tuple(Match(one.match) for one in found))
+    masses = {b: torch.tensor(one.masses) for b, one in enumerate(found)}
+    return draft_of([one.nodes for one in found], masses, [Match(one.match) for one in found])
 
 
 def grow(root: int, contexts: Iterable[Context], budget: Budget, *, least: float = 0.0, doubt: float = 0.0) -> Found:

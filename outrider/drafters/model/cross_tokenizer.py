@@ -12,7 +12,6 @@ there. The noise chooses one of these target tokens. The draft then writes its o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -21,12 +20,11 @@ from torch import Tensor
 from outrider.core.noise import Stream
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, chains
-from outrider.drafters.combine.merge import join, select
+from outrider.drafters.combine.merge import Proposal, join
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.growth import Growth
-from outrider.drafters.model.precision import QUANTIZED
 from outrider.drafters.model.reduction import DraftReduction
+from outrider.drafters.model.tree_drafter import Growth
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.kernels.probabilities import log, softmax
 from outrider.models.base import LanguageModel
@@ -37,16 +35,15 @@ Way = Literal["tli", "slem"]
 _NO = float("-inf")
 
 
-@dataclass(eq=False)
-class _SpelledText:
+class _SpelledText(Spelling):
     """One sequence's text in the draft's tokens.
 
-    held: the tokens in the cache, then those in the scratch. sure: how many of them later text cannot change.
+    held: the tokens in the cache, then those in the scratch. held_sure: how many of them later text cannot change.
     """
 
-    spelling: Spelling
-    held: list[int] = field(default_factory=list)
-    sure: int = 0
+    def __init__(self, pairing: Pairing) -> None:
+        super().__init__(pairing)
+        self.held, self.held_sure = list[int](), 0
 
 
 class CrossTokenizerDrafter(ModelDrafter):
@@ -74,10 +71,10 @@ class CrossTokenizerDrafter(ModelDrafter):
         if len(written) == len(context.slots):
             return chains(context, self._written(context))
         others = [b for b in range(len(context.slots)) if b not in written]
-        parts: list[tuple[int, Draft, int]] = []
+        parts = dict[int, Proposal]()
         for some in (written, others):
-            part = self.propose(select(context, some))
-            parts += [(b, part, row) for row, b in enumerate(some)]
+            draft = self.propose(context.select(some))
+            parts |= {b: Proposal(draft, n) for n, b in enumerate(some)}
         return join(context, parts)
 
     def _way(self, context: DraftContext, b: int) -> Way:
@@ -104,13 +101,13 @@ class CrossTokenizerDrafter(ModelDrafter):
         if self._room(slot, tokens) <= 0:
             return 0
         ids, reading = self._context(slot, tokens), self._texts[slot]
-        same = min(alike(reading.held, ids, min(reading.sure, len(reading.held))), len(ids) - 1)
+        same = min(alike(reading.held, ids, min(reading.held_sure, len(reading.held))), len(ids) - 1)
         length = self.cache.length[slot]
         if same < length:
             same = self.cache.keep(slot, same)
         else:
             self.cache.commit([slot], [range(same - length)])
-        reading.held, reading.sure = ids[:same], reading.spelling.sure
+        reading.held, reading.held_sure = ids[:same], reading.sure
         return len(ids) - 1 - same
 
     def read(self, slot: int, tokens: list[int], count: int) -> None:
@@ -118,7 +115,9 @@ class CrossTokenizerDrafter(ModelDrafter):
         self._texts[slot].held = self._context(slot, tokens)[: self.cache.length[slot]]
 
     def _context(self, slot: int, tokens: list[int]) -> list[int]:
-        return self._texts.setdefault(slot, _SpelledText(Spelling(self.pairing))).spelling.read(tokens)
+        if slot not in self._texts:
+            self._texts[slot] = _SpelledText(self.pairing)
+        return self._texts[slot].read(tokens)
 
     def _room(self, slot: int, tokens: list[int]) -> int:
         # 0 as well if the text has no token of the draft to read
@@ -239,14 +238,11 @@ def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: 
 
 def from_setup(setup: DrafterSetup) -> ModelDrafter:
     """Load the draft model that a configuration names, and make its drafter."""
-    config = setup.config
-    reduce = DraftReduction(
-        config.quantization == "auto", config.draft_vocab, config.draft_vocab_corpus, config.speculative_token_map
-    )
-    given = config.quantization if config.quantization in QUANTIZED else None
-    name = config.model or "builtin:code-draft"
+    config, reduce = setup.config, DraftReduction.of(setup.config)
+    name, given = config.model or "builtin:code-draft", config.quantization
+    quantization = None if given in ("auto", "none") else given
     chosen = reduce if reduce.may_leave_out(name) else None
-    draft = load(name, device=setup.device, quantization=given, reduce=chosen)
+    draft = load(name, device=setup.device, quantization=quantization, reduce=chosen)
     drafter = from_draft_model(draft, setup.target, setup.rows, setup.max_length)
     drafter.reduction = reduce.note
     return drafter

@@ -20,7 +20,7 @@ class ModelDrafter(TreeDrafter):
     The cache takes in committed tokens only: the accepted nodes of the scratch, and what the next proposal reads because it is
     missing. So full acceptance, rejection, steps without a draft and reuse of a slot are one case.
 
-    reduction: what was left out of the model to make it cheaper; None if nothing was. `str` words it.
+    reduction: what was left out of the model to make it cheaper, in words; None if nothing was.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ModelDrafter(TreeDrafter):
         """num_slots, max_length: slots of the cache, and tokens of each. settings: see `GrowthSettings`."""
         super().__init__(model, num_slots, max_length, **settings)
         self.model = model
-        self.reduction: object | None = None
+        self.reduction: str | None = None
 
     def missing(self, slot: int, tokens: list[int]) -> int:
         """How many tokens the model must read before it can draft for a sequence, the root not counted.

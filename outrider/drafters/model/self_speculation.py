@@ -19,9 +19,8 @@ from torch import Tensor
 from outrider.control.shapes import geometric, speedup
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext
-from outrider.drafters.method import DrafterSetup
+from outrider.drafters.method import LOWER_PRECISION, DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.precision import copy_weights, require_lower_precision
 from outrider.models.base import LanguageModel
 from outrider.models.load import load
 from outrider.models.nodes import Nodes
@@ -173,31 +172,32 @@ def _seconds(model: LanguageModel, tokens: int, repeats: int = 7) -> float:
 
 def quantized_from_setup(setup: DrafterSetup) -> QuantizedSelfDrafter:
     """Raises ValueError if the copy would not be cheaper to read than the target."""
-    weights = copy_weights(setup.config.quantization)
-    require_lower_precision(setup.target, weights)
-    own = load(setup.target.source, setup.target.tokenizer, device="cpu", quantization=weights)
-    return QuantizedSelfDrafter(own.model)
+    weights, target = setup.config.copy_weights, setup.target
+    if weights not in LOWER_PRECISION.get(target.weights, ()):
+        raise ValueError(
+            f"a copy with {weights} weights would gain nothing for a target with {target.weights} weights; "
+            'use {"method": "quantized_self", "quantization": "int4"}, or a target with 16 or 32 bit weights'
+        )
+    return QuantizedSelfDrafter(load(target.source, target.tokenizer, device="cpu", quantization=weights).model)
 
 
 def layer_skip_from_setup(setup: DrafterSetup) -> LayerSkipDrafter:
     """Use the layers that are given or saved. Without them, search on a sample text, which takes a while."""
     config, target = setup.config, setup.target
-    if isinstance(config.layers, str):
-        return LayerSkipDrafter(target.model, LayerSearch.load(config.layers).layers)
-    if config.layers is not None:
-        return LayerSkipDrafter(target.model, config.layers)
-    if config.assistant_early_exit is not None:
-        count = target.model.num_layers
-        if config.assistant_early_exit > count:
+    layers, first, count = config.layers, config.assistant_early_exit, target.model.num_layers
+    if isinstance(layers, str):
+        layers = LayerSearch.load(layers).layers
+    elif first is not None:
+        if first > count:
             raise ValueError(
-                f"assistant_early_exit is {config.assistant_early_exit}, and {target.name} has {count} layers; "
-                f"use {count} at most"
+                f"assistant_early_exit is {first}, and {target.name} has {count} layers; use {count} at most"
             )
-        return LayerSkipDrafter(target.model, range(config.assistant_early_exit))
-    if target.tokenizer is None:
-        raise ValueError(
-            f"{target.name} has no tokenizer, so no layers can be searched; name them: "
-            '{"method": "layer_skip", "layers": [0, 2, ...]}'
-        )
-    found = search_layers(target.model, [target.tokenizer(SAMPLE)["input_ids"]])
-    return LayerSkipDrafter(target.model, found.layers)
+        layers = range(first)
+    elif layers is None:
+        if target.tokenizer is None:
+            raise ValueError(
+                f"{target.name} has no tokenizer, so no layers can be searched; name them: "
+                '{"method": "layer_skip", "layers": [0, 2, ...]}'
+            )
+        layers = search_layers(target.model, [target.tokenizer(SAMPLE)["input_ids"]]).layers
+    return LayerSkipDrafter(target.model, layers)

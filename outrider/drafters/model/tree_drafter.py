@@ -1,10 +1,17 @@
-"""The growing of draft trees over anything that gives logits along the paths of a tree: a draft model, or a trained head."""
+"""The growing of draft trees over anything that gives logits along the paths of a tree: a draft model, or a trained head.
+
+There are two ways to spend a node budget. *Best first* (EAGLE-2, arXiv 2406.16858; DDTree, 2604.12989) keeps the nodes that are
+likeliest to be accepted, by the draft's estimate in this step. *By shape* (Sequoia, 2402.12374) uses a tree that is fixed before
+anything is drawn. It is optimal for measured acceptance by rank: how often the child of rank 0, 1, 2... is the one accepted.
+Verifiers that read the draft's distribution need a shape: a drawn token must not be dropped because of its value.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import log
+from math import exp, log
 from typing import Protocol, TypedDict, Unpack
 
 import torch
@@ -14,15 +21,80 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.control.shapes import Shape, optimal_shape
 from outrider.core.noise import Stream
 from outrider.core.sampling import TokenSubset
-from outrider.core.tree import chain, tree
-from outrider.core.types import PADDING, Budget, Commit, Draft, Siblings, ints
-from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
+from outrider.core.tree import chain
+from outrider.core.types import PADDING, Budget, Commit, Draft, Siblings
+from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass, draft_of
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import LogitError
-from outrider.drafters.model.growth import Growth
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
+
+
+@dataclass(eq=False)
+class Growth:
+    """One sequence's tree while it is drafted. Node 0 is the root; parents precede children.
+
+    weights: the log probability that a node is accepted, by the draft's estimate. places: a node's index in the drafter's
+    scratch, -1 if it was not forwarded.
+    """
+
+    root: int
+    budget: Budget
+    shape: Shape | None = None
+    tokens: list[int] = field(init=False)
+    parents: list[int] = field(default_factory=lambda: [-1], init=False)
+    levels: list[int] = field(default_factory=lambda: [0], init=False)
+    weights: list[float] = field(default_factory=lambda: [0.0], init=False)
+    places: list[int] = field(default_factory=lambda: [0], init=False)
+    roles: list[int] = field(default_factory=lambda: [0], init=False)  # the node of the shape that each node fills
+
+    def __post_init__(self) -> None:
+        self.tokens = [self.root]
+
+    def path(self, node: int) -> list[int]:
+        """Tokens below the root, down to a node."""
+        out: list[int] = []
+        while node > 0:
+            out.append(self.tokens[node])
+            node = self.parents[node]
+        return out[::-1]
+
+    def width(self, node: int) -> int:
+        """The most children that a node may have."""
+        return self.budget.width if self.shape is None else self.shape.widths[self.roles[node]]
+
+    def add(self, node: int, tokens: Sequence[int], weights: Sequence[float]) -> None:
+        """Add children to a node, the best first; -1 ends the list. weights: log acceptance of each, given the node's own."""
+        role = self.roles[node]
+        for rank, (token, weight) in enumerate(zip(tokens, weights, strict=False)):
+            if rank >= self.width(node) or token < 0:
+                break
+            self.tokens.append(token)
+            self.parents.append(node)
+            self.levels.append(self.levels[node] + 1)
+            self.weights.append(self.weights[node] + min(weight, 0.0))
+            self.places.append(-1)
+            self.roles.append(0 if self.shape is None else self.shape.children[role, rank])
+
+    def kept(self) -> list[int]:
+        """The nodes within the budget, parents first: all nodes of a shape, else the likeliest.
+
+        A parent is never less likely than its child.
+        """
+        if self.shape is not None:
+            return list(range(len(self.tokens)))
+        order = sorted(range(len(self.tokens)), key=lambda n: (-self.weights[n], n))
+        return sorted(order[: self.budget.max_nodes + 1])
+
+    def open(self, level: int) -> list[int]:
+        """Nodes of a level that get children: by shape, or because they are within the budget so far and likely enough."""
+        if level >= self.budget.depth:
+            return []
+        if self.shape is not None:
+            return [n for n, d in enumerate(self.levels) if d == level and self.width(n)]
+        least = self.budget.min_probability
+        return [n for n in self.kept() if self.levels[n] == level and exp(self.weights[n]) >= least]
 
 
 class GrowthSettings(TypedDict, total=False):
@@ -126,18 +198,16 @@ class TreeDrafter(BaseDrafter):
                     features,
                 )
             )
-        proposals: list[list[int]] = [[] for _ in context.slots]
-        confidence = torch.zeros(len(proposals), 1 + max(budget.depth for budget in budgets)) if judged else None
+        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, Tensor]()
         for b, c, drawn in zip(some, chains, self._chain_model.draft_chains(self.cache, chains), strict=True):
             self._ingested(c.slot, len(c.tokens))
             self._places[c.slot] = [*range(len(drawn.tokens)), -1]  # the last one drawn was not forwarded
-            proposals[b] = drawn.tokens
-            if confidence is not None:
+            trees[b] += [(token, n) for n, token in enumerate(drawn.tokens)]
+            if judged:
                 weights = [0.0, *accumulate(log(max(chance, 1e-9)) for chance in drawn.chances)]
                 self.error.state(c.slot, range(-1, len(drawn.tokens)), weights)
-                confidence[b, : len(weights)] = torch.tensor(weights).exp()
-        tokens, parents = chain([[t[-1], *p] for t, p in zip(context.tokens, proposals, strict=True)])
-        return Draft(tokens, parents, confidence=None if confidence is None else confidence[:, : tokens.shape[1]])
+                confidence[b] = torch.tensor(weights).exp()
+        return draft_of(trees, confidence)
 
     def update(self, context: DraftContext, commits: Sequence[Commit], target: TargetPass) -> None:
         """Keep what may be kept of the scratch. The next proposal reads what is missing."""
@@ -202,33 +272,25 @@ class TreeDrafter(BaseDrafter):
     ) -> Draft:
         """The grown trees, cut to their budgets and renumbered. drawn_from: see `_grow`."""
         kept = {b: growth.kept() for b, growth in grown.items()}
-        trees: list[list[tuple[int, int]]] = []
-        for b, tokens in enumerate(context.tokens):
-            growth, nodes = grown.get(b), kept.get(b, [0])
-            new = {old: n for n, old in enumerate(nodes)}
-            trees.append([(tokens[-1], -1)])
-            if growth is not None:
-                trees[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
-                self._places[context.slots[b]] = [growth.places[n] for n in nodes]
-        tokens, parents = tree(trees)
-        if not context.needs_probs:
-            if not self._has_confidence(grown):
-                return Draft(tokens, parents)
-            confidence = torch.zeros(tokens.shape)
-            for b, nodes in kept.items():
-                weights = [grown[b].weights[n] for n in nodes]
-                confidence[b, : len(nodes)] = torch.tensor(weights).exp()
+        trees, confidence = [[(tokens[-1], -1)] for tokens in context.tokens], dict[int, Tensor]()
+        # an only child is taken, and its probability is computed for a threshold alone
+        judged = any(g.budget.width > 1 or g.budget.min_probability for g in grown.values()) and not context.needs_probs
+        for b, nodes in kept.items():
+            growth, slot, new = grown[b], context.slots[b], {old: n for n, old in enumerate(nodes)}
+            trees[b] += [(growth.tokens[n], new[growth.parents[n]]) for n in nodes[1:]]
+            self._places[slot] = [growth.places[n] for n in nodes]
+            if judged:
+                weights = [growth.weights[n] for n in nodes]
+                confidence[b] = torch.tensor(weights).exp()
                 if self.noise_aware:
-                    self.error.state(context.slots[b], ints(parents[b]), weights)
-            return Draft(tokens, parents, confidence=confidence)
-        probs = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
+                    self.error.state(slot, [parent for _, parent in trees[b]], weights)
+        draft = draft_of(trees, confidence)
+        if not context.needs_probs:
+            return draft
+        probs = torch.zeros(*draft.tokens.shape, self.vocab_size, device=self.device)
         for (b, node), distribution in drawn_from.items():
             probs[b, kept[b].index(node)] = distribution
-        return Draft(tokens, parents, probs, self._siblings(grown))
-
-    def _has_confidence(self, grown: dict[int, Growth]) -> bool:
-        """False for chains without a threshold: an only child is taken, and its probability is not computed."""
-        return any(g.budget.width > 1 or g.budget.min_probability for g in grown.values())
+        return replace(draft, probs=probs, siblings=self._siblings(grown))
 
     def _siblings(self, grown: dict[int, Growth]) -> Siblings:
         """How the children were drawn. An only child is drawn the same way by every kind, so chains declare the simplest."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from outrider.core.types import Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, TargetPass
-from outrider.drafters.combine.merge import NodeList, SharedTaps, accepted_path, draft_confidence, own_commit
-from outrider.drafters.lookup.mixture import Match
+from outrider.drafters.combine.merge import NodeList, Proposal, SharedTaps, accepted_path, own_commit
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.engine.request import Sequence as Text
@@ -110,11 +109,9 @@ class DraftRecorder(BaseDrafter):
         draft = drafter.propose(replace(context, budgets=budgets))
         self._proposals[name] = draft.host
         for b, slot in enumerate(context.slots):
-            nodes, note = draft.host[b], draft.notes[b] if draft.notes else None
-            stated = draft_confidence(draft, b, len(nodes)) or [1.0]
-            chances = [x / max(before, 1e-9) for before, x in pairwise(stated)]
-            match = note.length if isinstance(note, Match) else 0
-            self.made.setdefault(slot, {}).setdefault(name, []).append((nodes, match, chances))
+            one = Proposal(draft, b)
+            chances = [x / max(before, 1e-9) for before, x in pairwise(one.confidence or [1.0])]
+            self.made.setdefault(slot, {}).setdefault(name, []).append((one.nodes, one.match, chances))
 
     def taken(self, text: Text, slot: int, kind: str, limit: int) -> RecordedText:
         """What was recorded of a text that has ended. slot: the one that it had."""

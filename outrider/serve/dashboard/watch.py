@@ -17,7 +17,7 @@ from outrider.control import Planner
 from outrider.control.planner import PlanNote
 from outrider.core.origins import PLAIN, letters
 from outrider.core.types import Step
-from outrider.drafters.combine.planned import NONE
+from outrider.drafters.method import NONE
 from outrider.engine import Engine
 from outrider.engine.request import Sequence
 from outrider.engine.trace.records import PHASES

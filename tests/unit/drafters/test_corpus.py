@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.lookup.corpus import REACH, SAMPLE, Corpus, Index
+from outrider.drafters.lookup.corpus import REACH, SAMPLE, Corpus, Index, bordered
 from outrider.drafters.lookup.documents import fingerprint, read_corpus
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import load
@@ -40,7 +40,7 @@ def brute(docs: list[list[int]], end: list[int]) -> list[int]:
 @given(documents, st.lists(st.integers(0, 4), min_size=1, max_size=12))
 @settings(max_examples=200)
 def test_matches_and_their_counts_are_those_of_counting(docs: list[list[int]], tail: list[int]) -> None:
-    index = Index(docs)
+    index = Index(bordered(docs))
     longest = max(n for n in range(len(tail) + 1) if n == 0 or brute(docs, tail[-n:]))
     assert index.longest(tail) == longest
     for n in range(1, len(tail) + 1):
@@ -54,11 +54,11 @@ def test_matches_and_their_counts_are_those_of_counting(docs: list[list[int]], t
 def test_long_texts_are_distinguished_up_to_its_reach() -> None:
     rng = np.random.default_rng(0)
     text = np.tile(rng.integers(0, 50, 300), 4).tolist()
-    index = Index([text])
+    index = Index(bordered([text]))
     assert index.longest([7, *text[:250]]) == REACH
     low, high = index.interval(text[:250], REACH)
     assert high - low == 4
-    many = Index([[1, 2] * 500])
+    many = Index(bordered([[1, 2] * 500]))
     assert len(many.places([1, 2], 1)) <= SAMPLE
     assert {many.tokens[p] for p in many.places([5, 1], 1)} == {2}
 

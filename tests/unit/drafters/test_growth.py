@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.control.shapes import BY_RANK, Shape, expected_accepted, optimal_shape
 from outrider.core.types import Budget
-from outrider.drafters.model.growth import Growth
+from outrider.drafters.model.tree_drafter import Growth
 
 
 def all_shapes(nodes: int, budget: Budget) -> list[Shape]:

@@ -18,7 +18,7 @@ from outrider.core.tree import validate
 from outrider.core.types import Budget, Draft, Siblings
 from outrider.drafters import BaseDrafter, ModelDrafter, NgramDrafter, PlannedDrafter, SuffixDrafter
 from outrider.drafters.base import DraftContext
-from outrider.drafters.combine.merge import join
+from outrider.drafters.combine.merge import Proposal, join
 from outrider.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from outrider.testing.contract import context
 from outrider.testing.stubs import Echo, Wrong
@@ -240,7 +240,7 @@ def test_rows_with_and_without_a_distribution_join() -> None:
     ask = context([0, 1, 2], [[1], [2], [3]], [Budget(2)] * 3, SamplingParams(), needs_probs=True)
     drawn = Draft(torch.tensor([[2, 5]]), torch.tensor([[-1, 0]]), torch.full((1, 2, VOCAB), 1 / VOCAB), Siblings.IID)
     chosen = Draft(torch.tensor([[3, 7, 8]]), torch.tensor([[-1, 0, 1]]))
-    out = join(ask, [(1, drawn, 0), (2, chosen, 0)])
+    out = join(ask, {1: Proposal(drawn, 0), 2: Proposal(chosen, 0)})
     validate(out, VOCAB)
     assert out.probs is not None
     assert out.siblings is Siblings.IID
@@ -250,4 +250,4 @@ def test_rows_with_and_without_a_distribution_join() -> None:
     assert out.probs[2, 1, 8] == 1
     other = Draft(drawn.tokens, drawn.parents, drawn.probs, Siblings.WITHOUT_REPLACEMENT)
     with pytest.raises(ValueError, match="drawn in 2 ways"):
-        join(ask, [(0, drawn, 0), (1, other, 0)])
+        join(ask, {0: Proposal(drawn, 0), 1: Proposal(other, 0)})

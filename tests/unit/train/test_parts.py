@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads import small_config
+from heads import causal, small_config
 
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
@@ -49,11 +49,11 @@ def test_the_anchored_unroll_is_the_full_one_at_its_anchors(flags: dict[str, boo
     for b in range(2):
         for a, t in enumerate(anchors[b].tolist()):  # as a drafter does it: read all pairs to t, then draft on
             g = head.fuse(features[b : b + 1, : t + 1])
-            y, past = head(tokens[b : b + 1, 1 : t + 2], g)
+            y, past = causal(head, tokens[b : b + 1, 1 : t + 2], g)
             y = y[:, -1:]
             for step in range(steps):
                 assert torch.allclose(found[step][b, a], head.logits(y)[0, 0], atol=1e-5), (b, t, step)
-                y, past = head(tokens[b : b + 1, t + step + 2 : t + step + 3], head.feedback(y), past)
+                y, past = causal(head, tokens[b : b + 1, t + step + 2 : t + step + 3], head.feedback(y), past)
     everywhere = torch.arange(7).expand(2, -1)
     for part, whole in zip(found, unrolled(head, tokens, features, everywhere, steps), strict=True):
         at = anchors[..., None].expand(-1, -1, part.shape[-1])

@@ -178,22 +178,6 @@ class Eagle(EagleEquations, HeadModule):
         y = residual + attention.o_proj(out.transpose(1, 2).flatten(2))
         return y + layer.mlp(layer.post_attention_layernorm(y))
 
-    def forward(
-        self, tokens: Tensor, g: Tensor, past: KeysValues | None = None, first: int | None = None
-    ) -> tuple[Tensor, KeysValues]:
-        """Read pairs causally, after those of `past`. Returns y [batch, pair, hidden] and the keys and values of all.
-
-        tokens: int64 [batch, pair], x_{t+1}. g: [batch, pair, hidden], of `fuse` or of `feedback`. first: position of the first
-        pair; None for the number of pairs in `past`.
-        """
-        held, count = 0 if past is None else past.keys.shape[2], tokens.shape[1]
-        positions = torch.arange(count, device=tokens.device) + (held if first is None else first)
-        x, residual = self.pairs(tokens, g)
-        own = self.keys_values(x, positions)
-        seen = own if past is None else past.then(own)
-        mask = torch.ones(count, held + count, dtype=torch.bool, device=tokens.device).tril(held)
-        return self.attended(x, residual, positions, seen, mask), seen
-
     def feedback(self, y: Tensor) -> Tensor:
         """The g of the next pair, while the head drafts."""
         return self.norm(y) if self.config.norm_output else y

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engines import read, run
-from heads import EAGLE3, GOLDEN, small_target
+from heads import EAGLE3, GOLDEN, causal, small_target
 from helpers import Loop, plain_texts, request
 from torch import Tensor
 
@@ -76,11 +76,11 @@ def fresh(made: EagleDrafter, tokens: list[int], slot: int = 0) -> EagleDrafter:
 @torch.no_grad()
 def chain_of(head: Eagle, tokens: list[int], read: Tensor, depth: int) -> list[int]:
     """The most likely chain, by the plain-torch head."""
-    y, past = head(torch.tensor([tokens[1:]]), head.fuse(read[None]))
+    y, past = causal(head, torch.tensor([tokens[1:]]), head.fuse(read[None]))
     out: list[int] = []
     for _ in range(depth):
         out.append(int(head.token_ids[head.logits(y[0, -1]).argmax()]))
-        y, past = head(torch.tensor([out[-1:]]), head.feedback(y[:, -1:]), past)
+        y, past = causal(head, torch.tensor([out[-1:]]), head.feedback(y[:, -1:]), past)
     return out
 
 
@@ -179,11 +179,11 @@ def test_every_path_of_a_tree_is_a_chain(name: str) -> None:
     made.propose(context([0], [PROMPT], [Budget(4, 3, 9)], GREEDY))
     assert len(seen) > 4
     with torch.no_grad():
-        root, past = head(torch.tensor([PROMPT[1:]]), head.fuse(features(PROMPT[:-1], made.taps)[None]))
+        root, past = causal(head, torch.tensor([PROMPT[1:]]), head.fuse(features(PROMPT[:-1], made.taps)[None]))
         for path, got in seen.items():
             y, held = root[:, -1:], past
             for token in path:
-                y, held = head(torch.tensor([[token]]), head.feedback(y), held)
+                y, held = causal(head, torch.tensor([[token]]), head.feedback(y), held)
             assert torch.allclose(head.logits(y[0, -1]), got, atol=1e-4)
 
 

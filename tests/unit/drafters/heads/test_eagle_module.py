@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from heads import small_config
+from heads import causal, small_config
 
 from outrider.drafters.heads.config import default_taps
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
@@ -29,10 +29,10 @@ def make(name: str = "eagle3", **more: object) -> Eagle:
 def test_pairs_read_one_by_one_give_what_they_give_at_once(name: str) -> None:
     head = make(name)
     tokens, features = torch.randint(96, (2, 7)), torch.randn(2, 7, 32 * len(head.config.taps))
-    whole, _ = head(tokens, head.fuse(features))
+    whole, _ = causal(head, tokens, head.fuse(features))
     past = None
     for n in range(7):
-        y, past = head(tokens[:, n : n + 1], head.fuse(features[:, n : n + 1]), past)
+        y, past = causal(head, tokens[:, n : n + 1], head.fuse(features[:, n : n + 1]), past)
         assert torch.allclose(y[:, 0], whole[:, n], atol=1e-5)
     assert head.logits(whole).shape == (2, 7, 96)
 
@@ -40,14 +40,14 @@ def test_pairs_read_one_by_one_give_what_they_give_at_once(name: str) -> None:
 def test_a_uniform_shift_of_positions_changes_nothing() -> None:
     head = make()
     tokens, g = torch.randint(96, (1, 5)), torch.randn(1, 5, 32)
-    assert torch.allclose(head(tokens, g)[0], head(tokens, g, first=17)[0], atol=1e-5)
+    assert torch.allclose(causal(head, tokens, g)[0], causal(head, tokens, g, first=17)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_reach_all_but_the_embedding(name: str) -> None:
     head = make(name)
-    y, past = head(torch.randint(96, (1, 5)), head.fuse(torch.randn(1, 5, 32 * len(head.config.taps))))
-    again, _ = head(torch.randint(96, (1, 1)), head.feedback(y[:, -1:]), past)
+    y, past = causal(head, torch.randint(96, (1, 5)), head.fuse(torch.randn(1, 5, 32 * len(head.config.taps))))
+    again, _ = causal(head, torch.randint(96, (1, 1)), head.feedback(y[:, -1:]), past)
     head.logits(again).logsumexp(-1).sum().backward()
     without = [n for n, p in head.named_parameters() if p.grad is None]
     assert without == ["embed_tokens.weight"]
@@ -58,7 +58,7 @@ def test_a_new_head_starts_as_fc_and_the_targets_output_head() -> None:
     table = torch.randn(96, 32)
     head = Eagle(config, torch.tensor([2, 5, 90])).initialise_(table)
     g = head.fuse(torch.randn(1, 4, 96))
-    y, _ = head(torch.randint(96, (1, 4)), g)
+    y, _ = causal(head, torch.randint(96, (1, 4)), g)
     assert torch.equal(y, g)
     assert torch.equal(head.lm_head.weight, table[[2, 5, 90]])
     with pytest.raises(ValueError, match=r"output head is \(95, 32\)"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads import EAGLE3, GOLDEN, copied, golden, small_target
+from heads import EAGLE3, GOLDEN, causal, copied, golden, small_target
 from safetensors.torch import load_file, save_file
 
 from outrider.drafters.heads.eagle.files import read_eagle, write_eagle
@@ -28,10 +28,10 @@ def unrolled(head: Eagle, name: str, t: int, steps: int) -> torch.Tensor:
     """float32 [step, draft_vocab]: a draft along the text, after the pair of position t."""
     want = golden(name)
     tokens, features = want["tokens"], want["features"]
-    y, past = head(tokens[None, 1 : t + 2], head.fuse(features[None, : t + 1]))
+    y, past = causal(head, tokens[None, 1 : t + 2], head.fuse(features[None, : t + 1]))
     out = [head.logits(y[0, -1])]
     for k in range(1, steps):
-        y, past = head(tokens[None, t + 1 + k : t + 2 + k], head.feedback(y[:, -1:]), past)
+        y, past = causal(head, tokens[None, t + 1 + k : t + 2 + k], head.feedback(y[:, -1:]), past)
         out.append(head.logits(y[0, -1]))
     return torch.stack(out)
 

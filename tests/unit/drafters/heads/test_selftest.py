@@ -80,7 +80,7 @@ def target(name: str = GUESSED) -> Loaded:
 def test_a_good_head_passes(caplog: pytest.LogCaptureFixture) -> None:
     report = examine(*readings(model(), 8), target(), 256, "HEAD", TEXT)
     assert report is not None
-    assert report.found.hits[0] == 1.0
+    assert report.found[0] == 1.0
     assert report.better is None
     assert not caplog.records
     assert str(report).startswith("1.12 of 3 draft tokens are right")
@@ -99,8 +99,8 @@ def test_survival_is_what_drafts_give() -> None:
         right[t + 1] = first if t % 3 == 0 else (first + 1) % 128
         hits[0] += t % 3 == 0
     found = survival(head, TEXT, out.features[0], right)
-    assert found.hits[0] == pytest.approx(float(hits[0]) / (len(TEXT) - 1 - DEPTH))
-    assert found.hits[0] >= found.hits[1] >= found.hits[2]
+    assert found[0] == pytest.approx(float(hits[0]) / (len(TEXT) - 1 - DEPTH))
+    assert found[0] >= found[1] >= found[2]
 
 
 def test_later_tokens_are_fed_back() -> None:
@@ -121,10 +121,10 @@ def test_later_tokens_are_fed_back() -> None:
     for wrong in (False, True):
         right = [0] * len(TEXT)
         right[t + 1], right[t + 2] = ids[first], ids[second] if not wrong else (ids[second] + 1) % 128
-        one = survival(head, TEXT, out.features[0], right).hits[1] * (len(TEXT) - 1 - DEPTH)
+        one = survival(head, TEXT, out.features[0], right)[1] * (len(TEXT) - 1 - DEPTH)
         zero = [0] * len(TEXT)
         zero[t + 1] = ids[first]
-        base = survival(head, TEXT, out.features[0], zero).hits[1] * (len(TEXT) - 1 - DEPTH)
+        base = survival(head, TEXT, out.features[0], zero)[1] * (len(TEXT) - 1 - DEPTH)
         assert round(one - base) == (0 if wrong else 1)
 
 
@@ -156,7 +156,7 @@ def test_a_misreading_is_named(mends: str, caplog: pytest.LogCaptureFixture, mon
     assert report is not None
     assert report.better is not None
     assert report.better[0] == mends
-    assert report.better[1].hits[0] == 1.0
+    assert report.better[1][0] == 1.0
     assert "correct that in its config.json" in caplog.text
 
 
@@ -303,6 +303,6 @@ def test_parallel_hits_are_what_drafts_give() -> None:
     first = made.propose(context([0], [TEXT[: t + 2]], [Budget(1)], GREEDY)).host[0][1][0]
     assert right[t + 1] == first
     found = parallel_survival(made, TEXT, out.features[0], right)
-    assert all(h > 0 for h in found.hits)
+    assert all(h > 0 for h in found)
     right[t + 2] += 1
-    assert parallel_survival(made, TEXT, out.features[0], right).hits[1] < found.hits[1]
+    assert parallel_survival(made, TEXT, out.features[0], right)[1] < found[1]
