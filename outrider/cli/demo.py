@@ -77,7 +77,7 @@ def demo(
     with readable(debug):
         files = FileOptions(json_file=json_file)
         files.check()
-        from outrider.drafters.heads.shipped import own_head
+        from outrider.drafters.heads.files import own_head
 
         chosen, model = model, model or default_model()
         head = own_head(model) if draft_model is None else None

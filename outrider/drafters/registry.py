@@ -204,7 +204,7 @@ def _brings_draft(setup: DrafterSetup) -> bool:
 
 def _brings(method: str, setup: DrafterSetup) -> bool:
     """Whether there is a head of this method for the target."""
-    from outrider.drafters.heads.shipped import head_of
+    from outrider.drafters.heads.files import head_of
 
     head = head_of(setup)
     return head is not None and model_method(head) == method

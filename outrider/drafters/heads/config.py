@@ -96,22 +96,13 @@ class HeadShape:
         settings: any other field.
         """
         text, known = target.get_text_config(), {f.name for f in fields(cls)}
-        heads, size = int(text.num_attention_heads), int(text.hidden_size)
-        values: dict[str, Any] = {
-            "hidden_size": size,
-            "vocab_size": int(text.vocab_size),
-            "draft_vocab_size": int(draft_vocab_size or text.vocab_size),
-            "taps": tuple(default_taps(text.num_hidden_layers) if taps is None else taps),
-            "intermediate_size": int(text.intermediate_size),
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or heads),
-            "head_dim": int(getattr(text, "head_dim", None) or size // heads),
-            "target_hidden_size": size,
-            "max_position_embeddings": int(text.max_position_embeddings),
-            "rms_norm_eps": float(getattr(text, "rms_norm_eps", 1e-6)),
-            "rope_parameters": plain_rope(getattr(text, "rope_parameters", None)),
-            "verifier": getattr(target, "_name_or_path", None) or None,
-        }
+        # a head has its own activation
+        given = {f.name: getattr(text, f.name, None) for f in FIELDS if f.name != "hidden_act"}
+        given = {name: value for name, value in given.items() if value} | {"draft_vocab_size": draft_vocab_size or 0}
+        values = fields_of(given, FIELDS, {"head_dim": text.hidden_size // text.num_attention_heads})
+        values["taps"] = tuple(default_taps(text.num_hidden_layers) if taps is None else taps)
+        values["rope_parameters"] = plain_rope(getattr(text, "rope_parameters", None))
+        values["verifier"] = getattr(target, "_name_or_path", None) or None
         if unknown := sorted(set(settings) - known):
             raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
         return cls(**(values | settings))

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.core.files import read_settings
+from outrider.drafters.method import DrafterSetup
 from outrider.models.checkpoint import header, indexed
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
@@ -32,6 +34,8 @@ REFUSED = {
     "mlp_speculator": "MLP speculators are no longer supported by vLLM and speculators either",
     "hydra": "Hydra heads are not read by any engine",
 }
+HEADS = Path(__file__).resolve().parents[2] / "data" / "heads"
+"""Trained heads of this package, in folders with the names of built-in models."""
 _Target = TypeVar("_Target")
 _Head = TypeVar("_Head")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -196,11 +200,30 @@ def _names(files: list[Path]) -> dict[str, tuple[int, ...]]:
 def _read(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+            return load_file(file)
         found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, SafetensorError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} cannot be read as weights ({error}); download it again") from error
     if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
         raise ValueError(f"{file} holds no tensors by name; a head's weights are a state_dict")
     return found
+
+
+def own_head(target: str) -> Path | None:
+    """The folder of the trained head that the package outrider-data has for a model; None if it has none, or is not installed.
+
+    target: the name of a built-in model, or the path of a file with its content.
+    """
+    from outrider.models.builtin.download import name_of
+    from outrider.models.builtin.shipped import data_folder
+
+    name = target if target.startswith("builtin:") else name_of(target)
+    if name is None or (data := data_folder()) is None:
+        return None
+    folder = data / "heads" / name.removeprefix("builtin:")
+    return folder if (folder / "config.json").is_file() else None
+
+
+def head_of(setup: DrafterSetup) -> Any:
+    """The head's folder: the one that was given, or that of the package."""
+    return setup.config.model if setup.config.model is not None else own_head(setup.target.name)

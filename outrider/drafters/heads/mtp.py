@@ -123,10 +123,9 @@ class _Join(nn.Module):
         self._embed = target.embedding_rows
         given = weights.join
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
-        for module, name in ((self.enorm, "enorm"), (self.hnorm, "hnorm")):
-            module.load_state_dict({"weight": given[name]})
-        self.fc = nn.Linear(given["fc"].shape[1], given["fc"].shape[0], bias=False, dtype=given["fc"].dtype)
-        self.fc.load_state_dict({"weight": given["fc"]})
+        size, width = given["fc"].shape
+        self.fc = nn.Linear(width, size, bias=False, dtype=given["fc"].dtype)
+        self.load_state_dict({f"{n}.weight": given[n] for n in ("enorm", "hnorm", "fc")})
 
     def forward(self, tokens: Tensor) -> Tensor:
         embedded = self._embed(tokens).to(cast("Tensor", self.enorm.weight).dtype)

@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.heads.config import tap_of
-from outrider.drafters.heads.features import PairModel
-from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.files import head_of
+from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.reading import Config, HeadWeights, log, say_length
-from outrider.drafters.heads.shipped import head_of
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
+
+if TYPE_CHECKING:
+    from outrider.drafters.heads.eagle.drafter import EagleDrafter
 
 DEPTH = 3  # draft tokens after each position
 POSITIONS = 96
@@ -32,12 +34,11 @@ ENOUGH = 0.3  # draft tokens right on average; heads that were trained for an ho
 CLEAR = 0.2  # by how much a misreading must be better, far more than chance over so many positions
 
 
-_Made = TypeVar("_Made", bound=ParallelDrafter)
-
-
 DraftHits = tuple[float, ...]
 """What a head gets right along a text: the share of positions at which the draft tokens up to each depth are all right. Their
 sum is the number of draft tokens that are right on average."""
+_Made = TypeVar("_Made", bound="EagleDrafter | ParallelDrafter")
+Hits = Callable[[_Made, Sequence[int], Tensor, Sequence[int]], DraftHits]
 
 
 @dataclass(frozen=True)
@@ -57,70 +58,14 @@ class HeadReport:
         return said
 
 
-@dataclass(frozen=True)
-class HeadReading:
-    """A way to read a head. what: in words. taps: what it reads then. hits: (text, features, right) -> what it gets right."""
-
-    what: str
-    taps: tuple[int, ...]
-    hits: Callable[[Sequence[int], Tensor, Sequence[int]], DraftHits]
-
-
-def examine(
-    own: HeadReading,
-    others: Sequence[HeadReading],
-    target: Loaded,
-    longest: int,
-    path: object,
-    text: Sequence[int] | None = None,
-) -> HeadReport | None:
-    """Draft along a text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
-
-    own: the head as it was read. others: known misreadings, which are tried only if almost nothing is right. longest: tokens of
-    the longest text that the head knows. path: names the head in the warning. text: token ids, at least 8; the first hundred are
-    read. Without one it is a sample, and the result is None for a target without a tokenizer.
-    """
-    if text is not None:
-        ids = [*text]
-    elif target.tokenizer is not None:
-        ids = [*target.tokenizer(SAMPLE)["input_ids"]]
-    else:
-        return None
-    ids = ids[: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
-    taps = tuple(dict.fromkeys(t for reading in (own, *others) for t in reading.taps))
-    cache = target.model.new_cache(1, len(ids))
-    out = target.model.forward(Nodes(torch.tensor([ids]), cache, [0]), taps=taps)
-    assert out.features is not None
-    columns = out.features[0].unflatten(-1, (len(taps), -1))
-    right = out.logits[0].argmax(-1).tolist()
-
-    def tried(reading: HeadReading) -> DraftHits:
-        return reading.hits(ids, columns[:, [taps.index(t) for t in reading.taps]].flatten(1), right)
-
-    found = tried(own)
-    if sum(found) >= ENOUGH:
-        return HeadReport(found)
-    best = max(((r.what, tried(r)) for r in others), key=lambda pair: sum(pair[1]), default=None)
-    report = HeadReport(found, best if best is not None and sum(best[1]) > sum(found) + CLEAR else None)
-    log.warning("%s: %s", path, report)
-    return report
-
-
-def parallel_reading(what: str, taps: tuple[int, ...], make: Callable[[], ParallelDrafter]) -> HeadReading:
-    """A way to read a head of several positions. make: its drafter, which is made when it is tried."""
-    return HeadReading(what, taps, lambda *text: parallel_survival(make(), *text))
-
-
-def parallel_drafter(
+def head_drafter(
     setup: DrafterSetup,
     read: Callable[[Any, Loaded], HeadWeights[Config]],
     kind: Callable[[HeadWeights[Config], LanguageModel, int, int, str], _Made],
     flags: Mapping[str, str],
+    hits: Hits[_Made],
 ) -> _Made:
-    """Read the head of a configuration, make its drafter and try it. flags: see `misread`.
-
-    Raises ValueError for trees that heads of several positions do not draw."""
-    chains_only(setup)
+    """Read the head of a configuration, make its drafter and try it. flags: see `misread`. hits: see `examine`."""
     target, path = setup.target, head_of(setup)
     head = read(path, target)
     positions = head.config.max_position_embeddings
@@ -132,18 +77,60 @@ def parallel_drafter(
 
     drafter = made(head.config)
     wrong = misread(head.config, target.model.num_layers, flags)
-    others = [parallel_reading(what, config.taps, partial(made, config)) for what, config in wrong]
-    own = parallel_reading("", drafter.taps, lambda: drafter)
-    examine(own, others, target, min(setup.max_length, positions), path)
+    others = [(what, config.taps, partial(made, config)) for what, config in wrong]
+    examine(drafter, others, hits, target, min(setup.max_length, positions), path)
     return drafter
 
 
-def survival(model: PairModel, text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
+def examine(
+    own: _Made,
+    others: Sequence[tuple[str, tuple[int, ...], Callable[[], _Made]]],
+    hits: Hits[_Made],
+    target: Loaded,
+    longest: int,
+    path: object,
+    text: Sequence[int] | None = None,
+) -> HeadReport | None:
+    """Draft along a text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
+
+    own: the head as it was read. others: known misreadings: in words, the taps, and the drafter read so. They are tried only if
+    almost nothing is right. hits: (drafter, text, features, right) -> what it gets right. longest: tokens of the longest text
+    that the head knows. path: names the head in the warning. text: token ids, at least 8; the first hundred are read. Without
+    one it is a sample, and the result is None for a target without a tokenizer.
+    """
+    if text is not None:
+        ids = [*text]
+    elif target.tokenizer is not None:
+        ids = [*target.tokenizer(SAMPLE)["input_ids"]]
+    else:
+        return None
+    ids = ids[: min(POSITIONS + DEPTH + 1, longest, target.model.max_length)]
+    taps = tuple(dict.fromkeys(t for some in (own.taps, *(own for _, own, _ in others)) for t in some))
+    cache = target.model.new_cache(1, len(ids))
+    out = target.model.forward(Nodes(torch.tensor([ids]), cache, [0]), taps=taps)
+    assert out.features is not None
+    columns = out.features[0].unflatten(-1, (len(taps), -1))
+    right = out.logits[0].argmax(-1).tolist()
+
+    def tried(drafter: _Made, read: tuple[int, ...]) -> DraftHits:
+        return hits(drafter, ids, columns[:, [taps.index(t) for t in read]].flatten(1), right)
+
+    found = tried(own, own.taps)
+    if sum(found) >= ENOUGH:
+        return HeadReport(found)
+    made = [(what, tried(make(), read)) for what, read, make in others]
+    best = max(made, key=lambda pair: sum(pair[1]), default=None)
+    report = HeadReport(found, best if best is not None and sum(best[1]) > sum(found) + CLEAR else None)
+    log.warning("%s: %s", path, report)
+    return report
+
+
+def survival(drafter: EagleDrafter, text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
     """Drafts after each position of a text, fed with the text's own tokens. All positions are branches of one tree.
 
     features: float [position, feature] of the text. right: the target's most likely token after each position.
     """
-    count = len(text) - 1 - DEPTH
+    count, model = len(text) - 1 - DEPTH, drafter.model
     cache = model.new_cache(1, len(text))
     g = torch.empty(0)
     alive = torch.ones(count, dtype=torch.bool)
@@ -184,6 +171,8 @@ def parallel_survival(
 
 def misread(config: Config, num_layers: int, flags: Mapping[str, str]) -> Iterator[tuple[str, Config]]:
     """The known misreadings of a head, in words and as settings. flags: field -> its name in config.json."""
+    if FINAL_NORM in config.taps:  # EAGLE-1
+        return
     for name, said in flags.items():
         changed = not getattr(config, name)
         yield f"{said} {str(changed).lower()}", replace(config, **{name: changed})

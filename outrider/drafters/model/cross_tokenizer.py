@@ -11,6 +11,7 @@ there. The noise chooses one of these target tokens. The draft then writes its o
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Literal
 
@@ -195,14 +196,10 @@ class CrossTokenizerDrafter(ModelDrafter):
 
 def whole(text: bytes) -> bytes:
     """UTF-8 text without an incomplete character at its end."""
-    for n in range(1, min(4, len(text) + 1)):
-        byte = text[-n]
-        if byte >= 0xC0:
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return text[:-n] if needed > n else text
-        if byte < 0x80:
-            break
-    return text
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    decoder.decode(text)
+    unread, _ = decoder.getstate()
+    return text[: len(text) - len(unread)]
 
 
 def from_draft_model(draft: Loaded, target: Loaded, num_slots: int, max_length: int) -> ModelDrafter:

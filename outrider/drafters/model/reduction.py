@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.lookup.documents import Entry, read_texts
+from outrider.drafters.lookup.corpus import Entry, read_texts
 from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.models.builtin.download import DOWNLOADS
 from outrider.models.dtypes import DTYPES

@@ -13,10 +13,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-_SPARE = (b for b in range(256) if b not in _PRINTABLE)
-# GPT-2's letters for bytes.
-_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {chr(256 + n): b for n, b in enumerate(_SPARE)}
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}  # GPT-2's letters for bytes
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as surrogateescape shows them
 _BORDER = re.compile(rb"(?<=\S) (?=\S)")  # where practically every tokenizer cuts: before the space before a word

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.lookup.corpus import REACH, SAMPLE, Corpus, Index, bordered
-from outrider.drafters.lookup.documents import fingerprint, read_corpus
+from outrider.drafters.lookup.corpus import REACH, SAMPLE, Corpus, Index, bordered, fingerprint, read_corpus
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.load import load
 

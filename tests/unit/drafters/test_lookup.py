@@ -15,9 +15,9 @@ from outrider.core.params import SamplingParams
 from outrider.core.tree import validate
 from outrider.core.types import Budget
 from outrider.drafters import Drafter, NgramDrafter, SuffixDrafter, TokenRecyclingDrafter
-from outrider.drafters.lookup.automaton import SuffixAutomaton
 from outrider.drafters.lookup.corpus import Corpus
 from outrider.drafters.lookup.mixture import Context, TextSource, grow
+from outrider.drafters.lookup.suffix import SuffixAutomaton
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import check_drafter, context
 from outrider.testing.toy import ToyModel

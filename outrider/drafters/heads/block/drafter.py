@@ -13,10 +13,10 @@ from outrider.core.sampling import TokenSubset
 from outrider.drafters.heads.block.files import read_block
 from outrider.drafters.heads.block.module import BlockConfig
 from outrider.drafters.heads.features import FeatureReader
-from outrider.drafters.heads.lattice import ParallelDrafter
+from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadWeights
-from outrider.drafters.heads.selftest import parallel_drafter
+from outrider.drafters.heads.selftest import head_drafter, parallel_survival
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
@@ -174,4 +174,5 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
 
 def from_setup(setup: DrafterSetup) -> BlockDrafter:
     """Raises ValueError for trees that heads of several positions do not draw."""
-    return parallel_drafter(setup, read_block, BlockDrafter, {"from_anchor": "sample_from_anchor"})
+    chains_only(setup)
+    return head_drafter(setup, read_block, BlockDrafter, {"from_anchor": "sample_from_anchor"}, parallel_survival)

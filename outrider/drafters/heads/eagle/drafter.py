@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Unpack
 
 import torch
@@ -13,13 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.core.tree import chain
 from outrider.core.types import Commit
 from outrider.drafters.heads.eagle.files import read_eagle
-from outrider.drafters.heads.eagle.model import EagleModel, TorchEagle, eagle_model
+from outrider.drafters.heads.eagle.model import TorchEagle, eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.features import PairModel, PairReader
-from outrider.drafters.heads.lattice import ParallelDrafter
-from outrider.drafters.heads.reading import HeadWeights, say_length
-from outrider.drafters.heads.selftest import HeadReading, examine, misread, parallel_drafter, survival
-from outrider.drafters.heads.shipped import head_of
+from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
+from outrider.drafters.heads.reading import HeadWeights
+from outrider.drafters.heads.selftest import head_drafter, parallel_survival, survival
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.confidence import FOR_HEADS, LogitError
 from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
@@ -118,25 +116,18 @@ class PEagleDrafter(PairReader, ParallelDrafter):
 
 def from_setup(setup: DrafterSetup) -> EagleDrafter:
     """Read the head of a configuration, and try it on a known text."""
-    target, head = setup.target, head_of(setup)
-    read = read_eagle(head, target)
-    say_length(head, read.config.max_position_embeddings, setup.max_length)
-    model = eagle_model(read, target.model, setup.max_length, setup.config.quantization)
-    examine(*readings(model, target.model.num_layers), target, model.max_length, head)
-    return EagleDrafter(model, setup.rows, setup.max_length)
 
+    def made(
+        head: HeadWeights[EagleConfig], target: LanguageModel, num_slots: int, max_length: int, quantization: str
+    ) -> EagleDrafter:
+        return EagleDrafter(eagle_model(head, target, max_length, quantization), num_slots, max_length)
 
-def readings(model: EagleModel, num_layers: int) -> tuple[HeadReading, list[HeadReading]]:
-    """A head as it was read, and its known misreadings. num_layers: of the target."""
-    config, flags = model.config, {n: n for n in ("norm_output", "norm_before_residual")}
-    wrong = [] if config.eagle1 else [*misread(config, num_layers, flags)]
-
-    def reading(what: str, read_as: EagleConfig) -> HeadReading:
-        return HeadReading(what, read_as.taps, lambda *text: survival(model.read_as(read_as), *text))
-
-    return HeadReading("", config.taps, partial(survival, model)), [reading(what, other) for what, other in wrong]
+    flags = {name: name for name in ("norm_output", "norm_before_residual")}
+    return head_drafter(setup, read_eagle, made, flags, survival)
 
 
 def parallel_from_setup(setup: DrafterSetup) -> PEagleDrafter:
     """Raises ValueError for trees that heads of several positions do not draw."""
-    return parallel_drafter(setup, read_eagle, PEagleDrafter, {"norm_before_residual": "norm_before_residual"})
+    chains_only(setup)
+    flags = {"norm_before_residual": "norm_before_residual"}
+    return head_drafter(setup, read_eagle, PEagleDrafter, flags, parallel_survival)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,13 +63,7 @@ class EagleModel(PairModel):
         self.max_length = min(max_length, config.max_position_embeddings)
         if len(head.token_ids) < config.vocab_size:
             self.subset = TokenSubset(head.token_ids.to(self.device), config.vocab_size)
-        self._made_of = head, target, max_length, quantization
         self._precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
-
-    def read_as(self, config: EagleConfig) -> EagleModel:
-        """The same weights with other settings: flags, taps and the rotary embedding."""
-        head, target, max_length, quantization = self._made_of
-        return type(self)(replace(head, config=config), target, max_length, quantization)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, min(max_length, self.max_length))

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.heads.files import head_of
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linear, Linears, precision_of
 from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa
-from outrider.drafters.heads.selftest import examine, parallel_reading
-from outrider.drafters.heads.shipped import head_of
+from outrider.drafters.heads.selftest import examine, parallel_survival
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import FINAL_NORM, LanguageModel
 
@@ -128,11 +128,9 @@ def from_setup(setup: DrafterSetup) -> MedusaDrafter:
         return MedusaDrafter(given, target.model, setup.config.quantization)
 
     drafter = made(head)
-    others = [parallel_reading("the last layer before the final norm", last, lambda: made(head))]
+    others = [("the last layer before the final norm", last, lambda: made(head))]
     if len(head.blocks) > 1:
         later = replace(head, blocks=head.blocks[1:], outputs=head.outputs[1:] or head.outputs)
-        what = "the first head for the token that is known already"
-        others.append(parallel_reading(what, drafter.taps, lambda: made(later)))
-    own = parallel_reading("", drafter.taps, lambda: drafter)
-    examine(own, others, target, target.model.max_length, path)
+        others.append(("the first head for the token that is known already", drafter.taps, lambda: made(later)))
+    examine(drafter, others, parallel_survival, target, target.model.max_length, path)
     return drafter

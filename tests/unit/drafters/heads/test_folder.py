@@ -17,11 +17,10 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.drafter import EagleDrafter
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.model import eagle_model
-from outrider.drafters.heads.files import open_head
+from outrider.drafters.heads.files import open_head, own_head
 from outrider.drafters.heads.selftest import examine
-from outrider.drafters.heads.shipped import own_head
 from outrider.drafters.model.self_speculation import SAMPLE
-from outrider.drafters.registry import level_cost
+from outrider.drafters.registry import TuneInputs, level_cost
 from outrider.integrations.engines import exports
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import data_folder
@@ -65,8 +64,8 @@ def test_the_method_is_recognised() -> None:
     assert list(auto) == ["prediction", "suffix", "eagle"]
     assert 0 < level_cost("eagle", auto["eagle"], TARGET.model) < 0.5
     assert auto["eagle"].taps == (1, 3, 7)
-    assert ("eagle", {"method": "eagle", "model": HEAD}) in candidates(TARGET, HEAD, None, None, False)
-    assert "draft_model" not in dict(candidates(TARGET, HEAD, None, None, False))
+    assert ("eagle", {"method": "eagle", "model": HEAD}) in candidates(TuneInputs(TARGET.weights, HEAD), None)
+    assert "draft_model" not in dict(candidates(TuneInputs(TARGET.weights, HEAD), None))
 
 
 def test_other_engines_are_named_the_head() -> None:

@@ -22,14 +22,15 @@ from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.block.drafter import BlockDrafter
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, readings
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.model import EagleModel, eagle_model
+from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
 from outrider.drafters.heads.medusa.files import read_medusa
-from outrider.drafters.heads.selftest import DEPTH, examine, parallel_survival, survival
+from outrider.drafters.heads.selftest import DEPTH, examine, misread, parallel_survival, survival
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
@@ -40,10 +41,14 @@ TEXT = [(7 * i * i + 3 * i + 11) % 127 for i in range(80)]
 GUESSED = "eagle31"
 
 
-def model(name: str = GUESSED, **settings: Any) -> EagleModel:
+def model(name: str = GUESSED, config: EagleConfig | None = None, **settings: Any) -> EagleModel:
     """A golden head, read with other settings than its own."""
     read = read_eagle(GOLDEN / name, TARGET)
-    return eagle_model(replace(read, config=replace(read.config, **settings)), TARGET.model, 256, "none")
+    return eagle_model(replace(read, config=replace(config or read.config, **settings)), TARGET.model, 256, "none")
+
+
+def drafter(head: EagleModel) -> EagleDrafter:
+    return EagleDrafter(head, 1, 256)
 
 
 class Follower(LanguageModel):
@@ -78,7 +83,7 @@ def target(name: str = GUESSED) -> Loaded:
 
 
 def test_a_good_head_passes(caplog: pytest.LogCaptureFixture) -> None:
-    report = examine(*readings(model(), 8), target(), 256, "HEAD", TEXT)
+    report = examine(drafter(model()), [], survival, target(), 256, "HEAD", TEXT)
     assert report is not None
     assert report.found[0] == 1.0
     assert report.better is None
@@ -98,7 +103,7 @@ def test_survival_is_what_drafts_give() -> None:
         first = made.propose(context([0], [TEXT[: t + 2]], [Budget(1)], GREEDY)).host[0][1][0]
         right[t + 1] = first if t % 3 == 0 else (first + 1) % 128
         hits[0] += t % 3 == 0
-    found = survival(head, TEXT, out.features[0], right)
+    found = survival(drafter(head), TEXT, out.features[0], right)
     assert found[0] == pytest.approx(float(hits[0]) / (len(TEXT) - 1 - DEPTH))
     assert found[0] >= found[1] >= found[2]
 
@@ -121,10 +126,10 @@ def test_later_tokens_are_fed_back() -> None:
     for wrong in (False, True):
         right = [0] * len(TEXT)
         right[t + 1], right[t + 2] = ids[first], ids[second] if not wrong else (ids[second] + 1) % 128
-        one = survival(head, TEXT, out.features[0], right)[1] * (len(TEXT) - 1 - DEPTH)
+        one = survival(drafter(head), TEXT, out.features[0], right)[1] * (len(TEXT) - 1 - DEPTH)
         zero = [0] * len(TEXT)
         zero[t + 1] = ids[first]
-        base = survival(head, TEXT, out.features[0], zero)[1] * (len(TEXT) - 1 - DEPTH)
+        base = survival(drafter(head), TEXT, out.features[0], zero)[1] * (len(TEXT) - 1 - DEPTH)
         assert round(one - base) == (0 if wrong else 1)
 
 
@@ -152,7 +157,11 @@ def test_a_misreading_is_named(mends: str, caplog: pytest.LogCaptureFixture, mon
     monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)  # random layers resemble their neighbours
     monkeypatch.setattr("outrider.drafters.heads.selftest.CLEAR", 0.05)
     with caplog.at_level(logging.WARNING, "outrider.heads"):
-        report = examine(*readings(read, 8), loaded, 256, "HEAD", TEXT)
+        others = [
+            (what, config.taps, lambda config=config: drafter(model(name, config)))
+            for what, config in misread(read.config, 8, {n: n for n in ("norm_output", "norm_before_residual")})
+        ]
+        report = examine(drafter(read), others, survival, loaded, 256, "HEAD", TEXT)
     assert report is not None
     assert report.better is not None
     assert report.better[0] == mends
@@ -163,7 +172,7 @@ def test_a_misreading_is_named(mends: str, caplog: pytest.LogCaptureFixture, mon
 def test_norm_output_shows_in_later_tokens() -> None:
     """The first token does not depend on what is fed back, and the second does."""
     read = model(norm_output=False)
-    other = read.read_as(replace(read.config, norm_output=True))
+    other = model()
     out = TARGET.model.forward(Nodes(torch.tensor([TEXT]), TARGET.model.new_cache(1, 256), [0]), taps=read.taps)
     assert out.features is not None
     first, second = (
