@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from outrider.drafters.config import SpeculativeConfig
     from outrider.models.load import Loaded
 
-NONE, AUTO = "none", "auto"
-"""The two methods that stand for no drafter, and for all that help."""
+NONE, AUTO, PREDICTION = "none", "auto", "prediction"
+"""The methods that stand for no drafter, for all that help, and for the text that a request expects."""
 
 LOWER_PRECISION = {
     "float32": ("int8", "int4"),
@@ -80,8 +80,7 @@ class DraftMethod:
     make: makes the drafter. Raises ValueError if the method cannot draft for the target.
     cost: what one level of a draft costs; None derives it from the drafter (`level_cost`).
     default_depth: draft tokens in a row where the user gives no number. tune_depth: the most that `outrider tune` tries.
-    trees: whether a tree can accept more draft tokens than a chain. chains: the name of its chains among the shipped ones, if
-    that does not depend on what a level costs.
+    chains: the name of its chains among the shipped ones, if that does not depend on what a level costs.
     keys: the keys of `SpeculativeConfig` that only this method reads. A new method can read `options` and needs no key.
     needs_model: the key `model` must name its draft model. heads: the kinds of trained heads that it reads, as
     `outrider.drafters.heads.files` names them; then `model` names the folder of one.
@@ -98,7 +97,6 @@ class DraftMethod:
     cost: Cost | None = None
     default_depth: int = 5
     tune_depth: int = 8
-    trees: bool = True
     chains: Literal["head", "self", ""] = ""
     keys: tuple[str, ...] = ()
     needs_model: bool = False

@@ -15,7 +15,16 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.drafters.method import AUTO, LOWER_PRECISION, NONE, DrafterSetup, DraftMethod, TuneInputs, made_by
+from outrider.drafters.method import (
+    AUTO,
+    LOWER_PRECISION,
+    NONE,
+    PREDICTION,
+    DrafterSetup,
+    DraftMethod,
+    TuneInputs,
+    made_by,
+)
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
@@ -88,13 +97,6 @@ def plugins() -> dict[str, EntryPoint]:
 def owner(key: str) -> DraftMethod | None:
     """The built-in method that alone reads this key of the configuration."""
     return next((method for method in METHODS.values() if key in method.keys), None)
-
-
-def prediction_method() -> str:
-    """The method that drafts from the text that a request expects. A request with such a text alone means this method."""
-    method = owner("prediction")
-    assert method is not None
-    return method.name
 
 
 def model_method(model: Any = None) -> str:
@@ -351,13 +353,12 @@ _ROWS = (
         requires='"layers", as outrider layers finds them',
     ),
     DraftMethod(
-        "prediction",
+        PREDICTION,
         "a text that you expect the answer to repeat; helps edits of a file",
         made_by("lookup.prediction"),
         cost="lookup",
         default_depth=16,
         tune_depth=16,
-        trees=False,
         keys=("prediction",),
         per_request=True,
         auto=lambda setup: True,

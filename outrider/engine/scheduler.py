@@ -17,7 +17,7 @@ from typing import Protocol
 
 from outrider.core.types import Step
 from outrider.drafters.combine.planned import PlannedDrafter
-from outrider.drafters.registry import prediction_method
+from outrider.drafters.registry import PREDICTION
 from outrider.engine import policy
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import PrefixCache
@@ -92,7 +92,7 @@ class Scheduler:
             return "none"
         if self.roster is None:
             return "none" if self.decoder.plain else type(self.decoder.drafter).__name__
-        own, default = prediction_method() if request.prediction else None, self.roster.default
+        own, default = PREDICTION if request.prediction else None, self.roster.default
         if own not in self.roster.drafters or own in self.roster.methods.get(default, ()):
             own = default
         return request.method or own

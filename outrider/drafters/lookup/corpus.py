@@ -266,7 +266,14 @@ def _entries(given: Any) -> list[Any]:
 
 def _token_lists(entry: Any, tokenizer: Any | None, vocab_size: int) -> Iterator[tuple[str, list[int]]]:
     for name, part in _parts(entry):
-        ids = _encode(part, tokenizer, name) if isinstance(part, str) else list(part)
+        if not isinstance(part, str):
+            ids = list(part)
+        elif tokenizer is not None:  # verbose=False: no warning about the length
+            ids = list(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+        else:
+            raise ValueError(
+                f"the corpus {name} is text and this model has no tokenizer; give token ids, e.g. [17, 4, 9]"
+            )
         _check(ids, vocab_size, name)
         yield name, ids
 
@@ -329,13 +336,6 @@ def _text(path: Path) -> Iterator[tuple[str, str]]:
             if "\0" in part:
                 raise UnicodeDecodeError("utf-8", b"\0", part.index("\0"), part.index("\0") + 1, "a zero byte")
             yield repr(str(path)), part
-
-
-def _encode(text: str, tokenizer: Any | None, name: str) -> list[int]:
-    if tokenizer is None:
-        raise ValueError(f"the corpus {name} is text and this model has no tokenizer; give token ids, e.g. [17, 4, 9]")
-    # verbose=False: no warning about the length
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _check(ids: Sequence[int], vocab_size: int, name: str) -> None:

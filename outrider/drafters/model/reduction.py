@@ -3,7 +3,7 @@
 Neither changes what is guaranteed. A draft that is a little worse is rejected a little more often. The head keeps the most
 frequent tokens (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). A token outside has probability 0 in the draft, so every verifier
 stays exact. The price is acceptance where the text has such a token. A token's frequency is estimated from its id, from the
-prompts of this package and from the user's texts. The ids of a tokenizer follow the order of its merges or scores, so a low id
+prompts of this package and from the user's texts. The ids of a tokenizer follow the order of its merges or scores. So a low id
 means a frequent token where the tokenizer was trained.
 """
 

@@ -9,7 +9,7 @@ Verifiers that read the draft's distribution need a shape: a drawn token must no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import exp, log
 from typing import Protocol, TypedDict, Unpack
@@ -31,26 +31,17 @@ from outrider.models.cache import SlotCache
 from outrider.models.nodes import Nodes
 
 
-@dataclass(eq=False)
 class Growth:
     """One sequence's tree while it is drafted. Node 0 is the root; parents precede children.
 
     weights: the log probability that a node is accepted, by the draft's estimate. places: a node's index in the drafter's
-    scratch, -1 if it was not forwarded.
+    scratch, -1 if it was not forwarded. roles: the node of the shape that each node fills.
     """
 
-    root: int
-    budget: Budget
-    shape: Shape | None = None
-    tokens: list[int] = field(init=False)
-    parents: list[int] = field(default_factory=lambda: [-1], init=False)
-    levels: list[int] = field(default_factory=lambda: [0], init=False)
-    weights: list[float] = field(default_factory=lambda: [0.0], init=False)
-    places: list[int] = field(default_factory=lambda: [0], init=False)
-    roles: list[int] = field(default_factory=lambda: [0], init=False)  # the node of the shape that each node fills
-
-    def __post_init__(self) -> None:
-        self.tokens = [self.root]
+    def __init__(self, root: int, budget: Budget, shape: Shape | None = None) -> None:
+        self.budget, self.shape = budget, shape
+        self.tokens, self.parents, self.levels = [root], [-1], [0]
+        self.weights, self.places, self.roles = [0.0], [0], [0]
 
     def path(self, node: int) -> list[int]:
         """Tokens below the root, down to a node."""

@@ -119,11 +119,6 @@ class Pairing:
             raise ValueError("no token of the draft begins with a token of the target")
 
     @property
-    def coverage(self) -> float:
-        """The share of the draft's tokens that the target has too."""
-        return len(self.shared) / max(1, len(self.draft.ids) + len(self.draft.names))
-
-    @property
     def equal(self) -> bool:
         """Whether every id stands for the same bytes in both."""
         return self.target.pieces == self.draft.pieces

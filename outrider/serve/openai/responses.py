@@ -10,7 +10,7 @@ from typing import Any
 from outrider._version import __version__
 from outrider.core.outputs import Delta
 from outrider.core.types import Guarantee
-from outrider.drafters.registry import prediction_method
+from outrider.drafters.registry import PREDICTION
 from outrider.engine.request import Sequence
 from outrider.serve.openai.tools import ToolCall, ToolCallReader
 
@@ -230,7 +230,7 @@ def usage(results: abc.Sequence[Sequence], n: int) -> dict[str, Any]:
     """
     firsts = results[::n]
     asked, written = sum(len(r.prompt) for r in firsts), sum(len(r.output) for r in results)
-    predicted = [r for r in results if r.counts.method == prediction_method()]
+    predicted = [r for r in results if r.counts.method == PREDICTION]
     accepted = sum(sum(r.counts.accepted) for r in predicted)
     rejected = sum(sum(r.counts.drafted) for r in predicted) - accepted
     return {

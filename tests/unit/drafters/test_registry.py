@@ -21,6 +21,7 @@ from outrider.drafters.registry import (
     METHODS,
     DrafterSetup,
     DraftMethod,
+    TuneInputs,
     level_cost,
     lookup_names,
     request_drafters,
@@ -186,7 +187,7 @@ def test_a_method_is_added_in_one_place(code: Loaded, plain: list[str], monkeypa
     assert list(made) == ["prediction", "suffix", "wrong", "draft_model"]
     setup = DrafterSetup(SpeculativeConfig(), code, 1, 64, "cpu")
     assert list(request_drafters(setup)) == ["prediction", "suffix", "ngram", "wrong"]
-    assert ("wrong", {"method": "wrong"}) in candidates(code, None, None, None, False)
+    assert ("wrong", {"method": "wrong"}) in candidates(TuneInputs(code.weights), None)
     assert exports({"method": "wrong"})[1].command == "--draft-wrongly 3"
     monkeypatch.delitem(METHODS, "layer_skip")
     with pytest.raises(ValueError, match='layers is for the method "wrong", got "suffix"'):

@@ -29,7 +29,7 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.drafter import EagleDrafter
 from outrider.drafters.heads.mtp import MtpModel as OurMtp
 from outrider.drafters.heads.mtp import MtpWeights, has_mtp
-from outrider.drafters.registry import level_cost
+from outrider.drafters.registry import TuneInputs, level_cost
 from outrider.integrations.engines import exports
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel
@@ -242,7 +242,7 @@ def test_it_is_found(folders: dict[str, Path]) -> None:
     own = sum(size for n, size in read.items() if "layers.2." in n or n.startswith("lm_head"))
     whole = sum(size for n, size in read.items() if "layers.2." not in n)
     assert level_cost("mtp", auto["mtp"], loaded.model) == pytest.approx(own / whole, rel=0.1)
-    assert ("mtp", {"method": "mtp"}) in candidates(loaded, None, None, None, False)
+    assert ("mtp", {"method": "mtp"}) in candidates(TuneInputs(loaded.weights, mtp=has_mtp(loaded)), None)
     found = {e.engine: e.command for e in exports({"method": "mtp", "num_speculative_tokens": 2})}
     assert '"method": "mtp"' in found["vLLM"]
     assert "--speculative-algorithm EAGLE" in found["SGLang"]
