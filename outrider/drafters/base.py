@@ -195,4 +195,4 @@ class NoDraft(BaseDrafter):
     """Plain decoding: every draft is a tree of one node."""
 
     def propose(self, context: DraftContext) -> Draft:
-        return chains(context, [()] * len(context.slots))
+        return Draft(torch.tensor([[t[-1]] for t in context.tokens]), torch.full((len(context.tokens), 1), -1))

@@ -45,12 +45,11 @@ _MEDUSA_BLOCK = re.compile(r"(medusa_heads\.)?\d+\.\d+\.linear\.weight")
 
 @dataclass(frozen=True, eq=False)
 class HeadFolder:
-    """kind: one of KINDS. settings: config.json, with `transformer_layer_config` merged in. names: of the tensors, as stored."""
+    """kind: one of KINDS. settings: config.json, with `transformer_layer_config` merged in."""
 
     path: Path
     kind: str
     settings: dict[str, Any]
-    names: frozenset[str]
 
     @property
     def speculators(self) -> bool:
@@ -78,32 +77,16 @@ _Given: TypeAlias = str | Path | HeadFolder
 
 def head_kind(folder: str | Path) -> str | None:
     """The kind of a head's folder: one of KINDS or REFUSED. None for anything else, such as the folder of a whole model."""
-    path = Path(folder).expanduser()
-    if not path.is_dir() or not (path / "config.json").is_file():
-        return None
     try:
-        settings = read_settings(path / "config.json")
-        files = _files(path)
-        return _kind(settings, _names(files)) if files else None
+        return _looked(Path(folder).expanduser())[0]
     except (ValueError, OSError):
-        return None  # the loader of models says what is wrong
+        return None  # whoever loads it as a model says what is wrong
 
 
 def open_head(folder: str | Path) -> HeadFolder:
     """Read the settings of a head's folder. Raises ValueError for a folder that holds no head, or one of REFUSED."""
     path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise ValueError(
-            f"there is no folder {path}; a head is read from a folder here (hf download OWNER/NAME makes one)"
-        )
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} has no config.json; the folder of a head holds one, and model.safetensors beside it")
-    settings = read_settings(path / "config.json")
-    files = _files(path)
-    if not files:
-        raise ValueError(f"{path} has no weights; a head's folder holds model.safetensors or pytorch_model.bin")
-    names = _names(files)
-    kind = _kind(settings, names)
+    kind, settings, names = _looked(path)
     if kind is None:
         raise ValueError(
             f"{path} holds no head that outrider knows: EAGLE-1, EAGLE-3, P-EAGLE, Medusa, DFlash or DSpark. Its tensors "
@@ -114,7 +97,25 @@ def open_head(folder: str | Path) -> HeadFolder:
     nested = settings.get("transformer_layer_config") or {}
     if not isinstance(nested, dict):
         raise ValueError(f"{path / 'config.json'}: transformer_layer_config is no object; download it again")
-    return HeadFolder(path, kind, {**nested, **settings}, frozenset(names))
+    return HeadFolder(path, kind, {**nested, **settings})
+
+
+def _looked(path: Path) -> tuple[str | None, dict[str, Any], set[str]]:
+    """(kind, settings, names of the tensors) of a folder with config.json and weights. The kind is None if it is not known."""
+    if not path.is_dir():
+        raise ValueError(
+            f"there is no folder {path}; a head is read from a folder here (hf download OWNER/NAME makes one)"
+        )
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json; the folder of a head holds one, and model.safetensors beside it")
+    settings = read_settings(path / "config.json")
+    files = _files(path)
+    if not files:
+        raise ValueError(f"{path} has no weights; a head's folder holds model.safetensors or pytorch_model.bin")
+    # the header of a safetensors file says the names
+    names = {n for file in files for n in (header(file)[0] if file.suffix == ".safetensors" else _read(file))}
+    names.discard("__metadata__")
+    return _kind(settings, names), settings, names
 
 
 def settings_named(read: Callable[[_Given, _Target], _Head]) -> Callable[[_Given, _Target], _Head]:
@@ -136,24 +137,26 @@ def settings_named(read: Callable[[_Given, _Target], _Head]) -> Callable[[_Given
     return named
 
 
-def _kind(settings: Mapping[str, Any], names: Mapping[str, tuple[int, ...]]) -> str | None:
+def _kind(settings: Mapping[str, Any], names: set[str]) -> str | None:
     named = settings.get("speculators_model_type")
     if named is not None:
-        return named if named in (*KINDS, *REFUSED) else _unknown(named)
+        if named not in (*KINDS, *REFUSED):
+            raise ValueError(
+                f"the folder says speculators_model_type {named!r}, which outrider does not know; it runs {', '.join(KINDS)}"
+            )
+        return named
     if (
         settings.get("model_type") == MEDUSA
         or "medusa_num_heads" in settings
         or any(map(_MEDUSA_BLOCK.fullmatch, names))
     ):
         return MEDUSA
-    plain = {_plain(name): shape for name, shape in names.items()}
+    plain = set(map(_plain, names))
     if "mask_hidden" in plain:
         return PEAGLE
     if any(n.startswith(("fc_norm.", "midlayer.")) for n in plain) or "layers.0.hidden_norm.weight" in plain:
         return EAGLE3
-    if "encoder.fc.weight" in plain or {"layers.0.self_attn.q_norm.weight", "fc.weight", "hidden_norm.weight"} <= {
-        *plain
-    }:
+    if "encoder.fc.weight" in plain or {"layers.0.self_attn.q_norm.weight", "fc.weight", "hidden_norm.weight"} <= plain:
         return DSPARK if any(n.startswith("markov_head.") for n in plain) else DFLASH
     if "fc.weight" in plain and any(n.startswith("layers.0.") for n in plain):
         if "layers.0.input_layernorm.weight" not in plain:
@@ -162,12 +165,6 @@ def _kind(settings: Mapping[str, Any], names: Mapping[str, tuple[int, ...]]) -> 
     if plain and all(n.startswith(("mtp.", "mtp_layers.")) for n in plain):
         return "mtp"
     return None
-
-
-def _unknown(kind: str) -> str:
-    raise ValueError(
-        f"the folder says speculators_model_type {kind!r}, which outrider does not know; it runs {', '.join(KINDS)}"
-    )
 
 
 def _plain(name: str) -> str:
@@ -184,17 +181,6 @@ def _files(path: Path) -> list[Path]:
                 raise ValueError(f"{path} lacks {missing[0]}, which {name} names; the download is incomplete")
             return files
     return next(([path / name] for name in _WHOLE if (path / name).is_file()), [])
-
-
-def _names(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors."""
-    found: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        if file.suffix == ".safetensors":
-            found |= {n: tuple(e["shape"]) for n, e in header(file)[0].items() if n != "__metadata__"}
-        else:
-            found |= {n: tuple(t.shape) for n, t in _read(file).items()}
-    return found
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.hf.linear import PackedLinear
 
 Linear = Callable[[Tensor], Tensor]
+START = 0.02  # standard deviation of the weights that a head's training begins with
 SMALL = 2**22  # weights; a smaller head costs more in calls than in bytes
 
 

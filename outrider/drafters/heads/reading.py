@@ -245,15 +245,3 @@ class HeadReader:
         scaling = dict(given.get("rope_scaling") or {})
         kind = scaling.pop("type", None)
         return plain_rope({"rope_theta": float(theta or 10000.0)} | ({"rope_type": kind} if kind else {}) | scaling)
-
-
-def say_length(path: object, positions: int, wanted: int) -> None:
-    """Warn if a head knows shorter texts than the engine may write. positions: of the head. wanted: tokens of a text."""
-    if positions < wanted:
-        log.warning(
-            "%s drafts in texts of up to %d tokens, and a text may have %d here; beyond that nothing is drafted. Give a head "
-            "with larger max_position_embeddings, or another method beside it: --method suffix,eagle",
-            path,
-            positions,
-            wanted,
-        )

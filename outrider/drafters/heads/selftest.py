@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.drafters.heads.config import tap_of
 from outrider.drafters.heads.files import head_of
 from outrider.drafters.heads.lattice import ParallelDrafter
-from outrider.drafters.heads.reading import Config, HeadWeights, log, say_length
+from outrider.drafters.heads.reading import Config, HeadWeights, log
 from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.models.base import FINAL_NORM, LanguageModel
@@ -38,6 +38,7 @@ DraftHits = tuple[float, ...]
 """What a head gets right along a text: the share of positions at which the draft tokens up to each depth are all right. Their
 sum is the number of draft tokens that are right on average."""
 _Made = TypeVar("_Made", bound="EagleDrafter | ParallelDrafter")
+Misreading = tuple[str, tuple[int, ...], Callable[[], _Made]]  # in words, the taps, and the drafter read so
 Hits = Callable[[_Made, Sequence[int], Tensor, Sequence[int]], DraftHits]
 
 
@@ -69,7 +70,14 @@ def head_drafter(
     target, path = setup.target, head_of(setup)
     head = read(path, target)
     positions = head.config.max_position_embeddings
-    say_length(path, positions, setup.max_length)
+    if positions < setup.max_length:
+        log.warning(
+            "%s drafts in texts of up to %d tokens, and a text may have %d here; beyond that nothing is drafted. Give a head "
+            "with larger max_position_embeddings, or another method beside it: --method suffix,eagle",
+            path,
+            positions,
+            setup.max_length,
+        )
 
     def made(config: Config) -> _Made:
         given = replace(head, config=config)
@@ -84,7 +92,7 @@ def head_drafter(
 
 def examine(
     own: _Made,
-    others: Sequence[tuple[str, tuple[int, ...], Callable[[], _Made]]],
+    others: Sequence[Misreading[_Made]],
     hits: Hits[_Made],
     target: Loaded,
     longest: int,
@@ -93,10 +101,10 @@ def examine(
 ) -> HeadReport | None:
     """Draft along a text, and warn if almost nothing is right, with what mends it. Takes one forward of the target.
 
-    own: the head as it was read. others: known misreadings: in words, the taps, and the drafter read so. They are tried only if
-    almost nothing is right. hits: (drafter, text, features, right) -> what it gets right. longest: tokens of the longest text
-    that the head knows. path: names the head in the warning. text: token ids, at least 8; the first hundred are read. Without
-    one it is a sample, and the result is None for a target without a tokenizer.
+    own: the head as it was read. others: known misreadings, which are tried only if almost nothing is right. hits: (drafter,
+    text, features, right) -> what it gets right. longest: tokens of the longest text that the head knows. path: names the head
+    in the warning. text: token ids, at least 8; the first hundred are read. Without one it is a sample, and the result is None
+    for a target without a tokenizer.
     """
     if text is not None:
         ids = [*text]

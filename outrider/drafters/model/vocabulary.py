@@ -19,6 +19,7 @@ _BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}  # GPT-
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as surrogateescape shows them
 _BORDER = re.compile(rb"(?<=\S) (?=\S)")  # where practically every tokenizer cuts: before the space before a word
+_LOOK_BACK = 4  # committed tokens that are encoded again with what follows them
 _SHORT, _LONG = 48, 256  # least and most bytes of a segment
 
 
@@ -189,13 +190,13 @@ def _cut(text: bytes) -> int:
     return next((n for n in range(_LONG, _LONG - 4, -1) if text[n] & 0xC0 != 0x80), _LONG)
 
 
-def continued(vocabulary: Vocabulary, committed: Sequence[int], text: bytes, look_back: int = 4) -> list[int]:
+def continued(vocabulary: Vocabulary, committed: Sequence[int], text: bytes) -> list[int]:
     """Tokens for a text that follows committed tokens, as if both were encoded together. The committed tokens do not change.
 
-    The last `look_back` committed tokens are encoded again with the text, and the tokens after them are returned. If a token
+    The last few committed tokens are encoded again with the text, and the tokens after them are returned. If a token
     crosses the border, the text is encoded alone. The tokens stand for `text` or a start of it, byte for byte.
     """
-    before = list(itertools.takewhile(lambda i: vocabulary.pieces[i], reversed(committed[-look_back:])))[::-1]
+    before = list(itertools.takewhile(lambda i: vocabulary.pieces[i], reversed(committed[-_LOOK_BACK:])))[::-1]
     tail = vocabulary.decode(before)
     found = vocabulary.encode(tail + text)
     ends = itertools.accumulate((len(vocabulary.pieces[i] or b"") for i in found), initial=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.drafters.heads.config import HeadShape
-from outrider.drafters.heads.layers import HeadAttention, HeadMLP, HeadModule, turned
+from outrider.drafters.heads.layers import START, HeadAttention, HeadMLP, HeadModule, turned
 from outrider.drafters.heads.reading import EMBED, OUTPUT, HeadWeights
 
 
@@ -134,7 +134,7 @@ class BlockModule(HeadModule):
         made.load_state_dict({n: t.float() for n, t in tensors.items()})
         return made
 
-    def initialise_(self, std: float = 0.02) -> BlockModule:
+    def initialise_(self) -> BlockModule:
         """Ready to be trained: the layers, the bias and the confidence add nothing yet."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -145,7 +145,7 @@ class BlockModule(HeadModule):
                 ):
                     parameter.zero_()
                 else:
-                    parameter.normal_(std=std * min(1.0, math.sqrt(1024 / parameter.shape[1])))
+                    parameter.normal_(std=START * min(1.0, math.sqrt(1024 / parameter.shape[1])))
         return self
 
     def forward(self, roots: Tensor, features: Tensor, anchors: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from outrider.models.base import FINAL_NORM
 from outrider.models.load import Loaded
 
 LAYOUTS = ("speculators", "flat")
+DRAFTS = 4  # draft tokens per step that other engines start with
 _NAMES = {EAGLE3: "EAGLE-3", EAGLE1: "EAGLE-1", PEAGLE: "P-EAGLE"}
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _NORMS = (Field("fc_norm", bool, False, layer=False), Field("norm_before_fc", bool, False, layer=False))  # have tensors
@@ -112,12 +113,11 @@ def write_eagle(
     *,
     dtype: torch.dtype = torch.bfloat16,
     embedding: bool = False,
-    tokens: int = 4,
 ) -> Path:
     """Write config.json and model.safetensors; returns the folder, which is made if it is not there.
 
     layout: "speculators", or "flat" for the folder that vLLM and SGLang both read. embedding: write the table of tokens too;
-    without one, engines take the target's. tokens: draft tokens per step that other engines start with.
+    without one, engines take the target's.
 
     Raises ValueError for a head that the layout cannot say.
     """
@@ -132,7 +132,7 @@ def write_eagle(
     settings = settings_of(config, (*_NORMS, _OUTPUT), layer=False)
     own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": False, "model_type": "llama"}
     if layout == "speculators":
-        settings |= speculators_settings(config, EAGLE3, tokens, **own)
+        settings |= speculators_settings(config, EAGLE3, DRAFTS, **own)
         settings |= {"architectures": ["Eagle3DraftModel"], _LAYER_IDS: config.layer_ids, "embed_requires_grad": False}
         settings |= settings_of(config, (_RESIDUAL,), layer=False) | {"dtype": name_of(dtype)}
     else:

@@ -63,7 +63,12 @@ class EagleModel(PairModel):
         self.max_length = min(max_length, config.max_position_embeddings)
         if len(head.token_ids) < config.vocab_size:
             self.subset = TokenSubset(head.token_ids.to(self.device), config.vocab_size)
-        self._precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
+        precision = precision_of(quantization, [t for n, t in head.tensors.items() if "norm" not in n])
+        self._build(head, target, precision)
+
+    def _build(self, head: HeadWeights[EagleConfig], target: LanguageModel, precision: str) -> None:
+        """Pack the weights. precision: of the linears."""
+        raise NotImplementedError
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         return SlotCache(num_slots, min(max_length, self.max_length))
@@ -78,15 +83,12 @@ class NativeEagle(EagleModel):
 
     has_draft_chains = True
 
-    def __init__(
-        self, head: HeadWeights[EagleConfig], target: LanguageModel, max_length: int, quantization: str = "auto"
-    ) -> None:
-        super().__init__(head, target, max_length, quantization)
+    def _build(self, head: HeadWeights[EagleConfig], target: LanguageModel, precision: str) -> None:
         config, tensors = head.config, head.tensors
 
         def matrix(*names: str, paired: bool = False) -> native.Packed:
             biases = [tensors.get(f"{n}.bias") for n in names]
-            return native.Packed([tensors[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
+            return native.Packed([tensors[f"{n}.weight"] for n in names], precision, biases, paired=paired)
 
         def norm(*names: str) -> Tensor | None:
             found = [tensors[f"{n}.weight"].float() for n in names if f"{n}.weight" in tensors]
@@ -156,16 +158,13 @@ class TorchEagle(EagleEquations, EagleModel):
 
     config: EagleConfig
 
-    def __init__(
-        self, head: HeadWeights[EagleConfig], target: LanguageModel, max_length: int, quantization: str = "auto"
-    ) -> None:
-        super().__init__(head, target, max_length, quantization)
+    def _build(self, head: HeadWeights[EagleConfig], target: LanguageModel, precision: str) -> None:
         config, own = head.config, head.own_embedding
         self.embed_tokens = target.embedding_rows
         if own is not None:
             table = own.to(self.device)
             self.embed_tokens = lambda tokens: table[tokens].float()
-        made = Linears(self.device, self._precision, head.tensors, config.rms_norm_eps)
+        made = Linears(self.device, precision, head.tensors, config.rms_norm_eps)
         self.fc = made.named("fc")
         fused = 0 if config.eagle1 else made.bytes
         self.layers = [PackedLayer(made, i, "qkv") for i in range(config.num_layers)]

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from outrider.drafters.heads.config import HeadShape
-from outrider.drafters.heads.layers import HeadAttention, HeadMLP, HeadModule, turned
+from outrider.drafters.heads.layers import START, HeadAttention, HeadMLP, HeadModule, turned
 from outrider.drafters.heads.reading import HeadWeights
 
 
@@ -190,7 +190,7 @@ class Eagle(EagleEquations, HeadModule):
         """x: [batch, head, pair, head_dim]."""
         return turned(x, self.turn(positions[:, None] if positions.dim() > 1 else positions))
 
-    def initialise_(self, embedding: Tensor, output: Tensor | None = None, std: float = 0.02) -> Eagle:
+    def initialise_(self, embedding: Tensor, output: Tensor | None = None) -> Eagle:
         """Ready to be trained: the embedding and output head are the target's, and the layer adds nothing yet.
 
         embedding: [vocab, hidden], the target's. output: [vocab, hidden], its output head; None for one that is tied. Raises
@@ -204,7 +204,7 @@ class Eagle(EagleEquations, HeadModule):
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.dim() == 2:
-                    parameter.normal_(std=std * min(1.0, math.sqrt(1024 / parameter.shape[1])))
+                    parameter.normal_(std=START * min(1.0, math.sqrt(1024 / parameter.shape[1])))
             for module in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
                 module.weight.zero_()
             self.embed_tokens.weight.copy_(embedding)

@@ -20,7 +20,7 @@ from outrider.drafters.heads.files import head_of
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linear, Linears, precision_of
 from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa
-from outrider.drafters.heads.selftest import examine, parallel_survival
+from outrider.drafters.heads.selftest import Misreading, examine, parallel_survival
 from outrider.drafters.method import DrafterSetup
 from outrider.models.base import FINAL_NORM, LanguageModel
 
@@ -128,7 +128,7 @@ def from_setup(setup: DrafterSetup) -> MedusaDrafter:
         return MedusaDrafter(given, target.model, setup.config.quantization)
 
     drafter = made(head)
-    others = [("the last layer before the final norm", last, lambda: made(head))]
+    others: list[Misreading[MedusaDrafter]] = [("the last layer before the final norm", last, lambda: made(head))]
     if len(head.blocks) > 1:
         later = replace(head, blocks=head.blocks[1:], outputs=head.outputs[1:] or head.outputs)
         others.append(("the first head for the token that is known already", drafter.taps, lambda: made(later)))

@@ -151,7 +151,7 @@ def test_a_misreading_is_named(mends: str, caplog: pytest.LogCaptureFixture, mon
     if name in ("lower", "post"):  # the head was made for other layers than its folder says
         made = {"lower": (0, 2, 6), "post": (1, 3, -1)}[name]
         loaded = replace(TARGET, model=cast("Any", Follower(model(taps=made))))
-        read = model()
+        name, read = GUESSED, model()
     else:
         loaded, read = target(name), model(name, **settings)
     monkeypatch.setattr("outrider.drafters.heads.selftest.ENOUGH", 0.99)  # random layers resemble their neighbours
