@@ -9,7 +9,7 @@ This module imports no torch: the command line lists the methods before anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -77,16 +77,11 @@ def find(name: str) -> DraftMethod:
     entry = plugins()[name]
     try:
         loaded: Any = entry.load()
-    except Exception as error:
-        failed = error  # Python deletes `error` at the end of this block
-
-        def fail(setup: DrafterSetup, **options: Any) -> Drafter:
-            raise failed
-
-        loaded = fail
+    except Exception:
+        loaded = None  # it raises again when the drafter is made
     if isinstance(loaded, DraftMethod):
         return loaded
-    return DraftMethod(name, f"from the package {entry.value}", lambda setup: _checked(entry, loaded, setup))
+    return DraftMethod(name, f"from the package {entry.value}", partial(_checked, entry))
 
 
 def plugins() -> dict[str, EntryPoint]:
@@ -159,12 +154,12 @@ def _made(method: DraftMethod, setup: DrafterSetup) -> Drafter:
     return method.make(setup)
 
 
-def _checked(entry: EntryPoint, factory: Callable[..., Any], setup: DrafterSetup) -> Drafter:
+def _checked(entry: EntryPoint, setup: DrafterSetup) -> Drafter:
     """Make a drafter of another package. Raises ValueError if that fails or gives no drafter."""
     from outrider.drafters.base import Drafter
 
     try:
-        made = factory(setup, **setup.config.options)
+        made = entry.load()(setup, **setup.config.options)
     except Exception as error:
         raise ValueError(
             f"the drafter {entry.name!r} ({entry.value}) cannot be made: {type(error).__name__}: {error}"

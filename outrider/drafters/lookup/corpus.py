@@ -212,8 +212,8 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
     many = _entries(entries)
     if not many:
         raise ValueError("the corpus is an empty list; name a file or a folder, or leave it out")
-    mark = fingerprint(tokenizer)
-    corpus, documents, room, left_out = Corpus(limit, mark), list[list[int]](), limit, list[str]()
+    mark, documents, room = fingerprint(tokenizer), list[list[int]](), limit
+    corpus = Corpus(limit, mark)
     for at, entry in enumerate(many):
         if isinstance(entry, (str, Path)) and _is_saved(Path(entry)):
             saved = Corpus.load(entry, mark, limit)
@@ -223,29 +223,24 @@ def read_corpus(entries: Entry | Sequence[Entry], tokenizer: Any | None, vocab_s
             corpus.limit = max(limit, len(corpus))
             room -= len(saved)
             continue
-        some = False
+        tokens = 0
         for name, ids in _token_lists(entry, tokenizer, vocab_size):
-            some = some or bool(ids)
             if len(ids) >= room:  # the border after it takes one
-                left_out = [name, *map(_name, many[at + 1 :])]
-                ids = ids[: max(room - 1, 0)]
+                corpus.add(*documents, ids[: max(room - 1, 0)])
+                others = f", and {', '.join(map(_name, many[at + 1 : at + 4]))}" if many[at + 1 :] else ""
+                warnings.warn(
+                    f"the corpus is full at {limit:,} tokens; cut or left out: from {name} on{others}; raise corpus_tokens in "
+                    "speculative_config to take it in",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return corpus
             documents.append(ids)
             room -= len(ids) + 1
-            if left_out:
-                break
-        if left_out:
-            break
-        if not some:
+            tokens += len(ids)
+        if not tokens:
             raise ValueError(f"the corpus {_name(entry)} is empty: it has no text to draft from; leave it out")
     corpus.add(*documents)
-    if left_out:
-        warnings.warn(
-            f"the corpus is full at {limit:,} tokens; cut or left out: from {left_out[0]} on"
-            + (f", and {', '.join(left_out[1:4])}" if left_out[1:] else "")
-            + "; raise corpus_tokens in speculative_config to take it in",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     return corpus
 
 
