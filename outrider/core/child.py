@@ -131,7 +131,6 @@ def answer(prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
 
     prepare: takes the setup, and gives the function from a question to its answer. What that raises is the answer.
     """
-    give_way()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -154,9 +153,10 @@ def answer(prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
 
 
 def give_way() -> None:
-    """Let this thread run only where no other needs its core. Systems other than Linux may not have it."""
+    """Let this thread, and processes that it starts, have a quarter of a core that others need. Only Linux has it."""
     with suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
 
 
 def bound_memory() -> None:

@@ -140,7 +140,8 @@ class Grammars:
             if child is None:
                 compiler = self._xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
                 made = getattr(compiler, grammar.method)(*grammar.arguments)
-                follow(self._xgrammar.GrammarMatcher(made)._handle, self.vocab_size, self.end_ids)
+                matcher: Any = self._xgrammar.GrammarMatcher(made)
+                follow(matcher._handle, self.vocab_size, self.end_ids)
             else:
                 text = child.ask([grammar.method, list(grammar.arguments)], seconds)
                 made = self._xgrammar.CompiledGrammar.deserialize_json(text, self._info)

@@ -11,15 +11,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from outrider._version import __version__
-from outrider.serve import errors, home
-from outrider.serve.answering import EventResponse, unless_gone
+from outrider.serve import errors
 from outrider.serve.bodies import BoundedRoute
+from outrider.serve.connection import unless_gone
 from outrider.serve.dashboard import viewers as dashboard
 from outrider.serve.errors import Refused, json_response
 from outrider.serve.guard import guards
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.openai import responses_route
-from outrider.serve.openai.pending import PendingAnswer
+from outrider.serve.openai.pending import EventResponse, PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, plain
 from outrider.serve.options import public_name
 from outrider.serve.service import Service
@@ -73,7 +73,6 @@ def create_app(service: Service, metrics: Metrics, spans: Spans | None = None) -
     _model(app, service)
     _state(app, service, metrics)
     app.state.dashboard = dashboard.install(app, service)
-    home.install(app, service)
 
     def described() -> dict[str, Any]:
         document = FastAPI.openapi(app)
@@ -95,7 +94,7 @@ def _texts(app: FastAPI, service: Service, spans: Spans | None) -> None:
         watch(pending, body, request)
         if body.stream:
             return EventResponse(pending, pending.stream(body.stream_options, settings.pad_seconds))
-        return json_response(await unless_gone(request, pending.whole()), headers=pending.headers)
+        return json_response(await unless_gone(request.receive, pending.whole()), headers=pending.headers)
 
     def watch(pending: PendingAnswer, body: CompletionRequest | ChatRequest, request: Request) -> None:
         if spans is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.engine import Engine
 from outrider.engine.llm import LLM
@@ -13,8 +14,8 @@ from outrider.engine.trace import Recorder
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ModelOptions, ServeOptions
 from outrider.serve.service import Service
-from outrider.serve.templates import set_chat_template
 
+PLAIN = Path(__file__).with_name("assets") / "plain.jinja"
 SWITCH = 0.0005  # seconds that a thread keeps Python to itself while the engine's waits for it
 
 
@@ -35,6 +36,25 @@ def load_llm(options: ModelOptions, recorder: Recorder | None = None) -> tuple[L
     """
     llm = LLM(**options.of_llm(), trace=recorder)
     return llm, set_chat_template(llm, options.chat_template)
+
+
+def set_chat_template(llm: LLM, template: str | None) -> str | None:
+    """Give the model this template, if there is one. Returns a note for the user, or None.
+
+    A built-in model that has none gets a plain one, so that every chat client works: messages are comments, and answers
+    are code. Raises ValueError for a model without a tokenizer.
+    """
+    tokenizer = llm.tokenizer
+    if template is not None:
+        if tokenizer is None:
+            raise ValueError(
+                f"{llm.loaded.name} has no tokenizer, so it cannot use a chat template; leave out --chat-template"
+            )
+        tokenizer.chat_template = template
+    elif tokenizer is not None and not tokenizer.chat_template and llm.loaded.name.startswith("builtin:"):
+        tokenizer.chat_template = PLAIN.read_text(encoding="utf-8")
+        return "it has no chat template, so chat messages reach it as comments before code"
+    return None
 
 
 def assemble(options: ServeOptions, recorder: Recorder | None = None, fit: bool = False) -> Assembly:

@@ -13,11 +13,11 @@ import socket
 import ssl
 from asyncio.sslproto import SSLProtocol
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
 from functools import partial
 from http import HTTPStatus
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import uvicorn
@@ -27,6 +27,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.options import ServeOptions
 
+T = TypeVar("T")
 _Base: Any = object  # one of uvicorn's protocols comes after it
 _ABORT = "outrider.abort"
 HEAD = 64 << 10  # bytes of the head of a request
@@ -49,23 +50,19 @@ class Reception:
     def __init__(self, connections: int, max_body: int) -> None:
         self.connections, self.held, self.request = connections, 16 * max_body, 2 * max_body
         self.open, self.bytes = Counter[str](), Counter[str]()
-        self._waiting: dict[str, dict[LimitedConnection, None]] = {}
+        self._waiting = dict[LimitedConnection, None]()  # the oldest first
 
     def enter(self, one: LimitedConnection) -> bool:
         """Admit a new connection. False if there is no room, and no connection that could go."""
-        address = one.address
-        if self.open[address] >= max(1, self.connections // 2):
-            crowd = [address]
-        elif self.open.total() >= self.connections:
-            crowd = [max(self._waiting, key=self.open.__getitem__)] if self._waiting else []
-        else:
-            crowd = None
-        if crowd is not None:
-            oldest = next((c for at in crowd for c in self._waiting.get(at, ())), None)
+        full = self.open[one.address] >= max(1, self.connections // 2)
+        if full or self.open.total() >= self.connections:
+            waiting = (c.address for c in self._waiting)
+            crowd = one.address if full else max(waiting, key=self.open.__getitem__, default="")
+            oldest = next((c for c in self._waiting if c.address == crowd), None)
             if oldest is None:
                 return False
             oldest.cut()
-        self.open[address] += 1
+        self.open[one.address] += 1
         self.wait(one)
         return True
 
@@ -78,28 +75,21 @@ class Reception:
 
     def wait(self, one: LimitedConnection) -> None:
         """It has no complete request from now on."""
-        self._waiting.setdefault(one.address, {}).setdefault(one)
+        self._waiting.setdefault(one)
 
     def serve(self, one: LimitedConnection) -> None:
         """Its request is complete: it is not closed for others."""
-        mine = self._waiting.get(one.address, {})
-        mine.pop(one, None)
-        if not mine:
-            self._waiting.pop(one.address, None)
+        self._waiting.pop(one, None)
 
     def hold(self, one: LimitedConnection, count: int) -> None:
         """Count bytes of a request. If they are too many, the largest unfinished one is refused."""
         one.held += count
         self.bytes[one.address] += count
-        if self.bytes[one.address] > self.held // 2:
-            crowd = [one.address]
-        elif self.bytes.total() > self.held:
-            crowd = list(self._waiting)
-        else:
-            return
-        unfinished = [c for address in crowd for c in self._waiting.get(address, ())]
-        if unfinished:
-            max(unfinished, key=lambda c: c.held).refuse(429, "the server holds too many unfinished requests")
+        own = self.bytes[one.address] > self.held // 2
+        if own or self.bytes.total() > self.held:
+            crowd = [c for c in self._waiting if not own or c.address == one.address]
+            if crowd:
+                max(crowd, key=lambda c: c.held).refuse(429, "the server holds too many unfinished requests")
 
     def release(self, one: LimitedConnection) -> None:
         """Its request is answered."""
@@ -276,6 +266,20 @@ async def disconnected(receive: Receive) -> None:
     """Wait until the client of a request has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. If the client of the request leaves first, the work is cancelled, and this raises Refused."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise Refused("the client has left", 499)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def abort(scope: MutableMapping[str, Any]) -> None:

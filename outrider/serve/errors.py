@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -58,6 +59,15 @@ class Refused(Exception):
         if self.status == 401:
             headers["www-authenticate"] = self.challenge
         return json_response(self.body, self.status, headers)
+
+
+@contextmanager
+def refusing(param: str | None = None) -> Generator[None, None, None]:
+    """Make Refused of a ValueError. param: of an error that does not name its own."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(str(error), param=getattr(error, "name", param)) from error
 
 
 def dumps(value: Any) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import abc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import Lock
 from time import time
@@ -18,9 +19,9 @@ from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
-from outrider.serve.dashboard.trial import OFF, Trials
-from outrider.serve.encoding import WIDE, Encoder
-from outrider.serve.errors import Refused
+from outrider.serve.dashboard.trial import Trials
+from outrider.serve.encoding import LONG, WIDE, Encoder
+from outrider.serve.errors import Refused, refusing
 from outrider.serve.lanes import SECONDS, Lanes
 from outrider.serve.logs import log
 from outrider.serve.openai.pending import PendingAnswer
@@ -32,7 +33,7 @@ from outrider.serve.openai.protocol import (
     StructuredOutputs,
     plain,
 )
-from outrider.serve.openai.responses import ResponseWriter, Shown
+from outrider.serve.openai.responses import ResponseWriter
 from outrider.serve.openai.tools import PLAIN, ToolCallReader, ToolFormat, ToolOffer, chosen, offered
 from outrider.serve.options import ServeOptions
 
@@ -47,9 +48,8 @@ class Service:
         self.llm, self.engine, self.settings = llm, engine, settings
         self.started = int(time())
         self.trials = Trials(engine)
-        self._grammars: Grammars | None = None
+        self._grammars: tuple[Grammars, Lanes] | None = None
         self._compiling, self._first = 0, Lock()  # grammars that wait; for the first of them
-        self._compilers = Lanes("outrider-grammar", lambda: compiler(self._known_grammars().info))
         self.encoder = Encoder(llm, engine.decoder.max_length, settings.model_name)
 
     def decode(self, tokens: abc.Sequence[int]) -> str:
@@ -76,68 +76,44 @@ class Service:
         self.check_model(body.model)
         offer, reader, special = self._tools(body)
         mask = await self._grammar(body, offer if offer and offer.forced else None)
-        if isinstance(body, ChatRequest):
-            prompts = [await self._chat(body)]
-            max_tokens, logprobs = body.max_completion_tokens or body.max_tokens, body.alternatives
-            shown = Shown(logprobs, token_ids=bool(body.return_token_ids), details=bool(body.detailed_metrics))
-        else:
-            given = body.prompts
-            if not given:
-                raise Refused("prompt is an empty list", param="prompt")
-            if len(given) * (body.n or 1) > self.settings.max_choices:
-                raise Refused(f"one request may ask for {self.settings.max_choices} texts here", param="n")
-            prompts = [await self.encoder.prompt(p) for p in given]
-            max_tokens, logprobs = 16 if body.max_tokens is None else body.max_tokens, body.logprobs
-            echo, ids, details = bool(body.echo), bool(body.return_token_ids), bool(body.detailed_metrics)
-            shown = Shown(logprobs, body.prompt_logprobs, echo, ids, details)
-        if (body.n or 1) > self.settings.max_choices:
-            raise Refused(f"n is at most {self.settings.max_choices} here, got {body.n}", param="n")
-        depth, limit = body.depth, self.settings.max_speculative_tokens
-        if depth is not None and depth > limit:
-            raise Refused(f"num_speculative_tokens is at most {limit} here", param="num_speculative_tokens")
-        try:
-            params = body.params(max_tokens or None, logprobs, self.settings).with_(prompt_logprobs=shown.of_prompt)
-            params = params.with_(skip_special_tokens=params.skip_special_tokens and not special)
-        except ValueError as error:
-            raise Refused(str(error), param=getattr(error, "name", None)) from error
-        prompts, before = _continued(body, prompts, params.n)
+        with refusing():
+            params = body.params(self.settings)
+        params = params.with_(skip_special_tokens=params.skip_special_tokens and not special)
         chat = isinstance(body, ChatRequest)
+        if isinstance(body, ChatRequest):
+            tools = None if body.tool_choice == "none" else body.tools
+            prompts = [await self.encoder.chat(lambda: plain(body.messages), tools, body.chat_template_kwargs)]
+        else:
+            prompts = [await self.encoder.prompt(p) for p in body.prompts]
+        if not prompts:
+            raise Refused("prompt is an empty list", param="prompt")
+        prompts, before = _continued(body, prompts, params.n)
+        pending, trial = PendingAnswer(self.engine), self.trials.of(body.depth, body.method)
 
-        def begin() -> tuple[list[Request], ResponseWriter]:
-            wishes = {"client": client, "owner": owner, "method": body.method, "num_speculative_tokens": depth}
-            wishes["prefill_only"] = max_tokens == 0
+        def begin() -> None:
+            """Beside the event loop, because all of it grows with the request."""
+            wishes = {"client": client, "owner": owner, "method": body.method, "num_speculative_tokens": body.depth}
+            wishes["prefill_only"] = body.limit == 0
             requests = self._requests(prompts, before, params, mask, wishes)
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
-            return requests, ResponseWriter(
-                ("chatcmpl-" if chat else "cmpl-") + request_id,
-                int(time()),
-                self.settings.model_name,
-                chat,
-                self.engine.decoder.guarantee,
-                self.decode,
-                shown,
-                [request.prompt for request in requests],
-                params.n,
-                reader,
+            writer = ResponseWriter(
+                id=("chatcmpl-" if chat else "cmpl-") + request_id,
+                model=self.settings.model_name,
+                chat=chat,
+                guarantee=self.engine.decoder.guarantee,
+                decode=self.decode,
+                shown=body.shown,
+                prompts=[request.prompt for request in requests],
+                n=params.n,
+                reader=reader,
             )
+            seconds = min(body.timeout or math.inf, self.settings.request_timeout)
+            with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
+                pending.submit(requests, writer, seconds)
 
         told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
-        size = told + sum(map(len, prompts)) * params.n
-        requests, writer = await self.encoder.run(begin, size)
-        pending = PendingAnswer(self.engine, writer)
-        seconds = min(body.timeout or math.inf, self.settings.request_timeout)
-        trial, arm = self.trials.current, None
-        if trial is not None and depth is None and body.method is None and (arm := trial.arm()) is not None:
-            trial.assign(arm, requests)
-            if arm == OFF:
-                requests = [replace(request, num_speculative_tokens=0) for request in requests]
-        try:
-            await self.encoder.run(lambda: pending.submit(requests, seconds), size)
-        except Refused:
-            if trial is not None and arm is not None:
-                trial.drop(requests)
-            raise
+        await self.encoder.run(begin, told + sum(map(len, prompts)) * params.n)
         return pending
 
     @property
@@ -149,18 +125,19 @@ class Service:
         """End the engine and the threads."""
         self.engine.close()
         self.encoder.close()
-        self._compilers.close()
+        if self._grammars is not None:
+            self._grammars[1].close()
 
     def _tools(self, body: CommonRequest) -> tuple[ToolOffer | None, Callable[[], ToolCallReader] | None, bool]:
         """The tools on offer, a maker of readers for their calls, and whether those must see special tokens."""
         if not isinstance(body, ChatRequest):
             return None, None, False
-        try:
+        with refusing():
             offer = offered(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
-        except ValueError as error:
-            raise Refused(str(error), param="tools" if str(error).startswith("tools") else "tool_choice") from error
+        if offer is None:
+            return None, None, False
         form = self.tool_format
-        if offer is None or (form is None and not offer.forced):
+        if form is None and not offer.forced:
             return offer, None, False
         form = form or PLAIN
         known = [] if self.llm.tokenizer is None else list(self.llm.tokenizer.all_special_tokens)
@@ -201,10 +178,6 @@ class Service:
                 self.engine.decoder.check(request)
         return made
 
-    async def _chat(self, body: ChatRequest) -> list[int]:
-        tools = None if body.tool_choice == "none" else body.tools
-        return await self.encoder.chat(lambda: plain(body.messages), tools, body.chat_template_kwargs)
-
     async def _grammar(self, body: CommonRequest, forced: ToolOffer | None) -> MaskMaker | None:
         """A maker of masks, one for each text, if the request asks for a grammar or forces a tool call."""
         form, own = body.response_format, body.structured_outputs
@@ -222,27 +195,27 @@ class Service:
             )
         param = "tools" if forced else "structured_outputs" if own else "response_format"
         grammar = await self.encoder.run(lambda: self._asked(form, own, forced), param=param)
-        made = self._grammars and self._grammars.known(grammar)
+        grammars, lanes = await self.encoder.run(self._compilers, LONG + 1, param)
+        made = grammars.known(grammar)
         if made is None:
             if self._compiling >= MAX_COMPILING:
                 message = f"{MAX_COMPILING} grammars wait to be compiled, which is all that the server takes"
                 raise Refused(message, 429, code="queue_full", retry=int(SECONDS[-1]))
             self._compiling += 1
             try:
-                made = await self._compilers.ask(lambda *lane: self._known_grammars().compiled(grammar, *lane))
-            except ValueError as error:
-                raise Refused(str(error), param=param) from error
+                with refusing(param):
+                    made = await lanes.ask(lambda *lane: grammars.compiled(grammar, *lane))
             finally:
                 self._compiling -= 1
-        grammars = self._grammars
-        assert grammars is not None
         return lambda: grammars.mask(made)
 
-    def _known_grammars(self) -> Grammars:
+    def _compilers(self) -> tuple[Grammars, Lanes]:
+        """The compiled grammars, and where others are compiled. Made at the first one."""
         with self._first:
             if self._grammars is None:
                 vocab_size = self.engine.decoder.target.vocab_size
-                self._grammars = Grammars(self.llm.tokenizer, vocab_size, self.llm.loaded.end_ids)
+                grammars = Grammars(self.llm.tokenizer, vocab_size, self.llm.loaded.end_ids)
+                self._grammars = grammars, Lanes("outrider-grammar", lambda: compiler(grammars.info))
             return self._grammars
 
     def _asked(self, form: ResponseFormat | None, own: StructuredOutputs | None, forced: ToolOffer | None) -> Grammar:
@@ -268,31 +241,26 @@ class Service:
 
 def _continued(body: CommonRequest, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[int]]]:
     """The prompts without tokens of answers, and the answer so far of each choice. Raises Refused if they do not fit."""
-    given, count = body.continued_tokens, len(prompts) * n
+    given, count, problem = body.continued_tokens, len(prompts) * n, ""
     if given is None:
         return prompts, [[] for _ in range(count)]
-
-    def refuse(message: str) -> Refused:
-        return Refused(message, param="continued_tokens")
-
     if isinstance(given, int):
-        ids = isinstance(body, CompletionRequest) and all(isinstance(p, dict) for p in body.prompts)
-        if not ids:
-            raise refuse(
+        shortest = min(map(len, prompts))
+        if not isinstance(body, CompletionRequest) or any(isinstance(p, str) for p in body.prompts):
+            problem = (
                 "continued_tokens as a number counts token ids at the end of a prompt of token ids; "
                 "beside a text or messages, send the ids: continued_tokens=[...]"
             )
-        if n > 1:
-            raise refuse(f"{n} texts of one prompt have {n} answers; send a list of token ids for each")
-        if not 0 <= given < min(map(len, prompts)):
-            raise refuse(
-                f"the shortest prompt has {min(map(len, prompts))} tokens, so {given} cannot be answer already"
-            )
-        cut = [len(prompt) - given for prompt in prompts]
-        return [p[:at] for p, at in zip(prompts, cut, strict=True)], [
-            p[at:] for p, at in zip(prompts, cut, strict=True)
-        ]
-    lists = [list(x) for x in given if isinstance(x, list)] or [[x for x in given if isinstance(x, int)]]
-    if len(lists) != count:
-        raise refuse(f"continued_tokens has {len(lists)} lists of token ids, and the request asks for {count} texts")
-    return prompts, lists
+        elif n > 1:
+            problem = f"{n} texts of one prompt have {n} answers; send a list of token ids for each"
+        elif not 0 <= given < shortest:
+            problem = f"the shortest prompt has {shortest} tokens, so {given} cannot be answer already"
+        before = [p[len(p) - given :] for p in prompts]
+        prompts = [p[: len(p) - given] for p in prompts]
+    else:
+        before = [list(x) for x in given if isinstance(x, list)] or [[x for x in given if isinstance(x, int)]]
+        if len(before) != count:
+            problem = f"continued_tokens has {len(before)} lists of token ids, and the request asks for {count} texts"
+    if problem:
+        raise Refused(problem, param="continued_tokens")
+    return prompts, before

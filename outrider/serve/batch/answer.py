@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from outrider.engine import Engine
 from outrider.serve.assembly import load_llm
 from outrider.serve.batch.lines import BatchRequest
-from outrider.serve.bodies import Unusable, check_characters
-from outrider.serve.errors import Refused, invalid_body
+from outrider.serve.bodies import check_characters
+from outrider.serve.errors import Refused, invalid_body, refusing
 from outrider.serve.openai.protocol import ChatRequest, CompletionRequest
 from outrider.serve.openai.responses_request import ResponsesRequest
 from outrider.serve.openai.responses_writer import ResponsesWriter
@@ -105,10 +105,9 @@ class BatchAnswerer:
 
     def _body(self, request: BatchRequest) -> Any:
         try:
-            check_characters(request.body)
+            with refusing():
+                check_characters(request.body)
             body = _BODIES[request.url].model_validate(request.body)
-        except Unusable as error:
-            raise Refused(str(error)) from None
         except ValidationError as error:
             raise invalid_body(error.errors()) from None
         if body.stream:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +19,7 @@ from outrider.core.intervals import interval_unpaired
 from outrider.core.types import Step
 from outrider.engine import Engine
 from outrider.engine.request import Request, Sequence
-from outrider.serve.errors import Refused
+from outrider.serve.errors import Refused, refusing
 
 MOST = 10_000
 ON, OFF = "on", "off"
@@ -48,27 +51,26 @@ class Trial:
         """All requests were assigned, and all have ended."""
         return self.assigned >= self.wanted and not self._arms
 
-    def arm(self) -> str | None:
-        """The arm of the next request; None if all are assigned. `assign` its texts, or `drop` it."""
-        with self._lock:
-            if self.assigned >= self.wanted:
-                return None
-            if not self._pair:
-                self._pair = [ON, OFF]
-                self._random.shuffle(self._pair)
-            self.assigned += 1
-            return self._pair.pop()
+    @contextmanager
+    def enrolled(self, requests: list[Request]) -> Generator[list[Request], None, None]:
+        """The texts of one HTTP request, with the wish of their arm, while they are queued. The first of them is measured.
 
-    def assign(self, arm: str, requests: list[Request]) -> None:
-        """These texts belong to a request of the arm; its first one is measured."""
+        They stay as they are when all requests are assigned.
+        """
         with self._lock:
-            self._arms[requests[0].id] = arm
-
-    def drop(self, requests: list[Request]) -> None:
-        """The request could not be queued."""
-        with self._lock:
-            if self._arms.pop(requests[0].id, None) is not None:
-                self.left += 1
+            arm = None
+            if self.assigned < self.wanted:
+                if not self._pair:
+                    self._pair = [ON, OFF]
+                    self._random.shuffle(self._pair)
+                self.assigned += 1
+                arm = self._arms[requests[0].id] = self._pair.pop()
+        try:
+            yield [replace(request, num_speculative_tokens=0) for request in requests] if arm == OFF else requests
+        except BaseException:
+            with self._lock:
+                self.left += self._arms.pop(requests[0].id, None) is not None
+            raise
 
     def step(self, step: Step, seconds: list[float | None]) -> None:
         """See `Observer.step`."""
@@ -126,13 +128,15 @@ class Trials:
         """Begin a trial in place of the present one. Raises Refused for a server that does not speculate."""
         if self._engine.roster.default == "none":
             raise Refused("this server decodes plainly, so there is nothing to compare; give it a speculative_config")
-        try:
+        with refusing("requests"):
             trial = Trial(requests)
-        except ValueError as error:
-            raise Refused(str(error), param="requests") from error
         self.stop()
         self.current = self.latest = trial
         self._engine.scheduler.watch(trial)
+
+    def of(self, depth: int | None, method: str | None) -> Trial | None:
+        """The trial that a request takes part in: one with a wish of its own takes no part."""
+        return self.current if depth is None and method is None else None
 
     def stop(self) -> None:
         """End the trial."""

@@ -1,4 +1,5 @@
-"""The pages of a server: `/dashboard`, which is live, and `/explain`. Nothing is computed or sent while no page is open.
+"""The pages of a server: `/`, `/dashboard`, which is live, and `/explain`. Nothing is computed or sent
+while no page is open.
 
 Each viewer has a short queue. A viewer that does not read is dropped, and its queue with it. Every viewer is dropped after
 `LEASE` seconds and its browser comes back, so one that has gone to sleep holds nothing.
@@ -7,6 +8,7 @@ Each viewer has a short queue. A viewer that does not read is dropped, and its q
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import abc, deque
 from dataclasses import replace
 from functools import lru_cache
@@ -24,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.engine.trace import Detail
 from outrider.pages.explained import CostCurve, builtin, curve
 from outrider.pages.page import assemble
-from outrider.serve.connection import abort, disconnected
+from outrider.serve.connection import abort, unless_gone
 from outrider.serve.dashboard.figures import WINDOWS, added, figures, outlook, recent
 from outrider.serve.dashboard.trial import MOST
 from outrider.serve.dashboard.watch import EndedRequest, Watch
@@ -64,7 +66,7 @@ class Audience:
             self.begin()
             self._ticker = asyncio.get_running_loop().create_task(self._tick())
         if hello := self.hello():
-            viewer.put("hello", hello)
+            viewer.offer(encoded("hello", hello))
         self.viewers.append(viewer)
         return viewer
 
@@ -200,9 +202,6 @@ class Viewer:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue(WAITING)
         self._scope = anyio.CancelScope()
 
-    def put(self, name: str, event: dict[str, Any]) -> None:
-        self._queue.put_nowait(encoded(name, event))
-
     def offer(self, data: bytes) -> bool:
         """Queue an event; False if the viewer has not read for too long."""
         try:
@@ -242,21 +241,17 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         viewer = self.dashboard.join()
+
+        async def stream() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await viewer.send_all(send)
+            with anyio.move_on_after(1) as late:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if late.cancelled_caught:  # one that does not read cannot be told
+                abort(scope)
+
         try:
-            async with anyio.create_task_group() as tasks:
-
-                async def gone() -> None:
-                    await disconnected(receive)
-                    tasks.cancel_scope.cancel()
-
-                tasks.start_soon(gone)
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await viewer.send_all(send)
-                with anyio.move_on_after(1) as late:
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
-                if late.cancelled_caught:  # one that does not read cannot be told
-                    abort(scope)
-                tasks.cancel_scope.cancel()
+            await unless_gone(receive, stream())
         finally:
             self.dashboard.leave(viewer)
 
@@ -267,7 +262,22 @@ class TrialRequest(BaseModel):
 
 def install(app: FastAPI, service: Service, interval: float = INTERVAL) -> Dashboard:
     """Add the pages to an application. They are not part of its API and have no place in the schema."""
-    dashboard = Dashboard(service, interval)
+    dashboard, tokenizer = Dashboard(service, interval), service.llm.tokenizer
+    told = {"chat": bool(tokenizer and tokenizer.chat_template), "key": bool(service.settings.api_key)}
+    first = assemble(ASSETS / "home.html", ASSETS / "home.css", ASSETS / "home.js", json.dumps(told), connect=True)
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def home() -> Response:
+        """What the server is, where its other pages are, and a chat box.
+
+        It is open to all, so it holds nothing of the model: it asks for that with the key that its user gives.
+        """
+        return Response(first, headers=HEADERS, media_type="text/html")
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        """There is none. Browsers ask for it beside pages that are not ours."""
+        return Response(status_code=204, headers={"cache-control": "max-age=86400"})
 
     @app.get("/dashboard", include_in_schema=False)
     async def page() -> Response:
@@ -316,6 +326,3 @@ def own_curves(service: Service) -> list[CostCurve]:
 @lru_cache(1)
 def _page() -> str:
     return assemble(ASSETS / "dashboard.html", ASSETS / "dashboard.css", ASSETS / "dashboard.js", connect=True)
-
-
-__all__ = ["INTERVAL", "Audience", "Dashboard", "EventStream", "Viewer", "encoded", "install"]

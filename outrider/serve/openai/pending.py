@@ -9,11 +9,14 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from outrider.core.outputs import Delta
 from outrider.engine import Engine, EngineStopped, QueueFull
 from outrider.engine.request import Request, Sequence
 from outrider.engine.scheduler import LATE
-from outrider.serve.errors import Refused, dumps
+from outrider.serve.errors import Refused, dumps, refusing
 from outrider.serve.openai.protocol import StreamOptions
 from outrider.serve.openai.responses import ResponseWriter
 from outrider.serve.openai.tools import ToolCallReader
@@ -26,28 +29,29 @@ class PendingAnswer:
     on_end: called once when the block is left.
     """
 
-    def __init__(self, engine: Engine, writer: ResponseWriter) -> None:
-        self.engine, self.writer = engine, writer
+    writer: ResponseWriter
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.sequences, self.results = list[Sequence](), dict[int, Sequence]()
         self.on_end: Callable[[PendingAnswer], None] | None = None
         self._loop, self._deltas = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]]()
 
-    def submit(self, requests: abc.Sequence[Request], seconds: float) -> None:
-        """Queue the texts, all or none. seconds: until the deadline.
+    def submit(self, requests: abc.Sequence[Request], writer: ResponseWriter, seconds: float) -> None:
+        """Queue the texts, all or none. writer: of the response. seconds: until the deadline.
 
         Raises Refused if the queue is full, the engine has stopped, or the method does not exist.
         """
-        due = perf_counter() + seconds
+        due, self.writer = perf_counter() + seconds, writer
         try:
-            self.sequences = self.engine.submit(
-                [replace(request, deadline=due, sink=self._sink(index)) for index, request in enumerate(requests)]
-            )
+            with refusing():
+                self.sequences = self.engine.submit(
+                    [replace(request, deadline=due, sink=self._sink(index)) for index, request in enumerate(requests)]
+                )
         except QueueFull as full:
             raise Refused(str(full), 429, code="queue_full", retry=full.retry_after) from full
         except EngineStopped as stopped:
             raise Refused(str(stopped), 503, code="stopped") from stopped
-        except ValueError as error:
-            raise Refused(str(error), param=getattr(error, "name", None)) from error
 
     @property
     def headers(self) -> dict[str, str]:
@@ -137,6 +141,19 @@ class PendingAnswer:
             self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
         return hand_over
+
+
+class EventResponse(StreamingResponse):
+    """A stream of events. When it ends, for any reason, the pending answer ends too."""
+
+    def __init__(self, pending: PendingAnswer, events: AsyncIterator[bytes]) -> None:
+        headers = {**pending.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self.pending = pending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.pending:
+            await super().__call__(scope, receive, send)
 
 
 class StreamedChoice:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -23,6 +24,7 @@ from pydantic import (
 
 from outrider.core.params import BadParameter, SamplingParams
 from outrider.core.stopping import content_text
+from outrider.serve.openai.responses import Shown
 from outrider.serve.options import ServeOptions
 
 # Validation stops at the first wrong item. An error for each of a million items would take minutes.
@@ -98,9 +100,12 @@ class Prediction(BaseModel):
 
 
 class CommonRequest(RequestBody):
-    """The fields of text completions and chat completions."""
+    """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each."""
 
     model_config = ConfigDict(extra="allow")
+    missing: ClassVar[dict[str, str]] = {
+        "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding"
+    }
 
     model: str | None = None
     stream: bool | None = None
@@ -145,6 +150,13 @@ class CommonRequest(RequestBody):
     best_of: int | None = Field(None, ge=1, description="only the value of n is accepted")
     use_beam_search: bool | None = Field(None, description="only false is accepted")
 
+    @field_validator("*")
+    @classmethod
+    def _is_here(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name in cls.missing and value is not None and value is not False and value != "":
+            raise ValueError(cls.missing[info.field_name])
+        return value
+
     @field_validator("best_of")
     @classmethod
     def _best_of_is_n(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -153,13 +165,6 @@ class CommonRequest(RequestBody):
             raise ValueError(
                 f"this server does not choose among outputs, and n is {n}; send best_of={n} or leave it out"
             )
-        return value
-
-    @field_validator("use_beam_search")
-    @classmethod
-    def _no_beams(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("this server has no beam search; leave it out, or send temperature=0 for greedy decoding")
         return value
 
     @model_validator(mode="before")
@@ -197,53 +202,55 @@ class CommonRequest(RequestBody):
         """Draft tokens per step; None leaves it to the server."""
         return 0 if self.disable_spec_decode else self.num_speculative_tokens
 
-    def params(self, max_tokens: int | None, logprobs: int | None, settings: ServeOptions) -> SamplingParams:
+    @property
+    def limit(self) -> int | None:
+        """Tokens of a text, at most; 0 reads the prompt only, None is as many as fit."""
+        raise NotImplementedError
+
+    @property
+    def shown(self) -> Shown:
+        """What the answer shows."""
+        raise NotImplementedError
+
+    def params(self, settings: ServeOptions) -> SamplingParams:
         """The sampling parameters. Raises ValueError for invalid values, and for more than a limit of the server."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        longest = settings.max_stop_length
-        _at_most(len(stops), settings.max_stops, "stop strings", "stop")
-        _at_most(max(map(len, stops), default=0), longest, "characters in a stop string", "stop")
-        _at_most(logprobs or 0, settings.max_logprobs, "logprobs of one token", "logprobs")
-        shown = getattr(self, "prompt_logprobs", None) or 0
-        _at_most(shown, settings.max_logprobs, "prompt_logprobs of one token", "prompt_logprobs")
-        for name in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids"):
-            _at_most(len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}", name)
-        _at_most(max(map(len, self.bad_words or ()), default=0), longest, "characters in a bad word", "bad_words")
+        longest, shown = settings.max_stop_length, self.shown
+        for count, limit, what, name in (
+            ((self.n or 1) * self.count, settings.max_choices, "texts of one request", "n"),
+            (self.depth or 0, settings.max_speculative_tokens, "draft tokens a step", "num_speculative_tokens"),
+            (len(stops), settings.max_stops, "stop strings", "stop"),
+            (max(map(len, stops), default=0), longest, "characters in a stop string", "stop"),
+            (shown.logprobs or 0, settings.max_logprobs, "logprobs of one token", "logprobs"),
+            (shown.prompt_logprobs or 0, settings.max_logprobs, "prompt_logprobs of one token", "prompt_logprobs"),
+            *(
+                (len(getattr(self, name) or ()), settings.max_bias, f"entries in {name}", name)
+                for name in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids")
+            ),
+            (max(map(len, self.bad_words or ()), default=0), longest, "characters in a bad word", "bad_words"),
+        ):
+            if count > limit:
+                raise BadParameter(f"{str(count)[:20]} {what} are too many; this server takes {limit}", name)
         bias = {}
         for token, value in (self.logit_bias or {}).items():
             if not re.fullmatch("[0-9]{1,19}", token) or not -100 <= value <= 100:
                 got = f"{token[:20]!r}: {value:g}"
                 raise BadParameter(f"logit_bias maps token ids to numbers in [-100, 100], got {got}", "logit_bias")
             bias[int(token)] = value
-        given = {
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "temperature": self.temperature,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
+        given = {f.name: getattr(self, f.name, None) for f in fields(SamplingParams)} | {
+            "max_tokens": None,
             "logit_bias": bias or None,
             "stop": stops or None,
-            "stop_token_ids": self.stop_token_ids,
-            "include_stop_str_in_output": self.include_stop_str_in_output,
-            "bad_words": self.bad_words,
-            "allowed_token_ids": self.allowed_token_ids,
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
-            "skip_special_tokens": self.skip_special_tokens,
-            "seed": self.seed,
-            "n": self.n,
-            "logprobs": logprobs,
-            "prediction": self.predicted,
+            "logprobs": shown.logprobs,
+            "prompt_logprobs": shown.of_prompt,
+            "prediction": self.prediction and text_of(self.prediction.content, "prediction.content"),
         }
-        return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+        return SamplingParams(max_tokens=self.limit or None, **{k: v for k, v in given.items() if v is not None})
 
     @property
-    def predicted(self) -> str | None:
-        if self.prediction is None:
-            return None
-        return text_of(self.prediction.content, "prediction.content")
+    def count(self) -> int:
+        """Prompts."""
+        return 1
 
 
 # Fields that clients send and that have no meaning here. They are not misspellings.
@@ -255,6 +262,9 @@ HARMLESS |= {"safety_identifier", "prompt_cache_key", "stop_token", "length_pena
 class CompletionRequest(CommonRequest):
     """POST /v1/completions"""
 
+    missing = CommonRequest.missing | {
+        "suffix": "this server does not fill in the middle; send the text before the gap as prompt, no suffix"
+    }
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
@@ -273,14 +283,18 @@ class CompletionRequest(CommonRequest):
             raise ValueError(f"min_tokens={info.data['min_tokens']} is more than max_tokens=0; raise max_tokens")
         return value
 
-    @field_validator("suffix")
-    @classmethod
-    def _no_suffix(cls, value: str | None) -> str | None:
-        if value:
-            raise ValueError(
-                "this server does not fill in the middle; send the text before the gap as prompt, no suffix"
-            )
-        return value
+    @property
+    def limit(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def shown(self) -> Shown:
+        ids, details = bool(self.return_token_ids), bool(self.detailed_metrics)
+        return Shown(self.logprobs, self.prompt_logprobs, bool(self.echo), ids, details)
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts)
 
     @property
     def prompts(self) -> list[Any]:
@@ -304,9 +318,13 @@ class ChatRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def alternatives(self) -> int | None:
-        """How many alternatives to report for each token; None for no log-probabilities."""
-        return self.top_logprobs or 0 if self.logprobs else None
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def shown(self) -> Shown:
+        count = self.top_logprobs or 0 if self.logprobs else None
+        return Shown(count, token_ids=bool(self.return_token_ids), details=bool(self.detailed_metrics))
 
 
 class TokenizeRequest(RequestBody):
@@ -339,12 +357,12 @@ def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def text_of(content: Any, where: str) -> str:
-    """A string, or the joined texts of a list of text parts. Raises ValueError for anything else."""
+def text_of(content: Any, where: str, kind: str = "text") -> str:
+    """A string, or the joined texts of a list of text parts. kind: how errors call a part. Raises ValueError."""
     text = content_text(content)
     if text is None:
         raise ValueError(
-            f'{where} is a string or a list of {{"type": "text", "text": ...}}; this model reads text only'
+            f'{where} is a string or a list of {{"type": "{kind}", "text": ...}}; this model reads text only'
         )
     return text
 
@@ -352,8 +370,3 @@ def text_of(content: Any, where: str) -> str:
 def _is_number(model: type[BaseModel], name: str) -> bool:
     field = model.model_fields.get(name)
     return field is not None and field.annotation in (int | None, float | None)
-
-
-def _at_most(count: int, limit: int, what: str, name: str) -> None:
-    if count > limit:
-        raise BadParameter(f"{str(count)[:20]} {what} are too many; this server takes {limit}", name)

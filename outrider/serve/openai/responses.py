@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from time import time
 from typing import Any
 
 from outrider._version import __version__
@@ -37,45 +38,39 @@ class Shown:
         return max(asked, default=None)
 
 
+@dataclass
 class ResponseWriter:
     """Writes one response, whole or in chunks.
 
-    chat: a chat completion, else a text completion. prompts: token ids [choice]. n: choices of each prompt.
+    chat: a chat completion, else a text completion. decode: token ids -> text. prompts: token ids [choice]. n: choices of each
+    prompt. reader: makes a reader of tool calls, where tools were offered.
     """
 
-    def __init__(
-        self,
-        name: str,
-        created: int,
-        model: str,
-        chat: bool,
-        guarantee: Guarantee,
-        decode: Callable[[abc.Sequence[int]], str],
-        shown: Shown,
-        prompts: abc.Sequence[list[int]],
-        n: int = 1,
-        reader: Callable[[], ToolCallReader] | None = None,
-    ) -> None:
-        """decode: token ids -> text. reader: makes a reader of tool calls, where tools were offered."""
-        self.reader, self._shown, self._prompts, self._n = reader, shown, prompts, n
-        self.chat, self.guarantee, self._decode = chat, guarantee, decode
-        self.echoes = [decode(prompt) if shown.echo else "" for prompt in prompts]
-        self._head = {"id": name, "object": "", "created": created, "model": model}
-        self._head["system_fingerprint"] = f"outrider-{__version__}"
+    id: str
+    model: str
+    chat: bool
+    guarantee: Guarantee
+    decode: Callable[[abc.Sequence[int]], str]
+    shown: Shown
+    prompts: abc.Sequence[list[int]]
+    n: int = 1
+    reader: Callable[[], ToolCallReader] | None = None
+    created: int = field(default_factory=lambda: int(time()))
 
-    @property
-    def id(self) -> str:
-        return str(self._head["id"])
+    def __post_init__(self) -> None:
+        self.echoes = [self.decode(prompt) if self.shown.echo else "" for prompt in self.prompts]
+        self._head = {"id": self.id, "object": "", "created": self.created, "model": self.model}
+        self._head["system_fingerprint"] = f"outrider-{__version__}"
 
     @property
     def shows_tokens(self) -> bool:
         """A token is shown even if it adds no text."""
-        return self._shown.token_ids or self._shown.logprobs is not None
+        return self.shown.token_ids or self.shown.logprobs is not None
 
     @property
     def opens_late(self) -> bool:
         """The first chunk of a choice has to wait for the log-probabilities of its prompt."""
-        return self._shown.echo and self._shown.logprobs is not None
+        return self.shown.echo and self.shown.logprobs is not None
 
     def whole(self, results: abc.Sequence[Sequence]) -> dict[str, Any]:
         """The response in one piece."""
@@ -84,7 +79,7 @@ class ResponseWriter:
             if result.request.continued:
                 echo = ""  # it was shown at the beginning of the text
             known, tokens = result.prompt_logprobs, result.written
-            offset = len(echo) + sum(len(self._decode([t])) for t in result.request.continued)
+            offset = len(echo) + sum(len(self.decode([t])) for t in result.request.continued)
             logprobs = result.logprobs if result.params.logprobs is not None else None
             before = None if result.request.continued else self._prompt(index, known)
             shown = self._logprobs(tokens, logprobs, offset)
@@ -104,26 +99,26 @@ class ResponseWriter:
             else:
                 choice["text"] = content
             choice |= self._end(result, bool(calls))
-            if self._shown.prompt_logprobs is not None and result.params.prompt_logprobs is not None:
+            if self.shown.prompt_logprobs is not None and result.params.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = [
                     None if x is None else {str(t): max(v, _LEAST) for t, v in x.items()}
-                    for x in self._cut(index, known, self._shown.prompt_logprobs)
+                    for x in self._cut(index, known, self.shown.prompt_logprobs)
                 ]
-            if self._shown.token_ids:
+            if self.shown.token_ids:
                 choice["token_ids"] = tokens
                 if not self.chat:
-                    choice["prompt_token_ids"] = self._prompts[index]
+                    choice["prompt_token_ids"] = self.prompts[index]
             choices.append(choice)
         kind = "chat.completion" if self.chat else "text_completion"
         body = {**self._head, "object": kind, "choices": choices, "guarantee": self.guarantee.value}
-        if self.chat and self._shown.token_ids:
-            body["prompt_token_ids"] = self._prompts[0]
+        if self.chat and self.shown.token_ids:
+            body["prompt_token_ids"] = self.prompts[0]
         return {**body, **self._counts(results)}
 
     def opening(self, index: int, known: abc.Sequence[dict[int, float] | None] = ()) -> dict[str, Any] | None:
         """The first chunk of a choice, if it needs one: the role, the echo, the ids of the prompt. known: the
         log-probabilities of the prompt, if the choice `opens_late`."""
-        ids = {"prompt_token_ids": self._prompts[index]} if self._shown.token_ids else {}
+        ids = {"prompt_token_ids": self.prompts[index]} if self.shown.token_ids else {}
         choice = {"index": index, "logprobs": None, "finish_reason": None}
         if self.chat:
             return {**self._chunk([{**choice, "delta": {"role": "assistant", "content": ""}}]), **ids}
@@ -136,7 +131,7 @@ class ResponseWriter:
         tokens = delta.token_ids if delta else []
         logprobs = self._logprobs(tokens, delta.logprobs, offset) if delta and delta.logprobs else None
         content = {"delta": {"content": text}} if self.chat else {"text": text}
-        ids = {"token_ids": tokens} if self._shown.token_ids else {}
+        ids = {"token_ids": tokens} if self.shown.token_ids else {}
         return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None, **ids}])
 
     def call(self, index: int, number: int, call: ToolCall) -> dict[str, Any]:
@@ -155,7 +150,7 @@ class ResponseWriter:
         return {**self._chunk([]), "guarantee": self.guarantee.value, **self._counts(results)}
 
     def _counts(self, results: abc.Sequence[Sequence]) -> dict[str, Any]:
-        return {"usage": usage(results, self._n), "metrics": metrics(results, self._shown.details)}
+        return {"usage": usage(results, self.n), "metrics": metrics(results, self.shown.details)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
@@ -169,17 +164,17 @@ class ResponseWriter:
 
     def _prompt(self, index: int, known: abc.Sequence[dict[int, float] | None]) -> dict[str, Any] | None:
         """The log-probabilities of an echoed prompt, its first token without one; None if they are not shown."""
-        count = self._shown.logprobs
-        if not self._shown.echo or count is None:
+        count = self.shown.logprobs
+        if not self.shown.echo or count is None:
             return None
-        return self._logprobs(self._prompts[index], self._cut(index, known, count))
+        return self._logprobs(self.prompts[index], self._cut(index, known, count))
 
     def _cut(
         self, index: int, known: abc.Sequence[dict[int, float] | None], count: int
     ) -> list[dict[int, float] | None]:
         """The log-probabilities of a prompt with `count` alternatives each. None for all of them if the prompt was
         not read to its end."""
-        prompt = self._prompts[index]
+        prompt = self.prompts[index]
         if len(known) != len(prompt):
             return [None] * len(prompt)
         return [None if x is None else {t: x[t], **_likeliest(x, count)} for t, x in zip(prompt, known, strict=True)]
@@ -194,7 +189,7 @@ class ResponseWriter:
         pairs = list(zip(tokens, logprobs, strict=False))
         if self.chat:
             return {"content": [self._token(t, x[t], x) for t, x in pairs if x is not None]}
-        texts, offsets = [self._decode([t]) for t, _ in pairs], list[int]()
+        texts, offsets = [self.decode([t]) for t, _ in pairs], list[int]()
         for text in texts:
             offsets.append(offset)
             offset += len(text)
@@ -206,19 +201,19 @@ class ResponseWriter:
         """Alternatives by their text; of two tokens with one text, as parts of characters may have, the likelier."""
         found = dict[str, float]()
         for token, value in logprobs.items():
-            text = self._decode([token])
+            text = self.decode([token])
             found[text] = max(value, found.get(text, _LEAST))
         return found
 
     def _token(self, token: int, logprob: float, alternatives: dict[int, float] | None = None) -> dict[str, Any]:
-        text = self._decode([token])
+        text = self.decode([token])
         out: dict[str, Any] = {
             "token": text,
             "logprob": max(logprob, _LEAST),
             "bytes": list(text.encode("utf-8", "replace")),
         }
         if alternatives is not None:
-            best = _likeliest(alternatives, self._shown.logprobs or 0)
+            best = _likeliest(alternatives, self.shown.logprobs or 0)
             out["top_logprobs"] = [self._token(t, v) for t, v in best.items()]
         return out
 

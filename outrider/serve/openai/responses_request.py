@@ -10,22 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from outrider.serve.errors import Refused
-from outrider.serve.openai.protocol import ChatRequest, CommonRequest, Objects, Texts, few
+from outrider.serve.errors import Refused, refusing
+from outrider.serve.openai.protocol import ChatRequest, CommonRequest, JsonSchema, Objects, Texts, few, text_of
 
-_TEXTS = ("input_text", "output_text", "text", "refusal")
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class TextFormat(BaseModel):
+class TextFormat(JsonSchema):
     """`text.format`: a `response_format` whose schema is not nested."""
 
-    model_config = ConfigDict(strict=True, protected_namespaces=())
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextConfig(BaseModel):
@@ -35,9 +29,21 @@ class TextConfig(BaseModel):
     format: TextFormat | None = None
 
 
+_KEPT = "this server keeps no such objects; send input, and previous_response_id to go on"
+
+
 class ResponsesRequest(CommonRequest):
     """POST /v1/responses"""
 
+    missing = CommonRequest.missing | {
+        "background": "this server does not answer in the background; leave it out, or run `outrider batch`",
+        "conversation": _KEPT,
+        "prompt": _KEPT,
+        "max_tokens": "this endpoint calls it max_output_tokens",
+        "response_format": (
+            'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'
+        ),
+    }
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -57,41 +63,11 @@ class ResponsesRequest(CommonRequest):
     max_tokens: Any = Field(None, description="only null is accepted")
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @field_validator("background")
-    @classmethod
-    def _no_background(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("this server does not answer in the background; leave it out, or run `outrider batch`")
-        return value
-
-    @field_validator("conversation", "prompt")
-    @classmethod
-    def _not_kept(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError("this server keeps no such objects; send input, and previous_response_id to go on")
-        return value
-
-    @field_validator("max_tokens")
-    @classmethod
-    def _other_name(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError("this endpoint calls it max_output_tokens")
-        return value
-
     @field_validator("n")
     @classmethod
     def _one(cls, value: int | None) -> int | None:
         if value not in (None, 1):
             raise ValueError("a response has one text; ask n times, or use /v1/chat/completions")
-        return value
-
-    @field_validator("response_format")
-    @classmethod
-    def _in_text(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError(
-                'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'
-            )
         return value
 
     @property
@@ -131,7 +107,7 @@ def _format(given: TextFormat) -> dict[str, Any]:
         raise Refused(
             'text.format is {"type": "json_schema", "name": ..., "schema": {...}}, and schema is missing', param="text"
         )
-    return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema_, "strict": given.strict}}
+    return {"type": given.type, given.type: given.model_dump(by_alias=True, exclude={"type"})}
 
 
 def _tools(given: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
@@ -193,17 +169,8 @@ def _messages(items: Sequence[Any], before: int) -> list[dict[str, Any]]:
 
 def _content(given: Any, where: str) -> str:
     """The text of a content. Raises Refused for images and other parts that are no text."""
-    if isinstance(given, str):
-        return given
-    parts = given if isinstance(given, list) else [None]
-    texts = list[str]()
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in _TEXTS or not isinstance(text, str):
-            raise Refused(
-                f'{where} is a string or a list of {{"type": "input_text", "text": ...}}; this model reads text only',
-                param="input",
-            )
-        texts.append(text)
-    return "".join(texts)
+    if isinstance(given, list):
+        refusals = [isinstance(part, dict) and part.get("type") == "refusal" for part in given]
+        given = [{"text": p.get("refusal")} if refusal else p for p, refusal in zip(given, refusals, strict=True)]
+    with refusing("input"):
+        return text_of(given, where, "input_text")

@@ -1,19 +1,20 @@
-"""The routes of OpenAI's Responses API."""
+"""The routes of OpenAI's Responses API, and the responses that are kept to go on from: in memory, bounded."""
 
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from outrider.serve.answering import EventResponse, unless_gone
-from outrider.serve.errors import Refused, json_response
-from outrider.serve.openai.pending import PendingAnswer
+from outrider.serve.connection import unless_gone
+from outrider.serve.errors import Refused, dumps, json_response
+from outrider.serve.openai.pending import EventResponse, PendingAnswer
 from outrider.serve.openai.protocol import ChatRequest, StreamOptions
-from outrider.serve.openai.response_store import ResponseStore
 from outrider.serve.openai.responses_request import ResponsesRequest
 from outrider.serve.openai.responses_writer import ResponsesWriter, encoded
 from outrider.serve.service import Service
@@ -21,6 +22,53 @@ from outrider.serve.service import Service
 _OBJECT: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response", "content": {"application/json": {"schema": {"type": "object"}}}}
 }
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """response: as it was sent. items: of the whole conversation, without instructions. size: bytes."""
+
+    response: dict[str, Any]
+    items: list[dict[str, Any]]
+    size: int
+
+
+class ResponseStore:
+    """The responses that were used last. limit: how many. limit_bytes: of all, as JSON; one that is larger is not kept."""
+
+    def __init__(self, limit: int, limit_bytes: int) -> None:
+        self.limit, self.limit_bytes, self.bytes = limit, limit_bytes, 0
+        self._kept = OrderedDict[str, StoredResponse]()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
+        """Keep a response, and let go of the oldest ones."""
+        size = len(dumps(response)) + len(dumps(items))
+        self._kept[response["id"]] = StoredResponse(response, items, size)
+        self.bytes += size
+        while self._kept and (len(self._kept) > self.limit or self.bytes > self.limit_bytes):
+            _, old = self._kept.popitem(last=False)
+            self.bytes -= old.size
+
+    def get(self, name: str, status: int = 404, param: str | None = None) -> StoredResponse:
+        """A response. Raises Refused, with this status and param, if it is not here."""
+        if name not in self._kept:
+            raise Refused(
+                f"there is no response {name[:80]!r} here: the server keeps the last {self.limit} in memory, of up to "
+                f"{self.limit_bytes >> 20} MiB, and none with store=false; send the whole conversation as input",
+                status,
+                param=param,
+                code="previous_response_not_found" if param else "response_not_found",
+            )
+        self._kept.move_to_end(name)
+        return self._kept[name]
+
+    def drop(self, name: str) -> None:
+        """Let go of a response. Raises Refused if it is not here."""
+        self.bytes -= self.get(name).size
+        del self._kept[name]
 
 
 def install(
@@ -57,7 +105,7 @@ def install(
 
         if body.stream:
             return EventResponse(pending, _events(pending, writer, settings.pad_seconds, keep))
-        writer.whole(await unless_gone(request, pending.whole()))
+        writer.whole(await unless_gone(request.receive, pending.whole()))
         keep()
         return json_response(writer.response, headers=pending.headers)
 

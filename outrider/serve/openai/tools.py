@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.core.params import BadParameter
+
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -118,34 +120,38 @@ class ToolOffer:
 
 
 def offered(tools: Sequence[Any] | None, choice: Any, many: bool) -> ToolOffer | None:
-    """The offer of a request: its `tools`, `tool_choice`, `parallel_tool_calls`. None: no calls. Raises ValueError."""
+    """The offer of a request: its `tools`, `tool_choice`, `parallel_tool_calls`. None: no calls. Raises BadParameter."""
     given: dict[str, Any] = {}
     for number, tool in enumerate(tools or ()):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,64}", name):
-            raise ValueError(
+            raise BadParameter(
                 f'tools.{number} is {{"type": "function", "function": {{"name": ..., "parameters": a JSON schema}}}}, '
-                "the name of up to 64 letters, digits, _, - and ."
+                "the name of up to 64 letters, digits, _, - and .",
+                "tools",
             )
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-            raise ValueError(f"tools.{number}.function.parameters is the JSON schema of an object")
+            raise BadParameter(f"tools.{number}.function.parameters is the JSON schema of an object", "tools")
         given[name] = parameters
     if choice == "none" or (not given and choice in (None, "auto")):
         return None
     if choice in (None, "auto"):
         return ToolOffer(given, many=many)
     if not given:
-        raise ValueError("tool_choice asks for a call, and the request has no tools")
+        raise BadParameter("tool_choice asks for a call, and the request has no tools", "tool_choice")
     if choice == "required":
         return ToolOffer(given, True, many=many)
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if name is None:
-        raise ValueError('tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+        raise BadParameter(
+            'tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+            "tool_choice",
+        )
     if not isinstance(name, str) or name not in given:
-        raise ValueError(f"tool_choice names {str(name)[:80]!r}, which is not one of the tools")
+        raise BadParameter(f"tool_choice names {str(name)[:80]!r}, which is not one of the tools", "tool_choice")
     return ToolOffer(given, True, name, False)
 
 

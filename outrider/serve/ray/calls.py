@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Protocol
 
 from outrider.serve.guard import OWNER
 
@@ -48,19 +46,3 @@ class ResponseStart:
 
 class ReplicaLost(Exception):
     """A replica is gone, and its answer with it. Another one may be asked."""
-
-
-class Replicas(Protocol):
-    """The replicas of one server."""
-
-    def ask(self, call: ReplicaRequest) -> AsyncGenerator[ResponseStart | bytes, None]:
-        """Send a call to one of them. Yields a `ResponseStart`, then the parts of the body.
-
-        Raises ReplicaLost when the replica dies, and Refused when none can take the call. A reader that stops early
-        cancels the call.
-        """
-        ...
-
-    async def each(self, call: ReplicaRequest) -> dict[str, bytes]:
-        """The body of every replica's answer, by replica. A replica that does not answer is left out."""
-        ...

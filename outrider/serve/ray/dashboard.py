@@ -5,13 +5,16 @@ from __future__ import annotations
 import secrets
 from collections import abc
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.core.http import named_events
 from outrider.serve.dashboard.figures import added
 from outrider.serve.dashboard.viewers import INTERVAL, Audience, encoded
 from outrider.serve.dashboard.watch import RECENT
-from outrider.serve.ray.calls import ReplicaRequest, Replicas
+from outrider.serve.ray.calls import ReplicaRequest
+
+if TYPE_CHECKING:
+    from outrider.serve.ray.deployments import RayReplicas
 
 Event = dict[str, Any]
 
@@ -19,7 +22,7 @@ Event = dict[str, Any]
 class SummedDashboard(Audience):
     """Asks all replicas for their events at each tick, and sends viewers the sum."""
 
-    def __init__(self, replicas: Replicas, interval: float = INTERVAL) -> None:
+    def __init__(self, replicas: RayReplicas, interval: float = INTERVAL) -> None:
         super().__init__(interval)
         self._replicas, self._name = replicas, ""
         self._hellos, self._last = dict[str, Event](), dict[str, Event]()

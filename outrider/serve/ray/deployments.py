@@ -80,7 +80,11 @@ class RayReplicas:
         self._connections, self._watching = Connections(), set[asyncio.Task[None]]()
 
     async def ask(self, call: ReplicaRequest) -> AsyncGenerator[ResponseStart | bytes, None]:
-        """See `Replicas.ask`."""
+        """Send a call to one of them. Yields a `ResponseStart`, then the parts of the body.
+
+        Raises ReplicaLost when the replica dies, and Refused when none can take the call. A reader that stops early
+        cancels the call.
+        """
         held, lost, ended = self._stream.take.remote(call.prompt, call.home), asyncio.Future[None](), False
         try:
             reservation = await asyncio.wait_for(anext(held), self._patience)
@@ -119,7 +123,7 @@ class RayReplicas:
         task.add_done_callback(self._watching.discard)
 
     async def each(self, call: ReplicaRequest) -> dict[str, bytes]:
-        """See `Replicas.each`."""
+        """The body of every replica's answer, by replica. A replica that does not answer is left out."""
         try:
             response = self._handle.broadcast("page", call)
             found = await response.results_async(timeout_s=PAGE_TIMEOUT, return_exceptions=True)
@@ -211,6 +215,3 @@ def _front(args: DeployOptions, engines: Application | str) -> Application:
         graceful_shutdown_timeout_s=args.request_timeout,
     )
     return front.bind(engines, args.of_front())
-
-
-__all__ = ["OutriderEngine", "OutriderFront", "RayReplicas", "build", "build_engines", "build_front"]

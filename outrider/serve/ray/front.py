@@ -11,24 +11,26 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outrider.serve.connection import disconnected
+from outrider.serve.connection import unless_gone
 from outrider.serve.dashboard.viewers import EventStream
 from outrider.serve.errors import Refused, dumps
 from outrider.serve.guard import OWNER, guards
 from outrider.serve.logs import log
-from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.metrics import CONTENT_TYPE, Metrics, merged_metrics
 from outrider.serve.openai.responses_route import replica_of
 from outrider.serve.options import ServeOptions
-from outrider.serve.ray.calls import DROP_FROM_REQUEST, ReplicaLost, ReplicaRequest, Replicas, ResponseStart
+from outrider.serve.ray.calls import DROP_FROM_REQUEST, ReplicaLost, ReplicaRequest, ResponseStart
 from outrider.serve.ray.dashboard import SummedDashboard
-from outrider.serve.ray.pages import merged_metrics
 from outrider.serve.ray.resume import END, MOVES, ResumableStream
+
+if TYPE_CHECKING:
+    from outrider.serve.ray.deployments import RayReplicas
 
 STREAMED = ("/v1/completions", "/v1/chat/completions")
 RESPONSES = "/v1/responses"
@@ -40,7 +42,7 @@ PAUSE = 0.1  # seconds before the second try; each further one waits twice as lo
 class Front:
     """An ASGI application that hands requests to replicas. moved: requests that another replica took over."""
 
-    def __init__(self, replicas: Replicas, settings: ServeOptions, patience: float = PATIENCE) -> None:
+    def __init__(self, replicas: RayReplicas, settings: ServeOptions, patience: float = PATIENCE) -> None:
         self.replicas, self.settings, self.patience = replicas, settings, patience
         self.metrics, self.moved = Metrics(settings.metrics_prefix, settings.model_name), 0
         self.dashboard = SummedDashboard(replicas)
@@ -194,18 +196,7 @@ async def _sent(answer: AsyncGenerator[ResponseStart | bytes, None], receive: Re
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    writing, leaving = asyncio.ensure_future(forward()), asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not writing.done():
-            raise ClientDisconnect
-        writing.result()
-    except ClientDisconnect:
-        return
-    finally:
-        for task in (writing, leaving):
-            task.cancel()
-        await asyncio.wait([writing, leaving])
+    await unless_gone(receive, forward())
 
 
 def _parsed(body: bytes) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import random
@@ -271,13 +272,13 @@ def sequence(n: int, tokens: int = 11, seconds: float = 1.0, finish: str = "leng
 def test_a_trial_finds_the_difference_that_is_there() -> None:
     trial, arms = Trial(40, seed=3), list[str]()
     for n in range(40):
-        arm = trial.arm()
-        assert arm is not None
-        arms.append(arm)
-        one = sequence(n, seconds=(1.0 if arm == ON else 2.0) * (1 + 0.1 * (n % 3)))
-        trial.assign(arm, [one])
-        trial.finished(one)
-    assert trial.arm() is None
+        with trial.enrolled([Request(n, [1], SamplingParams())]) as [request]:
+            arms.append(OFF if request.num_speculative_tokens == 0 else ON)
+        trial.finished(sequence(n, seconds=(1.0 if arms[-1] == ON else 2.0) * (1 + 0.1 * (n % 3))))
+    for n in range(40, 44):
+        with trial.enrolled([Request(n, [1], SamplingParams())]) as [request]:
+            assert request.num_speculative_tokens is None
+    assert trial.assigned == 40
     assert all({a, b} == {ON, OFF} for a, b in zip(arms[::2], arms[1::2], strict=True))
     assert len(set(arms[::2])) == 2, "the order within pairs is by chance"
     result = trial.result()
@@ -290,8 +291,9 @@ def test_a_trial_leaves_out_what_failed() -> None:
     trial = Trial(4, seed=1)
     bad = [sequence(0, finish="error"), sequence(1, tokens=1), sequence(2)]
     for one in bad:
-        trial.assign(trial.arm() or "", [one])
-    trial.drop([bad[2]])
+        with contextlib.suppress(KeyError), trial.enrolled([one.request]):
+            if one is bad[2]:
+                raise KeyError
     for one in bad:
         trial.finished(one)
     assert trial.left == 3

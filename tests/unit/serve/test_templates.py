@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
+import threading
 
 import httpx
 import pytest
@@ -11,7 +13,7 @@ from serving import TEMPLATE, Live, builtin, serving
 
 from outrider import LLM
 from outrider.core import child
-from outrider.core.child import TooSlow
+from outrider.core.child import Child, TooSlow
 from outrider.core.rendering import renderer
 from outrider.serve import lanes
 
@@ -103,7 +105,7 @@ def test_a_child_that_was_ended_starts_anew() -> None:
         one.ask(question, 60)
 
 
-def test_the_system_limits_a_child_too_and_it_gives_way_to_the_server() -> None:
+def test_the_system_limits_a_child_too() -> None:
     one = renderer()
     try:
         one.ask({"chat_template": TEMPLATE, "messages": []}, 60)
@@ -112,9 +114,21 @@ def test_the_system_limits_a_child_too_and_it_gives_way_to_the_server() -> None:
         memory, time = (resource.prlimit(process.pid, kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU))
         assert child.MEMORY < memory < 8 * child.MEMORY
         assert 60 < time < 200
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
     finally:
         one.close()
+
+
+def test_what_is_slow_gives_way() -> None:
+    seen = list[int]()
+
+    def act(_: Child, seconds: float) -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        if seconds == lanes.SECONDS[0]:
+            raise TooSlow("it is slow")
+
+    asyncio.run(lanes.Lanes("x", renderer).ask(act))
+    assert seen[0] == os.getpriority(os.PRIO_PROCESS, 0)
+    assert seen[1] == min(19, seen[0] + 5)
 
 
 def test_a_child_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
