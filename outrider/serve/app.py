@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from outrider.serve.spans import Spans
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": errors.SCHEMA}}}
+    status: {"description": text, "model": errors.ErrorBody}
     for status, text in {
         400: "The request is not valid; the message says why",
         401: "The API key is missing or wrong",

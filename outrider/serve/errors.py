@@ -5,49 +5,48 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "integer", "null"]},
-            },
-        }
-    },
-}
 
 
+class ErrorDetail(BaseModel):
+    """param: the field of the request that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorBody(BaseModel):
+    """What OpenAI's clients read."""
+
+    error: ErrorDetail
+
+
+@dataclass(eq=False)
 class Refused(Exception):
     """The response is an error. The client sees the message. retry: seconds for `Retry-After`. challenge: how to give the key."""
 
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry: int | None = None,
-        challenge: str = "Bearer",
-    ) -> None:
-        super().__init__(message)
-        self.message, self.status, self.param, self.code, self.retry = message, status, param, code, retry
-        self.challenge = challenge
+    message: str
+    status: int = 400
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    retry: int | None = None
+    challenge: str = "Bearer"
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def few(given: Any) -> Any:
     return given
 
 
-class RequestBody(BaseModel):
-    """A JSON body. Its characters were checked, see `check_characters`."""
+class JsonObject(BaseModel):
+    """A body, or an object in one. Its values have their types already. Its characters were checked, see `check_characters`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -55,51 +55,46 @@ class RequestBody(BaseModel):
         return data
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(JsonObject):
     """include_usage: one more event, with the usage. continuous_usage_stats: `so_far` in every event, with counts."""
 
-    model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(JsonObject):
     """The `json_schema` of a response format."""
 
-    model_config = ConfigDict(strict=True, protected_namespaces=())
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(JsonObject):
     """OpenAI's `response_format`."""
 
-    model_config = ConfigDict(strict=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(JsonObject):
     """vLLM's `structured_outputs`: exactly one of the fields."""
 
-    model_config = ConfigDict(strict=True, protected_namespaces=())
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: Texts | None = None
     json_object: bool | None = None
 
 
-class Prediction(BaseModel):
+class Prediction(JsonObject):
     """A text that most of the answer is expected to repeat."""
 
-    model_config = ConfigDict(strict=True)
     type: Literal["content"]
     content: str | Objects
 
 
-class CommonRequest(RequestBody):
+class CommonRequest(JsonObject):
     """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each."""
 
     model_config = ConfigDict(extra="allow")
@@ -327,7 +322,7 @@ class ChatRequest(CommonRequest):
         return Shown(count, token_ids=bool(self.return_token_ids), details=bool(self.detailed_metrics))
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(JsonObject):
     """POST /tokenize: a prompt, or messages."""
 
     model: str | None = None
@@ -337,7 +332,7 @@ class TokenizeRequest(RequestBody):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(RequestBody):
+class DetokenizeRequest(JsonObject):
     """POST /detokenize"""
 
     model: str | None = None

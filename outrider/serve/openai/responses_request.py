@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from outrider.serve.errors import Refused, refusing
-from outrider.serve.openai.protocol import ChatRequest, CommonRequest, JsonSchema, Objects, Texts, few, text_of
+from outrider.serve.openai.protocol import (
+    ChatRequest,
+    CommonRequest,
+    JsonObject,
+    JsonSchema,
+    Objects,
+    Texts,
+    few,
+    text_of,
+)
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -22,10 +31,9 @@ class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
 
 
-class TextConfig(BaseModel):
+class TextConfig(JsonObject):
     """`text`: what form the answer has."""
 
-    model_config = ConfigDict(strict=True)
     format: TextFormat | None = None
 
 
