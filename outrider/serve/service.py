@@ -78,7 +78,8 @@ class Service:
         mask = await self._grammar(body, offer if offer and offer.forced else None)
         with refusing():
             params = body.params(self.settings)
-        params = params.with_(skip_special_tokens=params.skip_special_tokens and not special)
+        if special:
+            params = params.with_(skip_special_tokens=False)
         chat = isinstance(body, ChatRequest)
         if isinstance(body, ChatRequest):
             tools = None if body.tool_choice == "none" else body.tools
