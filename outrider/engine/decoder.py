@@ -163,10 +163,7 @@ class Decoder:
 
         What it holds is read again. Its text goes on as if nothing had happened, because noise is keyed by position.
         """
-        sequence.slot = self.free.pop()
-        sequence.features, sequence.features_from = [], 0
-        if not sequence.written:
-            sequence.prompt_logprobs.clear()
+        sequence.take(self.free.pop())
         self.sequences[sequence.slot] = sequence
         self.waiting.append(sequence)
 
@@ -316,10 +313,6 @@ class Decoder:
                 new = new[:-1]  # the distribution was empty: there is no token
             if (wanted := sequence.params.logprobs) is not None:
                 sequence.logprobs += [logprobs(out.logits[b, n], t, wanted) for n, t in zip(nodes, new, strict=False)]
-            now = perf_counter()
-            sequence.clock.first = sequence.clock.first or now
-            sequence.clock.done, sequence.finish = (now, end) if end else (None, None)
-            sequence.tokens += new
             held = nodes[: len(new)]
             features = None if out.features is None else out.features[b, held]
             commit = Commit(new, held, min(len(new), len(nodes) - 1), end.finish if end else None, features)

@@ -192,8 +192,19 @@ class Sequence:
         if checker.end is not None:
             self.clock.done, self.finish = perf_counter(), checker.end
 
+    def take(self, slot: int) -> None:
+        """Take a slot, in which nothing is read yet."""
+        self.slot, self.features, self.features_from = slot, [], 0
+        if not self.written:
+            self.prompt_logprobs.clear()
+
     def step_done(self, drafted: int, commit: Commit) -> None:
-        """Count a step."""
+        """Take over what a step wrote. The checker has read it."""
+        now = perf_counter()
+        self.clock.first = self.clock.first or now
+        if self.checker is not None and self.checker.end is not None:
+            self.clock.done, self.finish = now, self.checker.end
+        self.tokens += commit.tokens
         self.counts.drafted.append(drafted)
         self.counts.accepted.append(commit.num_accepted)
         self.cursor.from_draft += [i < commit.num_accepted for i in range(len(commit.tokens))]

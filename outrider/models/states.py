@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.core.types import PADDING
-
-if TYPE_CHECKING:
-    from outrider.models.nodes import Nodes
 
 # What a layer remembers of a sequence: one or more tensors, [1, ...] each.
 State = tuple[Tensor, ...]
@@ -99,29 +96,32 @@ class LayerStates:
         self.committed = [t.repeat(num_slots, *[1] * (t.dim() - 1)) for t in start]
         self._scratch: dict[int, _Scratch] = {}
 
-    def scan(self, nodes: Nodes, advance: Advance, inputs: Sequence[Tensor]) -> Tensor:
+    def scan(
+        self, slots: Sequence[int], trees: Sequence[list[int]], count: int, advance: Advance, inputs: Sequence[Tensor]
+    ) -> Tensor:
         """Move the states on by the new nodes, each from the state after its parent. The nodes are in the scratch then.
 
-        inputs: what each node reads, [batch * node, ...] each. Returns the outputs, [batch * node, ...]; zeros for padding.
+        slots, trees, count: `slots`, `parent_lists` and `count` of `Nodes`. inputs: what each node reads, [batch * node, ...]
+        each. Returns the outputs, [batch * node, ...]; zeros for padding.
         """
         chains, row_of = list[_Growing](), dict[tuple[int, int], int]()
         # By slot and node: what chains begin with; None until it is known.
         starts = dict[tuple[int, int], State | None]()
         told = advance, inputs
-        for b, (slot, parents) in enumerate(zip(nodes.slots, nodes.parent_lists, strict=True)):
-            scratch = self._scratch.setdefault(slot, _Scratch())
-            self._cut(slot, nodes.held)
+        for b, (slot, parents) in enumerate(zip(slots, trees, strict=True)):
+            scratch, held = self._scratch.setdefault(slot, _Scratch()), len(parents) - count
+            self._cut(slot, held)
             # By node: the chain that ends there, and the wave of its chain.
             ends, waves = dict[int, _Growing](), dict[int, int]()
-            for node, parent in enumerate(parents[nodes.held :], nodes.held):
+            for node, parent in enumerate(parents[held:], held):
                 scratch.parents.append(parent)
                 if parent == PADDING:
                     scratch.read.append(None)
                     continue
-                row_of[slot, node] = b * nodes.count + node - nodes.held
+                row_of[slot, node] = b * count + node - held
                 scratch.read.append(_Read(told, row_of[slot, node]))
                 if (chain := ends.pop(parent, None)) is None:
-                    starts[slot, parent] = self.after(slot, parent) if parent < nodes.held else None
+                    starts[slot, parent] = self.after(slot, parent) if parent < held else None
                     chain = _Growing(slot, parent, 1 + waves.get(parent, -1))
                     chains.append(chain)
                 chain.nodes.append(node)

@@ -174,7 +174,7 @@ def _header(where: Path, raw: bytes) -> RunRecord:
         raise ValueError(
             f"{where}, line 1: {_other_format(raw) or f'this is no trace of outrider ({error}); {_HOW}'}"
         ) from None
-    if not isinstance(line, RunRecord):
+    if line.line != "header":
         raise ValueError(
             f"{where}, line 1: the first line of a trace is its header, and this line is a {line.line}; {_HOW}"
         )
@@ -211,9 +211,9 @@ def _parse(raw: bytes) -> AnyLine:
 
 def _add(trace: Trace, line: AnyLine) -> None:
     """Add a line. Raises ValueError if it does not follow from the lines before."""
-    if isinstance(line, RunRecord):
+    if line.line == "header":
         raise ValueError("a second header; one file holds one run")
-    if isinstance(line, RequestRecord):
+    if line.line == "request":
         if line.request in trace.texts:
             raise ValueError(f"request {line.request} joins a second time")
         trace.texts[line.request] = TracedText(line)
@@ -221,7 +221,7 @@ def _add(trace: Trace, line: AnyLine) -> None:
     text = trace.texts.get(line.request)
     if text is None or text.end is not None:
         raise ValueError(f"a {line.line} of request {line.request}, which {'has ended' if text else 'never joined'}")
-    if isinstance(line, EndRecord):
+    if line.line == "end":
         text.end = line
         return
     last = text.steps[-1] if text.steps else None

@@ -89,7 +89,8 @@ class Recurrences:
                 return advance(chains, read)
 
         assert self.call.nodes is not None
-        return self.call.nodes.cache.states[key].scan(self.call.nodes, same, inputs)
+        nodes = self.call.nodes
+        return nodes.cache.states[key].scan(nodes.slots, nodes.parent_lists, nodes.count, same, inputs)
 
     def _forward(self, number: int, module: nn.Module, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """A layer's forward over nodes [batch, node, hidden], as one over [batch * node, 1, hidden]."""

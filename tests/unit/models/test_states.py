@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from outrider.models.cache import SlotCache
 from outrider.models.hf import recurrent, steps
 from outrider.models.hf.model import HFModel
 from outrider.models.nodes import Nodes
-from outrider.models.states import KEPT, Advance, LayerStates, NodeChain
+from outrider.models.states import KEPT, LayerStates, NodeChain
 from outrider.testing.stubs import Noisy, Wrong
 
 # One of each kind: linear attention, Mamba 2 beside attention in one layer, Mamba alone, convolutions.
@@ -186,7 +187,9 @@ def _changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node changes the state of its parent, so siblings see each other."""
     scan = LayerStates.scan
 
-    def changed(self: LayerStates, nodes: Nodes, advance: Advance, inputs: list[torch.Tensor]) -> torch.Tensor:
+    def changed(self: LayerStates, *given: Any) -> torch.Tensor:
+        *nodes, advance, inputs = given
+
         def dirty(chains: list[NodeChain], read: list[torch.Tensor]) -> tuple[torch.Tensor, list[list[states.State]]]:
             out, found = advance(chains, read)
             for chain, after in zip(chains, found, strict=True):
@@ -194,7 +197,7 @@ def _changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
                     start.copy_(new)
             return out, found
 
-        return scan(self, nodes, dirty, inputs)
+        return scan(self, *nodes, dirty, inputs)
 
     monkeypatch.setattr(LayerStates, "scan", changed)
 
