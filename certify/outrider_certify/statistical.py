@@ -143,7 +143,8 @@ class TextStatistics:
         self.errors += record["errors"]
         for name, more in record["cells"].items():
             self.cells[name] = self.cells.get(name, 0) + np.asarray(more)
-        self.audit.add(*map(np.array, record["wealth"]), record["tokens"])
+        logs, made = record["wealth"]
+        self.audit.add(np.array(logs), np.array(made), record["tokens"])
 
 
 class Statistical(CertificateKind):

@@ -220,7 +220,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_pages_that_the_code_names_exist() -> None:
-    for folder in ("outrider", "tests", "benchmarks", "recipes"):
+    for folder in ("outrider", "certify", "tests", "benchmarks", "recipes"):
         for file in (ROOT / folder).rglob("*.py"):
             for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text()):
                 assert (ROOT / page).exists(), f"{name(file)} names {page}"
@@ -239,7 +239,7 @@ def test_the_page_of_licences_names_each_file_with_data() -> None:
     kept = (".json", ".jsonl", ".gz", ".safetensors", ".npz", ".gguf", ".bin")
     data = {
         name(file)
-        for folder in ("outrider", "benchmarks", "recipes", "tests", "docs")
+        for folder in ("outrider", "certify/outrider_certify", "benchmarks", "recipes", "tests", "docs")
         for file in (ROOT / folder).rglob("*")
         if file.name.endswith(kept) and "__pycache__" not in file.parts
     }
