@@ -183,11 +183,10 @@ class LlamaWeights:
 
         def layer(i: int) -> LlamaLayerWeights:
             path = f"model.layers.{i}."
-            norms = (tensors.get(f"{path}{name}.weight") for name in _NORMS)
-            return LlamaLayerWeights(
-                *(matrices[path + names[0]] for names in _MATRICES),
-                *(None if norm is None else _floats(norm) for norm in norms),
-            )
+            qkv, out, gate_up, down = (matrices[path + names[0]] for names in _MATRICES)
+            found = (tensors.get(f"{path}{name}.weight") for name in _NORMS)
+            norm1, norm2, q_norm, k_norm = (None if norm is None else _floats(norm) for norm in found)
+            return LlamaLayerWeights(qkv, out, gate_up, down, norm1, norm2, q_norm, k_norm)
 
         table = matrices.get("model.embed_tokens")
         return cls(
