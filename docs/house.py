@@ -1,6 +1,6 @@
 """Prints how large and how tangled the package is: python docs/house.py [CHECKOUT] [--where].
 
-With --where, each place that a figure counts is printed, too. It reads the source as text and runs nothing of it.
+--where prints the places that are counted, too. It reads the source as text and runs nothing of it.
 
 isinstance of own types   `isinstance` with a class of the package: ask for a capability instead
 writes to other objects   `x.name = ...`, where x is not the method's own object: an object should be whole when it is made
@@ -30,19 +30,14 @@ def read(package: Path) -> Modules:
     }
 
 
-def classes(modules: Modules) -> list[tuple[str, str]]:
-    """(name, place) of each class."""
-    return [
-        (n.name, f"{m}:{n.lineno}")
-        for m, tree in modules.items()
-        for n in ast.walk(tree)
-        if isinstance(n, ast.ClassDef)
-    ]
+def classes(modules: Modules) -> list[str]:
+    """The name of each class."""
+    return [n.name for tree in modules.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
 
 
 def own_checks(modules: Modules) -> list[str]:
     """Places that ask whether an object is of a class of the package."""
-    own = {name for name, _ in classes(modules)}
+    own = {*classes(modules)}
     found = list[str]()
     for module, tree in modules.items():
         foreign = {alias.asname or alias.name for node in ast.walk(tree) if _is_foreign(node) for alias in node.names}
@@ -129,7 +124,7 @@ def figures(checkout: Path) -> dict[str, int | list[str]]:
     modules = read(package)
     rooms = {".".join(path.parent.relative_to(checkout).parts) for path in package.rglob("__init__.py")}
     arrows = imports(modules)
-    names = Counter(name for name, _ in classes(modules))
+    names = Counter(classes(modules))
     return {
         "lines of Python": sum(len(path.read_text().splitlines()) for path in package.rglob("*.py")),
         "modules": len(modules),

@@ -80,7 +80,7 @@ def head_kind(folder: str | Path) -> str | None:
     try:
         return _looked(Path(folder).expanduser())[0]
     except (ValueError, OSError):
-        return None  # whoever loads it as a model says what is wrong
+        return None  # the loader of models says what is wrong
 
 
 def open_head(folder: str | Path) -> HeadFolder:
