@@ -59,7 +59,13 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "engine": ("many requests at once", ["engine.engine"]),
     "trace": (
         "record, read, replay",
-        ["engine.trace.recorder", "engine.trace.records", "engine.trace.reader", "engine.trace.replay"],
+        [
+            "engine.trace.recorder",
+            "engine.trace.records",
+            "engine.trace.reader",
+            "engine.trace.replay",
+            "engine.fingerprint",
+        ],
     ),
     "engines": ("exports to other engines", ["integrations.engines", "integrations.engines.setting"]),
     "plan": (

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.machine import facts
 from outrider.core.files import written_whole
-from outrider.models.identity import sha256, weight_files
+from outrider.models.identity import public_name, sha256, weight_files
 
 # Measurements with another of these cannot be compared with those of the file.
 SAME = ("cpu", "family", "cores", "isa", "torch", "transformers")
@@ -63,7 +63,6 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 def identity(model: str) -> dict[str, Any]:
     """A model's name, bytes and sha256: of the contents of its files, one after the other."""
-    files, path = weight_files(model), Path(model).expanduser()
-    name = path.name if path.exists() else model
+    files = weight_files(model)
     found = {"bytes": sum(f.stat().st_size for f in files), "sha256": sha256(files)} if files else {}
-    return {"name": name, **found}
+    return {"name": public_name(model), **found}

@@ -106,7 +106,7 @@ def demo(
         chat = talks(llm)
         first, first_sampling = (FIRST_QUESTION, FIRST_CHAT_SAMPLING) if chat else (FIRST_PROMPT, FIRST_SAMPLING)
         print(paint(f"\n{first}", DIM), end="\n\n" if chat else "", flush=True)
-        if stream(llm, first, SamplingParams(max_tokens=tokens, **first_sampling), chat):
+        if stream(llm, first, SamplingParams(max_tokens=tokens, **first_sampling), chat) is None:
             raise KeyboardInterrupt
         print()
         prompts = prompts_for(llm)

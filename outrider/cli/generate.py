@@ -6,6 +6,8 @@ import os
 import secrets
 import sys
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,9 +24,10 @@ from outrider.cli.options import (
     TraceOptions,
     option,
 )
-from outrider.cli.terminal import DIM, GREEN, loading, paint, plain, printable, readable, tell
+from outrider.cli.terminal import DIM, GREEN, check_folders, loading, paint, plain, printable, readable, tell
 
 if TYPE_CHECKING:
+    from outrider.core.outputs import RequestOutput
     from outrider.core.params import SamplingParams
     from outrider.core.types import Step
     from outrider.engine.llm import LLM
@@ -47,6 +50,14 @@ def generate(
     sampling: SamplingOptions,
     chat: Annotated[bool, option("Output", "Send the prompt as a user's chat message.", "--chat")] = False,
     trace: TraceOptions,
+    fingerprint: Annotated[
+        Path | None,
+        option(
+            "Output",
+            "Write what the text depends on, and its tokens, for outrider replay --fingerprint on any machine.",
+            metavar="FILE",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Continue a prompt. The terminal shows the text as it comes, with accepted draft tokens coloured. A pipe gets only text.
@@ -57,6 +68,7 @@ def generate(
     with readable(debug):
         given = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
         config = speculation.config(model)
+        check_folders(fingerprint)
         with loading(model):
             from outrider.engine.llm import LLM
             from outrider.models.load import has_chat_template
@@ -66,21 +78,28 @@ def generate(
             params = sampling.params(secrets.randbits(32), speculation.predicted_text())
             options = {"max_model_len": max_model_len, "max_num_seqs": 1, **dict(loaded)}
             llm = LLM(model, speculative_config=config, trace=trace.recorder("tokens"), **options)
-        if stream(llm, given.decode(errors="replace"), params, chat=chat):
+        output = stream(llm, given.decode(errors="replace"), params, chat=chat)
+        if output is None:
             raise typer.Exit(130)
+        if fingerprint is not None:
+            from outrider.engine.fingerprint import fingerprint as of
+
+            of(llm, output, params).write(fingerprint)
+            tell(f"{fingerprint} has its fingerprint; on any machine: outrider replay --fingerprint {fingerprint}")
 
 
-def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> bool:
-    """Write the text as it comes, then the summary line. Returns whether ctrl-C ended it."""
+def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) -> RequestOutput | None:
+    """Write the text as it comes, then the summary line. Returns the whole output, or None if ctrl-C ended it."""
     bare, speculates = plain(sys.stdout), llm.config.enabled
     used = StepsByDrafter(llm.method)
     llm.scheduler.watch(used)
     source = llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params)
-    tokens, last, interrupted, started = 0, "\n", False, perf_counter()
+    tokens, last, started = 0, "\n", perf_counter()
+    output: RequestOutput | None = None
     steps = drafted = accepted = 0
     if sys.stdout.isatty() and speculates and not bare:
         print(paint("accepted draft tokens", GREEN) + paint(" | tokens of the model itself\n", DIM))
-    try:
+    with suppress(KeyboardInterrupt):
         echo = prompt if sys.stdout.isatty() and not chat else ""
         for delta in source:
             pieces = [(printable(text), from_draft) for text, from_draft in delta.pieces]
@@ -89,8 +108,7 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) ->
             sys.stdout.flush()
             tokens, last, echo = tokens + len(delta.token_ids), (delta.text or echo or last)[-1], ""
             steps, drafted, accepted = steps + 1, drafted + delta.drafted, accepted + delta.accepted
-    except KeyboardInterrupt:
-        interrupted = True
+            output = delta.output
     llm.scheduler.unwatch(used)
     seconds = perf_counter() - started
     if last != "\n":
@@ -101,9 +119,8 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool = False) ->
         facts += [f"acceptance length {1 + accepted / steps:.2f} (bonus counted)"]
         facts += [f"acceptance rate {accepted / drafted:.2f}", used.sentence] if drafted else ["no draft tokens"]
     facts += [*llm.notes, f"seed {params.seed}", llm.decoder.guarantee.value if speculates else "plain decoding"]
-    line = ("interrupted: " if interrupted else "") + ", ".join(facts)
-    tell(line)
-    return interrupted
+    tell(("interrupted: " if output is None else "") + ", ".join(facts))
+    return output
 
 
 class StepsByDrafter:

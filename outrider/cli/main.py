@@ -141,6 +141,7 @@ add(
     'outrider generate "def f(x):" --trace run.jsonl',
     "outrider replay run.jsonl",
     "outrider replay run.jsonl --step 3",
+    "outrider replay --fingerprint answer.json",
 )
 add(
     explain,

@@ -26,13 +26,14 @@ from outrider.cli.terminal import (
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from outrider.engine.trace import ExplainedNode, Replay, Trace, TracedText
+    from outrider.engine.fingerprint import Fingerprint
+    from outrider.engine.trace import ExplainedNode, Replay, RunRecord, Trace, TracedText
 
 _STYLES = {"✓": "green", "✗": "red", "·": "dim"}
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file that --trace has written.")],
+    trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="A file that --trace has written.")] = None,
     step: Annotated[
         int | None, option("Trace", "Compute this step of the request again and explain it.", "--step", "-s", min=0)
     ] = None,
@@ -42,13 +43,27 @@ def replay(
     model: Annotated[
         str | None, option("Model", "Where the model is now; without it, where the trace says.", "--model", "-m")
     ] = None,
+    fingerprint: Annotated[
+        Path | None,
+        option(
+            "Fingerprint", "Write the text of this file again, and compare it. In place of a trace.", metavar="FILE"
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Sum up a trace, or explain one of its steps: the draft tokens, and why each was accepted or rejected.
 
     The step is computed again with the model that the trace names, and compared with the record. Exit code 1: it differs.
+
+    With --fingerprint, the whole text is written again, without drafts. Exit code 2: another model, precision or version.
     """
     with readable(debug):
+        if fingerprint is not None:
+            if trace is not None or step is not None or request is not None:
+                raise ValueError("--fingerprint writes a whole text again; leave out the trace, --step and --request")
+            raise typer.Exit(_rewrite(fingerprint, model))
+        if trace is None:
+            raise ValueError("name a file: outrider replay TRACE, or outrider replay --fingerprint FILE")
         with loading("the trace"):
             from outrider.engine.trace import read
 
@@ -77,14 +92,47 @@ def trace_model(trace: Trace, name: str | None, drafts: bool = False) -> Any:
     from outrider.verify import VERIFIERS
 
     header = trace.header
-    kind: dict[str, Any] = (
-        {"quantization": header.dtype} if header.dtype in ("int8", "int4") else {"dtype": header.dtype}
-    )
-    if header.kv_cache_dtype is not None:
-        kind["kv_cache_dtype"] = header.kv_cache_dtype
     needed = drafts or (header.verifier in VERIFIERS and VERIFIERS[header.verifier].needs_probs)
     config = header.speculative_config if needed else None
-    return LLM(name or header.model, speculative_config=config, max_num_seqs=1, **kind)
+    return LLM(name or header.model, speculative_config=config, max_num_seqs=1, **_precision(header))
+
+
+def _precision(recorded: RunRecord | Fingerprint) -> dict[str, Any]:
+    """The arguments of `LLM` that keep weights, keys and values as recorded. The blocks of a GGUF file stay as they are."""
+    name = recorded.dtype
+    kept = {"quantization": name} if name in ("int8", "int4") else {"dtype": "auto" if name == "gguf" else name}
+    return kept | ({"kv_cache_dtype": recorded.kv_cache_dtype} if recorded.kv_cache_dtype else {})
+
+
+def _rewrite(file: Path, model: str | None) -> int:
+    """Write the text of a fingerprint again and say whether it is the same. Returns the exit code."""
+    from outrider.engine.fingerprint import read_fingerprint, rewrite
+    from outrider.engine.llm import LLM
+    from outrider.kernels.machine import machine
+
+    recorded = read_fingerprint(file)
+    name = model or recorded.model
+    with loading(name):
+        llm = LLM(name, max_model_len=recorded.max_length, max_num_seqs=1, **_precision(recorded))
+    here = {key: str(fact) for key, fact in machine().items()}
+    moved = [
+        f"{key} {recorded.machine[key]}, here {here[key]}" for key in here if here[key] != recorded.machine.get(key)
+    ]
+    if moved:
+        say(f"recorded on another machine: {'; '.join(moved)}")
+    with working(f"writing {len(recorded.tokens)} tokens again"):
+        tokens, at = rewrite(recorded, llm)
+    if at is None:
+        say(f"the same {len(tokens)} tokens", GREEN)
+        return 0
+    was, now = (
+        row[at] if at < len(row) else f"the end ({why})"
+        for row, why in ((recorded.tokens, recorded.finish), (tokens, ""))
+    )
+    say(f"differs at token {at}: recorded {was}, here {now}", RED)
+    if recorded.path != "native":
+        say(f"the {recorded.path} path wrote it, whose bits are promised on one machine only")
+    return 1
 
 
 # -- the summary ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from outrider.kernels import cpu
 
+# The version of the native path's arithmetic, from weights to tokens. It is in every fingerprint. Raise it with each change after
+# which a text of the native path may have other bits: kernels, packing, rotary tables, sampling, noise.
+ARITHMETIC = 1
+
 
 @dataclass(frozen=True)
 class Kernels:

@@ -85,6 +85,11 @@ class LanguageModel(ABC):
     # How `new_cache` keeps keys and values: a name of `outrider.models.cache.KV_CACHE_DTYPES`.
     kv_cache_dtype: str = "auto"
 
+    @property
+    def path(self) -> str:
+        """How a forward runs. "native" is our own code alone, with the same bits on every machine."""
+        return "general"
+
     @abstractmethod
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache: ...
 

@@ -109,6 +109,10 @@ class LlamaModel(LanguageModel):
         struct = model_struct(settings, model.head, model.table, model.head_ids, model.final_norm, model.inv_freq)
         self._decoder = NativeDecoder(struct, layers, range(self.num_layers), model)
 
+    @property
+    def path(self) -> str:
+        return "native"
+
     def layer_subset(self, layers: Sequence[int]) -> LlamaModel:
         chosen = check_layers(layers, self.num_layers)
         out = copy.copy(self)

@@ -25,7 +25,7 @@ from outrider.core.tree import levels
 from outrider.core.types import Draft, Step
 from outrider.drafters.config import SpeculativeConfig
 from outrider.engine.decoder import Decoder
-from outrider.engine.request import Sequence
+from outrider.engine.request import Request, Sequence
 from outrider.engine.trace.records import (
     PHASES,
     Detail,
@@ -92,7 +92,7 @@ class Recorder:
                 at = step.positions[b]
                 if row.id not in self._due and at == len(row.prompt) + len(row.request.continued):
                     self._due[row.id] = at
-                    lines.append(self._request(row))
+                    lines.append(request_record(row.request, self.detail is not Detail.COUNTS))
                 # Another place: the request started before the trace, or moved without this recorder.
                 if self._due.get(row.id) != at:
                     if row.id in self._due:
@@ -127,19 +127,6 @@ class Recorder:
         self.close()
 
     # -- lines ------------------------------------------------------------------------------------------------------
-
-    def _request(self, row: Sequence) -> TraceLine:
-        asked, tokens = row.request, self.detail is not Detail.COUNTS
-        return RequestRecord(
-            request=asked.id,
-            prompt_tokens=len(asked.prompt) + len(asked.continued),
-            continued=len(asked.continued),
-            seed=asked.seed,
-            params=_params(asked.params, tokens),
-            prompt=[*asked.prompt, *asked.continued] if tokens else None,
-            bad_words=[list(w) for w in asked.bad_words] if tokens and asked.bad_words else None,
-            grammar=asked.mask is not None,
-        )
 
     def _step(
         self, step: Step, b: int, row: Sequence, tokens: list[int], parents: list[int], path: list[int], token: int
@@ -249,6 +236,20 @@ def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail
         guarantee=decoder.guarantee.value,
         speculative_config=chosen,
         machine={name: str(fact) for name, fact in {**machine(), "threads": torch.get_num_threads()}.items()},
+    )
+
+
+def request_record(asked: Request, tokens: bool) -> RequestRecord:
+    """What is asked. tokens: whether the record has tokens and strings, or numbers only."""
+    return RequestRecord(
+        request=asked.id,
+        prompt_tokens=len(asked.prompt) + len(asked.continued),
+        continued=len(asked.continued),
+        seed=asked.seed,
+        params=_params(asked.params, tokens),
+        prompt=[*asked.prompt, *asked.continued] if tokens else None,
+        bad_words=[list(w) for w in asked.bad_words] if tokens and asked.bad_words else None,
+        grammar=asked.mask is not None,
     )
 
 

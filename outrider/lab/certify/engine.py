@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.kernels.machine import machine
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SlotCache
-from outrider.models.identity import sha256, weight_files
+from outrider.models.identity import public_name, sha256, weight_files
 from outrider.models.load import Loaded, load
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Wrong
@@ -94,17 +93,18 @@ class EngineSubject(Subject):
         self.exact_tokens = promise is Guarantee.EXACT_TOKENS
         about = machine()
         self.versions = {name: about[name] for name in ("torch", "transformers", "outrider")}
-        self.name = f"outrider, {_short(self.loaded.name)} ({self.loaded.weights}), {self.config.method}, {self.config.verifier}"
+        name = public_name(self.loaded.name)
+        self.name = f"outrider, {name} ({self.loaded.weights}), {self.config.method}, {self.config.verifier}"
         self.properties = {
             "engine": "outrider, in this process",
-            "model": _short(self.loaded.name),
+            "model": name,
             "precision": self.loaded.weights,
             "speculative_config": json.dumps(_readable(config or {})),
             "verifier": self.config.verifier,
             "promise": promise.value,
             "kernels": about["kernels"],
         }
-        self.weights = {_short(self.loaded.name): weights_hash(self.loaded.name)}
+        self.weights = {name: weights_hash(self.loaded.name)}
         most = self.max_length // 2
         self._prompts = [tuple(self.encode(p, prompt=True) if isinstance(p, str) else p)[-most:] for p in prompts]
         self._noise: float | None = 0.0 if self.exact_numbers else None
@@ -263,10 +263,5 @@ def weights_hash(model: str) -> str:
     return sha256(files) if files else "not at hand"
 
 
-def _short(name: str) -> str:
-    """A name without the folders of this machine."""
-    return Path(name).name if Path(name).expanduser().exists() else name
-
-
 def _readable(config: dict[str, Any]) -> dict[str, Any]:
-    return {k: _short(v) if isinstance(v, str) else v for k, v in config.items()}
+    return {k: public_name(v) if isinstance(v, str) else v for k, v in config.items()}

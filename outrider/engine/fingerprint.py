@@ -1,0 +1,159 @@
+"""A fingerprint of an answer: all that its tokens depend on, and the tokens. Any machine can write the text again.
+
+On the native path the bits are promised on every machine (docs/lossless.md). Elsewhere they are promised on one machine only.
+A fingerprint has no drafter: under `match` a text does not depend on the draft tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from outrider.core.files import write_whole
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
+from outrider.core.types import Guarantee
+from outrider.engine.llm import LLM
+from outrider.engine.trace.recorder import describe, request_record
+from outrider.engine.trace.records import Count, Id, RequestRecord, TraceLine
+from outrider.kernels import ARITHMETIC
+from outrider.kernels.machine import machine
+from outrider.models.identity import public_name, sha256, weight_files
+
+FORMAT: Literal[1] = 1  # increased when a field changes its meaning
+_WORDS = {
+    "sha256": "content of the model's files (sha256)",
+    "dtype": "precision of the weights",
+    "kv_cache_dtype": "keys and values",
+    "max_length": "max_model_len",
+    "end_ids": "end tokens",
+    "path": "path of a forward",
+    "arithmetic": "version of the arithmetic",
+}
+
+
+class Fingerprint(TraceLine):
+    """An answer that can be written again.
+
+    arithmetic: `outrider.kernels.ARITHMETIC`. model: without folders. sha256: of the content of its files (`models.identity`).
+    dtype, kv_cache_dtype, max_length, end_ids: as in the first line of a trace. path: "native" promises the bits on
+    every machine (`LanguageModel.path`). request: as in a trace. tokens, finish: the output. digest: the sha256 of all other
+    fields.
+    """
+
+    kind: Literal["outrider-fingerprint"] = "outrider-fingerprint"
+    format: Literal[1] = FORMAT
+    arithmetic: Count
+    model: str
+    sha256: str
+    dtype: str
+    kv_cache_dtype: str | None = None
+    max_length: Count
+    end_ids: list[Id]
+    path: str
+    machine: dict[str, str]
+    request: RequestRecord
+    tokens: list[Id]
+    finish: Literal["stop", "length"]
+    digest: str = ""
+
+    def sealed(self) -> Fingerprint:
+        """The same with the digest of its fields."""
+        rest = self.model_copy(update={"digest": ""}).json_line()
+        return self.model_copy(update={"digest": hashlib.sha256(rest).hexdigest()})
+
+    def write(self, file: str | os.PathLike[str]) -> None:
+        """Write it as one line of JSON. Token ids are text: the file shows the prompt and the answer."""
+        write_whole(Path(file), self.json_line().decode())
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters, with the seed and the bad words as token ids."""
+        return self.request.sampling.with_(seed=self.request.seed, bad_words=self.request.bad_words or ())
+
+    def differences(self, llm: LLM) -> list[str]:
+        """What is not as recorded: content, precision, settings and arithmetic, in words. Empty if the text can be compared."""
+        here = _settings(llm)
+        return [
+            f"{words}: recorded {getattr(self, name)}, here {here[name]}"
+            for name, words in _WORDS.items()
+            if getattr(self, name) != here[name]
+        ]
+
+
+def fingerprint(llm: LLM, output: RequestOutput, params: SamplingParams, index: int = 0) -> Fingerprint:
+    """The fingerprint of an output of `llm.generate(prompt, params)`. index: which of its n texts.
+
+    Reads the model's files once. Raises ValueError with the reason for a text that cannot be written again.
+    """
+    text = output.outputs[index]
+    if text.finish_reason not in ("stop", "length"):
+        raise ValueError(f"the text was not written to its end ({text.finish_reason}), so it has no fingerprint")
+    alone = params.with_(n=1, seed=text.seed, logprobs=None, prompt_logprobs=None, prediction=None)
+    [request] = llm.requests({"prompt_token_ids": output.prompt_token_ids}, alone)
+    return Fingerprint(
+        **_settings(llm),
+        model=public_name(llm.loaded.name),
+        machine={name: str(fact) for name, fact in machine().items()},
+        request=request_record(replace(request, id=0), tokens=True),
+        tokens=text.token_ids,
+        finish=text.finish_reason,
+    ).sealed()
+
+
+def read_fingerprint(file: str | os.PathLike[str]) -> Fingerprint:
+    """Read a file that `Fingerprint.write` made. Raises OSError, and ValueError for another file and for a changed one."""
+    raw = Path(file).read_bytes()
+    try:
+        found = Fingerprint.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{file} is no fingerprint that this outrider reads ({place}: {first['msg']}); write one with: outrider generate "
+            "PROMPT --fingerprint FILE"
+        ) from None
+    if (now := found.sealed().digest) != found.digest:
+        raise ValueError(f"{file} was changed after it was written: its digest is {now}, and it says {found.digest}")
+    return found
+
+
+def rewrite(recorded: Fingerprint, llm: LLM) -> tuple[list[int], int | None]:
+    """Write the text again. Returns its tokens, and where the two texts differ first; None if they are equal.
+
+    llm: with the model and the settings of the fingerprint. Its method does not matter. Raises ValueError that names each
+    difference of content, precision, settings and arithmetic.
+    """
+    if differs := recorded.differences(llm):
+        raise ValueError("the text cannot be compared; " + "; ".join(differs))
+    prompt = {"prompt_token_ids": recorded.request.prompt}
+    text = llm.generate(prompt, recorded.params)[0].outputs[0]
+    pairs = zip([*recorded.tokens, recorded.finish], [*text.token_ids, text.finish_reason], strict=False)
+    at = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
+    return text.token_ids, at
+
+
+def _settings(llm: LLM) -> dict[str, Any]:
+    """What the tokens depend on beside the request. Raises ValueError for a text that cannot be written again."""
+    if not llm.decoder.plain and llm.decoder.guarantee is not Guarantee.EXACT_TOKENS:
+        name, about = llm.decoder.verifier.name, "a text depends on the draft tokens, which a fingerprint does not have"
+        why = f"with verifier {name!r} {about}; use verifier='match'"
+        if llm.decoder.verifier.guarantee is Guarantee.EXACT_TOKENS:
+            why = (
+                f"the logits of {llm.loaded.name} depend on the batch, so {about}; decode without drafts: method='none'"
+            )
+        raise ValueError(f"this text has no fingerprint: {why}")
+    source = llm.loaded.source
+    files = weight_files(str(source)) if isinstance(source, (str, Path)) else ()
+    if not files:
+        raise ValueError(
+            f"{llm.loaded.name} has no files here whose content a fingerprint could name; load it from its folder or GGUF file"
+        )
+    header = describe(llm.loaded, llm.config, llm.decoder)
+    taken = header.model_dump(include={"dtype", "kv_cache_dtype", "max_length", "end_ids"})
+    return {**taken, "sha256": sha256(files), "path": llm.loaded.model.path, "arithmetic": ARITHMETIC}
