@@ -155,7 +155,7 @@ def _here(model: str, loaded: LoadOptions, speculation: SpeculationOptions) -> I
         from outrider.engine import Engine
         from outrider.engine.llm import LLM
         from outrider.models.load import has_chat_template
-        from outrider.serve.templates import set_chat_template
+        from outrider.serve.assembly import set_chat_template
 
         if not model.startswith("builtin:") and not has_chat_template(model):
             raise ValueError(no_template(model))
