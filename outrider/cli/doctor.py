@@ -1,12 +1,15 @@
-"""`outrider doctor`: what this machine and this installation have, and a line to type for what is wrong."""
+"""`outrider doctor`: what this machine and this installation have, and a line to type for what is wrong or slow."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 import typer
 
@@ -15,6 +18,8 @@ from outrider.cli.terminal import GREEN, RED, YELLOW, home, paint, readable, wor
 from outrider.core.extras import install
 
 PORT = 8000
+READ = 2**28  # bytes that are read for the bandwidth, more than most caches hold
+PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
@@ -28,43 +33,93 @@ class Check:
 
 
 def doctor(debug: Debug = False) -> None:
-    """Check this machine and this installation. Exit code 1: something is wrong; the line after it says what to type."""
+    """Check this machine and this installation, and say what to change for speed.
+
+    Exit code 1: something is wrong; the line after it says what to type.
+    """
     with readable(debug):
         with working("looking at this machine"):
-            checks = [*_machine(), _cache(), *_packages(), _port()]
-        width = max(len(check.name) for check in checks)
+            checks = [*_machine(), *_speed(), _cache(), *_packages(), _port()]
+        margin = max(len(check.name) for check in checks) + 4
+        columns = shutil.get_terminal_size().columns
         for check in checks:
             mark = paint("✗", RED) if check.wrong else paint("-", YELLOW) if check.fix else paint("✓", GREEN)
-            print(f"{mark} {check.name:<{width}}  {check.found}")
-            if check.fix:
-                print(f"  {'':<{width}}  {check.fix}")
+            first, *more = textwrap.wrap(check.found, columns - margin, break_on_hyphens=False)
+            print(f"{mark} {check.name:<{margin - 2}}{first}")
+            for line in (*more, check.fix):
+                if line:
+                    print(" " * margin + line)
         raise typer.Exit(int(any(check.wrong for check in checks)))
 
 
 def _machine() -> list[Check]:
     import torch
 
-    from outrider.kernels import cpu as native
     from outrider.kernels.machine import machine
-    from outrider.models.checkpoint import free_memory
 
     facts = machine()
     versions = ", ".join(f"{name} {facts[name]}" for name in ("outrider", "python", "torch", "transformers"))
-    threads = f"{native.num_threads()} threads" if native.available() else f"{torch.get_num_threads()} threads of torch"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none; models run on the CPU"
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    rebuild = (
-        "pip install --force-reinstall --no-deps .   # in the checkout"  # without kernels torch does it all, and slower
-    )
-    kernels = f"compiled, for {native.isa()}" if native.available() else f"not in use: {native.why()}"
-    free = free_memory(torch.device("cpu"))
     return [
         Check("versions", versions),
-        Check("processor", f"{facts['cpu']}; {facts['cores']} cores, {threads}"),
-        Check("kernels", kernels) if native.available() else Check("kernels", kernels, rebuild, wrong=True),
-        Check("memory", f"{free / 1e9:.1f} GB are free" if free else "this system does not say"),
         Check("torch", f"{build}; GPU: {gpu}"),
+        Check("processor", facts["cpu"]),
+        _instruction_set(),
+        _threads(facts["cores"]),
     ]
+
+
+def _instruction_set() -> Check:
+    """Which variant of the kernels runs, and why it is that one."""
+    from outrider.kernels import cpu as native
+
+    if not native.available():
+        rebuild = "pip install --force-reinstall --no-deps .   # in the checkout"
+        return Check("kernels", f"not in use, torch is slower: {native.why()}", rebuild, wrong=True)
+    chosen, every = native.isa(), native.isas()
+    if asked := os.environ.get("OUTRIDER_ISA"):
+        return Check("kernels", f"{chosen}, because OUTRIDER_ISA={asked} is set", "unset OUTRIDER_ISA   # the fastest")
+    lacks = ", ".join(every[every.index(chosen) + 1 :][::-1])
+    return Check("kernels", f"{chosen}: " + (f"the processor lacks {lacks}" if lacks else "the fastest of this build"))
+
+
+def _threads(cores: int) -> Check:
+    """The threads of the kernels, and the settings of OpenMP that slow them."""
+    import torch
+
+    from outrider.kernels import cpu as native
+
+    threads = native.num_threads() if native.available() else torch.get_num_threads()
+    found = f"{cores} for this process, {threads} thread{'s' * (threads > 1)}"
+    given = os.environ.get("OMP_NUM_THREADS")
+    if given and threads < cores:
+        return Check("cores", f"{found}, because of OMP_NUM_THREADS={given}", "unset OMP_NUM_THREADS")
+    if os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE":
+        waits = "OMP_WAIT_POLICY=ACTIVE: waiting threads take the time of working ones"
+        return Check("cores", f"{found}; {waits}", "unset OMP_WAIT_POLICY")
+    return Check("cores", found)
+
+
+def _speed() -> Iterator[Check]:
+    """Memory: how much is free, how fast it is read, and whether it has large pages."""
+    import torch
+
+    from outrider.kernels import cpu as native
+    from outrider.lab.bench.roofline import read_speed
+    from outrider.models.checkpoint import free_memory
+
+    free = free_memory(torch.device("cpu"))
+    yield Check("memory", f"{free / 1e9:.1f} GB are free" if free else "this system does not say how much is free")
+    if native.available() and free > 4 * READ:
+        speed = read_speed(READ, passes=5) / 1e9
+        most = f"1 GB of weights gives at most {speed:.1f} tokens/s without drafts"
+        yield Check("bandwidth", f"{speed:.1f} GB/s, fewer when other programs run: {most}")
+    if PAGES.exists():
+        setting = PAGES.read_text().partition("[")[2].partition("]")[0]
+        off = setting == "never"
+        fix = f"echo madvise | sudo tee {PAGES}" if off else ""
+        yield Check("large pages", f"{setting}: " + ("weights cannot have them" if off else "weights have them"), fix)
 
 
 def _cache() -> Check:
@@ -80,18 +135,17 @@ def _cache() -> Check:
 
 
 def _packages() -> Iterator[Check]:
-    """The optional packages of each extra that are missing."""
+    """Which extras are installed, and the packages that others lack."""
     from packaging.requirements import Requirement
 
-    wanted = [Requirement(line) for line in requires("outrider") or ()]
+    wanted, whole = [Requirement(line) for line in requires("outrider") or ()], list[str]()
     for extra in ("data", "serve", "grammar", "bench", "certify", "ray", "otel"):
         needed = [r.name for r in wanted if r.marker and r.marker.evaluate({"extra": extra})]
-        missing = ", ".join(name for name in needed if not _installed(name))
-        yield (
-            Check(f"extra {extra}", f"missing: {missing}", install(extra))
-            if missing
-            else Check(f"extra {extra}", "installed")
-        )
+        if missing := ", ".join(name for name in needed if not _installed(name)):
+            yield Check(f"extra {extra}", f"missing: {missing}", install(extra))
+        else:
+            whole.append(extra)
+    yield Check("extras", f"{', '.join(whole) or 'none'} installed")
 
 
 def _installed(package: str) -> bool:

@@ -52,16 +52,16 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
             run.predicted[setting.name] = speed
 
 
-def read_speed() -> float:
+def read_speed(size: int = MATRIX, passes: int = PASSES) -> float:
     """Memory bandwidth in bytes per second, of all threads together. Needs the native kernels.
 
-    Measured with the linear layer that reads a model's weights: a vector times a matrix of `MATRIX` bytes. The fastest pass
+    Measured with the linear layer that reads a model's weights: a vector times a matrix of `size` bytes. The fastest pass
     counts, because other programs can only slow a pass down.
     """
     width = 4096
-    matrix = native.Packed([torch.ones(1, 1).expand(MATRIX // (4 * width), width)], "float32")
+    matrix = native.Packed([torch.ones(1, 1).expand(size // (4 * width), width)], "float32")
     row, seconds = torch.ones(1, width), list[float]()
-    for _ in range(PASSES):
+    for _ in range(passes):
         began = perf_counter()
         matrix.linear(row)
         seconds.append(perf_counter() - began)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from outrider.cli import doctor
 from outrider.cli.main import app
 from outrider.drafters.registry import METHODS
+from outrider.kernels import cpu
 
 
 def run(*words: str):
@@ -21,13 +22,16 @@ def test_doctor_says_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = run("doctor")
     named = [line.split()[1] for line in done.stdout.splitlines() if line[0] != " "]
-    assert named[:6] == ["versions", "processor", "kernels", "memory", "torch", "cache"]
+    wanted = ["versions", "torch", "processor", "kernels", "cores", "memory", "bandwidth", "large", "cache"]
+    lacks = {"large": not doctor.PAGES.exists(), "bandwidth": not cpu.available()}
+    here = [name for name in wanted if not lacks.get(name)]
+    assert named[: len(here)] == here
+    assert len(done.stdout.splitlines()) <= 24, "one screen"
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.exit_code == int("✗" in done.stdout)
 
 
 def test_doctor_gives_a_line_to_type_for_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from outrider.kernels import cpu
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu, "available", lambda: False)
     monkeypatch.setattr(cpu, "why", lambda: "no compiler was there")
@@ -39,6 +43,40 @@ def test_doctor_gives_a_line_to_type_for_what_is_wrong(monkeypatch: pytest.Monke
     assert lines[at + 1].strip().startswith("pip install")
 
 
+def test_doctor_says_why_an_instruction_set_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTRIDER_ISA", raising=False)
+    monkeypatch.setattr(cpu, "available", lambda: True)
+    monkeypatch.setattr(cpu, "isas", lambda: ("portable", "avx2", "avx512", "avx512_vnni"))
+    monkeypatch.setattr(cpu, "isa", lambda: "avx2")
+    assert doctor._instruction_set().found == "avx2: the processor lacks avx512_vnni, avx512"
+    monkeypatch.setattr(cpu, "isa", lambda: "avx512_vnni")
+    assert doctor._instruction_set().found == "avx512_vnni: the fastest of this build"
+    monkeypatch.setenv("OUTRIDER_ISA", "avx512_vnni")
+    assert doctor._instruction_set().fix.startswith("unset OUTRIDER_ISA")
+
+
+def test_doctor_names_settings_that_cost_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu, "available", lambda: True)
+    monkeypatch.setattr(cpu, "num_threads", lambda: 1)
+    assert not doctor._threads(4).fix
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert doctor._threads(4).fix == "unset OMP_WAIT_POLICY"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert doctor._threads(4).fix == "unset OMP_NUM_THREADS"
+    assert doctor._threads(1).fix == "unset OMP_WAIT_POLICY"
+
+    pages = tmp_path / "enabled"
+    monkeypatch.setattr(doctor, "PAGES", pages)
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    for text, found in (("always madvise [never]", "never"), ("always [madvise] never", "madvise")):
+        pages.write_text(text)
+        check = list(doctor._speed())[-1]
+        assert check.found.startswith(f"{found}: ")
+        assert bool(check.fix) == (found == "never")
+
+
 def test_doctor_sees_a_used_port_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -48,7 +86,8 @@ def test_doctor_sees_a_used_port_and_a_missing_package(monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "_installed", lambda name: name != "xgrammar")
     fixes = {check.name: (check.found, check.fix, check.wrong) for check in doctor._packages()}
     assert fixes["extra grammar"] == ("missing: xgrammar", "pip install '.[grammar]'   # in the checkout", False)
-    assert fixes["extra serve"] == ("installed", "", False)
+    assert "serve" in fixes["extras"][0]
+    assert "grammar" not in fixes["extras"][0]
 
 
 def test_methods_lists_the_registry() -> None:
