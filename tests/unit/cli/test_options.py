@@ -31,7 +31,7 @@ OPTIONS = {
         "Speculation": "--method --draft-model/-d --num-speculative-tokens/-k --tree-width --tree-nodes --corpus --verifier "
         "--speculative-config --prediction",
         "Sampling": "--temperature/-t --top-p --top-k --min-p --repetition-penalty --max-tokens/-n --stop --ignore-eos --seed",
-        "Output": "--chat --trace --trace-detail --debug",
+        "Output": "--chat --trace --trace-detail --fingerprint --debug",
     },
     "demo": {
         "Model": "--model/-m",
@@ -105,6 +105,7 @@ OPTIONS = {
     "replay": {
         "Trace": "--step/-s --request",
         "Model": "--model/-m",
+        "Fingerprint": "--fingerprint",
         "Output": "--debug",
     },
     "explain": {
