@@ -19,7 +19,7 @@ from outrider.cli.backends import LocalBackend, ServerBackend
 from outrider.cli.conversation import Conversation
 from outrider.engine import Engine
 from outrider.models.builtin.shipped import builtin_folder
-from outrider.serve.templates import set_chat_template
+from outrider.serve.assembly import set_chat_template
 
 CODE = "builtin:code"
 HERE = ("-m", CODE, "--seed", "5")

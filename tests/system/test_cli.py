@@ -110,7 +110,8 @@ def test_speculation_writes_the_same_text(expected: str) -> None:
         done = run("generate", "-", *DRAWN, *more, stdin=PROMPT + "\n")  # a last newline is the file's
         assert done.stdout == line(expected)
         assert re.search(r"acceptance length [\d.]+ \(bonus counted\), .*seed 5, exact-tokens\n$", done.stderr)
-    assert "acceptance rate 1.00" in run("generate", PROMPT, *DRAWN, "-d", SMALL).stderr
+    config = json.dumps({"model": SMALL, "controller": "fixed"})  # its drafts do not depend on what they cost here
+    assert "acceptance rate 1.00" in run("generate", PROMPT, *DRAWN, "--speculative-config", config).stderr
 
 
 def test_the_built_in_model_brings_its_draft() -> None:
@@ -285,9 +286,8 @@ def test_terminal_colours_and_ctrl_c() -> None:
     code, shown = in_terminal(*words, until="tokens of the model itself")
     assert code == 130
     assert "accepted draft tokens" in shown
-    text, last = shown.rstrip("\n").rsplit("\n", 1)
-    assert "interrupted: " in last
-    assert "acceptance length" in last
+    text, last = shown.rstrip("\n").rsplit("\n\x1b[2minterrupted: ", 1)
+    assert "acceptance length" in " ".join(last.split())  # it wraps
     assert last.endswith("\x1b[0m")
     assert "class Stack" in text
     assert text.count("\x1b[32m") > 1
