@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 
 MARGIN = 1.2
 """A chain goes on while its next token is worth so many times its seconds: chances are uncertain, and plain steps are not."""
@@ -88,10 +89,8 @@ def forecast(
     target = [forward(n) for n in range(1, deepest + 2)]
     drafts = [draft(n) for n in range(deepest + 1)]
     each = (drafts[-1] - drafts[1]) / (deepest - 1) + (target[3] - target[2]) if deepest > 2 else plain
-    more, survivals = (
-        [seconds - plain for seconds in target[1:]],
-        [list(accumulate(chain, lambda alive, p: alive * p)) for chain in chains],
-    )
+    more = [seconds - plain for seconds in target[1:]]
+    survivals: list[list[float]] = [list(accumulate(chain, mul)) for chain in chains]
     out, many = DraftForecast(0.0, 1.0, 0.0, 1.0), len(chains)
     for _ in range(_ROUNDS):
         least = least_survival(price, each, chance)
