@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.core.types import Commit, Draft
 from outrider.engine import Scheduler, policy
+from outrider.engine import request as request_module
 from outrider.engine import scheduler as scheduler_module
 from outrider.lab.plan import simulation
 from outrider.lab.plan.acceptance_curve import AcceptanceCurve, constant
@@ -195,10 +196,8 @@ class CountingDecoder:
         self.clock[0] += self.costs.round(len(live), self.depth, context)
         for s in live:
             new = min(1 + min(int(self.draws[s.id][s.steps]), self.depth), s.limit - len(s.output))
-            s.tokens = s.tokens + [0] * new
             s.step_done(self.depth, Commit([0] * new, list(range(new)), new - 1, None, None))
             self.cache.length[s.slot] += new
-            s.clock.first = s.clock.first or self.clock[0]
             if len(s.output) >= s.limit:
                 s.finish, s.clock.done = scheduler_finish(), self.clock[0]
         return SimpleNamespace(draft=Draft)
@@ -216,7 +215,8 @@ def scheduled(arrivals: list[Arrival], costs: Flat, slots: int, depth: int, draw
     from outrider.engine.request import Request
 
     clock = [0.0]
-    monkeypatch.setattr(scheduler_module, "perf_counter", lambda: clock[0])
+    for module in (scheduler_module, request_module):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     decoder = CountingDecoder(slots, costs, draws, depth, clock)
     scheduler = Scheduler(decoder, kv_limit=limits.get("kv_tokens"), prefill_chunk=limits.get("prefill_chunk"))  # pyright: ignore
     every = [
