@@ -109,7 +109,9 @@ class Conversation:
         if stopped:
             note = "stopped"
         elif finish == "length" and limit and last.get("usage", {}).get("completion_tokens", limit) >= limit:
-            note = f"cut at {limit} tokens; /set max_tokens {2 * limit} allows more"
+            note = (
+                f"cut at {limit} tokens; -n {2 * limit} allows more, and in a conversation /set max_tokens {2 * limit}"
+            )
         elif finish == "length":
             note = "the conversation fills the model's context; /clear starts anew"
         elif finish not in ("stop", None):

@@ -113,7 +113,7 @@ def test_run_answers_a_prompt_and_a_pipe() -> None:
     one = invoke(*words, "sort", "a", "list", stdin="")
     assert one.exit_code == 0
     assert one.stdout
-    assert one.stderr.endswith("cut at 8 tokens; /set max_tokens 16 allows more\n")
+    assert one.stderr.endswith("cut at 8 tokens; -n 16 allows more, and in a conversation /set max_tokens 16\n")
     assert invoke(*words, "sort a list", stdin="").stdout == one.stdout
     assert invoke(*words, stdin="sort a list\n").stdout == one.stdout
     both = invoke(

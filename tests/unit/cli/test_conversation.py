@@ -174,7 +174,7 @@ def test_an_answer_that_fails_leaves_the_conversation_as_it_was() -> None:
     ("end", "options", "note"),
     [
         ({"choices": [{"finish_reason": "length"}], "usage": {"completion_tokens": 8, "prompt_tokens": 1}}, {"max_tokens": 8},
-         "cut at 8 tokens; /set max_tokens 16 allows more"),
+         "cut at 8 tokens; -n 16 allows more, and in a conversation /set max_tokens 16"),
         ({"choices": [{"finish_reason": "length"}], "usage": {"completion_tokens": 8, "prompt_tokens": 1}}, {},
          "the conversation fills the model's context; /clear starts anew"),
         ({"choices": [{"finish_reason": "abort"}]}, {}, "the answer ended early: abort"),
