@@ -1,8 +1,10 @@
 """Rules of the project that no other test would see broken."""
 
 import ast
+import importlib
 import runpy
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -38,3 +40,22 @@ def test_every_path_that_pyright_checks_strictly_exists() -> None:
 
 def test_class_names_are_unique_in_the_package() -> None:
     assert not HOUSE["figures"](ROOT)["class names used twice"]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "packaging", "recipes"])
+def test_scripts_import_what_the_packages_have(folder: str) -> None:
+    """Most scripts are not run by the suite, so an import of a module that moved would be found by a user."""
+    wrong = list[str]()
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module.split(".")[0] not in ("outrider", "outrider_certify"):
+                continue
+            names = [alias.name for alias in node.names]  # type: ignore[union-attr]
+            try:
+                there = importlib.import_module(module)
+                missing = [n for n in names if not hasattr(there, n) and not find_spec(f"{module}.{n}")]
+            except ModuleNotFoundError as error:
+                missing = [str(error)]
+            wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {module}: {name}" for name in missing]
+    assert not wrong
