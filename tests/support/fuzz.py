@@ -1,8 +1,9 @@
-"""Breaks the files of models, heads, batches and traces, and reads them: `python fuzz.py KIND COUNT SEED FOLDER`.
+"""Breaks the files of models, heads, batches and traces, and reads them: `python fuzz.py COUNT SEED FOLDER KIND...`.
 
-It runs in a process of its own, so that a crash is seen as one. A case that takes a minute ends the process with a stack. The
-address space may grow by half a gigabyte, and the files are small. Each case must be read, or refused with an error that `load`
-documents. Prints one line of JSON: how many were read and refused, and the first bad ones.
+Each kind has a process of its own, so that a crash is seen as one. It is a fork of this one, which has imported what is large. A
+case that takes a minute ends its process with a stack. The address space may grow by half a gigabyte, and the files are small.
+Each case must be read, or refused with an error that `load` documents. FOLDER/KIND gets a file `found`, JSON: how many were read
+and refused, and the bad ones. A process that ended early leaves none. `stderr` is what it said, and `case` is its last case.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import multiprocessing
+import os
 import random
 import resource
 import shutil
@@ -344,5 +347,21 @@ def main(kind: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def apart(kind: str, count: int, seed: int, folder: Path) -> None:
+    """The work of the process of one kind."""
+    with (folder / "stderr").open("wb") as said:
+        os.dup2(said.fileno(), 2)
+    (folder / "found").write_text(json.dumps(main(kind, count, seed, folder)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))))
+    import architectures  # noqa: F401
+    import heads  # noqa: F401
+
+    forks = multiprocessing.get_context("fork")
+    for kind in sys.argv[4:]:
+        own = Path(sys.argv[3]) / kind
+        own.mkdir()
+        process = forks.Process(target=apart, args=(kind, int(sys.argv[1]), int(sys.argv[2]), own))
+        process.start()
+        process.join()
