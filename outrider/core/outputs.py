@@ -119,7 +119,6 @@ class Delta:
     text: str
     token_ids: list[int]
     pieces: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])
-    index: int = 0
     drafted: int = 0
     accepted: int = 0
     output: RequestOutput | None = None

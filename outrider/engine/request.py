@@ -250,7 +250,7 @@ class Sequence:
         cursor.characters, cursor.tokens = at, cursor.tokens + len(tokens)
         counts = (self.counts.drafted[-1], self.counts.accepted[-1]) if self.counts.drafted else (0, 0)
         ended = self.finish is not None
-        return Delta(new, tokens, [p for p in pieces if p[0]], 0, *counts, logprobs=logprobs, ended=ended)
+        return Delta(new, tokens, [p for p in pieces if p[0]], *counts, logprobs=logprobs, ended=ended)
 
     def _is_from_draft(self, token: int) -> bool:
         return self.cursor.from_draft[token] if token < len(self.cursor.from_draft) else False

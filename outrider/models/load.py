@@ -27,7 +27,7 @@ from outrider.models.native_llama import LlamaModel
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
 from outrider.models.request import LoadRequest, ReadModel, token_ids
-from outrider.models.tokenizer import of_folder
+from outrider.models.tokenizer import of_folder, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -250,9 +250,7 @@ def has_chat_template(name: str) -> bool:
         from outrider.models.gguf import reader
 
         return bool(reader.read(files).metadata.get("tokenizer.chat_template"))
-    from outrider.models import pretrained
-
-    return bool(getattr(pretrained.tokenizer_of(_path(name)), "chat_template", None))
+    return bool(getattr(tokenizer_of(_path(name)), "chat_template", None))
 
 
 def files_of(name: str, dtype: str) -> Path:

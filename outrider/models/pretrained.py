@@ -35,7 +35,7 @@ from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats, reader
 from outrider.models.request import LoadRequest, ReadModel, token_ids
 from outrider.models.rotary import ExactPowers
-from outrider.models.tokenizer import OwnCode, of_folder
+from outrider.models.tokenizer import tokenizer_of
 
 _SMALL = 2**24  # weights that a configuration may ask for beside those of its files, such as buffers
 
@@ -206,18 +206,6 @@ def read_config(name: str, path: str) -> Any:
         raise UnsupportedModel(f"{name} is a {config.model_type}, of which transformers has no causal language model")
     config._attn_implementation = None  # a repository may name a kernel of the hub here, which is code
     return config
-
-
-def tokenizer_of(path: str) -> Any | None:
-    """The tokenizer, or None: a model without one can still continue token ids. Raises OwnCode for one that is code."""
-    try:
-        found = of_folder(path)
-    except OwnCode:
-        raise
-    except (OSError, ValueError):
-        return None
-    # for a folder without tokenizer files, transformers makes an empty tokenizer that encodes every text as no token
-    return found if len(found) > len(found.all_special_ids) else None
 
 
 def end_ids(raw: PreTrainedModel) -> tuple[int, ...]:

@@ -52,6 +52,18 @@ def of_folder(path: str) -> Any:
         ) from error
 
 
+def tokenizer_of(path: str) -> Any | None:
+    """The tokenizer, or None: a model without one can still continue token ids. Raises OwnCode for one that is code."""
+    try:
+        found = of_folder(path)
+    except OwnCode:
+        raise
+    except (OSError, ValueError):
+        return None
+    # for a folder without tokenizer files, transformers makes an empty tokenizer that encodes every text as no token
+    return found if len(found) > len(found.all_special_ids) else None
+
+
 def check_ids(file: Path) -> None:
     """Raise ValueError for a tokenizer.json whose numbers no vocabulary of its length has, if the file is there.
 

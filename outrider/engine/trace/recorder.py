@@ -215,14 +215,14 @@ class Recorder:
         )
 
 
-def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder, detail: Detail = Detail.TOKENS) -> RunRecord:
+def describe(loaded: Loaded, config: SpeculativeConfig, decoder: Decoder) -> RunRecord:
     """The first line of a trace: the model, the configuration and the loop that runs them."""
     texts = {"prediction", "corpus", "draft_vocab_corpus"}  # may be private, and a replay does not need them
     chosen = config.model_dump(mode="json", exclude_defaults=True, exclude=texts, fallback=lambda x: type(x).__name__)
     return RunRecord(
         outrider=__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        detail=detail,
+        detail=Detail.TOKENS,
         model=loaded.name,
         dtype=loaded.weights,
         kv_cache_dtype=None if decoder.cache.dtype == "auto" else decoder.cache.dtype,

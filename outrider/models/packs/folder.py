@@ -40,7 +40,7 @@ from outrider.models.lazy import Lazy
 from outrider.models.llama_weights import LlamaSettings, LlamaWeights
 from outrider.models.matrix import give_matrix_, matrices_in
 from outrider.models.request import LoadRequest, ReadModel
-from outrider.models.tokenizer import LazyTokenizer
+from outrider.models.tokenizer import LazyTokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -249,8 +249,6 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors
         raise BadPack(f"{folder} cannot be read ({error!r})") from error
     if tokenizer is None and request.tokenizer:
-        from outrider.models.pretrained import tokenizer_of
-
         tokenizer = tokenizer_of(str(folder))
     return ReadModel(model, tokenizer, pack.weights, pack.end_ids, config, packed=True)
 

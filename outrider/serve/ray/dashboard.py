@@ -14,7 +14,7 @@ from outrider.serve.dashboard.watch import RECENT
 from outrider.serve.ray.calls import ReplicaRequest
 
 if TYPE_CHECKING:
-    from outrider.serve.ray.deployments import RayReplicas
+    from outrider.serve.ray.replicas import RayReplicas
 
 Event = dict[str, Any]
 

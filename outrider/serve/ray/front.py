@@ -30,7 +30,7 @@ from outrider.serve.ray.dashboard import SummedDashboard
 from outrider.serve.ray.resume import END, MOVES, ResumableStream
 
 if TYPE_CHECKING:
-    from outrider.serve.ray.deployments import RayReplicas
+    from outrider.serve.ray.replicas import RayReplicas
 
 STREAMED = ("/v1/completions", "/v1/chat/completions")
 RESPONSES = "/v1/responses"

@@ -24,10 +24,11 @@ from outrider import LLM
 from outrider.serve.errors import Refused
 from outrider.serve.ray import cluster
 from outrider.serve.ray.calls import ReplicaLost, ReplicaRequest
-from outrider.serve.ray.deployments import RayReplicas, build
+from outrider.serve.ray.deployments import build
 from outrider.serve.ray.direct import Reservation
 from outrider.serve.ray.options import DeployOptions
 from outrider.serve.ray.prefixes import BLOCK
+from outrider.serve.ray.replicas import RayReplicas
 from outrider.serve.ray.router import PrefixRouter
 
 BODY: dict[str, Any] = {"prompt": "def quicksort(xs):\n", "max_tokens": 12, "temperature": 0.9, "seed": 3}
