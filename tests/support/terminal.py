@@ -63,6 +63,13 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._leader, keys.encode())
 
+    def interrupt(self, text: str) -> None:
+        """Press ctrl-C until the text is shown. Python may miss one between its prompt and its wait for a key."""
+        while text not in self.shown:
+            self.type("\x03")
+            while text not in self.shown and select.select([self._leader], [], [], 2)[0]:
+                assert self._read(), f"{text!r} was not shown, and the command has ended: {self.shown!r}"
+
     def ended(self) -> int:
         """Read to the end. Returns the exit code."""
         while self._read():

@@ -354,10 +354,9 @@ def test_what_is_expected_follows_from_costs_and_guesses() -> None:
 
 def test_memory_is_read_by_all_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds by a clock of its own: passes of 2, 1 and 4 seconds."""
-    monkeypatch.setattr(limits, "PASSES", 3)
     clock = iter([0.0, 2.0, 2.0, 3.0, 3.0, 7.0])
     monkeypatch.setattr(limits, "perf_counter", lambda: next(clock))
-    assert limits.read_speed() == 2**20
+    assert limits.read_speed(2**20, 3) == 2**20
 
 
 def test_limits_are_measured_for_files(tmp_path: Path, asked: list[int]) -> None:

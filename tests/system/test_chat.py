@@ -78,8 +78,7 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
         )  # it writes as many tokens as fit
         terminal.type("\x03")
         terminal.wait_for("stopped\n\n>>> ")
-        terminal.type("\x03")
-        terminal.wait_for("ctrl-D or /bye ends\n>>> ")
+        terminal.interrupt("ctrl-D or /bye ends\n>>> ")
         terminal.type("/show\n")
         assert re.search(r"messages +2\n", terminal.wait_for("seed  "))
         terminal.wait_for(">>> ", 4)

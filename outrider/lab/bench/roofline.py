@@ -33,7 +33,7 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
     target = llms[first.name].loaded.model
     run.limits = Limits(plain_step=median(steps) if steps else None, weight_bytes=target.weight_bytes or None)
     if run.limits.weight_bytes:
-        run.limits.read_bytes_per_second = read_speed()
+        run.limits.read_bytes_per_second = read_speed(MATRIX, PASSES)
     if run.concurrency > 1 or not steps or median(steps) > SLOW_STEP:
         return
     for setting in others:
@@ -52,7 +52,7 @@ def measure_limits(run: Run, llms: Mapping[str, LLM]) -> None:
             run.predicted[setting.name] = speed
 
 
-def read_speed(size: int = MATRIX, passes: int = PASSES) -> float:
+def read_speed(size: int, passes: int) -> float:
     """Memory bandwidth in bytes per second, of all threads together. Needs the native kernels.
 
     Measured with the linear layer that reads a model's weights: a vector times a matrix of `size` bytes. The fastest pass
