@@ -38,7 +38,6 @@ def opened(path: Path) -> ctypes.CDLL:
     library.outrider_panel_bytes.argtypes = [c_int32, c_int64]
     library.outrider_pack.argtypes = [c_void_p, c_void_p, c_int32, *[c_int64] * 4, c_int32]
     library.outrider_linear.argtypes = [c_void_p, c_void_p, c_void_p, *[c_int64] * 3]
-    library.outrider_set_threads(1)
     return library
 
 
@@ -67,6 +66,10 @@ def main() -> None:
     for isa in native.isas()[::-1]:
         if isa == "portable" or not all(library.outrider_select_isa(isa.encode()) for library in libraries):
             continue
+        for library in libraries:
+            library.outrider_set_threads(
+                1
+            )  # here, because one may be the package's own, which was just loaded with more
         for name in args.formats:
             packed, _memory = weights(libraries[1], name)
             for rows in ROWS:

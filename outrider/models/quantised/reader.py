@@ -190,7 +190,7 @@ def _side_by_side(reads: list[Callable[[], QuantisedWeight]]) -> QuantisedWeight
     return weights[0] if len(weights) == 1 else joined(weights)
 
 
-class _Lazy:
+class _LazyWeight:
     """What transformers takes for a tensor of a file: it is read when it is indexed."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
@@ -264,11 +264,11 @@ def _build(
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
     with torch.device("meta"):
         shell: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    tensors: dict[str, Any] = {n: _Lazy(partial(stored.tensor, n)) for n in stored.plain}
+    tensors: dict[str, Any] = {n: _LazyWeight(partial(stored.tensor, n)) for n in stored.plain}
     for name, reads in stored.experts(shell).items():
         transposed = bool(shell.get_submodule(name.rpartition(".")[0]).is_transposed)
-        tensors[name] = _Lazy(partial(mixture, name, reads, transposed))
-    tensors |= {n: _Lazy(partial(matrix, n)) for n in stored.matrices}
+        tensors[name] = _LazyWeight(partial(mixture, name, reads, transposed))
+    tensors |= {n: _LazyWeight(partial(matrix, n)) for n in stored.matrices}
     with ExactPowers():
         raw, info = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True)
     for module in raw.modules():

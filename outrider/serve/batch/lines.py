@@ -52,7 +52,7 @@ class BatchLine:
         }
 
 
-class _Broken(ValueError):
+class _BadLine(ValueError):
     def __init__(self, code: str, problem: str) -> None:
         super().__init__(problem)
         self.code = code
@@ -72,8 +72,8 @@ def scan(path: Path) -> list[BatchLine]:
                 name = value.get("custom_id") if isinstance(value.get("custom_id"), str) else None
                 request = _request(value, key)
                 if (first := seen.setdefault(request.custom_id, number)) != number:
-                    raise _Broken("duplicate_custom_id", f"custom_id {name!r} is that of line {first}; make it unique")
-            except _Broken as broken:
+                    raise _BadLine("duplicate_custom_id", f"custom_id {name!r} is that of line {first}; make it unique")
+            except _BadLine as broken:
                 code, problem = broken.code, str(broken)
             found.append(BatchLine(number, *place, key, name, code, problem))
     return found
@@ -94,24 +94,24 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise _Broken("invalid_json", f"this is not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise _BadLine("invalid_json", f"this is not UTF-8 ({error.reason} at byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        raise _Broken("invalid_json", f"this is not JSON ({error}); a line is {_EXAMPLE}") from None
+        raise _BadLine("invalid_json", f"this is not JSON ({error}); a line is {_EXAMPLE}") from None
     if not isinstance(value, dict):
-        raise _Broken("invalid_line", f"a line is one JSON object, such as {_EXAMPLE}")
+        raise _BadLine("invalid_line", f"a line is one JSON object, such as {_EXAMPLE}")
     return value
 
 
 def _request(value: dict[str, Any], key: str) -> BatchRequest:
     name, url, body, method = value.get("custom_id"), value.get("url"), value.get("body"), value.get("method", "POST")
     if not isinstance(name, str) or not name:
-        raise _Broken("missing_custom_id", "custom_id is a text that no other line has; answers are found by it")
+        raise _BadLine("missing_custom_id", "custom_id is a text that no other line has; answers are found by it")
     if name.encode("utf-8", "replace").decode() != name:
-        raise _Broken("invalid_custom_id", "custom_id has half of a surrogate pair, which is not a character")
+        raise _BadLine("invalid_custom_id", "custom_id has half of a surrogate pair, which is not a character")
     if method != "POST":
-        raise _Broken("invalid_method", f'method is "POST", got {json.dumps(method)[:40]}')
+        raise _BadLine("invalid_method", f'method is "POST", got {json.dumps(method)[:40]}')
     if url not in ENDPOINTS:
-        raise _Broken("invalid_url", f"url is one of {', '.join(ENDPOINTS)}, got {json.dumps(url)[:80]}")
+        raise _BadLine("invalid_url", f"url is one of {', '.join(ENDPOINTS)}, got {json.dumps(url)[:80]}")
     if not isinstance(body, dict):
-        raise _Broken("invalid_body", f"body is the JSON object that would be sent to {url}")
+        raise _BadLine("invalid_body", f"body is the JSON object that would be sent to {url}")
     return BatchRequest(key, name, url, body)

@@ -96,7 +96,7 @@ class Listener:
         self._socket.listen()  # a taken address is told here, and clients may connect from now on
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        self._server = _Server(http_config(app, settings, lifespan="off", **more))
+        self._server = _DirectServer(http_config(app, settings, lifespan="off", **more))
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
@@ -105,7 +105,7 @@ class Listener:
         await self._serving
 
 
-class _Server(ManyWaiting):
+class _DirectServer(ManyWaiting):
     """Leaves the signals of the process alone."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
