@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.kernels.blocks import Blocks
 
-# Where each format keeps its float16 values, in bytes from the start of a block.
+# Where each format keeps its float16 values, in bytes from the start of a block. MXFP4 has none.
 _HALVES = {
     "Q8_0": (0,),
     "Q4_0": (0,),
@@ -23,6 +23,7 @@ _HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "MXFP4": (),
 }
 BLOCK_FORMATS = tuple(_HALVES)  # those that the kernels compute with
 _HALVES |= {"IQ2_XXS": (0,), "IQ3_S": (0,)}
@@ -37,6 +38,8 @@ def random_blocks(name: str, rows: int, columns: int, fill: int | None = None) -
     for at in _HALVES[name]:
         values = rng.standard_normal((*shape[:2], 1)) * 0.01 if fill is None else np.ones((*shape[:2], 1))
         raw[:, :, at : at + 2] = values.astype(np.float16).view(np.uint8).reshape(*shape[:2], 2)
+    if name == "MXFP4":  # the exponent of the scale; 128 is that of 1
+        raw[:, :, 0] = rng.integers(117, 123, shape[:2], dtype=np.uint8) if fill is None else 128
     return Blocks(torch.from_numpy(raw.reshape(rows, -1)), name, columns)
 
 

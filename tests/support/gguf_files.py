@@ -27,7 +27,7 @@ ARCHITECTURE = {"mistral": "llama", "gemma3_text": "gemma3"}
 INTERLEAVED = ("llama", "granite")
 ONE_ADDED = ("gemma", "gemma2", "gemma3")
 # The gguf package cannot quantise to these; any bits do.
-RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ3_S")
+RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ3_S")
 
 
 def write_gguf(

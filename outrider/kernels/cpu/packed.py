@@ -14,7 +14,7 @@ from outrider.kernels.cpu.library import PackedStruct
 from outrider.kernels.cpu.state import library
 
 # How a matrix is kept. The names in capitals are ggml's; see src/quant.hpp.
-_NAMES = "float32 bfloat16 float16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS"
+_NAMES = "float32 bfloat16 float16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4"
 FORMATS = {name: number for number, name in enumerate(_NAMES.split())}
 # What float weights may be rounded to, and how it is kept.
 _ROUNDED = {"int8": "Q8_0", "int4": "Q4_0"}

@@ -140,7 +140,7 @@ class Quantised:
                 )
             del self.plain[tensor], self.plain[f"{base}_scales"]
             self.numbers += 2 * part.weights
-        self.kept = int(self.numbers * 0.6875)
+        self.kept = int(self.numbers * 0.5625)
 
     def experts(self, shell: nn.Module) -> dict[str, list[Callable[[], QuantisedWeight]]]:
         """The tensors of a model that hold all experts of a layer -> one matrix [out, in] of each expert.

@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.kernels.blocks import Blocks
 
 _BLOCK = 32  # columns that share a scale in the block formats
+_FLOATS4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12])  # e2m1, doubled
 _ROWS = 256  # of which `dense` has float32 values at a time
 
 
@@ -46,8 +47,8 @@ class QuantisedWeight:
     def blocks(self) -> Blocks | None:
         """The very values in a format of our kernels. None if no format holds them exactly.
 
-        Q4_0 for integers of -8 to 7, Q5_0 for -16 to 15 (4 bits with a zero point), Q8_0 for 8 bits. A zero point must not become
-        a minimum in float16: it would be rounded.
+        MXFP4 for doubled 4-bit floats under powers of two. Q4_0 for integers of -8 to 7, Q5_0 for -16 to 15 (4 bits with a zero
+        point), Q8_0 for 8 bits. A zero point must not become a minimum in float16: it would be rounded.
         """
         rows, columns = self.shape
         if self.values.is_floating_point() or columns % _BLOCK or self.factor != 1.0 or self.tile != 1:
@@ -56,11 +57,13 @@ class QuantisedWeight:
         if not bool((group == group[:, :1]).all()):  # the order of activations mixes the groups
             return None
         scales = self.scales[:, group[:, 0]]
+        values = self.values.view(rows, -1, _BLOCK)
+        if (found := _mxfp4(values, scales)) is not None:
+            return Blocks(found, "MXFP4", columns)
         halves = scales.half()
         if not torch.equal(halves.float(), scales.float()):
             return None
         low, high = (int(x) for x in self.values.aminmax())
-        values = self.values.view(rows, -1, _BLOCK)
         head = halves.contiguous().view(torch.uint8).view(rows, -1, 2)
         if low >= -8 and high <= 7:
             name, parts = "Q4_0", [head, _nibbles((values + 8).to(torch.uint8))]
@@ -72,6 +75,16 @@ class QuantisedWeight:
         else:
             return None
         return Blocks(torch.cat(parts, dim=-1).view(rows, -1), name, columns)
+
+
+def _mxfp4(values: Tensor, scales: Tensor) -> Tensor | None:
+    """MXFP4's blocks uint8 [out, bytes] of integers [out, block, 32] and scales [out, block], or None if they are others."""
+    mantissa, exponent = scales.float().frexp()
+    if not bool(((mantissa == 0.5) & (exponent >= -127)).all()) or not bool(torch.isin(values, _FLOATS4).all()):
+        return None
+    codes = (values[..., None].abs() == _FLOATS4[:8]).to(torch.uint8).argmax(-1) + 8 * (values < 0)
+    head = (exponent + 127).to(torch.uint8)[..., None]
+    return torch.cat([head, _nibbles(codes.to(torch.uint8))], dim=-1).view(len(values), -1)
 
 
 def _nibbles(values: Tensor) -> Tensor:

@@ -237,7 +237,26 @@ def test_experts_that_are_stored_one_by_one(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
-    _assert_the_same_function(made.mxfp4(tmp_path))
+    stored = made.mxfp4(tmp_path)
+    _assert_the_same_function(stored)
+    if native.available():
+        model: Any = load(stored.folder).model
+        [up, *_] = [m.packed_up[1].matrix for m in model.model.modules() if hasattr(m, "packed_up")]
+        assert up.formats == ("MXFP4",)
+        assert torch.equal(up.dense(), next(exact for n, exact in stored.exact.items() if "gate_up" in n)[1].T)
+
+
+def test_values_of_mxfp4_with_other_scales_are_no_mxfp4() -> None:
+    values, group = torch.tensor([[0, 1, 2, 3, 4, 6, 8, -12] * 4], dtype=torch.int8), torch.zeros(32, dtype=torch.int64)
+    scales = torch.tensor([[2.0**-128], [2.0**120], [0.75], [0.0]])
+    kept = [QuantisedWeight(values, scale[None], group).blocks() for scale in scales]
+    assert [None if b is None else b.format for b in kept] == ["MXFP4", "MXFP4", "Q5_0", "Q5_0"]
+    for scale, blocks in zip(scales[:2], kept[:2], strict=True):
+        assert blocks is not None
+        assert torch.equal(blocks.dense(), values * scale)
+    other = QuantisedWeight(values + 1, torch.tensor([[0.5]]), group).blocks()
+    assert other is not None
+    assert other.format == "Q5_0"
 
 
 def _assert_the_same_function(stored: Checkpoint) -> None:

@@ -14,7 +14,7 @@ namespace outrider {
 
 enum Format : int32_t {
     FLOAT32, BFLOAT16, FLOAT16,
-    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,  // quantised: see quant.hpp
+    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,  // quantised: see quant.hpp
     FORMATS,
     MIXED = -1,  // a `Packed` made of others
 };

@@ -90,7 +90,7 @@ uint16_t scale_of_4_bits(const float* w) {
 // One unit of one output, as its format stores it.
 struct Unit {
     uint8_t q[SUPER];
-    uint16_t d[2], m[2];      // float16; for "K" formats only the first
+    uint16_t d[2], m[2];      // as the panel keeps them; for "K" formats only the first
     int8_t scales[16], minima[16];
 };
 
@@ -104,9 +104,14 @@ void low_then_high(const uint8_t* from, int64_t n, uint8_t* q) {  // n bytes: th
     for (int64_t i = 0; i < n; i++) q[i] = from[i] & 15, q[n + i] = from[i] >> 4;
 }
 
-// ggml's block of 32 inputs (ggml-common.h): float16 scale, perhaps float16 minimum, perhaps 32 high bits, the low bits.
+// ggml's block of 32 inputs (ggml-common.h): float16 scale, perhaps float16 minimum, perhaps 32 high bits, the low bits. MXFP4 has
+// the exponent of its scale in one byte.
 void read_small(int32_t format, const uint8_t* from, Unit& to, int64_t b) {
     uint8_t* q = to.q + b * BLOCK;
+    if (format == MXFP4) {  // the values are doubled: half of 2^(e - 127)
+        to.d[b] = static_cast<uint16_t>(*from < 2 ? 0x20 << *from : (*from - 1) << 7);
+        return low_then_high(from + 1, 16, q);
+    }
     constexpr uint8_t none[2] = {};
     bool min = block_of(format).min;
     to.d[b] = half_at(from), to.m[b] = half_at(min ? from + 2 : none);
@@ -193,6 +198,7 @@ int64_t block_bytes(int32_t format) {  // in the file
         case Q6_K: return 210;
         case IQ4_NL: return 18;
         case IQ4_XS: return 136;
+        case MXFP4: return 17;
     }
     return 0;
 }
@@ -353,7 +359,7 @@ void unpack_quantised(const Packed* w, int64_t column, float* out, float factor)
                 int high = planes[64 * (B.base + j / per) + at] >> (j % per * B.extra) & ((1 << B.extra) - 1);
                 q |= high << B.base;
             }
-            if (B.table) q = TABLE[q];
+            if (B.table) q = B.table[q];
             if (B.base == 8) q = static_cast<int8_t>(q);
             float scale, minimum = 0;
             if (B.super) {
@@ -363,7 +369,8 @@ void unpack_quantised(const Packed* w, int64_t column, float* out, float factor)
                     minimum = from_half(half_at(unit + B.factors() + 32 + 2 * lane)) *
                               static_cast<float>(static_cast<int8_t>(unit[B.minima() + s]));
             } else {
-                scale = from_half(half_at(unit + B.scales() + 32 * b + 2 * lane));
+                uint16_t stored = half_at(unit + B.scales() + 32 * b + 2 * lane);
+                scale = B.powers ? as_float(static_cast<uint32_t>(stored) << 16) : from_half(stored);
                 if (B.min) minimum = from_half(half_at(unit + B.minima() + 32 * b + 2 * lane));
             }
             float value = scale * static_cast<float>(q - B.zero);

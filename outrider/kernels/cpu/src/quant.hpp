@@ -19,13 +19,18 @@ constexpr int64_t SUPER = 256;    // inputs of one unit of a "K" format
 constexpr int64_t ROW8 = 64;      // bytes of one row's block of activations in 8 bits: see Row8
 constexpr int64_t ROW16 = 80;     // in 16 bits: see Row16
 
+// The values of IQ4_NL and IQ4_XS (ggml's kvalues_iq4nl), and of MXFP4: those of four bits e2m1, doubled, plus 16.
+alignas(16) constexpr int8_t NONLINEAR[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+alignas(16) constexpr int8_t FLOATS4[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+
 struct Block {
     int base, extra;  // bits of the two planes
     int zero;         // a power of two, subtracted from q; or 0
     int sub;          // inputs that share a scale
     bool super;       // scales are integers under one float16 for 256 inputs; else float16 for each 32
     bool min;         // there are minima, kept as the scales are
-    bool table;       // q is an index into TABLE
+    const int8_t* table = nullptr;  // q is an index into it
+    bool powers = false;            // scales are powers of two, kept as bfloat16 and not as float16
 
     constexpr int64_t blocks() const { return super ? SUPER / BLOCK : 2; }  // of a unit
     constexpr int64_t inputs() const { return blocks() * BLOCK; }
@@ -37,7 +42,7 @@ struct Block {
     constexpr int64_t factors() const { return minima() + (super && min ? inputs() / sub * 16 : 0); }  // super only
     constexpr int64_t bytes() const { return ((super ? factors() : minima()) + (super || min ? 64 : 0) + 63) / 64 * 64; }
     constexpr int zero_bits() const { return zero == 32 ? 5 : zero == 16 ? 4 : zero == 8 ? 3 : 2; }
-    constexpr bool wide() const { return base == 8 || table; }  // needs activations in 16 bits
+    constexpr bool wide() const { return base == 8 || (table && !zero); }  // needs activations in 16 bits
 
     // Inputs whose products fit into 16 bits: pairs of adjacent inputs are added up in one lane. |activation| <= 127.
     constexpr int flush() const {
@@ -48,26 +53,24 @@ struct Block {
 
 constexpr Block block_of(int32_t format) {
     switch (format) {
-        case Q8_0: return {8, 0, 0, 32, false, false, false};
-        case Q4_0: return {4, 0, 8, 32, false, false, false};
-        case Q4_1: return {4, 0, 0, 32, false, true, false};
-        case Q5_0: return {4, 1, 16, 32, false, false, false};
-        case Q5_1: return {4, 1, 0, 32, false, true, false};
-        case Q2_K: return {2, 0, 0, 16, true, true, false};
-        case Q3_K: return {2, 1, 4, 16, true, false, false};
-        case Q4_K: return {4, 0, 0, 32, true, true, false};
-        case Q5_K: return {4, 1, 0, 32, true, true, false};
-        case Q6_K: return {4, 2, 32, 16, true, false, false};
-        case IQ4_NL: return {4, 0, 0, 32, false, false, true};
-        case IQ4_XS: return {4, 0, 0, 32, true, false, true};
+        case Q8_0: return {8, 0, 0, 32, false, false};
+        case Q4_0: return {4, 0, 8, 32, false, false};
+        case Q4_1: return {4, 0, 0, 32, false, true};
+        case Q5_0: return {4, 1, 16, 32, false, false};
+        case Q5_1: return {4, 1, 0, 32, false, true};
+        case Q2_K: return {2, 0, 0, 16, true, true};
+        case Q3_K: return {2, 1, 4, 16, true, false};
+        case Q4_K: return {4, 0, 0, 32, true, true};
+        case Q5_K: return {4, 1, 0, 32, true, true};
+        case Q6_K: return {4, 2, 32, 16, true, false};
+        case IQ4_NL: return {4, 0, 0, 32, false, false, NONLINEAR};
+        case IQ4_XS: return {4, 0, 0, 32, true, false, NONLINEAR};
+        case MXFP4: return {4, 0, 16, 32, false, false, FLOATS4, true};
     }
     return {};
 }
 
 constexpr bool quantised(int32_t format) { return format >= Q8_0; }
-
-// The values of IQ4_NL and IQ4_XS (ggml's kvalues_iq4nl).
-alignas(16) constexpr int8_t TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // Activations of one row and one block, rounded to integers. A buffer holds [block][row].
 struct Row8 {
