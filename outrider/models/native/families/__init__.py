@@ -1,0 +1,1 @@
+"""One file per family of models: from a configuration to a program."""
