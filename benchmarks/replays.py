@@ -24,7 +24,8 @@ from benchmarks import RESULTS, headline
 from benchmarks.recorded_texts import read
 from benchmarks.report import markdown
 from outrider.control import CostModel, DraftCost, Planner
-from outrider.drafters.registry import METHODS, chain_kind
+from outrider.drafters.method import METHODS
+from outrider.drafters.registry import chain_kind
 from outrider.lab.tune.recorded import RecordedText
 from outrider.lab.tune.replay import Machine, Played, auto, by_kind, fixed, oracle_texts, plain_seconds
 

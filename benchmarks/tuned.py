@@ -27,7 +27,7 @@ from benchmarks.report import markdown
 from outrider.cli.options import own_draft
 from outrider.cli.tune import candidates
 from outrider.drafters.heads.mtp import has_mtp
-from outrider.drafters.registry import TuneInputs
+from outrider.drafters.method import TuneInputs
 from outrider.lab.bench import stats
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.tune.race import Candidate, Racer

@@ -27,7 +27,7 @@ from outrider.cli.options import (
     setting,
 )
 from outrider.cli.terminal import RED, check_folders, console, loading, plain, readable, say, warn, working
-from outrider.drafters.registry import AUTO, model_method
+from outrider.drafters.method import AUTO, model_method
 
 if TYPE_CHECKING:
     from outrider.lab.bench.prompts import Prompt

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider.core.files import read_settings
-from outrider.drafters.registry import METHODS
+from outrider.drafters.method import METHODS
 from outrider.models import checkpoint, native_llama, pretrained
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import BUILTIN, builtin_folder

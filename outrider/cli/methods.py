@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.cli.options import Debug
 from outrider.cli.terminal import console, readable
-from outrider.drafters.registry import METHODS, find, plugins
+from outrider.drafters.method import METHODS, find, plugins
 
 
 def methods(debug: Debug = False) -> None:

@@ -17,7 +17,7 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from outrider.drafters.registry import AUTO, METHODS, owner
+from outrider.drafters.method import AUTO, METHODS, owner
 from outrider.serve.options import LoadOptions as LoadOptions
 from outrider.serve.options import Options as Options
 from outrider.serve.options import PrecisionOptions as PrecisionOptions

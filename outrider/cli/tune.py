@@ -27,7 +27,7 @@ from outrider.cli.terminal import GREEN, RED, YELLOW, check_folders, console, lo
 from outrider.cli.tune_engine import EngineOptions, keep, tune_engine
 
 if TYPE_CHECKING:
-    from outrider.drafters.registry import TuneInputs
+    from outrider.drafters.method import TuneInputs
     from outrider.lab.tune.race import Candidate
     from outrider.lab.tune.search import Search
 
@@ -86,7 +86,7 @@ def tune(
         if served and (what.layers is not None or what.verifier):
             raise ValueError("--layers and --verifier are for a model in this process; leave them out with --engine")
         with loading("the prompts" if served else model):
-            from outrider.drafters.registry import TuneInputs
+            from outrider.drafters.method import TuneInputs
             from outrider.lab.bench.prompts import read
 
             read_prompts, notes = read(prompts, workload.num_prompts)
@@ -144,7 +144,7 @@ def candidates(
     wanted: methods that the user named, None for all. engine: whose server is tuned; None for a model in this process.
     """
     from outrider.drafters.config import SpeculativeConfig
-    from outrider.drafters.registry import METHODS, find
+    from outrider.drafters.method import METHODS, find
     from outrider.integrations.engines import exports
 
     out = list[tuple[str, dict[str, Any]]]()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outrider.drafters import registry as registry  # fills the table of methods, without torch
+
 if TYPE_CHECKING:
     from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, NoDraft, TargetPass, chains
     from outrider.drafters.combine.planned import PlannedDrafter

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.core.suggest import did_you_mean
 from outrider.core.types import Budget
-from outrider.drafters.registry import AUTO, METHODS, NONE, find, model_method, owner, plugins
+from outrider.drafters.method import AUTO, METHODS, NONE, find, model_method, owner, plugins
 from outrider.verify import VERIFIERS
+
+if TYPE_CHECKING:
+    from outrider.models.load import Loaded
 
 _VLLM_METHODS = {"eagle3": "eagle"}
 _VLLM_RULES = {"standard": "rejection", "block": "block"}
@@ -198,3 +203,29 @@ class SpeculativeConfig(BaseModel):
                 for e in error.errors()
             ]
             raise ValueError("speculative_config: " + "; ".join(lines)) from None
+
+
+@dataclass(frozen=True)
+class DrafterSetup:
+    """What a drafter is made for.
+
+    rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto".
+    """
+
+    config: SpeculativeConfig
+    target: Loaded
+    rows: int
+    max_length: int
+    device: str
+
+
+@dataclass(frozen=True)
+class EngineExport:
+    """How another engine runs a method.
+
+    flags: its settings for a configuration: keys of vLLM's `--speculative-config`, keys of TensorRT-LLM's
+    `speculative_config`, or command line flags. notes: what that engine does differently, and the effect.
+    """
+
+    flags: Callable[[SpeculativeConfig], Mapping[str, Any]]
+    notes: Callable[[SpeculativeConfig], Sequence[str]] = lambda config: ()

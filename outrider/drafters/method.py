@@ -1,19 +1,25 @@
-"""What the package knows of a drafting method: the form of a row of `outrider.drafters.registry`.
+"""What the package knows of a drafting method, and the table of them, which `outrider.drafters.registry` fills.
+
+The registry is imported with the package `outrider.drafters`, so the table is never empty.
 
 This module imports no torch: the command line lists the methods before anything large is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.drafters.config import SpeculativeConfig
-    from outrider.models.load import Loaded
+
+PLUGINS = "outrider.drafters"
+"""The entry point group in which other packages name their methods."""
 
 NONE, AUTO, PREDICTION = "none", "auto", "prediction"
 """The methods that stand for no drafter, for all that help, and for the text that a request expects."""
@@ -33,20 +39,6 @@ quantized copy. self: a forward pass through some of the target's own layers."""
 
 
 @dataclass(frozen=True)
-class DrafterSetup:
-    """What a drafter is made for.
-
-    rows: sequences in a batch, at most. max_length: tokens of a sequence, at most. device: "cpu", "cuda" or "auto".
-    """
-
-    config: SpeculativeConfig
-    target: Loaded
-    rows: int
-    max_length: int
-    device: str
-
-
-@dataclass(frozen=True)
 class TuneInputs:
     """What `outrider tune` was given. It decides which methods can be tried.
 
@@ -62,22 +54,10 @@ class TuneInputs:
 
 
 @dataclass(frozen=True)
-class EngineExport:
-    """How another engine runs a method.
-
-    flags: its settings for a configuration: keys of vLLM's `--speculative-config`, keys of TensorRT-LLM's
-    `speculative_config`, or command line flags. notes: what that engine does differently, and the effect.
-    """
-
-    flags: Callable[[SpeculativeConfig], Mapping[str, Any]]
-    notes: Callable[[SpeculativeConfig], Sequence[str]] = lambda config: ()
-
-
-@dataclass(frozen=True)
 class DraftMethod:
     """A drafting method: all that the other modules know about it.
 
-    make: makes the drafter. Raises ValueError if the method cannot draft for the target.
+    make: makes the drafter from a `DrafterSetup`. Raises ValueError if the method cannot draft for the target.
     cost: what one level of a draft costs; None derives it from the drafter (`level_cost`).
     default_depth: draft tokens in a row where the user gives no number. tune_depth: the most that `outrider tune` tries.
     chains: the name of its chains among the shipped ones, if that does not depend on what a level costs.
@@ -88,12 +68,12 @@ class DraftMethod:
     auto: whether the method "auto" uses it for this target; None if never.
     candidates: the configurations that `outrider tune` tries, by name. tune_hint: what it needs to try one.
     requires: what must be there besides the model, in a few words; a draft model or a head need not be named.
-    exports: for a method of another package, how engines run it, by the names of `outrider.integrations.engines.ENGINES`.
+    exports: for a method of another package, its `EngineExport` by the names of `outrider.integrations.engines.ENGINES`.
     """
 
     name: str
     help: str
-    make: Callable[[DrafterSetup], Drafter]
+    make: Callable[[Any], Drafter]
     cost: Cost | None = None
     default_depth: int = 5
     tune_depth: int = 8
@@ -102,11 +82,11 @@ class DraftMethod:
     needs_model: bool = False
     heads: tuple[str, ...] = ()
     per_request: bool = False
-    auto: Callable[[DrafterSetup], bool] | None = None
+    auto: Callable[[Any], bool] | None = None
     candidates: Callable[[TuneInputs], Mapping[str, dict[str, Any]]] | None = None
     tune_hint: str = ""
     requires: str = ""
-    exports: Mapping[str, EngineExport] = field(default_factory=dict)
+    exports: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def needs(self) -> str:
@@ -119,14 +99,78 @@ class DraftMethod:
         return {self.name: {"method": self.name}} if self.candidates is None else self.candidates(inputs)
 
 
-def made_by(module: str, function: str = "from_setup") -> Callable[[DrafterSetup], Drafter]:
+def made_by(module: str, function: str = "from_setup") -> Callable[[Any], Drafter]:
     """The maker in a drafter's own file. The file is imported when a drafter is made.
 
     module: below `outrider.drafters`. function: its function (setup) -> Drafter, which raises ValueError for a target that the
     method cannot draft for.
     """
 
-    def make(setup: DrafterSetup) -> Drafter:
+    def make(setup: Any) -> Drafter:
         return getattr(import_module(f"outrider.drafters.{module}"), function)(setup)
 
     return make
+
+
+METHODS: dict[str, DraftMethod] = {}
+"""The built-in methods by name, in the order in which they are listed."""
+
+
+def find(name: str) -> DraftMethod:
+    """The method of that name, built in or offered by a package. Raises KeyError if there is none.
+
+    An entry point names a `DraftMethod`, or a function `(setup, **options) -> Drafter`. One that cannot be imported is
+    reported when the drafter is made.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    entry = plugins()[name]
+    try:
+        loaded: Any = entry.load()
+    except Exception:
+        loaded = None  # it raises again when the drafter is made
+    if isinstance(loaded, DraftMethod):
+        return loaded
+    return DraftMethod(name, f"from the package {entry.value}", partial(_checked, entry))
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """The methods that installed packages offer: name -> entry point."""
+    return {entry.name: entry for entry in entry_points(group=PLUGINS) if entry.name not in METHODS}
+
+
+def owner(key: str) -> DraftMethod | None:
+    """The built-in method that alone reads this key of the configuration."""
+    return next((method for method in METHODS.values() if key in method.keys), None)
+
+
+def model_method(model: Any = None) -> str:
+    """The method that drafts with the model of the key `model`. A configuration with that key alone means this method.
+
+    model: the value of the key. The folder of a trained head means the method that reads it, anything else a draft model."""
+    if isinstance(model, (str, Path)) and (Path(model).expanduser() / "config.json").is_file():
+        from outrider.drafters.heads.files import head_kind
+
+        kind = head_kind(model)
+        for name, method in METHODS.items():
+            if kind in method.heads:
+                return name
+    return next(name for name, method in METHODS.items() if method.needs_model and not method.heads)
+
+
+def _checked(entry: EntryPoint, setup: Any) -> Drafter:
+    """Make a drafter of another package. Raises ValueError if that fails or gives no drafter."""
+    from outrider.drafters.base import Drafter
+
+    try:
+        made = entry.load()(setup, **setup.config.options)
+    except Exception as error:
+        raise ValueError(
+            f"the drafter {entry.name!r} ({entry.value}) cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, Drafter):
+        raise ValueError(
+            f"the drafter {entry.name!r} ({entry.value}) returned a {type(made).__name__}, which is not a drafter. Derive it "
+            "from outrider.drafters.BaseDrafter and write `propose`"
+        )
+    return made

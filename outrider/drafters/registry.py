@@ -11,30 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.drafters.method import (
     AUTO,
     LOWER_PRECISION,
+    METHODS,
     NONE,
     PREDICTION,
-    DrafterSetup,
     DraftMethod,
     TuneInputs,
+    find,
     made_by,
+    model_method,
+    plugins,
 )
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.drafters.config import SpeculativeConfig
+    from outrider.drafters.config import DrafterSetup, SpeculativeConfig
     from outrider.models.base import LanguageModel
     from outrider.models.load import Loaded
-
-PLUGINS = "outrider.drafters"
-"""The entry point group in which other packages name their methods."""
-
 
 # -- from a configuration to a drafter ------------------------------------------------------------------------------------
 
@@ -46,6 +44,8 @@ def make_drafters(
 
     Raises ValueError if one cannot draft for this target.
     """
+    from outrider.drafters.config import DrafterSetup
+
     setup = DrafterSetup(config, target, rows, max_length, device)
     if not config.budget.max_nodes or config.method == NONE:
         return {}
@@ -64,48 +64,6 @@ def make_drafter(config: SpeculativeConfig, target: Loaded, *, rows: int, max_le
 def request_drafters(setup: DrafterSetup) -> dict[str, Drafter]:
     """Make the drafters that a request can choose on any server, by method name."""
     return {name: method.make(setup) for name, method in METHODS.items() if method.per_request}
-
-
-def find(name: str) -> DraftMethod:
-    """The method of that name, built in or offered by a package. Raises KeyError if there is none.
-
-    An entry point names a `DraftMethod`, or a function `(setup, **options) -> Drafter`. One that cannot be imported is
-    reported when the drafter is made.
-    """
-    if name in METHODS:
-        return METHODS[name]
-    entry = plugins()[name]
-    try:
-        loaded: Any = entry.load()
-    except Exception:
-        loaded = None  # it raises again when the drafter is made
-    if isinstance(loaded, DraftMethod):
-        return loaded
-    return DraftMethod(name, f"from the package {entry.value}", partial(_checked, entry))
-
-
-def plugins() -> dict[str, EntryPoint]:
-    """The methods that installed packages offer: name -> entry point."""
-    return {entry.name: entry for entry in entry_points(group=PLUGINS) if entry.name not in METHODS}
-
-
-def owner(key: str) -> DraftMethod | None:
-    """The built-in method that alone reads this key of the configuration."""
-    return next((method for method in METHODS.values() if key in method.keys), None)
-
-
-def model_method(model: Any = None) -> str:
-    """The method that drafts with the model of the key `model`. A configuration with that key alone means this method.
-
-    model: the value of the key. The folder of a trained head means the method that reads it, anything else a draft model."""
-    if isinstance(model, (str, Path)) and (Path(model).expanduser() / "config.json").is_file():
-        from outrider.drafters.heads.files import head_kind
-
-        kind = head_kind(model)
-        for name, method in METHODS.items():
-            if kind in method.heads:
-                return name
-    return next(name for name, method in METHODS.items() if method.needs_model and not method.heads)
 
 
 def method_of(drafter: str) -> DraftMethod | None:
@@ -154,24 +112,6 @@ def _made(method: DraftMethod, setup: DrafterSetup) -> Drafter:
     return method.make(setup)
 
 
-def _checked(entry: EntryPoint, setup: DrafterSetup) -> Drafter:
-    """Make a drafter of another package. Raises ValueError if that fails or gives no drafter."""
-    from outrider.drafters.base import Drafter
-
-    try:
-        made = entry.load()(setup, **setup.config.options)
-    except Exception as error:
-        raise ValueError(
-            f"the drafter {entry.name!r} ({entry.value}) cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, Drafter):
-        raise ValueError(
-            f"the drafter {entry.name!r} ({entry.value}) returned a {type(made).__name__}, which is not a drafter. Derive it "
-            "from outrider.drafters.BaseDrafter and write `propose`"
-        )
-    return made
-
-
 def _fitting(setup: DrafterSetup) -> list[str]:
     """What "auto" means here: all lookups that say yes, and the first of the others; two models would read twice the weights."""
     possible = [method for method in METHODS.values() if method.auto is not None and method.auto(setup)]
@@ -203,7 +143,7 @@ def _brings(method: str, setup: DrafterSetup) -> bool:
     """Whether there is a head of this method for the target."""
     from outrider.drafters.heads.files import head_of
 
-    head = head_of(setup)
+    head = head_of(setup.config.model, setup.target.name)
     return head is not None and model_method(head) == method
 
 
@@ -390,5 +330,4 @@ _ROWS = (
     ),
 )
 
-METHODS: dict[str, DraftMethod] = {row.name: row for row in _ROWS}
-"""The built-in methods by name, in the order in which they are listed."""
+METHODS.update({row.name: row for row in _ROWS})

@@ -23,7 +23,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Budget, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter, chains
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.registry import METHODS, chain_kind, level_cost, lookup_names, method_of
+from outrider.drafters.method import METHODS
+from outrider.drafters.registry import chain_kind, level_cost, lookup_names, method_of
 from outrider.engine.decoder import Decoder
 from outrider.engine.request import Request
 from outrider.kernels.machine import machine

@@ -9,8 +9,9 @@ from outrider.control import Controller, Fixed, Planner
 from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter, NoDraft
 from outrider.drafters.combine.planned import PlannedDrafter
-from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.registry import NONE, DrafterSetup, lookup_names, plugins, request_drafters
+from outrider.drafters.config import DrafterSetup, SpeculativeConfig
+from outrider.drafters.method import NONE, plugins
+from outrider.drafters.registry import lookup_names, request_drafters
 from outrider.engine.calibrate import make_planner
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import PrefixCache

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from outrider.core.types import Step
 from outrider.drafters.combine.planned import PlannedDrafter
-from outrider.drafters.registry import PREDICTION
+from outrider.drafters.method import PREDICTION
 from outrider.engine import policy
 from outrider.engine.decoder import Decoder
 from outrider.engine.prefix_cache import PrefixCache

@@ -42,6 +42,11 @@ def test_class_names_are_unique_in_the_package() -> None:
     assert not HOUSE["figures"](ROOT)["class names used twice"]
 
 
+def test_no_files_import_each_other() -> None:
+    """Not for types only either: two files in a circle can only be read together."""
+    assert not HOUSE["figures"](ROOT)["circles of imports at file level"]
+
+
 @pytest.mark.parametrize("folder", ["benchmarks", "docs", "packaging", "recipes"])
 def test_scripts_import_what_the_packages_have(folder: str) -> None:
     """Most scripts are not run by the suite, so an import of a module that moved would be found by a user."""

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.core.files import read_settings
-from outrider.drafters.method import DrafterSetup
 from outrider.models.checkpoint import header, indexed
 
 EAGLE3, EAGLE1, PEAGLE = "eagle3", "eagle1", "peagle"
@@ -210,6 +209,6 @@ def own_head(target: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def head_of(setup: DrafterSetup) -> Any:
-    """The head's folder: the one that was given, or that of the package."""
-    return setup.config.model if setup.config.model is not None else own_head(setup.target.name)
+def head_of(model: Any, target: str) -> Any:
+    """The head's folder: the one that was given as `model`, or that of the package for the target."""
+    return own_head(target) if model is None else model

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Budget, Commit, Draft, Siblings
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass, draft_of
-from outrider.drafters.method import DrafterSetup
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.model.children import children
 from outrider.drafters.model.confidence import FOR_HEADS, LogitError
 from outrider.verify import VERIFIERS

@@ -22,9 +22,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.drafter import EagleDrafter
 from outrider.drafters.heads.features import HeadOutput, PairModel
-from outrider.drafters.method import DrafterSetup
 from outrider.models.base import FINAL_NORM, LanguageModel, Want
 from outrider.models.cache import SlotCache
 from outrider.models.checkpoint import header, indexed

@@ -9,23 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from outrider.drafters.base import BaseDrafter
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.config import tap_of
 from outrider.drafters.heads.files import head_of
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.reading import Config, HeadWeights, log
-from outrider.drafters.method import DrafterSetup
 from outrider.drafters.model.self_speculation import SAMPLE
 from outrider.models.base import FINAL_NORM, LanguageModel
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes
-
-if TYPE_CHECKING:
-    from outrider.drafters.heads.eagle.drafter import EagleDrafter
 
 DEPTH = 3  # draft tokens after each position
 POSITIONS = 96
@@ -37,7 +35,7 @@ CLEAR = 0.2  # by how much a misreading must be better, far more than chance ove
 DraftHits = tuple[float, ...]
 """What a head gets right along a text: the share of positions at which the draft tokens up to each depth are all right. Their
 sum is the number of draft tokens that are right on average."""
-_Made = TypeVar("_Made", bound="EagleDrafter | ParallelDrafter")
+_Made = TypeVar("_Made", bound=BaseDrafter)
 Misreading = tuple[str, tuple[int, ...], Callable[[], _Made]]  # in words, the taps, and the drafter read so
 Hits = Callable[[_Made, Sequence[int], Tensor, Sequence[int]], DraftHits]
 
@@ -67,7 +65,7 @@ def head_drafter(
     hits: Hits[_Made],
 ) -> _Made:
     """Read the head of a configuration, make its drafter and try it. flags: see `misread`. hits: see `examine`."""
-    target, path = setup.target, head_of(setup)
+    target, path = setup.target, head_of(setup.config.model, setup.target.name)
     head = read(path, target)
     positions = head.config.max_position_embeddings
     if positions < setup.max_length:
@@ -133,35 +131,13 @@ def examine(
     return report
 
 
-def survival(drafter: EagleDrafter, text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
-    """Drafts after each position of a text, fed with the text's own tokens. All positions are branches of one tree.
-
-    features: float [position, feature] of the text. right: the target's most likely token after each position.
-    """
-    count, model = len(text) - 1 - DEPTH, drafter.model
-    cache = model.new_cache(1, len(text))
-    g = torch.empty(0)
-    alive = torch.ones(count, dtype=torch.bool)
-    hits: list[float] = []
-    parents = torch.arange(-1, count - 1)
-    for depth in range(DEPTH):
-        # level 0 is the text itself, a chain; each later level has one node below each node of the level before
-        tokens = torch.tensor([list(text[1 + depth : 1 + depth + count])])
-        if depth:
-            parents = torch.cat([parents, torch.arange(count) + (depth - 1) * count])
-        nodes = Nodes(tokens, cache, [0], parents[None])
-        logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, features[None, :count])
-        best = logits[0].argmax(-1)
-        best = best if model.subset is None else model.subset.ids[best]
-        alive &= best.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
-        hits.append(float(alive.float().mean()))
-    return tuple(hits)
-
-
 def parallel_survival(
     drafter: ParallelDrafter, text: Sequence[int], features: Tensor, right: Sequence[int]
 ) -> DraftHits:
-    """As `survival`, for a head of several positions, at some positions of the text. Slot 0 of the drafter must be free."""
+    """What a head of several positions gets right at some positions of a text. Slot 0 of the drafter must be free.
+
+    features: float [position, feature] of the text. right: the target's most likely token after each position.
+    """
     count = len(text) - 1 - DEPTH
     some = range(0, count, max(1, count // SOME))
     hits, read = [0] * DEPTH, 0

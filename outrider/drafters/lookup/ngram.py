@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.lookup.mixture import Context, TextSource, drafted, grow
-from outrider.drafters.method import DrafterSetup
 
 _PLACES = 16  # latest occurrences of an n-gram that are kept
 

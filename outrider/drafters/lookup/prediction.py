@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.lookup.mixture import Context, drafted, grow
-from outrider.drafters.method import DrafterSetup
 
 _TRUST = 8  # length of match, in tokens, that the prediction counts as before the answer starts
 _LOOK = 64  # places on either side that are compared when the place is lost

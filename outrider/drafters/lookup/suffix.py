@@ -7,9 +7,9 @@ from heapq import nlargest
 
 from outrider.core.types import Draft
 from outrider.drafters.base import BaseDrafter, DraftContext
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.lookup.corpus import REACH, Corpus, read_corpus
 from outrider.drafters.lookup.mixture import WIDEST, Context, drafted, grow
-from outrider.drafters.method import DrafterSetup
 
 _FEED = 256  # tokens of a running answer that are added to the shared store at a time
 _LEAD = 16  # earlier tokens that are stored with a piece, so that its start can be found

@@ -10,8 +10,8 @@ import torch
 from outrider.control.shapes import BY_RANK, Shape, optimal_shape
 from outrider.core.types import PADDING, Budget, Commit, Draft
 from outrider.drafters.base import BaseDrafter, DraftContext, TargetPass
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.lookup.mixture import Found, drafted
-from outrider.drafters.method import DrafterSetup
 
 _RANK_WEIGHT = 8  # pseudo-observations of BY_RANK
 

@@ -22,7 +22,7 @@ from outrider.core.noise import Stream
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, chains
 from outrider.drafters.combine.merge import Proposal, join
-from outrider.drafters.method import DrafterSetup
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.drafters.model.reduction import DraftReduction
 from outrider.drafters.model.tree_drafter import Growth

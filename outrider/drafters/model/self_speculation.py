@@ -19,7 +19,8 @@ from torch import Tensor
 from outrider.control.shapes import geometric, speedup
 from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext
-from outrider.drafters.method import LOWER_PRECISION, DrafterSetup
+from outrider.drafters.config import DrafterSetup
+from outrider.drafters.method import LOWER_PRECISION
 from outrider.drafters.model.draft_model import ModelDrafter
 from outrider.models.base import LanguageModel
 from outrider.models.load import load

@@ -11,7 +11,7 @@ import torch
 
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.files import DFLASH, DSPARK, EAGLE1, EAGLE3, MEDUSA, HeadFolder, head_kind, open_head
-from outrider.drafters.registry import find
+from outrider.drafters.method import find
 from outrider.integrations.engines import EngineCommand, exports
 from outrider.integrations.engines.setting import model_path
 from outrider.models.load import load, tokenizer_named

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.method import AUTO, EngineExport
-from outrider.drafters.registry import find
+from outrider.drafters.config import EngineExport, SpeculativeConfig
+from outrider.drafters.method import AUTO, find
 
 LARGEST_BATCH = 4096
 """The last batch size of a schedule."""

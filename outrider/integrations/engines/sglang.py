@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.method import EngineExport
+from outrider.drafters.config import EngineExport, SpeculativeConfig
 from outrider.integrations.engines.setting import (
     ExportedSetting,
     ForeignEngine,

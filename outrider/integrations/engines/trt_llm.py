@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.drafters.method import EngineExport
+from outrider.drafters.config import EngineExport
 from outrider.integrations.engines.setting import (
     ExportedSetting,
     ForeignEngine,

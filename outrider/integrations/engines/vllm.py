@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.method import EngineExport
+from outrider.drafters.config import EngineExport, SpeculativeConfig
 from outrider.integrations.engines.setting import (
     ExportedSetting,
     ForeignEngine,

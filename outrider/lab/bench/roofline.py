@@ -9,7 +9,8 @@ from time import perf_counter
 import torch
 
 from outrider.control import CostModel
-from outrider.drafters.registry import lookup_names, model_method
+from outrider.drafters.method import model_method
+from outrider.drafters.registry import lookup_names
 from outrider.engine.calibrate import costs
 from outrider.engine.llm import LLM
 from outrider.kernels import cpu as native

@@ -11,7 +11,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from outrider.drafters.registry import METHODS
+from outrider.drafters.method import METHODS
 from outrider.engine.trace import read
 from outrider.lab.bench import stats
 from outrider.lab.bench.run import Run

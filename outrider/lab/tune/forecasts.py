@@ -10,7 +10,8 @@ from outrider.control import CostModel, Fixed, Planner
 from outrider.drafters import make_drafters
 from outrider.drafters.base import Drafter
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.registry import AUTO, chain_kind, level_cost, lookup_names, method_of
+from outrider.drafters.method import AUTO
+from outrider.drafters.registry import chain_kind, level_cost, lookup_names, method_of
 from outrider.engine.calibrate import AT_LOAD, measure
 from outrider.engine.decoder import Decoder
 from outrider.lab.bench.prompts import Prompt

@@ -11,7 +11,7 @@ from typing import Any
 from outrider._version import __version__
 from outrider.core.outputs import Delta
 from outrider.core.types import Guarantee
-from outrider.drafters.registry import PREDICTION
+from outrider.drafters.method import PREDICTION
 from outrider.engine.request import Sequence
 from outrider.serve.openai.tools import ToolCall, ToolCallReader
 

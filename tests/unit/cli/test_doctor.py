@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from outrider.cli import doctor
 from outrider.cli.main import app
-from outrider.drafters.registry import METHODS
+from outrider.drafters.method import METHODS
 from outrider.kernels import cpu
 
 

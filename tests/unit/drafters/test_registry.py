@@ -15,13 +15,9 @@ from outrider import LLM, SamplingParams
 from outrider.cli.tune import candidates
 from outrider.core.types import Budget
 from outrider.drafters import LayerSkipDrafter, NoDraft, QuantizedSelfDrafter, make_drafter, make_drafters
-from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.method import EngineExport
+from outrider.drafters.config import DrafterSetup, EngineExport, SpeculativeConfig
+from outrider.drafters.method import METHODS, DraftMethod, TuneInputs
 from outrider.drafters.registry import (
-    METHODS,
-    DrafterSetup,
-    DraftMethod,
-    TuneInputs,
     level_cost,
     lookup_names,
     request_drafters,
@@ -139,7 +135,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         EntryPoint("nothing", f"{__name__}:not_a_drafter", "outrider.drafters"),
         EntryPoint("gone", "no_such_package:Drafter", "outrider.drafters"),
     ]
-    monkeypatch.setattr("outrider.drafters.registry.entry_points", lambda group: [e for e in found if e.group == group])
+    monkeypatch.setattr("outrider.drafters.method.entry_points", lambda group: [e for e in found if e.group == group])
     return
 
 
@@ -216,7 +212,7 @@ ROW = DraftMethod("rowed", "a row from another package", lambda setup: Wrong(2),
 
 def test_a_package_can_offer_a_row(code: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     found = EntryPoint("rowed", f"{__name__}:ROW", "outrider.drafters")
-    monkeypatch.setattr("outrider.drafters.registry.entry_points", lambda group: [found])
+    monkeypatch.setattr("outrider.drafters.method.entry_points", lambda group: [found])
     assert SpeculativeConfig.of({"method": "rowed"}).budget.depth == 7
     assert isinstance(make(code, method="rowed"), Wrong)
     both = SpeculativeConfig.of({"method": ["rowed", "suffix"]})

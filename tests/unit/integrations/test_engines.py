@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.config import EngineExport, SpeculativeConfig
 from outrider.drafters.heads.eagle.files import write_eagle
 from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.files import open_head
-from outrider.drafters.method import EngineExport
-from outrider.drafters.registry import METHODS
+from outrider.drafters.method import METHODS
 from outrider.integrations.engines import ENGINES, EngineCommand, exports
 from outrider.integrations.engines.handover import head_of, refusal, rewrite_reason, same_tokens, write_head
 from outrider.models.builtin.shipped import builtin_folder

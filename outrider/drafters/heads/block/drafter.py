@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from outrider.core.sampling import TokenSubset
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.block.files import read_block
 from outrider.drafters.heads.block.module import BlockConfig
 from outrider.drafters.heads.features import FeatureReader
@@ -17,7 +18,6 @@ from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precision_of
 from outrider.drafters.heads.reading import OUTPUT, HeadWeights
 from outrider.drafters.heads.selftest import head_drafter, parallel_survival
-from outrider.drafters.method import DrafterSetup
 from outrider.models.base import LanguageModel
 from outrider.models.cache import SCRATCH, SlotCache
 from outrider.models.nodes import Nodes

@@ -11,14 +11,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core.tree import chain
 from outrider.core.types import Commit
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.model import TorchEagle, eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
 from outrider.drafters.heads.features import PairModel, PairReader
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.reading import HeadWeights
-from outrider.drafters.heads.selftest import head_drafter, parallel_survival, survival
-from outrider.drafters.method import DrafterSetup
+from outrider.drafters.heads.selftest import DEPTH, DraftHits, head_drafter, parallel_survival
 from outrider.drafters.model.confidence import FOR_HEADS, LogitError
 from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
 from outrider.models.base import LanguageModel, Want
@@ -131,3 +131,28 @@ def parallel_from_setup(setup: DrafterSetup) -> PEagleDrafter:
     chains_only(setup)
     flags = {"norm_before_residual": "norm_before_residual"}
     return head_drafter(setup, read_eagle, PEagleDrafter, flags, parallel_survival)
+
+
+def survival(drafter: EagleDrafter, text: Sequence[int], features: Tensor, right: Sequence[int]) -> DraftHits:
+    """Drafts after each position of a text, fed with the text's own tokens. All positions are branches of one tree.
+
+    features: float [position, feature] of the text. right: the target's most likely token after each position.
+    """
+    count, model = len(text) - 1 - DEPTH, drafter.model
+    cache = model.new_cache(1, len(text))
+    g = torch.empty(0)
+    alive = torch.ones(count, dtype=torch.bool)
+    hits: list[float] = []
+    parents = torch.arange(-1, count - 1)
+    for depth in range(DEPTH):
+        # level 0 is the text itself, a chain; each later level has one node below each node of the level before
+        tokens = torch.tensor([list(text[1 + depth : 1 + depth + count])])
+        if depth:
+            parents = torch.cat([parents, torch.arange(count) + (depth - 1) * count])
+        nodes = Nodes(tokens, cache, [0], parents[None])
+        logits, g = model.forward(nodes, g=g) if depth else model.forward(nodes, features[None, :count])
+        best = logits[0].argmax(-1)
+        best = best if model.subset is None else model.subset.ids[best]
+        alive &= best.cpu() == torch.tensor(right[1 + depth : 1 + depth + count])
+        hits.append(float(alive.float().mean()))
+    return tuple(hits)

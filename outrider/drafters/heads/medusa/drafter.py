@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from outrider.core.sampling import TokenSubset
 from outrider.core.types import Commit
 from outrider.drafters.base import DraftContext, TargetPass
+from outrider.drafters.config import DrafterSetup
 from outrider.drafters.heads.files import head_of
 from outrider.drafters.heads.lattice import ParallelDrafter, chains_only
 from outrider.drafters.heads.layers import Linear, Linears, precision_of
 from outrider.drafters.heads.medusa.files import MedusaWeights, read_medusa
 from outrider.drafters.heads.selftest import Misreading, examine, parallel_survival
-from outrider.drafters.method import DrafterSetup
 from outrider.models.base import FINAL_NORM, LanguageModel
 
 
@@ -121,7 +121,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def from_setup(setup: DrafterSetup) -> MedusaDrafter:
     """Raises ValueError for trees that heads of several positions do not draw."""
     chains_only(setup)
-    target, path = setup.target, head_of(setup)
+    target, path = setup.target, head_of(setup.config.model, setup.target.name)
     head, last = read_medusa(path, target), (target.model.num_layers - 1,)
 
     def made(given: MedusaWeights) -> MedusaDrafter:

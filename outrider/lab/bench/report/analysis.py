@@ -12,7 +12,7 @@ from statistics import mean
 
 from outrider.core.interpolate import interpolate
 from outrider.core.intervals import Interval
-from outrider.drafters.registry import METHODS, model_method
+from outrider.drafters.method import METHODS, model_method
 from outrider.lab.bench import stats
 from outrider.lab.bench.run import Limits, Run, Sample, Setting
 from outrider.lab.bench.stats import AcceptanceStats

@@ -19,8 +19,9 @@ from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.model import eagle_model
 from outrider.drafters.heads.files import open_head, own_head
 from outrider.drafters.heads.selftest import examine
+from outrider.drafters.method import TuneInputs
 from outrider.drafters.model.self_speculation import SAMPLE
-from outrider.drafters.registry import TuneInputs, level_cost
+from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import data_folder

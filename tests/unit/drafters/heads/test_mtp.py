@@ -29,7 +29,8 @@ from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.eagle.drafter import EagleDrafter
 from outrider.drafters.heads.mtp import MtpModel as OurMtp
 from outrider.drafters.heads.mtp import MtpWeights, has_mtp
-from outrider.drafters.registry import TuneInputs, level_cost
+from outrider.drafters.method import TuneInputs
+from outrider.drafters.registry import level_cost
 from outrider.integrations.engines import exports
 from outrider.models.base import FINAL_NORM
 from outrider.models.hf.model import HFModel

@@ -22,7 +22,7 @@ from outrider.drafters import make_drafter
 from outrider.drafters.config import SpeculativeConfig
 from outrider.drafters.heads.block.drafter import BlockDrafter
 from outrider.drafters.heads.block.files import read_block
-from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter
+from outrider.drafters.heads.eagle.drafter import EagleDrafter, PEagleDrafter, survival
 from outrider.drafters.heads.eagle.files import read_eagle
 from outrider.drafters.heads.eagle.model import EagleModel, eagle_model
 from outrider.drafters.heads.eagle.module import EagleConfig
@@ -30,7 +30,7 @@ from outrider.drafters.heads.files import head_kind
 from outrider.drafters.heads.lattice import ParallelDrafter
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
 from outrider.drafters.heads.medusa.files import read_medusa
-from outrider.drafters.heads.selftest import DEPTH, examine, misread, parallel_survival, survival
+from outrider.drafters.heads.selftest import DEPTH, examine, misread, parallel_survival
 from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.load import Loaded
 from outrider.models.nodes import Nodes

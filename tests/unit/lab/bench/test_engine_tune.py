@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from outrider.cli.main import app
 from outrider.cli.tune import candidates
 from outrider.cli.tune_engine import EngineOptions, show_trials, tune_engine, verdict
-from outrider.drafters.registry import TuneInputs
+from outrider.drafters.method import TuneInputs
 from outrider.lab.bench.prompts import Prompt
 from outrider.lab.bench.run import Sample
 from outrider.lab.plan.acceptance_curve import find_curve
