@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from outrider_certify.certificate import Certificate, CertificatePart
+from outrider_certify.board import amount, certificates_in, seen
 
 FOLDER = Path(__file__).parent / "certificates"
 HEAD = "| certificate | kind | verdict | amount | seen |\n|---|---|---|---|---|\n"
@@ -17,29 +17,16 @@ HEAD = "| certificate | kind | verdict | amount | seen |\n|---|---|---|---|---|\
 def table() -> str:
     """A row for each part of each certificate."""
     rows = list[str]()
-    for path in sorted(FOLDER.glob("*.json")):
-        certificate = Certificate.load(path)
+    for name, certificate in certificates_in(FOLDER):
         rows += [
-            f"| [{path.stem}]({path.name}) | {p.kind} | **{p.conclusion.value}** | {_amount(p)} | {_seen(p)} |\n"
+            f"| [{name}]({name}.json) | {p.kind} | **{p.conclusion.value}** | {amount(p)} | {_cell(seen(p))} |\n"
             for p in certificate.parts
         ]
     return HEAD + "".join(rows)
 
 
-def _amount(part: CertificatePart) -> str:
-    for name, what in (("tokens", "tokens"), ("checks", "checks"), ("toys", "toy models"), ("problems", "problems")):
-        if name in part.figures:
-            return f"{part.figures[name]:,} {what}"
-    return ""
-
-
-def _seen(part: CertificatePart) -> str:
-    seen = [f"{part.figures['ties']} ties"] if part.figures.get("ties") else []
-    if "tv_bound" in part.figures and not part.causes:
-        seen.append(f"total variation at most {part.figures['tv_bound']:.2f}")
-    seen += part.causes
-    seen += [f"{f.title}: {f.where}" for f in part.findings if not f.error and "tie" not in f.title]
-    return "; ".join(seen).replace("|", "/")
+def _cell(text: str) -> str:
+    return text.replace("|", "/")
 
 
 def page(text: str) -> str:

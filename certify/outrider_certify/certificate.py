@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from enum import Enum
 from pathlib import Path
@@ -86,7 +88,8 @@ class Certificate(CertificateRecord):
     """All parts, and what they were made with.
 
     subject: its name and properties. weights: sha256 of the weights, where they are at hand. command: makes it again.
-    budget: seconds that were allowed. complete: False while it is being made.
+    budget: seconds that were allowed. complete: False while it is being made. digest: sha256 of all other fields, which `save`
+    writes and `load` checks, so that a changed file is noticed.
     """
 
     format: int = FORMAT
@@ -102,6 +105,12 @@ class Certificate(CertificateRecord):
     confidence: float = 0.99
     complete: bool = False
     parts: list[CertificatePart] = Field(default_factory=list)
+    digest: str = ""
+
+    def computed_digest(self) -> str:
+        """The sha256 of all fields but `digest`, as 64 hexadecimal digits."""
+        fields = self.model_dump(mode="json", exclude={"digest"})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @property
     def conclusion(self) -> Conclusion:
@@ -114,13 +123,18 @@ class Certificate(CertificateRecord):
         """The verdict in plain words: the sentences of the parts that decide it."""
         return " ".join(p.sentence for p in self.parts if p.conclusion is self.conclusion) or "Nothing could be tested."
 
+    def part(self, kind: str) -> CertificatePart | None:
+        """What a kind of test says; None if it was not asked."""
+        return next((part for part in self.parts if part.kind == kind), None)
+
     def save(self, path: Path) -> None:
         """Write the file. It is replaced as a whole, so a reader never sees half of it."""
+        self.digest = self.computed_digest()
         write_whole(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Certificate:
-        """Read a file that `save` wrote. Raises ValueError for any other file, and for another format number."""
+        """Read a file that `save` wrote. Raises ValueError for any other file, a changed one, and another format number."""
         try:
             found = cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
@@ -132,6 +146,8 @@ class Certificate(CertificateRecord):
             ) from None
         if found.format != FORMAT:
             raise ValueError(f"{path} has format {found.format}. This version reads format {FORMAT}. Certify again.")
+        if found.digest != found.computed_digest():
+            raise ValueError(f"{path} was changed after it was written: its digest is another one. Certify again.")
         return found
 
 

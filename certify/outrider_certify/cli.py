@@ -18,7 +18,9 @@ import typer
 
 if TYPE_CHECKING:
     from outrider_certify.certificate import Certificate
+    from outrider_certify.run import TestSettings
     from outrider_certify.subject import Prompt, Subject
+    from outrider_certify.trials import TrialJournal
 
 _COLOURS = {"good": "green", "bad": "red", "unsure": "yellow"}
 
@@ -65,6 +67,9 @@ class CertifyOptions:
     )
     compare: Annotated[
         tuple[Path, Path] | None, _output("Show what changed between two certificates.", metavar="A.json B.json")
+    ] = None
+    board: Annotated[
+        Path | None, _output("Write one page over all certificates of a folder: index.html.", metavar="FOLDER")
     ] = None
 
 
@@ -158,37 +163,70 @@ def run(
     """
     if options.compare is not None:
         return _compare(*options.compare)
-    if options.subject is None:
+    if options.board is not None:
+        from outrider_certify.board import write_board
+
+        _print(f"The page is {write_board(options.board)}.")
+        return 0
+    subject, settings, journal = started(options, identity, subject_of)
+    if journal.resumed:
+        _say(f"{journal.resumed} trials of an earlier run are kept")
+    command = shlex.join([program, *sys.argv[1:]])
+    certificate, stopped = certified(options, subject, settings, journal, _progress, command)
+    if not certificate.complete:
+        _say("this is not complete; the same command goes on from here", "red")
+    _show(certificate, options.out)
+    return 130 if stopped else certificate.conclusion.exit_code
+
+
+def started(
+    options: CertifyOptions, identity: dict[str, Any], subject_of: Callable[[CertifyOptions], Subject] = subject_of
+) -> tuple[Subject, TestSettings, TrialJournal]:
+    """The subject, what is tested of it, and the records so far. identity: what else the records depend on.
+
+    Raises ValueError and OSError for options that are wrong.
+    """
+    if not options.subject:
         raise ValueError("name what to certify, for example the address of a server: http://127.0.0.1:8000")
-    seconds, out = duration(options.budget), options.out
+    duration(options.budget)
+    out = options.out
     if not out.absolute().parent.is_dir():
         raise FileNotFoundError(f"there is no folder {out.absolute().parent} to write {out.name} to")
     if out.suffix == ".json":
         raise ValueError("the JSON file has the page's name; give the page: -o certificate.html")
-    from outrider_certify.page import write
-    from outrider_certify.run import Interrupted, TestSettings, certify
+    from outrider_certify.run import TestSettings
     from outrider_certify.trials import TrialJournal
 
     settings = TestSettings(**{f.name: getattr(options, f.name) for f in fields(TestSettings)})
     subject = subject_of(options)
     given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("kind", "budget", "out")}
     identity = {**given, "name": subject.name, **subject.weights, **identity}
-    journal = TrialJournal(out.with_suffix(".journal"), {k: str(v) for k, v in identity.items()})
-    if journal.resumed:
-        _say(f"{journal.resumed} trials of an earlier run are kept")
+    return subject, settings, TrialJournal(out.with_suffix(".journal"), {k: str(v) for k, v in identity.items()})
+
+
+def certified(
+    options: CertifyOptions,
+    subject: Subject,
+    settings: TestSettings,
+    journal: TrialJournal,
+    progress: Callable[[str], None],
+    command: str,
+) -> tuple[Certificate, bool]:
+    """The certificate, which is written to its files too, and whether ctrl-C stopped it. command: makes it again."""
+    from outrider_certify.page import write
+    from outrider_certify.run import Interrupted, certify
+
+    seconds, stopped = duration(options.budget), False
     try:
-        certificate, code = certify(subject, seconds, options.kind or (), settings, journal, _progress), None
+        certificate = certify(subject, seconds, options.kind or (), settings, journal, progress)
     except Interrupted as stop:
-        certificate, code = stop.certificate, 130
-    if not certificate.complete:
-        _say("this is not complete; the same command goes on from here", "red")
-    certificate.command = shlex.join([program, *sys.argv[1:]])
-    certificate.save(out.with_suffix(".json"))
-    write(certificate, out)
+        certificate, stopped = stop.certificate, True
+    certificate.command = command
+    certificate.save(options.out.with_suffix(".json"))
+    write(certificate, options.out)
     if certificate.complete:
         journal.remove()
-    _show(certificate, out)
-    return certificate.conclusion.exit_code if code is None else code
+    return certificate, stopped
 
 
 def duration(given: str) -> float:

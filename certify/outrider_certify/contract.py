@@ -71,6 +71,9 @@ class Contract(CertificateKind):
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 
+    def checks_by_name(self) -> Sequence[str]:
+        return tuple(self.checks())
+
     def checks(self) -> dict[str, tuple[str, Callable[[], list[str]]]]:
         """For each check: what is wrong if it fails, and the function that gives what is wrong, a line each."""
         greedy = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}

@@ -22,10 +22,14 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 
 def render(certificate: Certificate) -> str:
     """The page."""
+    return rendered("certificate.html", c=certificate, subject=words(certificate.subject), titles=TITLES)
+
+
+def rendered(template: str, **given: object) -> str:
+    """A page of a template."""
     folder = FileSystemLoader(Path(__file__).parent / "template")
     env = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    html = env.get_template("certificate.html").render(c=certificate, subject=words(certificate.subject), titles=TITLES)
-    return visible(html)
+    return visible(env.get_template(template).render(given))
 
 
 def visible(text: str) -> str:

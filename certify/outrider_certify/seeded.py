@@ -39,6 +39,9 @@ class Seeded(CertificateKind):
     ) -> None:
         self.subject, self.confidence, self.length, self.seed, self.rounds = subject, confidence, length, seed, rounds
 
+    def checks_by_name(self) -> Sequence[str]:
+        return (PLAIN, *(FILTERS if self.subject.exact_tokens else ()), *PENALTIES, *CHOSEN, TOGETHER, END)
+
     def trials(self) -> Iterator[CertifyTrial]:
         number = 0
         while self.rounds is None or number < self.rounds:

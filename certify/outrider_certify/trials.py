@@ -36,6 +36,10 @@ class CertificateKind:
         """The trials, in order; may be endless."""
         raise NotImplementedError
 
+    def checks_by_name(self) -> Sequence[str]:
+        """The checks that are judged each on its own, by the `set` or the `key` of their records; empty if there are none."""
+        return ()
+
     def done(self, records: Sequence[Record]) -> bool:
         """Whether more trials would change nothing. Asked after each."""
         return False

@@ -16,6 +16,9 @@ from outrider_certify.subject import SamplingParams, Subject, TextRequest, Unsup
 from outrider_certify.trials import CertificateKind, CertifyTrial, Record, broken
 
 _LEAST = 5  # texts of a prompt on each side, before anything is said
+_MOST = (
+    300  # texts of a prompt on each side, after which more would change little: the kernel is as large as their square
+)
 _KEPT = 32  # tokens, or pieces of text, of each text that are compared
 _PIECE = 4  # characters
 
@@ -54,8 +57,8 @@ class TwoSample(CertificateKind):
         return record
 
     def done(self, records: Sequence[Record]) -> bool:
-        """No text could be compared, three times."""
-        return len(records) >= 3 and not any(r["pairs"] for r in records)
+        """No text could be compared, three times; or there are enough."""
+        return len(records) >= _MOST or (len(records) >= 3 and not any(r["pairs"] for r in records))
 
     def judge(self, records: Sequence[Record]) -> CertificatePart:
         pairs = [pair for r in records for pair in r["pairs"]]

@@ -140,3 +140,15 @@ def test_shares() -> None:
     assert bounds.share_interval(0, 0) == (0.0, 1.0)
     assert bounds.sign_p_value(0, 8) == pytest.approx(2 / 256)
     assert bounds.smallest_rate(459) == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_discrepancy_of_all_splits_at_once_is_its_definition() -> None:
+    rng = np.random.default_rng(3)
+    kernel = rng.random((8, 8))
+    kernel += kernel.T
+    np.fill_diagonal(kernel, 0.0)
+    signs = rng.permuted(np.tile([1.0] * 4 + [-1.0] * 4, (5, 1)), axis=1)
+    for sign, found in zip(signs, bounds.discrepancies(kernel, signs), strict=True):
+        a, b = np.flatnonzero(sign > 0), np.flatnonzero(sign < 0)
+        same = sum(kernel[i, j] for side in (a, b) for i in side for j in side)
+        assert found == pytest.approx(same / (4 * 3) - 2 * kernel[np.ix_(a, b)].sum() / (4 * 4))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 from broken import ToyEngine
 
+from outrider_certify.board import write_board
 from outrider_certify.certificate import Certificate, CertificatePart, Conclusion, Finding, compare
 from outrider_certify.page import render, words
 from outrider_certify.statistical import Statistical
@@ -125,6 +127,31 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "b.json").write_text(json.dumps({"subject": "x", "format": 99}))
     with pytest.raises(ValueError, match="format 99"):
         Certificate.load(tmp_path / "b.json")
+
+
+def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    certificate(seeded=Conclusion.DIFFERS).save(file)
+    file.write_text(file.read_text().replace('"differs"', '"exact tokens"'))
+    with pytest.raises(ValueError, match="was changed after it was written"):
+        Certificate.load(file)
+
+
+def test_a_board_has_a_row_for_each_certificate_and_leads_to_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="has no certificate"):
+        write_board(tmp_path)
+    certificate(seeded=Conclusion.DIFFERS, contract=Conclusion.HOLDS).save(tmp_path / "ours.json")
+    other = certificate(seeded=Conclusion.EXACT_TOKENS)
+    other.subject, other.parts[0].figures = "<script>", {"tokens": 12000, "ties": 3}
+    other.save(tmp_path / "theirs.json")
+    html = write_board(tmp_path).read_text()
+    heads = re.findall("<th>(.*?)</th>", html)
+    assert heads == ["certificate", "seeded", "contract"]
+    assert re.findall(r'<a class="verdict word (\w+)" href="(\w+).html">(.*?)</a>', html) == [
+        ("bad", "ours", "differs"), ("good", "ours", "holds"), ("good", "theirs", "exact tokens"),
+    ]  # fmt: skip
+    assert "12,000 tokens; 3 ties" in html
+    assert "<script>" not in html
 
 
 def test_a_comparison_says_what_changed() -> None:

@@ -47,6 +47,7 @@ class ToyServer:
     ) -> None:
         self.engine, self.ids, self.logprobs, self.refuses, self.first = engine, ids, logprobs, refuses, first
         self.requests = list[dict[str, Any]]()
+        self.owner, self.switch = "", "off"
         self.ended, self.streams, self.refuses_speculating, self.reads_otherwise = False, True, False, 0
         self.spoil: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = lambda events: events
         self.last = ["data: [DONE]", ""]
@@ -54,7 +55,7 @@ class ToyServer:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "toy"}]})
+            return httpx.Response(200, json={"data": [{"id": "toy", "owned_by": self.owner}]})
         body = json.loads(request.content) if request.content else {}
         if request.url.path == "/detokenize":
             return httpx.Response(200, json={"prompt": " ".join(map(str, body["tokens"]))})
@@ -131,7 +132,7 @@ class ToyServer:
             request = request.with_(bad_words=words)
         texts = (
             self.engine.plain([request])
-            if body.get("off")
+            if body.get(self.switch)
             else self.engine.generate([request], SpeculationVariant("own"))
         )
         choices = []
@@ -144,7 +145,9 @@ class ToyServer:
             if body.get("prompt_logprobs") and self.logprobs:
                 choice["prompt_logprobs"] = self.read(body["prompt"], body["prompt_logprobs"])
             choices.append(choice)
-        return {"choices": choices, "usage": {"completion_tokens": len(texts[0].tokens)}}
+        drafted = sum(sum(t.drafted) for t in texts)
+        usage = {"completion_tokens": len(texts[0].tokens)}
+        return {"choices": choices, "usage": usage, "timings": {"draft_n": drafted}}
 
     def read(self, tokens: list[int], count: int) -> list[Any]:
         rows = self.engine.distributions(
@@ -441,7 +444,17 @@ def test_a_server_without_a_switch_says_so_and_is_not_asked_for_ever() -> None:
     assert certified(TwoSample(toy, length=16)).conclusion is Conclusion.CANNOT_TELL
     part = certified(Seeded(toy, length=16))
     assert part.conclusion is Conclusion.CANNOT_TELL
-    assert any("--plain-url" in line for line in part.skipped)
+    assert any("add --plain-url" in line for line in part.skipped)
+
+
+@pytest.mark.parametrize(("switch", "found"), [("disable_spec_decode", True), ("other", False)])
+def test_an_engine_is_told_by_its_own_field_not_to_speculate_if_that_works(switch: str, *, found: bool) -> None:
+    server = ToyServer(ToyEngine())
+    server.owner, server.switch = "outrider", switch
+    toy = subject(server, off_body=None)
+    assert toy.properties["without speculation"] == ('{"disable_spec_decode": true}' if found else "not known")
+    part = certified(Seeded(toy, length=16, rounds=1))
+    assert part.conclusion is (Conclusion.EXACT_TOKENS if found else Conclusion.CANNOT_TELL)
 
 
 def test_a_busy_server_is_asked_again() -> None:

@@ -41,11 +41,15 @@ _FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", 
 # What an answer of another form than expected raises.
 _WRONG_ANSWER = (ConnectionError, Unsupported, LookupError, TypeError, ValueError, AttributeError)
 ENDPOINTS = ("completions", "chat")
+# Fields of a request that turn speculation off, by engine. vLLM and SGLang have none.
+_OFF: dict[str, dict[str, Any]] = {"outrider": {"disable_spec_decode": True}, "llama.cpp": {"speculative.n_max": 0}}
 _DRAFTED = re.compile(r"^\S*(?:spec_decode_num_draft_tokens|drafted)_total(?:\{.*\})? ([\d.e+]+)$", re.MULTILINE)
 
 
 class ServerSubject(Subject):
     """url: the server that speculates. plain_url: one that does not. off_body: fields that turn speculation off at `url`.
+
+    Without both, outrider and llama.cpp are asked by their own fields, if no draft token is seen then.
 
     reference: a subject with the same weights, which gives the target's probabilities. endpoint: of ENDPOINTS; "chat" sends a
     prompt as the message of a user. Raises ConnectionError if no server answers, ValueError for a wrong address.
@@ -201,6 +205,22 @@ class ServerSubject(Subject):
         self.properties["speculation"] = (
             f"seen: {count:g} draft tokens in the first texts" if count else "not seen: it reports no draft tokens"
         )
+        if self.without is None:
+            [listed, *_] = self._told_at("/v1/models").get("data") or [{}]
+            engine = "llama.cpp" if self.llama else listed.get("owned_by")
+            if engine in _OFF:
+                self._turn_off(request, _OFF[engine])
+
+    def _turn_off(self, request: TextRequest, off: dict[str, Any]) -> None:
+        """Use a field that this engine has, if it does what it should."""
+        before = self._drafted()
+        try:
+            [text] = self._ask(self.server, self.model, request, off)
+        except RefusedRequest:
+            return
+        if not text.error and not sum(text.drafted) and self._drafted() == before:
+            self.without, self.off = self.server, off
+            self.properties["without speculation"] = json.dumps(off)
 
     def _told_at(self, path: str) -> dict[str, Any]:
         """What the server says of itself; empty if it says nothing."""
@@ -273,7 +293,8 @@ class ServerSubject(Subject):
     def plain(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
         if self.without is None:
             raise Unsupported(
-                "name a server without speculation (--plain-url), or fields that turn it off (--off-body)"
+                "it has no field that is known to turn speculation off: start a second server of the same model without "
+                "speculation and add --plain-url http://..., or name the fields with --off-body"
             )
         client, model = self.without, self.plain_model
         return [text for request in requests for text in self._ask(client, model, request, self.off)]

@@ -1,0 +1,87 @@
+"""The plugin of pytest, in runs of pytest of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider_certify import Certificate
+
+pytest_plugins = ["pytester"]
+ENGINES = """
+from broken import ToyEngine
+
+def right():
+    return ToyEngine(rule="match")
+
+def wrong():
+    return ToyEngine("min_p dropped", "match")
+"""
+
+
+@pytest.fixture
+def engines(pytester: pytest.Pytester) -> Iterator[Path]:
+    pytester.makepyfile(engines_for_certify=ENGINES)
+    yield pytester.path
+    sys.modules.pop("engines_for_certify", None)
+
+
+def run(pytester: pytest.Pytester, words: str, *more: str) -> pytest.RunResult:
+    return pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", "-v", "--certify", words, *more)
+
+
+def test_each_check_of_a_right_engine_is_a_test_with_a_name(pytester: pytest.Pytester, engines: Path) -> None:
+    result = run(pytester, "engines_for_certify:right --kind seeded --kind contract --budget 4s")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.re_match_lines([r"certify\[seeded\]::min_p PASSED", r"certify\[contract\]::logprobs PASSED"])
+    result.stdout.re_match_lines([r"certify\[contract\]::grammar INCONCLUSIVE"])
+    result.stdout.fnmatch_lines(["*grammar: INCONCLUSIVE after *s: grammar: it is not asked for grammars"])
+    result.stdout.fnmatch_lines(["a toy engine: holds. The page is certificate.html."])
+    made = Certificate.load(engines / "certificate.json")
+    assert made.complete
+    assert made.command.startswith("pytest --certify 'engines_for_certify:right")
+
+
+def test_a_mistake_fails_the_tests_that_are_about_it_and_no_others(pytester: pytest.Pytester, engines: Path) -> None:
+    result = run(pytester, "engines_for_certify:wrong --kind seeded --kind contract --budget 4s")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.re_match_lines([r"certify\[seeded\]::min_p FAILED", r"certify\[contract\]::min_p FAILED"])
+    result.stdout.fnmatch_lines(["*min_p is not applied under speculation*", "*plain *", "*speculation *"])
+    assert result.parseoutcomes()["failed"] == 2
+
+
+def test_what_the_budget_does_not_reach_is_inconclusive(pytester: pytest.Pytester, engines: Path) -> None:
+    result = run(pytester, "engines_for_certify:right --kind seeded --budget 0.000001s")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["*top_p: INCONCLUSIVE: a budget of 0.000001s did not reach this check"])
+
+
+def test_a_project_uses_the_fixtures_in_tests_of_its_own(pytester: pytest.Pytester, engines: Path) -> None:
+    pytester.makepyfile(
+        test_mine="def test_the_total_variation(certify_subject, certificate):\n"
+        "    assert certify_subject.name == 'a toy engine'\n"
+        "    assert [part.kind for part in certificate.parts] == ['seeded']\n"
+    )
+    words = "engines_for_certify:right --kind seeded --budget 1s"
+    assert run(pytester, words, "-m", "not certify").parseoutcomes()["passed"] == 1
+    without = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", "-rs")
+    without.stdout.fnmatch_lines(["*no engine is named: pytest --certify*"])
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("engines_for_certify:nothing", "cannot be imported"),
+        ("engines_for_certify:right --budget soon", "such as 90s"),
+        ("engines_for_certify:right --fast", "No such option*--fast"),
+        ("engines_for_certify:right --help", "outrider-certify --help"),
+        ("", "name what to certify"),
+    ],
+)
+def test_wrong_words_are_explained(pytester: pytest.Pytester, engines: Path, words: str, why: str) -> None:
+    result = run(pytester, words)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*{why}*"])
