@@ -18,6 +18,8 @@ void outrider_log(const double* x, double* y, int64_t n);
 void outrider_total(const double* x, double* y, int64_t rows, int64_t n);
 void outrider_sine_cosine(const double* x, double* sine, double* cosine, int64_t n);
 void outrider_scan(ScanJob*);
+void outrider_route(const RouteJob*);
+void outrider_experts(const ExpertsJob*);
 }
 
 namespace {
@@ -134,6 +136,32 @@ void show_scan(int32_t kind, Random& random) {
     }
 }
 
+// Nineteen rows through six experts, and some of them alone.
+void show_experts(Random& random) {
+    constexpr int64_t ROWS = 19, EXPERTS = 6, K = 2, HIDDEN = 256, MIDDLE = 256;
+    std::vector<float> logits = reals(ROWS * EXPERTS, random, 3), routed(ROWS * 2 * K), x = reals(ROWS * HIDDEN, random), out(ROWS * HIDDEN);
+    for (int32_t kind : {0, 1, 2}) {
+        RouteJob route{logits.data(), routed.data(), nullptr, ROWS, EXPERTS, 2 * K, EXPERTS, K, 3, 2, kind, 1, 1.5f, 1e-6f};
+        outrider_route(&route);
+        show("router " + std::to_string(kind), routed);
+    }
+    std::vector<Owned> made;
+    std::vector<const Packed*> w;
+    for (int32_t format : {Q4_K, MXFP4, FLOAT32, Q6_K, Q8_0, BFLOAT16})
+        for (int64_t n : {2 * MIDDLE, HIDDEN}) made.push_back(random_matrix(format, n, HIDDEN, random)), w.push_back(&made.back()->packed);
+    for (int32_t finish : {SWIGLU, GEGLU, CLAMPED}) {
+        ExpertsJob job{w.data(), x.data(), routed.data(), out.data(), ROWS, HIDDEN, 2 * K, HIDDEN, EXPERTS, K, finish, 0, 1, 0.5f, 1.7f, 1};
+        outrider_experts(&job);
+        show("experts " + std::to_string(finish), out);
+        std::vector<float> alone(HIDDEN);
+        for (int64_t n : {0, 7, 18}) {
+            job.x = x.data() + n * HIDDEN, job.routed = routed.data() + n * 2 * K, job.out = alone.data(), job.rows = 1;
+            outrider_experts(&job);
+            expect(!std::memcmp(alone.data(), out.data() + n * HIDDEN, HIDDEN * sizeof(float)), "experts: other bits alone");
+        }
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -160,5 +188,6 @@ int main(int argc, char** argv) {
     show_choices(random);
     show_numbers(random);
     for (int32_t kind : {DELTA_RULE, SELECTIVE}) show_scan(kind, random);
+    show_experts(later);
     return failures != 0;
 }

@@ -116,6 +116,24 @@ class ScanStruct(ctypes.Structure):
     ]
 
 
+class RouteStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "out", "correction")),
+        *((name, c_int64) for name in ("rows", "ldx", "ldo", "experts", "k", "groups", "kept")),
+        *((name, c_int32) for name in ("kind", "normalised")),
+        *((name, c_float) for name in ("factor", "added")),
+    ]
+
+
+class ExpertsStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("w", "x", "routed", "out")),
+        *((name, c_int64) for name in ("rows", "ldx", "ldr", "ldo", "experts", "k")),
+        *((name, c_int32) for name in ("finish", "add")),
+        *((name, c_float) for name in ("factor", "limit", "slope", "plus")),
+    ]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {  # by the names of src/abi.hpp
     "Packed": PackedStruct,
     "Plan": PlanStruct,
@@ -127,6 +145,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {  # by the names of src/abi.hpp
     "ChainJob": ChainStruct,
     "ChainsJob": ChainsStruct,
     "ScanJob": ScanStruct,
+    "RouteJob": RouteStruct,
+    "ExpertsJob": ExpertsStruct,
 }
 _NOISE = (c_uint64, c_uint32, c_uint32, c_uint32)  # seed, stream, step, position
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -151,6 +171,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "forward": (c_int64, (c_void_p, POINTER(ForwardStruct))),
     "draft_chains": (c_int64, (c_void_p, POINTER(ChainsStruct))),
     "scan": (None, (POINTER(ScanStruct),)),
+    "route": (None, (POINTER(RouteStruct),)),
+    "experts": (None, (POINTER(ExpertsStruct),)),
     "words": (None, (*_NOISE, c_int64, c_void_p)),
     "gumbel": (None, (*_NOISE, c_int64, c_void_p)),
     "gumbel_at": (None, (*_NOISE, c_void_p, c_int64, c_void_p)),

@@ -18,7 +18,8 @@ enum Format : int32_t {
     FORMATS,
     MIXED = -1,  // a `Packed` made of others
 };
-enum Finish : int32_t { STORE = 0, ADD = 1, SWIGLU = 2, GEGLU = 3 };  // what is done with a finished output element
+// What is done with a finished output element. CLAMPED: gate * sigmoid(slope * gate) * (up + plus), where gate <= limit and |up| <= limit.
+enum Finish : int32_t { STORE = 0, ADD = 1, SWIGLU = 2, GEGLU = 3, CLAMPED = 4 };
 
 // How the slot cache keeps the key, or the value, of a head. INT8: for each block of CACHE_BLOCK numbers a float32 scale, all
 // scales first, then a byte for each number.
@@ -53,6 +54,7 @@ struct LinearJob {
     int32_t finish = STORE;
     const int32_t* place = nullptr;  // STORE: the row of y each row goes to; null: in order
     const uint8_t *x8 = nullptr, *x16 = nullptr;  // the rows in 8 and in 16 bits, [block][row], where the weights need them; made by run_linear
+    float limit = 0, slope = 0, plus = 0;  // of CLAMPED
 };
 
 struct QuantiseJob {
@@ -185,11 +187,34 @@ inline int64_t scan_units(const ScanJob& job) {
                                  : job.heads * ((job.width + SCAN_COLUMNS - 1) / SCAN_COLUMNS);
 }
 
+// A router: the k experts of each row, best first, and their weights. Of equal ones the lower number is first.
+struct RouteJob {
+    const float* logits;      // [row, experts], ldx apart
+    float* out;               // [row, k numbers of experts and then k weights], ldo apart
+    const float* correction;  // [experts], added to choose, and not to the weights; or null
+    int64_t rows, ldx, ldo, experts, k;
+    int64_t groups, kept;  // only experts of the `kept` best groups are chosen; 0: there are no groups
+    int32_t kind, normalised;  // a Router (program.hpp). normalised: weights are divided by `added` and their sum
+    float factor, added;       // of the weights
+};
+
+// out = sum of weight * down(activation(gate_up(x))) over the experts of a row, in the router's order.
+struct ExpertsJob {
+    const Packed* const* w;  // gate_up (gate and up alternate) and down of each expert
+    const float* x;          // [row, hidden], ldx apart
+    const float* routed;     // what RouteJob writes, ldr apart
+    float* out;              // [row, hidden], ldo apart
+    int64_t rows, ldx, ldr, ldo, experts, k;
+    int32_t finish, add;     // SWIGLU, GEGLU or CLAMPED; add: out += factor * the sum
+    float factor, limit, slope, plus;
+};
+
 struct Kernels {
     void (*linear)(void* job, int64_t begin, int64_t end);     // units of GROUP panels
     void (*quantise)(void* job, int64_t begin, int64_t end);   // blocks of 32 inputs, of all rows
     void (*attention)(void* job, int64_t begin, int64_t end);  // tasks
     void (*pack_vectors)(int32_t format, const float* from, uint8_t* to, int64_t count, int64_t dim);  // a CacheFormat
+    void (*weighted_sum)(const float* const* rows, const float* weights, int64_t count, float factor, int32_t add, float* y, int64_t n);
     void (*rmsnorm)(const float* x, const float* weight, float* y, int64_t n, float eps);
     void (*rope)(float* x, const float* cosine, const float* sine, int64_t rotary);
     void (*unpack_column)(const Packed* w, int64_t column, float* out, float factor);

@@ -86,21 +86,14 @@ int worth_threads(double bytes, double multiply_adds) {
     return most < pool_threads() ? most : pool_threads();
 }
 
+void Needs::add(const Packed& w) {
+    for (int32_t i = 0; i < w.count; i++) add(*w.parts[i]);
+    if (w.format == MIXED) return;
+    (!quantised(w.format) ? floats : block_of(w.format).wide() ? sixteen : eight) = true;
+    bytes += static_cast<double>(w.panels) * static_cast<double>(w.panel_bytes);
+}
+
 namespace {
-
-// What a matrix asks of its inputs, and its bytes.
-struct Needs {
-    bool eight = false, sixteen = false;
-    double bytes = 0;
-
-    explicit Needs(const Packed& w) { add(w); }
-    void add(const Packed& w) {
-        for (int32_t i = 0; i < w.count; i++) add(*w.parts[i]);
-        if (w.format == MIXED) return;
-        if (quantised(w.format)) (block_of(w.format).wide() ? sixteen : eight) = true;
-        bytes += static_cast<double>(w.panels) * static_cast<double>(w.panel_bytes);
-    }
-};
 
 thread_local std::vector<uint8_t> eights, sixteens;  // the inputs of one linear; a caller runs one at a time
 
@@ -109,7 +102,8 @@ thread_local std::vector<uint8_t> eights, sixteens;  // the inputs of one linear
 void run_linear(LinearJob& job) {
     if (job.rows <= 0) return;
     const Packed& w = *job.w;
-    Needs needs(w);
+    Needs needs;
+    needs.add(w);
     double bytes = needs.bytes;
     double work = static_cast<double>(job.rows) * static_cast<double>(w.n) * static_cast<double>(w.k);
     if (needs.eight || needs.sixteen) {

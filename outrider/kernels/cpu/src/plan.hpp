@@ -24,6 +24,13 @@ int64_t make_plan(int64_t batch, int64_t held, int64_t nodes, const int64_t* par
 // Cuts the nodes into tasks (at most NODES nodes each) and runs them.
 void run_attention(AttentionJob& job);
 
+// What a matrix asks of its inputs, and its bytes.
+struct Needs {
+    bool eight = false, sixteen = false, floats = false;
+    double bytes = 0;
+    void add(const Packed& w);
+};
+
 int worth_threads(double bytes, double multiply_adds);
 void run_linear(LinearJob& job);
 
