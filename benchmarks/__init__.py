@@ -2,6 +2,7 @@
 
 python -m benchmarks                 the table of docs/performance.md, measured here (make bench)
 python -m benchmarks.real            real models: every method and text, against llama.cpp on the same file
+python -m benchmarks.shapes          GGUF files of true shapes with random weights, for models that are not at hand
 python -m benchmarks.machine         this machine: cores, instruction sets, read bandwidth
 python -m benchmarks.inflate         a Llama of any size that computes the function of a small one
 python -m benchmarks.forward         the time of a forward over M tokens, over one over a single token
