@@ -109,9 +109,10 @@ class ChainsStruct(ctypes.Structure):
 
 class ScanStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("query", "key", "value", "step", "decay", "out")),
-        *((name, c_void_p) for name in ("chains", "rows", "starts", "states", "work")),
+        *((name, c_void_p) for name in ("records", "out", "states", "starts", "chains", "a", "through")),
         *((name, c_int64) for name in ("count", "heads", "keys", "width", "groups")),
+        *((name, c_int64) for name in ("query", "key", "value", "step", "decay")),
+        ("factor", c_float),
         *((name, c_int32) for name in ("kind", "per_column")),
     ]
 

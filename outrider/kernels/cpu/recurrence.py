@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,8 +40,9 @@ def delta_rule(
         *(("a state", start, [(heads, keys, width)]) for start in starts),
     ):
         _check(name, tensor, shapes)
-    job = ScanStruct(heads=heads, keys=keys, width=width, groups=1, kind=0, per_column=decay.dim() == 3)
-    return _run(job, value, beta, decay, query, key, starts, chains, wanted)
+    job = ScanStruct(heads=heads, keys=keys, width=width, groups=heads, factor=1.0, kind=0, per_column=decay.dim() == 3)
+    parts = {"query": query, "key": key, "value": value, "step": beta, "decay": decay}
+    return _run(job, parts, value.shape, starts, chains, wanted)
 
 
 def selective(
@@ -71,8 +72,11 @@ def selective(
         *(("a state", start, [(channels, width)]) for start in starts),
     ):
         _check(name, tensor, shapes)
-    job = ScanStruct(heads=channels, keys=1, width=width, groups=groups, kind=1, per_column=a.dim() == 2)
-    return _run(job, x, step, a, c, b, starts, chains, wanted)
+    a = a.contiguous()
+    job = ScanStruct(
+        heads=channels, keys=1, width=width, groups=groups, kind=1, per_column=a.dim() == 2, a=a.data_ptr()
+    )
+    return _run(job, {"value": x, "key": b, "query": c, "step": step}, x.shape, starts, chains, wanted)
 
 
 def _check(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -84,30 +88,32 @@ def _check(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None
 
 def _run(
     job: ScanStruct,
-    value: Tensor,
-    step: Tensor,
-    decay: Tensor,
-    query: Tensor,
-    key: Tensor,
+    parts: Mapping[str, Tensor],
+    shape: Sequence[int],
     starts: Sequence[Tensor],
     chains: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[bool]],
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
-    _check("the rows", value, [tuple(value.shape)])
-    if any(not 0 <= row < len(value) for chain in chains for row in chain):
-        raise ValueError(f"a chain has a row beyond the {len(value)} that are given")
-    held = [t.contiguous() for t in (query, key, value, step, decay)]
+    """parts: what each node reads, by the names of ScanJob. shape: of the output."""
+    _check("the rows", parts["value"], [tuple(parts["value"].shape)])
+    count = shape[0]
+    if any(not 0 <= row < count for chain in chains for row in chain):
+        raise ValueError(f"a chain has a row beyond the {count} that are given")
+    records = torch.cat([t.reshape(count, -1) for t in parts.values()], 1)
+    width = 0
+    for name, part in parts.items():
+        setattr(job, name, width)
+        width += part[0].numel()
     begins = [t.contiguous() for t in starts]
+    work = [torch.empty(start.shape) for start in begins]  # the states that are not returned
     states = [[torch.empty(start.shape) if w else None for w in ws] for start, ws in zip(begins, wanted, strict=True)]
+    out, flat = torch.zeros(*shape), [row for chain in chains for row in chain]
     ends = torch.tensor([0, *map(len, chains)]).cumsum(0)
-    rows = torch.tensor([row for chain in chains for row in chain])
-    from_, to = (
-        torch.tensor([0 if t is None else t.data_ptr() for t in ts])
-        for ts in (begins, [s for each in states for s in each])
-    )
-    out, work = torch.zeros(value.shape), torch.empty(len(begins), *begins[0].shape)
-    job.query, job.key, job.value, job.step, job.decay = (t.data_ptr() for t in held)
-    job.out, job.work, job.count = out.data_ptr(), work.data_ptr(), len(begins)
-    job.chains, job.rows, job.starts, job.states = (t.data_ptr() for t in (ends, rows, from_, to))
+    rows = torch.tensor(flat, dtype=torch.int64)
+    pointers = [records.data_ptr() + rows * (4 * width), out.data_ptr() + rows * (4 * out[0].numel())]
+    to = [(room if s is None else s).data_ptr() for each, room in zip(states, work, strict=True) for s in each]
+    pointers += [torch.tensor(to), torch.tensor([t.data_ptr() for t in begins]), ends]
+    job.records, job.out, job.states, job.starts, job.chains = (t.data_ptr() for t in pointers)
+    job.count = len(begins)
     library().scan(job)
     return out, states

@@ -164,26 +164,27 @@ enum Recurrence : int32_t { DELTA_RULE = 0, SELECTIVE = 1 };
 constexpr int64_t SCAN_COLUMNS = 32;  // of a head's state that one unit of work moves on: they stay in the first cache
 constexpr int64_t SCAN_CHANNELS = 8;  // of a selective layer in one unit of work
 
-// Chains of nodes through a recurrent layer. What nodes read lies in rows. A state is [heads, keys, width] (DELTA_RULE), or
-// [heads, width] with channels as heads (SELECTIVE).
+// Chains of nodes through a recurrent layer. A state is [heads, keys, width]. What a node reads lies in one record of floats.
+// DELTA_RULE: query [groups, keys], key [groups, keys], value [heads, width], step (beta) [heads], decay [heads] or [heads, keys].
+// SELECTIVE: a head has `keys` channels. value (x) [heads, keys], key (B) [groups, width], query (C) [groups, width], step (dt) [heads].
+// Heads share the groups in order.
 struct ScanJob {
-    const float *query, *key;  // [row, heads, keys]; SELECTIVE: C and B, [row, groups, width]
-    const float* value;        // [row, heads, width]; SELECTIVE: x, [row, heads]
-    const float* step;         // beta or dt, [row, heads]
-    const float* decay;        // [row, heads] or [row, heads, keys]; SELECTIVE: A, [heads] or [heads, width]
-    float* out;                // [row, heads, width]; SELECTIVE: [row, heads]
-    const int64_t* chains;     // [count + 1]: where each begins in `rows`
-    const int64_t* rows;       // of the nodes, chain after chain
-    const float* const* starts;  // [count]: the state before the first node
-    float* const* states;        // for each of `rows`: where the state after it goes; null: nowhere
-    float* work;                 // [count, state], for states that go nowhere
+    const float* const* records;  // of each node, chain after chain
+    float* const* out;            // DELTA_RULE: [heads, width]; SELECTIVE: [heads, keys]; null: nowhere
+    float* const* states;         // where the state after each node goes
+    const float* const* starts;   // [count]: the state before the first node
+    const int64_t* chains;        // [count + 1]: where each begins among the nodes
+    const float* a;               // SELECTIVE: [heads] or [heads, width]
+    const float* through;         // SELECTIVE: [heads]: how much of x goes to the output as it is; null: nothing
     int64_t count, heads, keys, width, groups;
-    int32_t kind, per_column;  // per_column: the longer form of `decay`
+    int64_t query, key, value, step, decay;  // where each begins in a record
+    float factor;                            // DELTA_RULE: of the output
+    int32_t kind, per_column;                // per_column: the longer form of `decay` or `a`
 };
 
 // Units of work of one chain.
 inline int64_t scan_units(const ScanJob& job) {
-    return job.kind == SELECTIVE ? (job.heads + SCAN_CHANNELS - 1) / SCAN_CHANNELS
+    return job.kind == SELECTIVE ? (job.heads * job.keys + SCAN_CHANNELS - 1) / SCAN_CHANNELS
                                  : job.heads * ((job.width + SCAN_COLUMNS - 1) / SCAN_COLUMNS);
 }
 
@@ -231,6 +232,9 @@ struct Kernels {
     void (*logarithm)(const double* x, double* y, int64_t n);
     double (*total)(const double* x, int64_t n);
     void (*scan)(void* job, int64_t begin, int64_t end);  // units of columns or channels of a chain
+    // out = [silu](the sum over taps of weights [taps, n] * inputs, the oldest first + bias [n] or null)
+    void (*convolve)(const float* const* inputs, const float* weights, const float* bias, float* out, int64_t n, int64_t taps,
+                     int32_t silu);
     void (*elementwise)(int32_t function, const float* x, float* y, int64_t n);  // for tests: exp, log, tanh
 };
 

@@ -121,6 +121,11 @@ void run_linear(LinearJob& job) {
     parallel(kernels()->linear, &job, (w.panels + GROUP - 1) / GROUP, worth_threads(bytes, work));
 }
 
+void run_scan(ScanJob& job) {
+    double work = 4 * static_cast<double>(job.heads * job.keys * job.width) * static_cast<double>(job.chains[job.count]);
+    parallel(kernels()->scan, &job, job.count * scan_units(job), worth_threads(0, work));
+}
+
 // The structs that cross the boundary, a line each: name:0:bytes, and name:offset:bytes of each field.
 OUTRIDER_API const char* outrider_layout() {
     struct Place { const char* before; const char* name; size_t offset, bytes; };
@@ -194,11 +199,7 @@ OUTRIDER_API void outrider_total(const double* x, double* y, int64_t rows, int64
 OUTRIDER_API void outrider_sine_cosine(const double* x, double* sine, double* cosine, int64_t n) {
     for (int64_t i = 0; i < n; i++) sine_cosine(x[i], sine[i], cosine[i]);
 }
-OUTRIDER_API void outrider_scan(ScanJob* job) {
-    double size = static_cast<double>(job->heads * (job->kind == SELECTIVE ? 1 : job->keys) * job->width);
-    double work = 4 * size * static_cast<double>(job->chains[job->count]);
-    parallel(kernels()->scan, job, job->count * scan_units(*job), worth_threads(0, work));
-}
+OUTRIDER_API void outrider_scan(ScanJob* job) { run_scan(*job); }
 
 OUTRIDER_API void outrider_elementwise(int32_t function, const float* x, float* y, int64_t n) {
     kernels()->elementwise(function, x, y, n);

@@ -33,6 +33,7 @@ struct Needs {
 
 int worth_threads(double bytes, double multiply_adds);
 void run_linear(LinearJob& job);
+void run_scan(ScanJob& job);
 
 float from_half(uint16_t bits);
 

@@ -110,8 +110,11 @@ class Buffer {
     int64_t size_ = 0;
 };
 
+class SlotStates;
+
 // What an op of a forward sees.
 struct Context {
+    SlotStates* states;         // null without recurrent layers
     const ForwardJob* job;
     Plan plan;
     int64_t count;              // rows of the registers from here on
