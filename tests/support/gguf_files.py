@@ -16,6 +16,7 @@ from gguf import (
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
     GGUFWriter,
+    TensorNameMap,
     get_tensor_name_map,
     quants,
 )
@@ -23,9 +24,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # transformers' model type -> the architecture of the file. Others have the same name.
-ARCHITECTURE = {"mistral": "llama", "gemma3_text": "gemma3"}
-INTERLEAVED = ("llama", "granite")
-ONE_ADDED = ("gemma", "gemma2", "gemma3")
+ARCHITECTURE = {
+    "mistral": "llama", "gemma3_text": "gemma3", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
+    "qwen3_5_text": "qwen35",
+}  # fmt: skip
+INTERLEAVED = ("llama", "granite", "granitehybrid")
+ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35")
 # The gguf package cannot quantise to these; any bits do.
 RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ3_S")
 
@@ -114,22 +118,43 @@ def _tensors(
             if module is model.get_output_embeddings() and config.tie_word_embeddings:
                 continue
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # one norm per head, in one tensor
-            name = f"{names.get_name(each[1] if each else path)}.{suffix}"
+            known = path.replace("model.", "backbone.", 1) if ".mixer." in path else path
+            name = f"{names.get_name(each[1] if each else known) or names.get_name(path + '.' + suffix)}.{suffix}"
             values, order = parameter.detach(), None
+            if (own := _recurrent(names, path, suffix, values, config)) is not None:
+                out |= own
+                continue
+            if path.endswith("shared_mlp.input_linear"):
+                layer = path.split(".")[2]
+                for part, half in zip(("gate", "up"), values.chunk(2), strict=True):
+                    out[f"blk.{layer}.ffn_{part}.weight"] = _matrix(
+                        half, None, kind if isinstance(kind, str) else kind(name)
+                    )
+                continue
+            name = name.replace("ffn_down_shexp", "ffn_down")
+            values = values * _multiplier(path, config) if architecture == "falcon-h1" else values
+            order = _value_heads(path, config)
             if architecture in INTERLEAVED and (found := re.search(r"attn_([qk])\.", name)):
                 heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
                 # the definition in llama.cpp's converter: [head, half, pair] -> [head, pair, half]
                 order = torch.arange(len(values)).view(heads, 2, -1).swapaxes(1, 2).reshape(-1)
             if suffix == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+                if path.endswith("linear_attn.out_proj"):
+                    out[name] = (values[:, order].numpy(), "F32")
+                    continue
                 out[name] = _matrix(values, order, kind if isinstance(kind, str) else kind(name))
                 continue
             values = values if order is None else values[order]
-            values = values + 1 if architecture in ONE_ADDED and name.endswith("norm.weight") else values
+            values = (
+                values + 1
+                if architecture in ONE_ADDED and name.endswith("norm.weight") and "ssm" not in name
+                else values
+            )
             if each:
                 values = torch.cat([torch.from_numpy(out[name][0]), values[None]]) if name in out else values[None]
             out[name] = (values.numpy(), "F32")
-    rotary: Any = model.model.rotary_emb
-    parameters = config.rope_parameters
+    rotary: Any = getattr(model.base_model, "rotary_emb", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "llama3":
         plain = 1.0 / parameters["rope_theta"] ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         out["rope_freqs.weight"] = ((plain / rotary.inv_freq).numpy(), "F32")
@@ -138,6 +163,67 @@ def _tensors(
             factors = np.array(parameters[f"{length}_factor"], np.float32)
             out[f"rope_factors_{length}.weight"] = (factors, "F32")
     return out
+
+
+def _recurrent(
+    names: TensorNameMap, path: str, suffix: str, values: Tensor, config: Any
+) -> dict[str, tuple[np.ndarray, str]] | None:
+    """The tensor of a parameter that only recurrent layers have, as llama.cpp's converter makes it."""
+    path = path.replace("model.", "backbone.", 1) if "mixer" in path else path
+    order = _value_heads(f"{path}.{suffix}" if suffix in ("A_log", "dt_bias") else path, config)
+    values = values if order is None else values[order]
+    if suffix == "A_log":
+        decay = -values.exp()
+        return {f"{names.get_name(f'{path}.A_log')}": ((decay if order is not None else decay[:, None]).numpy(), "F32")}
+    if suffix == "D":
+        return {f"{names.get_name(f'{path}.D')}": (values[:, None].numpy(), "F32")}
+    if suffix == "dt_bias":
+        return {f"{names.get_name(f'{path}.dt_proj')}.bias": (values.numpy(), "F32")}
+    if path.endswith(("conv1d", "conv.conv")):
+        return {
+            f"{names.get_name(path)}.{suffix}": (
+                values.flatten(1).numpy() if values.dim() > 1 else values.numpy(),
+                "F32",
+            )
+        }
+    if path.endswith(("mamba.norm", "mixer.norm")):
+        groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+        return {f"{names.get_name(path)}.weight": (values.view(groups, -1).numpy(), "F32")}
+    return None
+
+
+def _value_heads(path: str, config: Any) -> Tensor | None:
+    """int64: the first value head of each key head, then the second of each: as the converter orders those of Qwen 3.5."""
+    if ".linear_attn." not in path:
+        return None
+    keys, values, width = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    first = 2 * keys * config.linear_key_head_dim
+    width = 1 if path.endswith(("in_proj_a", "in_proj_b", "A_log", "dt_bias")) else width
+    order = torch.arange(values * width).view(keys, values // keys, width).permute(1, 0, 2).reshape(-1)
+    if path.endswith(("in_proj_qkv", "conv1d")):
+        return torch.cat([torch.arange(first), first + order])
+    return None if path.endswith("norm") else order
+
+
+def _multiplier(path: str, config: Any) -> float | Tensor:
+    """By what the converter multiplies a matrix of Falcon-H1."""
+    inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    parts = torch.tensor(config.ssm_multipliers).repeat_interleave(
+        torch.tensor([inner, inner, state, state, config.mamba_n_heads])
+    )
+    given = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": config.ssm_in_multiplier * parts[:, None],
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    return given.get(path.rpartition(".")[2], 1.0)
 
 
 def _matrix(values: Tensor, order: Tensor | None, kind: str) -> tuple[np.ndarray, str]:
@@ -154,10 +240,22 @@ def _matrix(values: Tensor, order: Tensor | None, kind: str) -> tuple[np.ndarray
 
 def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     config: Any = model.config
+    if architecture == "mamba2":
+        own = {
+            "block_count": 2,
+            "context_length": 2**20,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": 0,
+        }
+        own |= {"attention.head_count": 0, "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon}
+        own |= _sizes_of_states(
+            config.num_heads, config.head_dim, config.state_size, config.n_groups, config.conv_kernel
+        )
+        return {"general.architecture": architecture, **{f"{architecture}.{k}": v for k, v in own.items()}}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    by_layer = config.rope_parameters
+    by_layer = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}
     parameters = by_layer.get("full_attention", by_layer)
-    own = {
+    own: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -176,14 +274,45 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     if architecture == "gemma2":
         own["attn_logit_softcapping"] = config.attn_logit_softcapping
         own["final_logit_softcapping"] = config.final_logit_softcapping
-    if architecture == "granite":
+    if architecture in ("granite", "granitehybrid"):
         own["attention.scale"] = float(config.attention_multiplier)
         own["embedding_scale"] = float(config.embedding_multiplier)
         own["residual_scale"] = float(config.residual_multiplier)
         own["logit_scale"] = float(config.logits_scaling)
+    kinds = getattr(config, "layer_types", None)
+    if architecture in ("falcon-h1", "granitehybrid"):
+        own |= _sizes_of_states(
+            config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_n_groups, config.mamba_d_conv
+        )
+    if architecture == "nemotron_h":
+        own["attention.layer_norm_rms_epsilon"], kinds = config.layer_norm_epsilon, config.layers_block_type
+        own["feed_forward_length"] = [config.intermediate_size if k == "mlp" else 0 for k in kinds]
+        own |= _sizes_of_states(
+            config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.n_groups, config.conv_kernel
+        )
+    if architecture == "qwen35":
+        own |= _sizes_of_states(
+            config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim,
+            config.linear_num_key_heads, config.linear_conv_kernel_dim,
+        )  # fmt: skip
+    if architecture == "lfm2":
+        own |= {"attention.layer_norm_rms_epsilon": config.norm_eps, "shortconv.l_cache": config.conv_L_cache}
+        own["feed_forward_length"] = model.model.layers[0].feed_forward.w1.weight.shape[0]  # pyright: ignore
+    if architecture in ("granitehybrid", "nemotron_h", "lfm2"):
+        heads = config.num_key_value_heads
+        own["attention.head_count_kv"] = [heads if k in ("full_attention", "attention") else 0 for k in kinds]
+    if architecture == "granitehybrid":
+        own["feed_forward_length"], own["rope.scaling.finetuned"] = config.shared_intermediate_size, False
     scaling = parameters.get("rope_type", "default")
     if scaling in ("linear", "yarn"):
         own["rope.scaling.type"], own["rope.scaling.factor"] = scaling, float(parameters["factor"])
     if scaling in ("yarn", "longrope"):
         own["rope.scaling.original_context_length"] = parameters["original_max_position_embeddings"]
     return {"general.architecture": architecture, **{f"{architecture}.{k}": v for k, v in own.items()}}
+
+
+def _sizes_of_states(heads: int, width: int, state: int, groups: int, taps: int) -> dict[str, int]:
+    return {
+        "ssm.time_step_rank": heads, "ssm.inner_size": heads * width, "ssm.state_size": state, "ssm.group_count": groups,
+        "ssm.conv_kernel": taps,
+    }  # fmt: skip

@@ -6,13 +6,15 @@ package.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from outrider.models.gguf import hybrids
 from outrider.models.gguf.reader import GGUFFile
 from outrider.models.hf.hooks import UnsupportedModel
 
@@ -23,7 +25,8 @@ class Architecture:
 
     model_type: transformers' name. interleaved: the rows of q and k are in the order of interleaved rotary pairs. one_added:
     the norms are stored as w + 1. biases_by_tensor: a linear has a bias if the file has one for it. more: settings of this
-    family beside the common ones.
+    family beside the common ones. attends: some layers have attention. joined: the end of a module's name -> those of the modules
+    that the gguf package knows in its place; of several, the rows follow one another. order: of rows or numbers, see `hybrids`.
     """
 
     model_type: str
@@ -31,6 +34,9 @@ class Architecture:
     one_added: bool = False
     biases_by_tensor: bool = False
     more: Callable[[GGUFFile], dict[str, Any]] = lambda file: {}
+    attends: bool = True
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    order: Callable[[str, PretrainedConfig], Tensor | None] = lambda name, config: None
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
@@ -55,32 +61,39 @@ def architecture_of(file: GGUFFile) -> Architecture:
 def config_of(file: GGUFFile) -> PretrainedConfig:
     """The configuration that transformers builds the model from. Raises ValueError or UnsupportedModel with the reason."""
     family = architecture_of(file)
-    heads, hidden = _number(file, "attention.head_count"), _number(file, "embedding_length")
-    head_dim = _number(file, "attention.key_length", hidden // heads)
     given: dict[str, Any] = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else None,
-        "hidden_size": hidden,
-        "intermediate_size": _number(file, "feed_forward_length"),
-        "num_hidden_layers": _number(file, "block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "hidden_size": _number(file, "embedding_length"),
+        "num_hidden_layers": _number(file, "block_count") - file.get("nextn_predict_layers", 0),
         "max_position_embeddings": _number(file, "context_length"),
         "rms_norm_eps": file.get("attention.layer_norm_rms_epsilon", 1e-5),
-        "rope_parameters": _rotary(file, head_dim, family.interleaved),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": None,
     }
+    if family.attends:
+        given |= _attention(file, family)
     if given["vocab_size"] is None:
         raise ValueError(f"{file.paths[0]} has no token_embd.weight; the file is not a whole model")
-    if file.get("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel(f"{file.paths[0]} has values of another length than keys, which outrider does not run")
     try:
         return AutoConfig.for_model(family.model_type, **given | family.more(file))
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration in {file.paths[0]} does not fit a {family.model_type}: {error}") from error
+
+
+def _attention(file: GGUFFile, family: Architecture) -> dict[str, Any]:
+    heads = _number(file, "attention.head_count")
+    head_dim = _number(file, "attention.key_length", _number(file, "embedding_length") // heads)
+    if file.get("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(f"{file.paths[0]} has values of another length than keys, which outrider does not run")
+    return {
+        "intermediate_size": _number(file, "feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope_parameters": _rotary(file, head_dim, family.interleaved),
+    }
 
 
 def tensor_names(file: GGUFFile) -> TensorNameMap:
@@ -91,8 +104,8 @@ def tensor_names(file: GGUFFile) -> TensorNameMap:
 
 def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
     value = file.get(key, default)
-    if isinstance(value, list) and len(set(value)) == 1:  # one entry per layer, all the same
-        value = value[0]
+    if isinstance(value, list) and len(some := {*value} - {0}) == 1:  # of each layer; 0: the layer has none
+        (value,) = some
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         what = "differs from layer to layer" if isinstance(value, list) else f"is {value!r}"
         raise ValueError(f"{file.paths[0]}: {file.architecture}.{key} {what}; outrider needs one positive number")
@@ -242,4 +255,18 @@ ARCHITECTURES = {
     "granite": Architecture("granite", interleaved=True, biases_by_tensor=True, more=_granite),
     "stablelm": Architecture("stablelm", more=_stablelm),
     "olmo2": Architecture("olmo2", more=_olmo2),
+    "falcon-h1": Architecture("falcon_h1", more=hybrids.falcon_h1),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        interleaved=True,
+        more=hybrids.granite_hybrid,
+        joined={
+            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+            "shared_mlp.output_linear": ("mlp.down_proj",),
+        },
+    ),
+    "lfm2": Architecture("lfm2", more=hybrids.lfm2),
+    "mamba2": Architecture("mamba2", attends=False, more=hybrids.mamba2),
+    "nemotron_h": Architecture("nemotron_h", more=hybrids.nemotron_h),
+    "qwen35": Architecture("qwen3_5_text", one_added=True, more=hybrids.qwen35, order=hybrids.value_heads),
 }

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, TensorNameMap, quants
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.kernels import cpu as native
 from outrider.kernels.blocks import Blocks
 from outrider.models.checkpoint import Sizes
-from outrider.models.gguf.architectures import architecture_of, config_of, tensor_names
+from outrider.models.gguf import hybrids
+from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
 from outrider.models.gguf.reader import FLOATS, GGUFFile
 from outrider.models.gguf.tokenizer import end_ids
 from outrider.models.hf.hooks import UnsupportedModel
@@ -49,20 +52,21 @@ def build(file: GGUFFile) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill_buffers_(model, file)
-    for name, place in _places(model, file):
-        _check_shape(file, name, place)
-        order = None
-        if family.interleaved and (found := re.search(r"attn_([qk])\.", name)):
+    for names, place in _places(model, file):
+        _check_shape(file, names, place)
+        order = family.order(names[0], config)
+        if family.interleaved and (found := re.search(r"attn_([qk])\.", names[0])):
             heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
-            order = _rotary_order(file.tensors[name].shape[0], heads)
+            order = _rotary_order(file.tensors[names[0]].shape[0], heads)
         if place.kind == "weight" and isinstance(place.module, (nn.Linear, nn.Embedding)):
-            give_matrix_(place.module, _matrix(file, name, order))
+            give_matrix_(place.module, _matrix(file, names, order))
         else:
-            values = file.floats(name)
+            values = file.floats(names[0])
             values = values if order is None else values[order]
             values = values if place.row is None else values[place.row]
-            if family.one_added and name.endswith("norm.weight"):
+            if family.one_added and names[0].endswith("norm.weight") and "ssm_norm" not in names[0]:
                 values = values - 1
+            values = hybrids.as_parameter(names[0], values, getattr(place.module, place.kind).shape)
             setattr(place.module, place.kind, nn.Parameter(values, requires_grad=False))
     if config.tie_word_embeddings:
         inputs: Any = model.get_input_embeddings()
@@ -88,15 +92,44 @@ def dense_(model: PreTrainedModel, dtype: torch.dtype) -> None:
         give_matrix_(module, done.setdefault(id(blocks), dense(blocks, dtype)))
 
 
-def _matrix(file: GGUFFile, name: str, order: Tensor | None) -> Tensor | Blocks:
-    found = file.matrix(name, order)
-    return found if file.tensors[name].format in _KEPT else dense(found, torch.bfloat16)
+def _matrix(file: GGUFFile, names: Sequence[str], order: Tensor | None) -> Tensor | Blocks:
+    """The rows of these tensors one after another."""
+    by_column = names[0].endswith("ssm_out.weight")  # an order of its inputs, which may lie in one block
+    parts = [file.matrix(name, None if by_column else order) for name in names]
+    if by_column and order is not None:
+        plain = [dense(part, torch.bfloat16) if isinstance(part, Blocks) else part for part in parts]
+        return plain[0][:, order].contiguous()
+    parts = [
+        p if file.tensors[n].format in _KEPT else dense(p, torch.bfloat16) for n, p in zip(names, parts, strict=True)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    blocks = [p for p in parts if isinstance(p, Blocks)]
+    if len(blocks) == len(parts) and len({p.format for p in blocks}) == 1:
+        return replace(blocks[0], data=torch.cat([p.data for p in blocks]))
+    return torch.cat([p.dense() if isinstance(p, Blocks) else p.float() for p in parts])
 
 
-def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[str, _Place]]:
-    """Each parameter's place, by the name of its tensor. Raises ValueError unless parameters and tensors are the same."""
+def _tensors_of(names: TensorNameMap, family: Architecture, path: str, kind: str) -> tuple[str, ...]:
+    """The names in the file of the tensors that make a parameter."""
+    for ending, others in family.joined.items():
+        if path.endswith(ending):
+            return tuple(_tensors_of(names, family, path.removesuffix(ending) + other, kind)[0] for other in others)
+    known = next((p for p in (path, path.replace("model.", "backbone.", 1)) if names.get_name(p)), None)
+    if known is not None:
+        return (f"{names.get_name(known)}.{kind}",)
+    for prefix in (path, path.replace("model.", "backbone.", 1)):
+        if kind == "dt_bias" and (found := names.get_name(f"{prefix}.dt_proj")):
+            return (f"{found}.bias",)
+        if found := names.get_name(f"{prefix}.{kind}"):
+            return (found if kind in ("A_log", "D") else f"{found}.{kind}",)
+    return (f"{_OTHER_NAMES.get(path, path)}.{kind}",)
+
+
+def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...], _Place]]:
+    """Each parameter's place, by the names of its tensors. Raises ValueError unless parameters and tensors are the same."""
     names, family = tensor_names(file), architecture_of(file)
-    found: list[tuple[str, _Place]] = []
+    found: list[tuple[tuple[str, ...], _Place]] = []
     head = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     missing = []
     for path, module in model.named_modules():
@@ -104,19 +137,22 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[str, _Place]]:
             if parameter is None or module is head:
                 continue
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # StableLM has one norm per head, in one tensor
-            name = f"{names.get_name(each[1] if each else path) or _OTHER_NAMES.get(path, path)}.{kind}"
-            if name in file.tensors:
-                found.append((name, _Place(module, kind, int(each[2]) if each else None)))
+            own = _tensors_of(names, family, each[1] if each else path, kind)
+            if {*own} <= file.tensors.keys():
+                found.append((own, _Place(module, kind, int(each[2]) if each else None)))
             elif kind == "bias" and family.biases_by_tensor:
                 module.register_parameter("bias", None)
             else:
-                missing.append(name)
+                missing += own
     if missing:
         raise ValueError(
             f"{file.paths[0]} is no whole {file.architecture}: it lacks {missing[0]} and {len(missing) - 1} other tensors; "
             "download it again"
         )
-    if unknown := sorted(file.tensors.keys() - {name for name, _ in found} - {*_ROTARY}):
+    used = {name for own, _ in found for name in own}
+    layers = model.config.num_hidden_layers
+    drafting = {n for n in file.tensors if (found_in := re.match(r"blk\.(\d+)\.", n)) and int(found_in[1]) >= layers}
+    if unknown := sorted(file.tensors.keys() - used - drafting - {*_ROTARY}):
         raise UnsupportedModel(
             f"{file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {type(model).__name__} does not "
             "have, so outrider cannot run it as it was trained"
@@ -124,13 +160,13 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[str, _Place]]:
     return found
 
 
-def _check_shape(file: GGUFFile, name: str, place: _Place) -> None:
+def _check_shape(file: GGUFFile, names: Sequence[str], place: _Place) -> None:
     wanted = tuple(getattr(place.module, place.kind).shape)
-    shape = file.tensors[name].shape
-    shape = shape if place.row is None else shape[1:]
-    if shape != wanted:
+    shapes = [file.tensors[name].shape[place.row is not None :] for name in names]
+    shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
+    if shape != wanted and not hybrids.fits(names[0], shape, wanted):
         raise ValueError(
-            f"{file.paths[0]}: tensor {name} has shape {list(shape)}, and its metadata asks for {list(wanted)}; the file is "
+            f"{file.paths[0]}: tensor {names[0]} has shape {list(shape)}, and its metadata asks for {list(wanted)}; the file is "
             "not consistent"
         )
 
@@ -152,6 +188,7 @@ def _fill_buffers_(model: PreTrainedModel, file: GGUFFile) -> None:
             }
             with ExactPowers():
                 model._init_weights(module)
+    model._init_weights(model.base_model)  # of Falcon-H1, which fills buffers of its layers
     if "rope_freqs.weight" not in file.tensors:
         return
     factors = file.floats("rope_freqs.weight")
