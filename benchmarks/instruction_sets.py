@@ -1,53 +1,62 @@
 """Whole texts over instruction sets and threads: how many tokens differ. Wanted: none.
 
-    python -m benchmarks.instruction_sets FILE.gguf                       20,000 tokens for each set, thread count and precision
-    python -m benchmarks.instruction_sets FILE.gguf --tokens 2000 --precisions gguf
+    python -m benchmarks.instruction_sets FILE.gguf                       a million tokens over all combinations, resumable
+    python -m benchmarks.instruction_sets FILE.gguf --tokens 50000 --precisions gguf
+    python -m benchmarks.instruction_sets FILE.gguf --record FILE.json    2,000 tokens, to compare with another machine
+    python -m benchmarks.instruction_sets FILE.gguf --against FILE.json   the same there
 
-Each combination runs in a process of its own. torch gets the vectors that a processor with that set has
-(ATEN_CPU_CAPABILITY). Half of the texts are greedy with a penalty. The others have temperature 0.8, top-p, min-p and penalties.
-The portable variant is slow on x86 and writes a tenth of the tokens. Ends with 1 if a token differs.
+A combination is an instruction set, a thread count and a precision. In each wave, each one writes the same texts in a process
+of its own. The batch size and the order of the texts differ by combination, so each text has other company. torch gets the
+vectors that a processor with that set has (ATEN_CPU_CAPABILITY). Half of the texts are greedy with a penalty. The others have
+temperature 0.8, top-p, min-p and penalties. The portable variant is slow on x86 and writes a part of the wave. The texts are
+kept after each process, and the same command goes on where it stopped. Ends with 1 if a token differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, headline, machine
+from benchmarks import RESULTS, WORK, headline, machine
 from benchmarks.identity import PRECISIONS, differing
+from benchmarks.pairs import fingerprint
 from benchmarks.prompts import humaneval
 from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native
 
-TEXTS = 8  # a batch
-LENGTH = 250
+TEXTS, LENGTH = 48, 256  # a wave
+FEW = 4  # texts of a wave that the portable variant writes, and that are recorded for another machine
+SHORT = 80  # tokens of a recorded text
+PROMPTS, CHARACTERS = 32, 240
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.3},
     {"temperature": 0.8, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "presence_penalty": 0.1},
 )
 CAPABILITIES = {"portable": "default", "avx2": "avx2", "avx_vnni": "avx2"}  # else avx512
+Texts = list[list[int]]
 
 
-def write(model: str, precision: str, batches: int) -> list[list[int]]:
-    """The texts, in this process."""
-    llm = LLM(model, max_num_seqs=TEXTS, max_model_len=1024, **PRECISIONS[precision])
-    prompts = humaneval(TEXTS)
-    texts: list[list[int]] = []
-    for batch in range(batches):
-        params = [
-            SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=TEXTS * batch + i, **PARAMS[(batch + i) % 2])
-            for i in range(TEXTS)
-        ]
-        # greedy texts of another batch begin with another part of the prompt
-        texts += [list(o.outputs[0].token_ids) for o in llm.generate([p[batch:] for p in prompts], params)]
-    return texts
+def write(model: str, precision: str, wave: int, rows: int, count: int = TEXTS, length: int = LENGTH) -> Texts:
+    """The first texts of a wave, in this process, by batches of `rows`. An odd number of rows takes them from the last on."""
+    llm = LLM(model, max_num_seqs=rows, max_model_len=1024, **PRECISIONS[precision])
+    prompts, asked = humaneval(PROMPTS), list[tuple[str, SamplingParams]]()
+    for n in range(TEXTS * wave, TEXTS * wave + count):
+        # a greedy text begins with a part of a prompt that no other one has
+        prompt = prompts[n % PROMPTS][5 * (n // PROMPTS) :][:CHARACTERS]
+        asked.append((prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=n, **PARAMS[n % 2])))
+    order = asked[:: -1 if rows % 2 else 1]
+    texts = [list(o.outputs[0].token_ids) for o in llm.generate(*map(list, zip(*order, strict=True)))]
+    return texts[:: -1 if rows % 2 else 1]
 
 
-def elsewhere(model: str, precision: str, isa: str, threads: int, batches: int) -> list[list[int]]:
+def elsewhere(isa: str, threads: int, *command: object) -> Texts:
     """The texts of a process with an instruction set and a number of threads."""
     environment = {
         **os.environ,
@@ -55,41 +64,76 @@ def elsewhere(model: str, precision: str, isa: str, threads: int, batches: int) 
         "OMP_NUM_THREADS": str(threads),
         "ATEN_CPU_CAPABILITY": CAPABILITIES.get(isa, "avx512"),
     }
-    command = [sys.executable, "-m", "benchmarks.instruction_sets", model, "--child", precision, str(batches)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    child = [sys.executable, "-m", "benchmarks.instruction_sets", "--child", *map(str, command)]
+    done = subprocess.run(child, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def combinations(precisions: list[str], threads: list[int]) -> Iterator[tuple[int, str, str, int, int]]:
+    """(wave, precision, instruction set, threads, rows of a batch), without an end."""
+    sets = [isa for isa in native.isas()[::-1] if native.use_isa(isa)]
+    for wave in itertools.count():
+        for k, (precision, isa, count) in enumerate(itertools.product(precisions, sets, threads)):
+            yield wave, precision, isa, count, (16, 27, 24, 33, 40)[(k + wave) % 5]
+
+
+def recorded(model: str, file: Path, against: bool) -> int:
+    """Write a few texts of each precision to a file, or compare them with it."""
+    texts = {name: write(model, name, 0, FEW, 2 * FEW, SHORT) for name in ("gguf", "int8", "bfloat16")}
+    if not against:
+        file.write_text(json.dumps({"machine": machine.facts(), "isa": native.isa(), "texts": texts}))
+    wanted = json.loads(file.read_text())["texts"]
+    wrong = sum(differing(a, b) for name in texts for a, b in zip(texts[name], wanted[name], strict=True))
+    print(f"{native.isa()}: {wrong} of {sum(len(t) for part in texts.values() for t in part):,} tokens differ")
+    return int(wrong > 0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=headline(__doc__))
     parser.add_argument("model", help="a GGUF file; read also as int8 and as bfloat16")
-    parser.add_argument("--tokens", type=int, default=20000, help="for each combination")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="over all combinations")
     parser.add_argument("--precisions", nargs="+", default=["gguf", "int8", "bfloat16"], choices=list(PRECISIONS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--afresh", action="store_true", help="forget an earlier, unfinished run")
+    parser.add_argument("--record", type=Path, help="write the texts of this machine")
+    parser.add_argument("--against", type=Path, help="compare with the recorded texts of another machine")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args, rest = parser.parse_known_args()
     if args.child:
-        print(json.dumps(write(args.model, args.child[0], int(args.child[1]))))
+        print(json.dumps(write(args.model, rest[0], *map(int, rest[1:]))))
         return 0
-    batches = max(1, round(args.tokens / (TEXTS * LENGTH)))
-    sets = [isa for isa in native.isas()[::-1] if native.use_isa(isa)]
-    found: list[dict[str, Any]] = []
-    for precision in args.precisions:
-        wanted: list[list[int]] = []
-        for isa in sets:
-            for threads in args.threads:
-                count = batches if isa != "portable" else max(1, batches // 10)
-                texts = elsewhere(args.model, precision, isa, threads, count)
-                wanted = wanted or texts
-                wrong = sum(differing(a, b) for a, b in zip(texts, wanted, strict=False))
-                tokens = sum(map(len, texts))
-                row = {"precision": precision, "isa": isa, "threads": threads, "tokens": tokens, "differing": wrong}
-                found.append(row)
-                print(f"{precision:9} {isa:12} {threads} threads: {wrong} of {tokens:,} tokens differ", flush=True)
-    total, wrong = (sum(row[key] for row in found) for key in ("tokens", "differing"))
+    if file := args.record or args.against:
+        return recorded(args.model, file, args.record is None)
+    path = WORK / "instruction-sets.jsonl"
+    mark = [fingerprint(args.model), TEXTS, LENGTH, machine.facts()["commit"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text().splitlines() if path.exists() and not args.afresh else []
+    kept: dict[str, Texts] = dict(json.loads(line) for line in lines[1:]) if lines[:1] == [json.dumps(mark)] else {}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (mark, *kept.items())))
+    found: dict[str, dict[str, Any]] = {}
+    wanted: dict[tuple[int, str], Texts] = {}
+    total = wrong = 0
+    for wave, precision, isa, threads, rows in combinations(args.precisions, args.threads):
+        if total >= args.tokens:
+            break
+        key = f"{precision} {isa} {threads} {wave}"
+        if key not in kept:
+            kept[key] = elsewhere(isa, threads, args.model, precision, wave, rows, FEW if isa == "portable" else TEXTS)
+            with path.open("a") as file:
+                file.write(json.dumps([key, kept[key]]) + "\n")
+        texts = kept[key]
+        reference = wanted.setdefault((wave, precision), texts)
+        bad = sum(differing(a, b) for a, b in zip(texts, reference, strict=False))
+        unit = {"precision": precision, "isa": isa, "threads": threads, "tokens": 0, "differing": 0}
+        unit = found.setdefault(f"{precision} {isa} {threads}", unit)
+        unit["tokens"], unit["differing"] = unit["tokens"] + sum(map(len, texts)), unit["differing"] + bad
+        total, wrong = (sum(row[name] for row in found.values()) for name in ("tokens", "differing"))
+        print(f"wave {wave}, {precision:9} {isa:12} {threads} threads: {bad} differ; {wrong} of {total:,}", flush=True)
+    for row in found.values():
+        print("{precision:9} {isa:12} {threads} threads: {differing} of {tokens:,} tokens differ".format(**row))
     print(f"{wrong} of {total:,} tokens differ")
-    path = RESULTS / f"{machine.facts()['date']}-instruction-sets.json"
-    path.write_text(json.dumps({"command": " ".join(sys.argv), "machine": machine.facts(), "rows": found}, indent=1))
+    facts = {"command": " ".join(sys.argv), "machine": machine.facts(), "rows": list(found.values())}
+    (RESULTS / f"{machine.facts()['date']}-instruction-sets.json").write_text(json.dumps(facts, indent=1))
     return int(wrong > 0)
 
 
