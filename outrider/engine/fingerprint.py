@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from outrider.core.files import write_whole
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.types import Guarantee
+from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
+from outrider.engine.request import Request
 from outrider.engine.trace.recorder import describe, request_record
 from outrider.engine.trace.records import Count, Id, RequestRecord, TraceLine
 from outrider.kernels import ARITHMETIC
@@ -78,12 +81,20 @@ class Fingerprint(TraceLine):
 
     def differences(self, llm: LLM) -> list[str]:
         """What is not as recorded: content, precision, settings and arithmetic, in words. Empty if the text can be compared."""
-        here = _settings(llm)
+        here = _settings(llm, llm.decoder)
         return [
             f"{words}: recorded {getattr(self, name)}, here {here[name]}"
             for name, words in _WORDS.items()
             if getattr(self, name) != here[name]
         ]
+
+
+class _Choice(BaseModel):
+    fingerprint: Fingerprint
+
+
+class _Answer(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
 
 
 def fingerprint(llm: LLM, output: RequestOutput, params: SamplingParams, index: int = 0) -> Fingerprint:
@@ -92,31 +103,55 @@ def fingerprint(llm: LLM, output: RequestOutput, params: SamplingParams, index: 
     Reads the model's files once. Raises ValueError with the reason for a text that cannot be written again.
     """
     text = output.outputs[index]
-    if text.finish_reason not in ("stop", "length"):
-        raise ValueError(f"the text was not written to its end ({text.finish_reason}), so it has no fingerprint")
-    alone = params.with_(n=1, seed=text.seed, logprobs=None, prompt_logprobs=None, prediction=None)
-    [request] = llm.requests({"prompt_token_ids": output.prompt_token_ids}, alone)
-    return Fingerprint(
-        **_settings(llm),
-        model=public_name(llm.loaded.name),
-        machine={name: str(fact) for name, fact in machine().items()},
-        request=request_record(replace(request, id=0), tokens=True),
-        tokens=text.token_ids,
-        finish=text.finish_reason,
-    ).sealed()
+    [request] = llm.requests({"prompt_token_ids": output.prompt_token_ids}, params.with_(n=1, seed=text.seed))
+    return Fingerprints(llm, llm.decoder, llm.loaded.name).of(request, text.token_ids, text.finish_reason)
+
+
+class Fingerprints:
+    """Makes the fingerprints of a model's answers. Reads the model's files once.
+
+    decoder: the one that writes the texts. name: of the model; folders of this machine are cut off. Raises ValueError with the
+    reason if its texts cannot be written again.
+    """
+
+    def __init__(self, llm: LLM, decoder: Decoder, name: str) -> None:
+        self._settings = _settings(llm, decoder)
+        self._model = public_name(name)
+
+    def of(self, request: Request, tokens: Sequence[int], finish: str | None) -> Fingerprint:
+        """The fingerprint of a text. tokens: all of its output. Raises ValueError for a text that cannot be written again."""
+        if request.mask is not None:
+            raise ValueError("a fingerprint does not hold a grammar, so this text has none; ask without one")
+        if finish not in ("stop", "length"):
+            raise ValueError(f"the text was not written to its end ({finish}), so it has no fingerprint")
+        params = request.params.with_(n=1, logprobs=None, prompt_logprobs=None)
+        return Fingerprint(
+            **self._settings,
+            model=self._model,
+            machine={name: str(fact) for name, fact in machine().items()},
+            request=request_record(replace(request, id=0, params=params, continued=()), tokens=True),
+            tokens=list(tokens),
+            finish=finish,  # pyright: ignore[reportArgumentType]
+        ).sealed()
 
 
 def read_fingerprint(file: str | os.PathLike[str]) -> Fingerprint:
-    """Read a file that `Fingerprint.write` made. Raises OSError, and ValueError for another file and for a changed one."""
+    """Read a file that `Fingerprint.write` made, or an answer of the server with a fingerprint: the one of its first choice.
+
+    Raises OSError, and ValueError for another file and for a changed one.
+    """
     raw = Path(file).read_bytes()
     try:
-        found = Fingerprint.model_validate_json(raw)
+        if b'"choices"' in raw:
+            found = _Answer.model_validate_json(raw).choices[0].fingerprint
+        else:
+            found = Fingerprint.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(
             f"{file} is no fingerprint that this outrider reads ({place}: {first['msg']}); write one with: outrider generate "
-            "PROMPT --fingerprint FILE"
+            'PROMPT --fingerprint FILE, or ask the server with "return_fingerprint": true'
         ) from None
     if (now := found.sealed().digest) != found.digest:
         raise ValueError(f"{file} was changed after it was written: its digest is {now}, and it says {found.digest}")
@@ -138,12 +173,12 @@ def rewrite(recorded: Fingerprint, llm: LLM) -> tuple[list[int], int | None]:
     return text.token_ids, at
 
 
-def _settings(llm: LLM) -> dict[str, Any]:
+def _settings(llm: LLM, decoder: Decoder) -> dict[str, Any]:
     """What the tokens depend on beside the request. Raises ValueError for a text that cannot be written again."""
-    if not llm.decoder.plain and llm.decoder.guarantee is not Guarantee.EXACT_TOKENS:
-        name, about = llm.decoder.verifier.name, "a text depends on the draft tokens, which a fingerprint does not have"
+    if not decoder.plain and decoder.guarantee is not Guarantee.EXACT_TOKENS:
+        name, about = decoder.verifier.name, "a text depends on the draft tokens, which a fingerprint does not have"
         why = f"with verifier {name!r} {about}; use verifier='match'"
-        if llm.decoder.verifier.guarantee is Guarantee.EXACT_TOKENS:
+        if decoder.verifier.guarantee is Guarantee.EXACT_TOKENS:
             why = (
                 f"the logits of {llm.loaded.name} depend on the batch, so {about}; decode without drafts: method='none'"
             )
@@ -154,6 +189,6 @@ def _settings(llm: LLM) -> dict[str, Any]:
         raise ValueError(
             f"{llm.loaded.name} has no files here whose content a fingerprint could name; load it from its folder or GGUF file"
         )
-    header = describe(llm.loaded, llm.config, llm.decoder)
+    header = describe(llm.loaded, llm.config, decoder)
     taken = header.model_dump(include={"dtype", "kv_cache_dtype", "max_length", "end_ids"})
     return {**taken, "sha256": sha256(files), "path": llm.loaded.model.path, "arithmetic": ARITHMETIC}

@@ -7,6 +7,7 @@ from collections import abc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from threading import Lock
 from time import time
 from typing import Any
@@ -17,6 +18,7 @@ from outrider.core.grammar import Grammar, GrammarMask, Grammars, available
 from outrider.core.params import SamplingParams
 from outrider.engine import Engine
 from outrider.engine.decoder import draw_seed
+from outrider.engine.fingerprint import Fingerprints
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request
 from outrider.serve.dashboard.trial import Trials
@@ -96,6 +98,7 @@ class Service:
             wishes = {"client": client, "owner": owner, "method": body.method, "num_speculative_tokens": body.depth}
             wishes["prefill_only"] = body.limit == 0
             requests = self._requests(prompts, before, params, mask, wishes)
+            prints = self._fingerprints(requests) if body.return_fingerprint else None
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
             writer = ResponseWriter(
@@ -108,12 +111,14 @@ class Service:
                 prompts=[request.prompt for request in requests],
                 n=params.n,
                 reader=reader,
+                fingerprints=prints,
             )
             seconds = min(body.timeout or math.inf, self.settings.request_timeout)
             with trial.enrolled(requests) if trial else nullcontext(requests) as requests:
                 pending.submit(requests, writer, seconds)
 
         told = sum(map(len, body.bad_words or ())) + len(params.prediction or ())
+        told += (LONG + 1) * bool(body.return_fingerprint)  # the first one reads the model's files
         await self.encoder.run(begin, told + sum(map(len, prompts)) * params.n)
         return pending
 
@@ -145,6 +150,20 @@ class Service:
         special = form.opening in known and not form.bare
         hidden = known if special and body.skip_special_tokens is not False else []
         return offer, lambda: ToolCallReader(form, offer.names, hidden), special
+
+    @cached_property
+    def _prints(self) -> Fingerprints:
+        return Fingerprints(self.llm, self.engine.decoder, self.settings.model_name)
+
+    def _fingerprints(self, requests: abc.Sequence[Request]) -> Fingerprints:
+        """What makes the fingerprints of these texts. The first call reads the model's files. Raises ValueError if there can be
+        none."""
+        if any(request.mask is not None or request.prefill_only for request in requests):
+            raise ValueError(
+                "a text with a grammar or a forced tool call has no fingerprint, nor has a prompt without a text; "
+                "leave out return_fingerprint"
+            )
+        return self._prints
 
     def _requests(
         self,

@@ -137,6 +137,9 @@ class CommonRequest(JsonObject):
     timeout: float | None = Field(None, gt=0, description="seconds; then the text ends where it is")
     detailed_metrics: bool | None = Field(None, description="also the counts of each step")
     return_token_ids: bool | None = Field(None, description="the token ids of prompt and output, too")
+    return_fingerprint: bool | None = Field(
+        None, description="what each text depends on, for outrider replay --fingerprint on any machine"
+    )
     continued_tokens: int | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None = Field(
         None,
         description="an answer that was cut off goes on: the token ids of each choice so far, or how many tokens at the end "

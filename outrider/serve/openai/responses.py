@@ -12,6 +12,7 @@ from outrider._version import __version__
 from outrider.core.outputs import Delta
 from outrider.core.types import Guarantee
 from outrider.drafters.method import PREDICTION
+from outrider.engine.fingerprint import Fingerprints
 from outrider.engine.request import Sequence
 from outrider.serve.openai.tools import ToolCall, ToolCallReader
 
@@ -43,7 +44,7 @@ class ResponseWriter:
     """Writes one response, whole or in chunks.
 
     chat: a chat completion, else a text completion. decode: token ids -> text. prompts: token ids [choice]. n: choices of each
-    prompt. reader: makes a reader of tool calls, where tools were offered.
+    prompt. reader: makes a reader of tool calls, where tools were offered. fingerprints: what makes them, where they are shown.
     """
 
     id: str
@@ -55,6 +56,7 @@ class ResponseWriter:
     prompts: abc.Sequence[list[int]]
     n: int = 1
     reader: Callable[[], ToolCallReader] | None = None
+    fingerprints: Fingerprints | None = None
     created: int = field(default_factory=lambda: int(time()))
 
     def __post_init__(self) -> None:
@@ -159,8 +161,17 @@ class ResponseWriter:
     def _end(self, result: Sequence, called: bool) -> dict[str, Any]:
         assert result.finish is not None
         finish = "tool_calls" if called and result.finish.finish == "stop" else result.finish.finish
-        end = {"finish_reason": finish, "stop_reason": result.finish.reason, "seed": result.request.seed}
-        return end if result.counts.undrafted is None else {**end, "note": result.counts.undrafted}
+        end: dict[str, Any] = {
+            "finish_reason": finish,
+            "stop_reason": result.finish.reason,
+            "seed": result.request.seed,
+        }
+        if result.counts.undrafted is not None:
+            end["note"] = result.counts.undrafted
+        if self.fingerprints is not None and result.finish.finish in ("stop", "length"):
+            made = self.fingerprints.of(result.request, result.output, result.finish.finish)
+            end["fingerprint"] = made.model_dump(mode="json")
+        return end
 
     def _prompt(self, index: int, known: abc.Sequence[dict[int, float] | None]) -> dict[str, Any] | None:
         """The log-probabilities of an echoed prompt, its first token without one; None if they are not shown."""

@@ -47,6 +47,7 @@ class ResponsesRequest(CommonRequest):
         "background": "this server does not answer in the background; leave it out, or run `outrider batch`",
         "conversation": _KEPT,
         "prompt": _KEPT,
+        "return_fingerprint": "this endpoint shows no fingerprints; ask at /v1/chat/completions",
         "max_tokens": "this endpoint calls it max_output_tokens",
         "response_format": (
             'this endpoint calls it text: {"format": {"type": "json_schema", "name": ..., "schema": ...}}'

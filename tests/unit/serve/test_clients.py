@@ -13,6 +13,7 @@ from serving import Live, builtin, serving
 
 from outrider import LLM, Guarantee, SamplingParams
 from outrider.core.outputs import Delta
+from outrider.engine.fingerprint import Fingerprint, read_fingerprint, rewrite
 from outrider.models.load import load
 from outrider.serve.assembly import set_chat_template
 from outrider.serve.openai.responses import ResponseWriter, Shown
@@ -237,6 +238,43 @@ def test_token_ids_are_returned_where_they_are_asked_for(live: Live, plain: LLM)
     parts = stream(live, "/v1/chat/completions", **chat)
     assert parts[0]["prompt_token_ids"] == tokens
     assert [t for c in parts for t in c["choices"][0].get("token_ids", ())] == whole["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_served_answer_is_written_again_from_its_fingerprint(
+    live: Live, plain: LLM, tmp_path: Path, sampled: bool
+) -> None:
+    drawn = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "bad_words": ["import"], "n": 2}
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 3, **(drawn if sampled else {"temperature": 0})}
+    assert "fingerprint" not in ask(live, **body)["choices"][0]
+    asked = {**body, "return_fingerprint": True, "return_token_ids": True}
+    answer = ask(live, **asked, logprobs=1)
+    file = tmp_path / "answer.json"
+    for choice in answer["choices"]:
+        file.write_text(json.dumps(choice["fingerprint"]))
+        recorded = read_fingerprint(file)
+        assert rewrite(recorded, plain) == (choice["token_ids"], None)
+    file.write_text(json.dumps(answer))
+    assert read_fingerprint(file).json_line() == Fingerprint(**answer["choices"][0]["fingerprint"]).json_line()
+    ends = {c["choices"][0]["index"]: c["choices"][0].get("fingerprint") for c in stream(live, **asked)}
+    assert [ends[i] for i in sorted(ends)] == [choice["fingerprint"] for choice in answer["choices"]]
+
+
+def test_an_answer_that_went_on_has_the_fingerprint_of_the_whole_text(live: Live) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "seed": 3, "return_fingerprint": True}
+    whole = ask(live, **body, return_token_ids=True)["choices"][0]
+    again = ask(live, **body, continued_tokens=whole["token_ids"][:5])["choices"][0]
+    assert again["fingerprint"] == whole["fingerprint"]
+
+
+@pytest.mark.parametrize("body", [{"max_tokens": 0, "echo": True}, {"structured_outputs": {"regex": "[a-z]+"}}])
+def test_a_fingerprint_that_cannot_be_made_is_refused_before_the_text(live: Live, body: dict) -> None:
+    if "structured_outputs" in body:
+        pytest.importorskip("xgrammar")
+    body |= {"prompt": PROMPT, "return_fingerprint": True}
+    response = httpx.post(live.url + "/v1/completions", json=body, timeout=60)
+    assert response.status_code == 400
+    assert "leave out return_fingerprint" in response.json()["error"]["message"]
 
 
 def test_a_padded_stream_shows_every_token_once(plain: LLM) -> None:
