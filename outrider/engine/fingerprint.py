@@ -89,12 +89,12 @@ class Fingerprint(TraceLine):
         ]
 
 
-class _Choice(BaseModel):
+class _FingerprintedChoice(BaseModel):
     fingerprint: Fingerprint
 
 
-class _Answer(BaseModel):
-    choices: list[_Choice] = Field(min_length=1)
+class _FingerprintedAnswer(BaseModel):
+    choices: list[_FingerprintedChoice] = Field(min_length=1)
 
 
 def fingerprint(llm: LLM, output: RequestOutput, params: SamplingParams, index: int = 0) -> Fingerprint:
@@ -143,7 +143,7 @@ def read_fingerprint(file: str | os.PathLike[str]) -> Fingerprint:
     raw = Path(file).read_bytes()
     try:
         if b'"choices"' in raw:
-            found = _Answer.model_validate_json(raw).choices[0].fingerprint
+            found = _FingerprintedAnswer.model_validate_json(raw).choices[0].fingerprint
         else:
             found = Fingerprint.model_validate_json(raw)
     except ValidationError as error:
