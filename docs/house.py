@@ -2,7 +2,7 @@
 
 --where prints the places that are counted, too. It reads the source as text and runs nothing of it.
 
-isinstance of own types   `isinstance` with a class of the package: ask for a capability instead
+isinstance of own types   `isinstance` with a class of the package: ask for a capability instead. A Protocol is a capability
 writes to other objects   `x.name = ...`, where x is not the method's own object: an object should be whole when it is made
 modules with one importer `__init__` does not count, as a module or as an importer
 circles of imports        groups of files that import each other, also for types only or inside of functions
@@ -35,9 +35,19 @@ def classes(modules: Modules) -> list[str]:
     return [n.name for tree in modules.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
 
 
+def protocols(modules: Modules) -> list[str]:
+    """The name of each Protocol: it says what an object can do, and not what it is."""
+    return [
+        n.name
+        for tree in modules.values()
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id == "Protocol" for b in n.bases)
+    ]
+
+
 def own_checks(modules: Modules) -> list[str]:
     """Places that ask whether an object is of a class of the package."""
-    own = {*classes(modules)}
+    own = {*classes(modules)} - {*protocols(modules)}
     found = list[str]()
     for module, tree in modules.items():
         foreign = {alias.asname or alias.name for node in ast.walk(tree) if _is_foreign(node) for alias in node.names}

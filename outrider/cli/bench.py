@@ -251,7 +251,6 @@ def _tell_hindsight(backend: Any, prompts: list[Prompt], sampling: dict[str, Any
 
 def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) -> None:
     """Write the requested files. Then measure the limits of the machine, and write them again with these."""
-    from outrider.lab.bench.local import Local
     from outrider.lab.bench.report import page
 
     file, html = files.json_file, files.html
@@ -269,11 +268,11 @@ def _write_files(run: Run, backend: Any, files: FileOptions, interrupted: bool) 
         say(f"The measurement is in {file}. Make a page of it: outrider report {file}")
     if html is not None:
         say(f"The page is {html}.")
-    if isinstance(backend, Local) and not interrupted:
+    if (llms := getattr(backend, "llms", None)) and not interrupted:
         from outrider.lab.bench.roofline import measure_limits
 
         with suppress(KeyboardInterrupt), working("measuring the limits of this machine, for the page; ctrl-C ends it"):
-            measure_limits(run, backend.llms)
+            measure_limits(run, llms)
         write()
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from rich.cells import cell_len
 
 from outrider.cli.backends import ChatBackend
 from outrider.cli.terminal import printable, tell
-from outrider.cli.wrap import WordWrap
 from outrider.core.suggest import did_you_mean
 
 HELP = """\
@@ -211,3 +213,53 @@ def _figures(event: dict[str, Any], seed: int) -> str:
         parts.append(f"acceptance length {spec['mean_acceptance_length']:.2f}")
         parts.append(f"{accepted} of {drafted} draft tokens accepted")
     return ", ".join([*parts, f"seed {seed}", *([event["guarantee"]] if "guarantee" in event else [])])
+
+
+_TAB = 8
+
+
+class WordWrap:
+    """Writes text as it comes, and breaks lines between words. A word is written when its end is known: call `end` at last."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._column = 0  # cells of this line that are written
+        self._gap = self._word = ""
+
+    def write(self, text: str) -> None:
+        """Add text. Control characters other than a newline and a tab must not be in it."""
+        for character in text:
+            if character == "\n":
+                self.end()
+                self._out.write("\n")
+                self._column = 0
+            elif character == "\t":
+                self._put()
+                self._gap += " " * (_TAB - (self._column + len(self._gap)) % _TAB)
+            elif character == " ":
+                self._put()
+                self._gap += " "
+            else:
+                self._word += character
+                if cell_len(character) > 1:  # between wide characters a line can always break
+                    self._put()
+        self._out.flush()
+
+    def end(self) -> None:
+        """Write what was held back."""
+        self._put()
+        self._gap = ""
+        self._out.flush()
+
+    def _put(self) -> None:
+        if not self._word:
+            return
+        size, width = cell_len(self._word), shutil.get_terminal_size().columns
+        if self._column and self._column + len(self._gap) + size > width:
+            self._out.write("\n")
+            self._column, self._gap = 0, ""
+        self._out.write(self._gap + self._word)
+        self._column += len(self._gap) + size
+        if self._column > width:  # the terminal broke a word that is longer than a line
+            self._column = (self._column - 1) % width + 1
+        self._gap = self._word = ""

@@ -193,10 +193,8 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def of(cls, given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig:
         """Validate what a user gave. Raises ValueError with one readable sentence per mistake."""
-        if isinstance(given, SpeculativeConfig):
-            return given
         try:
-            return cls.model_validate({} if given is None else dict(given))
+            return cls.model_validate({} if given is None else given)
         except ValidationError as error:
             lines = [
                 f"{'.'.join(str(p) for p in e['loc']) + ': ' if e['loc'] else ''}{e['msg'].removeprefix('Value error, ')}"

@@ -297,7 +297,7 @@ def pack(
 def _contents_of(loaded: Loaded, read: ReadModel) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
-    native = loaded.model.packed_weights if isinstance(loaded.model, LlamaModel) else None
+    native = getattr(loaded.model, "packed_weights", None)
     raw = cast("PreTrainedModel", read.model)
     return packs.contents(raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source, native)
 

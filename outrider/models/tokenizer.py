@@ -85,7 +85,7 @@ def check_ids(file: Path) -> None:
 
 def complete(tokenizer: Any) -> Any:
     """The tokenizer for other libraries: a lazy one as transformers' own, any other as it is."""
-    return tokenizer.complete if isinstance(tokenizer, LazyTokenizer) else tokenizer
+    return getattr(tokenizer, "complete", tokenizer)
 
 
 class LazyTokenizer(Lazy):

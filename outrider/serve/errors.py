@@ -94,8 +94,7 @@ def invalid_body(errors: Sequence[Any]) -> Refused:
 def install(app: FastAPI) -> None:
     """Give every error of the framework the shape of OpenAI's errors."""
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
+    async def refused(request: Request, error: Any) -> Response:
         return error.response()
 
     async def http(request: Request, error: Exception) -> Response:

@@ -82,7 +82,6 @@ class Service:
             params = body.params(self.settings)
         if special:
             params = params.with_(skip_special_tokens=False)
-        chat = isinstance(body, ChatRequest)
         if isinstance(body, ChatRequest):
             tools = None if body.tool_choice == "none" else body.tools
             prompts = [await self.encoder.chat(lambda: plain(body.messages), tools, body.chat_template_kwargs)]
@@ -102,9 +101,9 @@ class Service:
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
             writer = ResponseWriter(
-                id=("chatcmpl-" if chat else "cmpl-") + request_id,
+                id=("chatcmpl-" if body.chat else "cmpl-") + request_id,
                 model=self.settings.model_name,
-                chat=chat,
+                chat=body.chat,
                 guarantee=self.engine.decoder.guarantee,
                 decode=self.decode,
                 shown=body.shown,

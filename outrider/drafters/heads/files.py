@@ -50,6 +50,9 @@ class HeadFolder:
     kind: str
     settings: dict[str, Any]
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def speculators(self) -> bool:
         """Whether it is in the layout of speculators; else it is a flat one."""
@@ -82,7 +85,7 @@ def head_kind(folder: str | Path) -> str | None:
         return None  # the loader of models says what is wrong
 
 
-def open_head(folder: str | Path) -> HeadFolder:
+def open_head(folder: _Given) -> HeadFolder:
     """Read the settings of a head's folder. Raises ValueError for a folder that holds no head, or one of REFUSED."""
     path = Path(folder).expanduser()
     kind, settings, names = _looked(path)
@@ -127,7 +130,7 @@ def settings_named(read: Callable[[_Given, _Target], _Head]) -> Callable[[_Given
         except (ValueError, OSError):
             raise
         except Exception as error:  # a number that is a list, a dictionary that is a text...
-            path = folder.path if isinstance(folder, HeadFolder) else Path(folder)
+            path = Path(folder)
             why = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"{path / 'config.json'} has a setting that no head has ({why}); download it again"

@@ -56,7 +56,7 @@ class HeadReader:
 
     def __init__(self, folder: str | Path | HeadFolder, target: Loaded, *kinds: str) -> None:
         """kinds: those that may be read. Raises ValueError for a head of another kind."""
-        opened = folder if isinstance(folder, HeadFolder) else open_head(folder)
+        opened = open_head(folder)
         self.path, self.kind, self.given, self.target = opened.path, opened.kind, opened.settings, target
         self.verifier = opened.verifier
         if opened.kind not in kinds:

@@ -9,11 +9,10 @@ The loop does not know this package: a recorder is a reader of steps.
 
 from __future__ import annotations
 
-from outrider.engine.trace.explain import ExplainedNode
 from outrider.engine.trace.reader import DepthAcceptance, Trace, TracedText, read
 from outrider.engine.trace.recorder import Recorder, describe
 from outrider.engine.trace.records import Detail, EndRecord, RequestRecord, RunRecord, StepRecord
-from outrider.engine.trace.replay import Replay, replay
+from outrider.engine.trace.replay import ExplainedNode, Replay, replay
 
 __all__ = [
     "DepthAcceptance",

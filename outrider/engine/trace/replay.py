@@ -4,27 +4,33 @@ The trace has what cannot be computed: the text before the step, the draft and t
 target's distributions, the noise, the verdict and the tokens. With a batch-invariant model all is equal bit for bit. The replay
 names what is not. Verifiers that divide by the draft's distribution need it. Then the drafter is asked again, and it must
 propose the tree that was recorded.
+
+The reasons are for people: slow and complete. A verifier with coins is explained by its reference, run again with the same
+noise. A verifier without coins compares draft tokens with the target's own sample, and that sample is computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from outrider.control import Fixed
-from outrider.core.sampling import TokenMask
-from outrider.core.types import Draft, Siblings, Step
+from outrider.core.noise import Noise, Stream
+from outrider.core.sampling import LogitsDistribution, TokenMask
+from outrider.core.tree import levels
+from outrider.core.types import Draft, Siblings, Step, ints
 from outrider.drafters.base import BaseDrafter, DraftContext, Drafter
 from outrider.engine.decoder import Decoder, signed
 from outrider.engine.request import Request
-from outrider.engine.trace.explain import ExplainedNode, explain
 from outrider.engine.trace.reader import Trace, TracedText
 from outrider.engine.trace.recorder import target_distribution
 from outrider.engine.trace.records import NO_TOKENS, StepRecord, TopProbs, top
-from outrider.verify import VERIFIERS
+from outrider.verify import VERIFIERS, Verifier
+from outrider.verify.batched import draw
+from outrider.verify.reference import Number
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,3 +188,196 @@ def _differences(recorded: StepRecord, done: Step, path: Sequence[int], likely: 
 def _gap(one: TopProbs, other: TopProbs) -> float:
     a, b = dict(one), dict(other)
     return max((abs(a.get(t, 0.0) - b.get(t, 0.0)) for t in a.keys() | b.keys()), default=0.0)
+
+
+@dataclass(frozen=True)
+class Coin:
+    """It accepts if value < probability. value: uniform noise in (0, 1)."""
+
+    value: float
+    probability: float
+
+    @property
+    def accepts(self) -> bool:
+        return self.value < self.probability
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a verifier looked at when it judged a node.
+
+    Without coins: noise is the Gumbel noise of the node's token, None for greedy decoding. rival is (token, p, noise) of
+    the token that the target drew instead, or None. With coins: coin, or None where the verifier needed no coin.
+    """
+
+    noise: float | None = None
+    rival: tuple[int, float, float | None] | None = None
+    coin: Coin | None = None
+
+
+@dataclass(frozen=True)
+class ExplainedNode:
+    """A node of the draft, and what the verifier did with it.
+
+    node, parent, depth, token: its place in the draft. p: the target's probability of its token. rank: the token's place in the
+    target's distribution, 1 is the most likely. likely: the most likely tokens after this node. drawn: the token that the
+    target drew after it, None where it drew none. evidence: None if the verifier did not judge the node. explains_by: see
+    `Verifier`.
+    """
+
+    node: int
+    parent: int
+    depth: int
+    token: int
+    accepted: bool
+    parent_accepted: bool
+    p: float
+    rank: int
+    likely: TopProbs
+    drawn: int | None
+    evidence: Evidence | None
+    explains_by: str | None
+
+    @property
+    def judged(self) -> bool:
+        return self.evidence is not None
+
+    def why(self, show: Callable[[int], str] = str) -> str:
+        """The reason in words. show: how to write a token."""
+        if self.node == 0:
+            return "the last token of the text, where the draft begins"
+        if self.evidence is None:
+            sibling = self.parent_accepted
+            return f"never judged: {'a sibling was accepted' if sibling else 'the token above it was rejected'}"
+        if self.explains_by is None:
+            return self._why_sample(self.evidence, show)
+        return self._why_coin(self.evidence.coin, self.explains_by)
+
+    def _why_coin(self, coin: Coin | None, limit: str) -> str:
+        if coin is None or (self.accepted and not coin.accepts):
+            return "accepted: a token below it was accepted"
+        value, bound = f"its coin {coin.value:.3f}", f"{limit}, {coin.probability:.3f}"
+        return f"accepted: {value} is below {bound}" if self.accepted else f"rejected: {value} is not below {bound}"
+
+    def _why_sample(self, seen: Evidence, show: Callable[[int], str]) -> str:
+        own = _odds(self.p, seen.noise)
+        if self.accepted:
+            how = "it is the target's most likely token" if seen.noise is None else "the target drew it too"
+            return f"accepted: {how} ({own})"
+        if seen.rival is None:
+            return "rejected: a sibling has the same token, and the walk went there"
+        token, p, noise = seen.rival
+        rival = "nothing: no token is allowed" if token < 0 else show(token)
+        if token >= 0 and noise is not None:
+            rival += f" ({_odds(p, noise)})"
+        if seen.noise is None:
+            return f"rejected: the target's most likely token is {rival}"
+        if self.p == 0:
+            return f"rejected: the sampling parameters forbid it; the target drew {rival}"
+        return f"rejected: the target drew {rival}; this one had {own}"
+
+
+def _odds(p: float, noise: float | None) -> str:
+    return f"p {p:.3g}" if noise is None else f"p {p:.3g}, noise {noise:+.2f}"
+
+
+def explain(verifier: Verifier, target: LogitsDistribution, step: Step, seed: int, number: int) -> list[ExplainedNode]:
+    """Explain the nodes of a step of one sequence.
+
+    target: the distribution that the verifier was given. seed: of the sequence, as int64. number: of the step, which the noise
+    is keyed by.
+    """
+    device = target.logits.device
+    noise = Noise(torch.tensor([seed], device=device), torch.tensor([number], device=device))
+    judged = _Judged(target, step.draft, noise, torch.tensor(step.positions, device=device))
+    path = [n for n in ints(step.verdict.path[0]) if n >= 0]
+    drawn = dict(zip(path, [*(judged.tokens[n] for n in path[1:]), int(step.verdict.token[0])], strict=True))
+    evidence = _by_coin(verifier, judged, path) if verifier.explains_by else _by_sample(judged, drawn)
+    return [
+        ExplainedNode(
+            node=n,
+            parent=parent,
+            depth=judged.depth[n],
+            token=token,
+            accepted=n in drawn,
+            parent_accepted=n == 0 or parent in drawn,
+            p=judged.p(parent)[token] if n else 1.0,
+            rank=1 + sum(x > judged.p(parent)[token] for x in judged.p(parent)) if n else 1,
+            likely=top(target.probs(torch.tensor([n], device=device))[0]),
+            drawn=drawn.get(n),
+            evidence=evidence.get(n),
+            explains_by=verifier.explains_by,
+        )
+        for n, (token, parent) in enumerate(zip(judged.tokens, judged.parents, strict=True))
+    ]
+
+
+class _Judged:
+    """The draft of one sequence as lists, and the distributions at its nodes."""
+
+    def __init__(self, target: LogitsDistribution, draft: Draft, noise: Noise, position: torch.Tensor) -> None:
+        self.target, self.draft, self.noise, self.position = target, draft, noise, position
+        self.tokens, self.parents = ints(draft.tokens[0]), ints(draft.parents[0])
+        self.depth = levels(self.parents)
+        self._probs: dict[int, list[float]] = {}
+
+    def p(self, node: int) -> list[float]:
+        """The target's distribution after a node."""
+        if node not in self._probs:
+            at = torch.tensor([node], device=self.draft.tokens.device)
+            self._probs[node] = self.target.probs(at)[0].double().tolist()
+        return self._probs[node]
+
+    def q(self, node: int) -> list[float]:
+        """The distribution that the children of a node were drawn from. A chosen child has probability 1."""
+        if self.draft.probs is not None:
+            return self.draft.probs[0, node].double().tolist()
+        child = next((n for n, up in enumerate(self.parents) if up == node), 0)
+        return [float(token == self.tokens[child]) for token in range(len(self.p(0)))]
+
+
+def _by_sample(judged: _Judged, drawn: dict[int, int]) -> dict[int, Evidence]:
+    """For a verifier that compares with the target's own sample: every child of an accepted node was judged."""
+    greedy = judged.target.warp.all_greedy
+
+    def gumbel(node: int, token: int) -> float | None:
+        at = judged.position + judged.depth[node] - 1
+        return None if greedy else float(judged.noise.gumbel(Stream.TOKEN, at, token + 1)[0, token])
+
+    evidence = dict[int, Evidence]()
+    for n, parent in enumerate(judged.parents):
+        if parent not in drawn:
+            continue
+        token, rival = drawn[parent], None
+        if token < 0:
+            rival = (token, 0.0, None)
+        elif token != judged.tokens[n]:
+            rival = (token, judged.p(parent)[token], gumbel(n, token))
+        evidence[n] = Evidence(gumbel(n, judged.tokens[n]), rival)
+    return evidence
+
+
+def _by_coin(verifier: Verifier, judged: _Judged, path: list[int]) -> dict[int, Evidence]:
+    """For a verifier with coins: the coins that its reference reads from the same noise."""
+    choices = _NoiseChoices(judged.noise, judged.position)
+    siblings = judged.draft.siblings if judged.draft.probs is not None else Siblings.POINT
+    verifier.reference(judged.tokens, judged.parents, judged.p, judged.q, choices, siblings)
+    return {n: Evidence(coin=choices.coins.get(n)) for n in {*choices.coins, *path[1:]}}
+
+
+@dataclass
+class _NoiseChoices:
+    """Choices for a reference, from the noise that the batched forms read. It remembers the coins."""
+
+    noise: Noise
+    position: torch.Tensor
+    coins: dict[int, Coin] = field(default_factory=dict)
+
+    def coin(self, part: Number, whole: Number, *, depth: int, node: int) -> bool:
+        u = float(self.noise.uniform(Stream.ACCEPT, self.position + depth - 1, node + 1)[0, node])
+        self.coins[node] = Coin(u, 1.0 if whole <= part else float(part / whole))
+        return u * whole < part
+
+    def token(self, probs: Sequence[Number], *, depth: int) -> int:
+        weights = torch.tensor([[float(x) for x in probs]], dtype=torch.float64, device=self.position.device)
+        return int(draw(weights, self.noise, Stream.RESIDUAL, self.position + depth - 1))

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.lab.hardware import Hardware
 from outrider.lab.plan.planned_model import PlannedModel
-from outrider.lab.plan.serving_costs import CostTerm, RooflineCosts
+from outrider.lab.plan.serving_costs import CostTerm
 from outrider.lab.plan.serving_plan import BatchFigures, Forecast, ServingPlan
 from outrider.pages.page import assemble
 
@@ -83,7 +83,7 @@ def answer(plan: ServingPlan, inputs: list[PlanFigure], replicas: int | None = N
     speedup = plain.median_latency / chosen.median_latency
     size = max(1, round(chosen.batch_size))
     depth = plan.policies[policy][size]
-    terms = plan.costs.terms(size, depth, plan.context) if isinstance(plan.costs, RooflineCosts) else []
+    terms = list(plan.costs.terms(size, depth, plan.context))
     return PlanAnswer(
         qps=plan.demand.qps,
         policy=policy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +38,10 @@ class ServingCosts(Protocol):
 
     def reading(self, tokens: int) -> float:
         """The drafter's reading of so many tokens."""
+        ...
+
+    def terms(self, batch_size: int, depth: int, context: float) -> Sequence[CostTerm]:
+        """The parts of a round, with their formulas; none if rounds were measured."""
         ...
 
 
@@ -146,6 +150,9 @@ class MeasuredCosts:
 
     def reading(self, tokens: int) -> float:
         return self.read * tokens
+
+    def terms(self, batch_size: int, depth: int, context: float) -> Sequence[CostTerm]:
+        return ()
 
     @property
     def deepest(self) -> int:

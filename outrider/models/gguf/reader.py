@@ -73,7 +73,7 @@ class GGUFFile:
     def floats(self, name: str) -> Tensor:
         """float32, in the shape of the tensor. A copy: the file is not mapped any more."""
         found = self.matrix(name)
-        dense = found.dense() if isinstance(found, Blocks) else found.to(torch.float32, copy=True)
+        dense = found.to(torch.float32, copy=True) if isinstance(found, Tensor) else found.dense()
         return dense.view(self.tensors[name].shape)
 
 

@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
 from outrider.kernels import for_device
-from outrider.kernels.blocks import Blocks
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.matrix import Matrix, float_rows, matrices_in, matrix_of, packed
 
@@ -122,7 +121,7 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> None:
         name, module = linears.pop(0)
         matrix = _matrix(module)
         new = PackedLinear(matrix, module.bias, weights)
-        if isinstance(matrix, Blocks) and new.matrix is not None:
+        if new.matrix is not None and not isinstance(matrix, Tensor):
             blocks[id(matrix)] = new.matrix
         model.set_submodule(name, new.train(module.training))
     _pack_embeddings_(model, weights, blocks)

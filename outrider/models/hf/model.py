@@ -38,7 +38,7 @@ from outrider.models.hf.hooks import (
     scaling_of,
 )
 from outrider.models.hf.layers import LayerStack
-from outrider.models.hf.linear import PackedLinear, pack_linears_
+from outrider.models.hf.linear import pack_linears_
 from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.matrix import float_rows, give_matrix_, is_packed, matrix_of, rows_of
@@ -243,7 +243,7 @@ class HFModel(LanguageModel):
         if self._head_ids is not None:
             raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
         head: Any = self.model.get_output_embeddings()
-        if isinstance(head, PackedLinear) and head.matrix is None:
+        if getattr(head, "matrix", head) is None:
             raise ValueError("a matrix of this model is in oneDNN's own layout; the native kernels could share it")
         return float_rows(matrix_of(head), tokens)
 
@@ -425,7 +425,7 @@ class HFModel(LanguageModel):
         A rounding of the attention changes how the activations of later layers are rounded to integers. Each such change is
         small, and all layers together were seen to change logits by 0.05 (docs/log.md).
         """
-        if any(isinstance(m, PackedLinear) and m.rounds_inputs for m in self.model.modules()):
+        if any(getattr(m, "rounds_inputs", False) for m in self.model.modules()):
             return 0.25
         return 5e-4 if self._stand_in.dtype == torch.float32 else 0.1
 
@@ -497,7 +497,7 @@ def _keep_scale_(model: PreTrainedModel) -> None:
 def vocabulary(model: PreTrainedModel) -> int:
     """Tokens of the output head."""
     head: Any = model.get_output_embeddings()
-    return int(head.out_features if isinstance(head, (nn.Linear, PackedLinear)) else head.weight.shape[0])
+    return int(getattr(head, "out_features", None) or head.weight.shape[0])
 
 
 def _keep_head_(model: PreTrainedModel, ids: Tensor) -> None:

@@ -95,13 +95,17 @@ class Prediction(JsonObject):
 
 
 class CommonRequest(JsonObject):
-    """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each."""
+    """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each.
+
+    chat: the prompt is messages.
+    """
 
     model_config = ConfigDict(extra="allow")
     missing: ClassVar[dict[str, str]] = {
         "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding"
     }
 
+    chat: ClassVar[bool] = False
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -305,6 +309,7 @@ class CompletionRequest(CommonRequest):
 class ChatRequest(CommonRequest):
     """POST /v1/chat/completions"""
 
+    chat: ClassVar[bool] = True
     messages: Objects = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)

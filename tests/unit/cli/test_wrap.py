@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from outrider.cli.wrap import WordWrap
+from outrider.cli.conversation import WordWrap
 
 WORDS = st.text(alphabet="ab,.éẞ·", min_size=1, max_size=12)
 GAPS = st.sampled_from([" ", "  ", "\n", "\n\n", "\n    "])

@@ -28,7 +28,7 @@ from outrider.core.noise import Noise, Stream
 from outrider.core.sampling import LogitsWarper, SequenceState
 from outrider.core.types import Budget
 from outrider.drafters.base import DraftContext, NoDraft
-from outrider.drafters.combine.guard import legal
+from outrider.drafters.combine.planned import legal
 from outrider.engine.request import Request
 from outrider.serve.lanes import SECONDS
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,8 +162,8 @@ class BlockModule(HeadModule):
         s = self.embed_tokens(ids).to(context.dtype)
         visible = places <= anchors[..., None]
         own, text = (self.turn(at)[..., None, :] for at in (anchors[..., None] + 1 + slots, places))  # for all heads
-        for layer in self.layers:
-            assert isinstance(layer, BlockLayer)
+        layers: Any = self.layers
+        for layer in layers:
             s = s + layer.self_attn(layer.input_layernorm(s), context, visible, own, text)
             s = s + layer.mlp(layer.post_attention_layernorm(s))
         return self.norm(s)

@@ -14,8 +14,7 @@ from serving import Live, builtin, serving
 
 from outrider.serve.options import ServeOptions
 from outrider.serve.ray.calls import ReplicaRequest
-from outrider.serve.ray.front import Front, guarded
-from outrider.serve.ray.resume import ResumableStream
+from outrider.serve.ray.front import Front, ResumableStream, guarded
 
 PROMPT = "def quicksort(xs):\n"
 SETTINGS = ServeOptions(model="code", host="0.0.0.0")
