@@ -30,8 +30,7 @@ from benchmarks.report import markdown
 from outrider.control import Fixed
 from outrider.core.params import SamplingParams
 from outrider.core.types import Step
-from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.reduction import DraftReduction
+from outrider.drafters.model.draft_model import DraftReduction, ModelDrafter
 from outrider.engine.decoder import Decoder
 from outrider.engine.llm import LLM
 from outrider.engine.request import Request, Sequence

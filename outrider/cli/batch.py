@@ -16,8 +16,7 @@ from outrider.core.extras import needs
 from outrider.serve.options import BatchOptions
 
 if TYPE_CHECKING:
-    from outrider.serve.batch.journal import Journal
-    from outrider.serve.batch.lines import BatchLine
+    from outrider.serve.batch.lines import BatchLine, Journal
 
 _SHOWN = 5  # problems that are named on the terminal; the output has all
 
@@ -54,8 +53,7 @@ def batch(
         with loading(model):
             with needs("serve", "outrider batch"):
                 import outrider.serve.batch.answer  # noqa: F401
-            from outrider.serve.batch.journal import Journal
-            from outrider.serve.batch.lines import scan
+            from outrider.serve.batch.lines import Journal, scan
         options = validated(BatchOptions, model=model, speculative_config=config, **given)
         if not input_file.is_file():
             raise FileNotFoundError(f"there is no file {input_file}; give a file of requests, one JSON object a line")

@@ -246,7 +246,7 @@ MADE_WITH = {"model": "m", "seed": 1}
 
 
 def _make_journal(folder: Path) -> None:
-    from outrider.serve.batch.journal import Journal
+    from outrider.serve.batch.lines import Journal
 
     folder.mkdir()
     journal = Journal(folder / "out.jsonl", MADE_WITH)
@@ -256,7 +256,7 @@ def _make_journal(folder: Path) -> None:
 
 
 def _load_journal(folder: Path) -> None:
-    from outrider.serve.batch.journal import Journal
+    from outrider.serve.batch.lines import Journal
 
     journal = Journal(folder / "out.jsonl", MADE_WITH)
     for key in list(journal._places):

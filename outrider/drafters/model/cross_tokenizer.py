@@ -23,8 +23,7 @@ from outrider.core.types import Commit, Draft
 from outrider.drafters.base import DraftContext, chains
 from outrider.drafters.combine.merge import Proposal, join
 from outrider.drafters.config import DrafterSetup
-from outrider.drafters.model.draft_model import ModelDrafter
-from outrider.drafters.model.reduction import DraftReduction
+from outrider.drafters.model.draft_model import DraftReduction, ModelDrafter
 from outrider.drafters.model.tree_drafter import Growth
 from outrider.drafters.model.vocabulary import Pairing, Spelling, Vocabulary, alike, continued
 from outrider.kernels.probabilities import log, softmax

@@ -1,14 +1,34 @@
-"""A second, smaller model drafts chains and trees. Its cache holds committed tokens only, so it needs no rollback."""
+"""A second, smaller model drafts chains and trees. Its cache holds committed tokens only, so it needs no rollback.
+
+`DraftReduction` says what the model does without, so that a draft token costs less: bits of its weights, and tokens of its output
+head. Neither changes what is guaranteed. A draft that is a little worse is rejected a little more often. The head keeps the most
+frequent tokens (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). A token outside has probability 0 in the draft, so every verifier
+stays exact. The price is acceptance where the text has such a token. A token's frequency is estimated from its id, from the
+prompts of this package and from the user's texts. The ids of a tokenizer follow the order of its merges or scores. So a low id
+means a frequent token where the tokenizer was trained.
+"""
 
 from __future__ import annotations
 
-from typing import Unpack
+import pickle
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.drafters.config import SpeculativeConfig
+from outrider.drafters.lookup.corpus import Entry, read_texts
 from outrider.drafters.model.tree_drafter import GrowthSettings, TreeDrafter
+from outrider.drafters.model.vocabulary import Vocabulary
 from outrider.models.base import LanguageModel, Want
+from outrider.models.builtin.download import DOWNLOADS
+from outrider.models.dtypes import DTYPES
+from outrider.models.load import Contents, Reduction
 from outrider.models.nodes import Nodes
 
 _CHUNK = 256  # prompt tokens read per forward
@@ -61,3 +81,115 @@ class ModelDrafter(TreeDrafter):
 
     def _forward(self, nodes: Nodes, features: Tensor | None, want: Want) -> Tensor:
         return self.model.forward(nodes, want=want).logits
+
+
+SMALL = 2**24  # weights; a smaller draft model stays in the processor's caches, and fewer bits gain nothing
+KEPT = 32768  # tokens of a head, if a corpus says which
+PROMPTS = Path(__file__).resolve().parents[2] / "data" / "prompts"
+_UNREADABLE = OSError, RuntimeError, TypeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile
+_ZIPF = 1000  # the prior probability of id n is proportional to 1 / (n + this); fitted to real tokenizers' texts
+
+
+@dataclass(eq=False)
+class DraftReduction:
+    """Decides how a draft model is kept. For `load(reduce=...)`.
+
+    choose_quantization: int4 weights where they gain; False keeps what `load` was asked for. vocab: tokens of the output head,
+    0 for all; None: all without a corpus. corpus: texts to count tokens in. token_map: a file of the head's tokens, in place of
+    both.
+    note: what was left out, in words; None before the model is loaded, and if nothing was.
+    """
+
+    choose_quantization: bool = True
+    vocab: int | None = None
+    corpus: Any = None
+    token_map: str | None = None
+    note: str | None = None
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> DraftReduction:
+        """What a configuration asks for."""
+        chooses = config.quantization == "auto"
+        return cls(chooses, config.draft_vocab, config.draft_vocab_corpus, config.speculative_token_map)
+
+    def may_leave_out(self, model: Any) -> bool:
+        """Whether anything of this model may be left out. If not, `load` needs no `reduce`, and can use saved packed weights."""
+        blocks = isinstance(model, (str, Path)) and (str(model).endswith(".gguf") or model in DOWNLOADS)
+        chooses = self.choose_quantization and not blocks
+        return chooses or bool(self.vocab) or self.corpus is not None or self.token_map is not None
+
+    def __call__(self, contents: Contents) -> Reduction:
+        """Raises ValueError for a corpus or a token map that cannot be read."""
+        dense = contents.stored in DTYPES  # the blocks of a GGUF file are kept as they are
+        gains = dense and contents.quantizable and contents.weights >= SMALL
+        quantization = "int4" if self.choose_quantization and gains else None
+        ids = self._head_ids(contents)
+        parts = [f"{quantization} weights"] if quantization else []
+        parts += [f"its head has {len(ids)} of {contents.vocab_size} tokens"] if ids is not None else []
+        self.note = f"draft model: {', '.join(parts)}" if parts else None
+        return quantization, ids
+
+    def _head_ids(self, contents: Contents) -> Tensor | None:
+        if self.token_map is not None:
+            return token_map(self.token_map, contents.vocab_size)
+        size = (0 if self.corpus is None else KEPT) if self.vocab is None else self.vocab
+        if not size:
+            return None
+        return draft_vocab(size, contents.vocab_size, contents.tokenizer, contents.end_ids, self.corpus)
+
+
+def draft_vocab(
+    size: int,
+    vocab_size: int,
+    tokenizer: Any | None,
+    end_ids: Sequence[int] = (),
+    corpus: Entry | Sequence[Entry] | None = None,
+) -> Tensor | None:
+    """The tokens to keep, int64 [n] ascending, about `size` of them. None if that is the whole vocabulary.
+
+    Special tokens, end tokens and tokens of single bytes are always among them. corpus: texts like the answers, as for the
+    method suffix. Without a tokenizer only the ids count. Raises ValueError for a corpus that cannot be read.
+    """
+    if size >= vocab_size:
+        return None
+    score = 1.0 / (torch.arange(vocab_size, dtype=torch.float64) + _ZIPF)
+    score /= score.sum()
+    always = [i for i in end_ids if i < vocab_size]
+    if tokenizer is not None:
+        for counts in (token_counts(PROMPTS, tokenizer, vocab_size), token_counts(corpus, tokenizer, vocab_size)):
+            score += counts / counts.sum().clamp_min(1)
+        known = Vocabulary(tokenizer, vocab_size)
+        none = [i for i, piece in enumerate(known.pieces) if piece is None]
+        score[none] = -1.0  # unused ids; special tokens come back below
+        always += [i for i, piece in enumerate(known.pieces) if piece is not None and len(piece) == 1]
+        always += [*known.names.values(), *(i for i in tokenizer.added_tokens_decoder if i < vocab_size)]
+    elif corpus is not None:
+        score += token_counts(corpus, None, vocab_size)
+    score[always] = torch.inf
+    kept = max(size, len(set(always)))
+    return score.argsort(descending=True, stable=True)[:kept].sort().values
+
+
+def token_map(path: str | Path, vocab_size: int) -> Tensor:
+    """The tokens of a saved map, int64 [n] ascending: a list or tensor of ids that torch.save wrote, as SGLang's
+    speculative_token_map. Raises ValueError for another file, and for ids that are not in the vocabulary."""
+    try:
+        ids = torch.as_tensor(torch.load(path, weights_only=True), dtype=torch.int64).flatten().unique()
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {str(path)!r} for speculative_token_map") from None
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{str(path)!r} is no token map that torch.load can read; write one with torch.save([...token ids...], {str(path)!r})"
+        ) from error
+    if not len(ids) or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
+        what = f"ids from {int(ids[0])} to {int(ids[-1])}" if len(ids) else "no ids"
+        raise ValueError(f"the token map {str(path)!r} holds {what}; the draft model has tokens 0 to {vocab_size - 1}")
+    return ids
+
+
+def token_counts(corpus: Entry | Sequence[Entry] | None, tokenizer: Any | None, vocab_size: int) -> Tensor:
+    """float64 [vocab]: how often each token is in the texts. Raises ValueError for what cannot be read."""
+    counts = np.zeros(vocab_size)
+    for _, ids in read_texts([] if corpus is None else corpus, tokenizer, vocab_size):
+        counts += np.bincount(np.array(ids, dtype=np.int64), minlength=vocab_size)
+    return torch.from_numpy(counts)

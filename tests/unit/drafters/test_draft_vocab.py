@@ -12,7 +12,7 @@ from vocabularies import END, byte_level, sentencepiece
 from outrider import LLM, SamplingParams
 from outrider.core.outputs import RequestOutput
 from outrider.drafters.config import SpeculativeConfig
-from outrider.drafters.model.reduction import DraftReduction, draft_vocab, token_counts, token_map
+from outrider.drafters.model.draft_model import DraftReduction, draft_vocab, token_counts, token_map
 from outrider.kernels import cpu as native
 from outrider.models.load import Contents, load
 

@@ -13,8 +13,7 @@ import pytest
 
 from outrider.cli.batch import BatchProgress
 from outrider.serve.batch.answer import line_seed
-from outrider.serve.batch.journal import Journal
-from outrider.serve.batch.lines import read, scan
+from outrider.serve.batch.lines import Journal, read, scan
 from outrider.serve.options import BatchOptions
 from outrider.serve.ray.cluster import join
 
