@@ -21,7 +21,8 @@ HANG = 60  # seconds; nothing here depends on how fast the machine is
 class Terminal:
     """Use it in a `with` block. shown: everything so far, with "\\n" for a new line."""
 
-    def __init__(self, *words: str, **environment: str) -> None:
+    def __init__(self, *words: str, program: tuple[str, ...] = ("-m", "outrider"), **environment: str) -> None:
+        """words: of the command line. program: what Python runs with them."""
         self._leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
         kept = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS", "LINES")}
@@ -31,7 +32,7 @@ class Terminal:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where these tests themselves run in the background
 
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "outrider", *words], stdin=follower, stdout=follower, stderr=follower,
+            [sys.executable, *program, *words], stdin=follower, stdout=follower, stderr=follower,
             env={**kept, "TERM": "xterm", "NO_COLOR": "1", **environment}, start_new_session=True, preexec_fn=at_a_terminal,
         )  # fmt: skip
         os.close(follower)

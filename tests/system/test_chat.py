@@ -23,6 +23,17 @@ from outrider.serve.assembly import set_chat_template
 
 CODE = "builtin:code"
 HERE = ("-m", CODE, "--seed", "5")
+NO_MODEL = """
+from contextlib import contextmanager
+from outrider.cli import chat, main
+class Silent:
+    name = "silent"
+@contextmanager
+def here(*_):
+    yield Silent()
+chat._here = here
+main.main()
+"""  # the command with a model that loads nothing and is never asked
 
 
 def invoke(*words: str, stdin: str | None = None):
@@ -93,14 +104,14 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
     history = tmp_path / "outrider" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
     assert history.read_text() == "import os\nimport sys\n/show\n/nonsense\n"
-    with Terminal("run", CODE, "-n", "4", XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with Terminal("run", CODE, program=("-c", NO_MODEL), XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("\x1b[A\x1b[A\n")  # arrow up, twice
         terminal.wait_for("seed  ")
         terminal.type("/bye\n")
         assert terminal.ended() == 0
     kept = history.read_text()
-    with Terminal("run", CODE, "-n", "4", "--no-history", XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with Terminal("run", CODE, "--no-history", program=("-c", NO_MODEL), XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("/bye\n")
         assert terminal.ended() == 0

@@ -44,6 +44,17 @@ def fresh(costs: CostModel, some, names=BOTH, believed: CostModel | None = None,
     return [p for text in some for p in one(costs, [text], names, planner(costs, believed), **options)]
 
 
+@cache
+def in_a_row(machine: str, temperature: float) -> dict[str, float]:
+    """The speeds of `one`."""
+    return by_kind(one(MACHINES[machine], texts("qwen2.5-coder", temperature)), MACHINES[machine])
+
+
+@cache
+def first_requests(machine: str, temperature: float) -> list[Played]:
+    return fresh(MACHINES[machine], texts("qwen2.5-coder", temperature))
+
+
 def single(costs: CostModel, some, names: tuple[str, ...]) -> list[dict[str, float]]:
     """Every single method and length, by kind."""
     found = [by_kind(fresh(costs, some, (name,)), costs) for name in names]
@@ -54,9 +65,10 @@ def single(costs: CostModel, some, names: tuple[str, ...]) -> list[dict[str, flo
 
 
 def orders(some) -> list[list[RecordedText]]:
+    """Two more orders than that of the file."""
     mixed = list(some)
     random.Random(5).shuffle(mixed)
-    return [list(some), list(some)[::-1], mixed]
+    return [list(some)[::-1], mixed]
 
 
 @pytest.mark.parametrize(
@@ -65,10 +77,9 @@ def orders(some) -> list[list[RecordedText]]:
 )
 def test_a_server_is_as_fast_as_first_requests_in_any_order(machine: str, temperature: float, least: float) -> None:
     costs, some = MACHINES[machine], texts("qwen2.5-coder", temperature)
-    first = by_kind(fresh(costs, some), costs)
+    first = by_kind(first_requests(machine, temperature), costs)
     assert first["all"] > least - 0.07
-    for order in orders(some):
-        found = by_kind(one(costs, order), costs)
+    for found in (in_a_row(machine, temperature), *(by_kind(one(costs, order), costs) for order in orders(some))):
         assert found["all"] > least
         assert found["all"] > 0.96 * first["all"]
         assert found["chat"] > 0.96 * first["chat"]
@@ -77,7 +88,7 @@ def test_a_server_is_as_fast_as_first_requests_in_any_order(machine: str, temper
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_it_is_not_behind_the_best_single_method(temperature: float) -> None:
     costs, some = MACHINES["quiet"], texts("qwen2.5-coder", temperature)
-    found, singles = by_kind(one(costs, some), costs), single(costs, some, BOTH)
+    found, singles = in_a_row("quiet", temperature), single(costs, some, BOTH)
     assert found["all"] > 1.1 * max(s["all"] for s in singles)
     for kind in KINDS:
         floor = 0.95 if kind in ("chat", "maths", "edit") else 0.86  # of the others it reads some prompts in vain
@@ -88,7 +99,7 @@ def test_a_large_part_of_what_an_oracle_reaches() -> None:
     """The oracle knows what will be accepted."""
     costs, some = MACHINES["quiet"], texts("qwen2.5-coder", 0.0)
     best = by_kind(oracle_texts(some, costs, ["draft_model"], ["suffix"]), costs)
-    found = by_kind(fresh(costs, some), costs)
+    found = by_kind(first_requests("quiet", 0.0), costs)
     assert 0.76 * best["all"] < found["all"] < best["all"]
     assert all(found[kind] <= best[kind] for kind in KINDS)
 
@@ -97,7 +108,7 @@ def test_a_large_part_of_what_an_oracle_reaches() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_no_answer_of_some_length_is_slower_than_plain_decoding(machine: str, temperature: float) -> None:
     costs = MACHINES[machine]
-    for played in fresh(costs, texts("qwen2.5-coder", temperature)):
+    for played in first_requests(machine, temperature):
         speed = plain_seconds(played.text, costs) / played.seconds
         assert speed > (0.95 if played.tokens >= 32 else 0.85), (played.text.kind, played.tokens, speed)
 
@@ -109,14 +120,14 @@ def test_a_draft_as_large_as_the_target_is_never_asked(temperature: float) -> No
     found = by_kind(machine.write(some), costs)
     assert machine.calls["draft_model"] == 0
     assert found["all"] == pytest.approx(1.0)
-    with_lookups = by_kind(one(costs, some), costs)
+    with_lookups = in_a_row("never", temperature)
     assert with_lookups["all"] > 0.98 * by_kind(one(costs, some, ("suffix",)), costs)["all"]
 
 
 @pytest.mark.parametrize("machine", ["quiet", "vnni"])
 def test_wrong_costs_are_recovered_from(machine: str) -> None:
     costs, some = MACHINES[machine], texts("qwen2.5-coder", 0.0)
-    right = by_kind(fresh(costs, some), costs)["all"]
+    right = by_kind(first_requests(machine, 0.0), costs)["all"]
     draft = costs.drafters["draft_model"]
     for factor in (0.5, 2.0):
         wrong = {"draft_model": DraftCost(draft.first * factor, draft.level * factor, draft.read * factor)}
@@ -129,7 +140,7 @@ def test_wrong_costs_are_recovered_from(machine: str) -> None:
 
 def test_noise_costs_little() -> None:
     costs, some = MACHINES["quiet"], texts("qwen2.5-coder", 0.0)
-    right = by_kind(one(costs, some), costs)["all"]
+    right = in_a_row("quiet", 0.0)["all"]
     for jitter in (0.05, 0.15):
         assert by_kind(one(costs, some, jitter=jitter, seed=3), costs)["all"] > 0.96 * right
 

@@ -6,9 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -430,26 +427,6 @@ def test_threads_pack_the_same_model(source: Path, cache: Path) -> None:
     assert all(torch.equal(t, texts[0]) for t in texts)
     assert len(store.packs()) == 1
     assert torch.equal(logits(loaded(source).model), texts[0])
-
-
-def test_two_processes_pack_the_same_model(source: Path, cache: Path) -> None:
-    code = """
-        import sys, hashlib
-        from outrider.models import load as loading
-        loading._WORTH_BYTES, loading._WORTH_SECONDS = 0, -1
-        import torch
-        from outrider.models.nodes import Nodes
-        model = loading.load(sys.argv[1], quantization="int8").model
-        out = model.forward(Nodes(torch.tensor([[1, 2, 3]]), model.new_cache(1, 64), [0])).logits
-        print(hashlib.sha256(out.numpy().tobytes()).hexdigest())
-    """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(source)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    shown = {p.communicate(timeout=300)[0] for p in running}
-    assert [p.returncode for p in running] == [0, 0]
-    assert len(shown) == 1
-    assert len(store.packs()) == 1
-    loaded(source)
 
 
 def test_a_pack_that_vanishes_is_no_error(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

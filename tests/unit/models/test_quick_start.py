@@ -330,18 +330,15 @@ SLOW_DISK = """
         time.sleep(float(sys.argv[2]))
         real(tensors, file)
     real, packs._save = packs._save, save
-    loading.load(sys.argv[1])
+    model = loading.load(sys.argv[1]).model
     os.write(1, b"end\\n")
 """
-
-
-def test_the_end_of_the_process_waits(file: Path) -> None:
-    process = python(SLOW_DISK, file, 1.5)
-    out, err = process.communicate(timeout=120)
-    assert not process.returncode, err
-    assert sorted(out.split()) == ["end", "half"]
-    assert "still keeping the packed weights" in err
-    assert len(store.packs()) == 1
+BITS = """
+    import hashlib, torch
+    from outrider.models.nodes import Nodes
+    out = model.forward(Nodes(torch.tensor([[1, 2, 3]]), model.new_cache(1, 64), [0])).logits
+    os.write(1, hashlib.sha256(out.numpy().tobytes()).hexdigest().encode() + b"\\n")
+"""
 
 
 def half(process: subprocess.Popen[str]) -> None:
@@ -379,9 +376,16 @@ def test_a_killed_process_leaves_nothing_that_is_read(by: signal.Signals, file: 
     assert len([p for p in cache.iterdir() if p.is_dir()]) == 1, "what the killed one left is gone"
 
 
-def test_two_processes_at_once(file: Path) -> None:
-    both = [python(SLOW_DISK, file, 1) for _ in range(2)]
-    assert [process.communicate(timeout=120) and process.returncode for process in both] == [0, 0]
+def test_two_processes_at_once_have_the_same_bits_and_the_end_of_one_waits_for_the_pack(file: Path) -> None:
+    both = [python(SLOW_DISK + BITS, file, 1.5) for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    words = [set(out.split()) for out, _ in said]
+    assert any(
+        "half" in some and "still keeping the packed weights" in err for some, (_, err) in zip(words, said, strict=True)
+    )
+    assert all("end" in some for some in words)
+    assert len(words[0] | words[1]) == 3, "half, end, and one hash"
     assert len(store.packs()) == 1
     assert logits(load(file).model).isfinite().all()
 

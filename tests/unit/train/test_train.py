@@ -41,7 +41,7 @@ def chain_model(vocab: int = VOCAB, weights: tuple[float, ...] = (8.0, 7.0, 6.0)
         vocab_size=vocab,
         hidden_size=WIDTH,
         intermediate_size=64,
-        num_hidden_layers=7,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -99,17 +99,17 @@ def stopped_after(lines: int, with_word: str) -> Callable[[str], None]:
 def test_a_known_structure_is_learnt_and_the_head_is_read_again(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "POINTS", 6)
+    monkeypatch.setattr(trainer, "POINTS", 4)
     said: list[str] = []
-    measured = train(SETTINGS, TrainingBudget(tokens=200_000), tmp_path / "head", llm, said.append)
+    measured = train(vary(batch_tokens=192), TrainingBudget(tokens=80_000), tmp_path / "head", llm, said.append)
     groups = {s.group: s for s in measured}
     assert set(groups) == {"all", "self", "temperature 0.8", "temperature 0"}
     assert groups["temperature 0"].shares[0] > 0.95
-    assert groups["temperature 0.8"].shares[0] > 0.95
+    assert groups["temperature 0.8"].shares[0] > 0.85
     assert groups["all"].shares[3] > 0.8
     assert groups["all"].accepted_length == 1 + sum(groups["all"].shares)
     run = json.loads((tmp_path / "head" / "training" / "run.json").read_text())
-    assert run["training"]["tokens"] >= 200_000
+    assert run["training"]["tokens"] >= 80_000
     assert run["curve"][0]["held_out"][0]["S"][0] < 0.5
     assert len(run["curve"]) == trainer.POINTS + 1
     assert "S_1" in (tmp_path / "head" / "MODEL_CARD.md").read_text()
@@ -125,9 +125,11 @@ def test_a_known_structure_is_learnt_and_the_head_is_read_again(
     assert again[0].shares[0] > 0.9  # a new head has a tenth of it after as many tokens
 
 
-@pytest.mark.parametrize(("method", "tokens"), [("medusa", 150_000), ("dflash", 60_000), ("dspark", 60_000)])
+@pytest.mark.parametrize(
+    ("method", "tokens", "batch"), [("medusa", 40_000, 128), ("dflash", 40_000, 256), ("dspark", 40_000, 256)]
+)
 def test_heads_of_several_positions_learn_a_known_structure(
-    method: str, tokens: int, ring: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tokens: int, batch: int, ring: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "POINTS", 3)
     temperatures = (0.0, 2.0)  # there are few greedy texts, and none that was seen measures
@@ -138,7 +140,7 @@ def test_heads_of_several_positions_learn_a_known_structure(
 
     every = greedy(
         train(
-            vary(method=method, temperatures=temperatures),
+            vary(method=method, temperatures=temperatures, batch_tokens=batch),
             TrainingBudget(tokens=tokens),
             tmp_path / "head",
             ring,
@@ -175,7 +177,7 @@ def test_a_run_that_was_killed_gives_the_same_head_bit_for_bit(
     monkeypatch.setattr(trainer, "POINTS", 4)
     monkeypatch.setattr(trainer, "NEWS_SECONDS", 0.0)
     eagle = method == "eagle3"
-    settings, budget = vary(method=method), TrainingBudget(tokens=16_000 if eagle else 6_000)
+    settings, budget = vary(method=method, batch_tokens=256), TrainingBudget(tokens=8_000 if eagle else 3_000)
     train(settings, budget, tmp_path / "whole", llm, lambda _: None)
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
     kills = ((2, "answers:"), (5, "answers:"), (1, "survive"), (5, "loss"), (9, "loss"), (3, "survive"))
@@ -203,7 +205,7 @@ def test_minutes_end_a_run_and_more_minutes_go_on(llm: LLM, tmp_path: Path, monk
     )  # each look at the clock takes a tenth of a second
     runs = []
     monkeypatch.setattr(trainer, "POINTS", 3)
-    for minutes in (0.5, 1.0):
+    for minutes in (0.25, 0.5):
         train(SETTINGS, TrainingBudget(minutes=minutes), tmp_path / "head", llm, lambda _: None)
         runs.append(json.loads((tmp_path / "head" / "training" / "run.json").read_text()))
         used = runs[-1]["answers"]["seconds"], runs[-1]["training"]["seconds"]
@@ -253,7 +255,7 @@ def test_two_processes_cannot_train_in_one_folder(llm: LLM, tmp_path: Path) -> N
 
 def test_a_target_that_is_no_product_of_state_and_rows_is_refused(tmp_path: Path) -> None:
     model = chain_model()
-    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB) * 20)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB) * 2)
     biased = LLM(model, max_num_seqs=trainer.SLOTS)
     with pytest.raises(ValueError, match="bias"):
         train(SETTINGS, TrainingBudget(tokens=1000), tmp_path / "head", biased, lambda _: None)
