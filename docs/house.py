@@ -3,7 +3,10 @@
 --where prints the places that are counted, too. It reads the source as text and runs nothing of it.
 
 isinstance of own types   `isinstance` with a class of the package: ask for a capability instead. A Protocol is a capability
-writes to other objects   `x.name = ...`, where x is not the method's own object: an object should be whole when it is made
+writes to other objects   `x.name = ...`, where x is not the method's own object: an object should be whole when it is made.
+                          C structs, objects of libraries and records of the same file count, too
+of them, in other files   classes of other files have such an attribute, and none of this file: the owner could do it by a method.
+                          Names are compared, not types, so some C structs and libraries' objects still count
 modules with one importer `__init__` does not count, as a module or as an importer
 circles of imports        groups of files that import each other, also for types only or inside of functions
 """
@@ -74,6 +77,17 @@ def writes(modules: Modules) -> list[str]:
     ]
 
 
+def foreign_writes(modules: Modules) -> list[str]:
+    """Those of `writes` whose attribute classes of other files have, and none of this file."""
+    owners = dict[str, set[str]]()
+    for module, tree in modules.items():
+        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)):
+            for attribute in _attributes([node]):
+                owners.setdefault(attribute, set()).add(module)
+    found = ((place, place.split(":")[0], place.rsplit(".", 1)[1]) for place in writes(modules))
+    return [place for place, module, name in found if name in owners and module not in owners[name]]
+
+
 def imports(modules: Modules) -> dict[str, set[str]]:
     """Module -> the modules of the package that it imports anywhere in its file."""
 
@@ -119,6 +133,10 @@ def fields(modules: Modules, name: str) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name == name
     ]
+    return _attributes(own)
+
+
+def _attributes(own: list[ast.ClassDef]) -> list[str]:
     declared = [
         n.target.id for c in own for n in c.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
     ]
@@ -140,6 +158,7 @@ def figures(checkout: Path) -> dict[str, int | list[str]]:
         "modules": len(modules),
         "isinstance of own types": own_checks(modules),
         "writes to other objects' attributes": writes(modules),
+        "of them, to attributes that only classes of other files have": foreign_writes(modules),
         "class names used twice": [name for name, count in names.items() if count > 1],
         "modules with exactly one importer": single_importers(arrows, rooms),
         "circles of imports at file level": [" ".join(circle) for circle in circles(arrows)],
