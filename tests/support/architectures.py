@@ -83,6 +83,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# Dense models that have rows for GGUF files or for the native step, beside those above.
+DENSE: dict[str, dict[str, Any]] = {
+    "olmo3": {**_BASE, **_WINDOW},
+    "olmo": _BASE,
+    "cohere": {**_BASE, "logit_scale": 0.5},
+    "exaone4": {**_BASE, **_WINDOW},
+    "ernie4_5": {**_BASE, "head_dim": 8},
+    "seed_oss": {**_BASE, "head_dim": 8, "attention_bias": False},
+    "arcee": _BASE,
+    "nemotron": {**_BASE, "head_dim": 8, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
 _LINEAR: dict[str, Any] = {
     **_BASE, "num_hidden_layers": 2, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
@@ -168,7 +180,9 @@ _SEEDS = {"mistral": 1, "stablelm": 1, "mixtral": 1}  # 0 gives a near-tie somew
 def tiny(name: str, **changes: Any) -> PreTrainedModel:
     """A model of this architecture, float32, with weights large enough that its likeliest token stands out."""
     torch.manual_seed(_SEEDS.get(name, 0))
-    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | RECURRENT | SHARED_KEYS | MIXTURES)[name], **changes})
+    config = AutoConfig.for_model(
+        name, **{**(ARCHITECTURES | DENSE | RECURRENT | SHARED_KEYS | MIXTURES)[name], **changes}
+    )
     # transformers' sdpa leaves out Gemma 2's soft-cap; its eager attention is the definition
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

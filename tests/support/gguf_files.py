@@ -26,10 +26,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 # transformers' model type -> the architecture of the file. Others have the same name.
 ARCHITECTURE = {
     "mistral": "llama", "gemma3_text": "gemma3", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
-    "qwen3_5_text": "qwen35",
+    "qwen3_5_text": "qwen35", "olmo3": "olmo2", "cohere": "command-r", "phi": "phi2",
 }  # fmt: skip
-INTERLEAVED = ("llama", "granite", "granitehybrid")
-ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35")
+INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "olmo", "arcee", "internlm2")
+ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "nemotron")
 # The gguf package cannot quantise to these; any bits do.
 RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ3_S")
 
@@ -47,9 +47,11 @@ def write_gguf(
     kind: of the matrices whose rows are whole blocks, or a function from a tensor's name to it; the others are F16.
     metadata: more keys, or None to leave one out.
     """
+    metadata = metadata or {}
     architecture = ARCHITECTURE.get(model.config.model_type, model.config.model_type)
+    architecture = metadata.get("general.architecture", architecture)
     tensors = _tensors(model, architecture, kind)
-    values = _metadata(model, architecture) | (metadata or {})
+    values = _metadata(model, architecture) | metadata
     names = (
         [path] if parts == 1 else [path.with_name(f"{path.stem}-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)]
     )
@@ -265,12 +267,20 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
-        "attention.layer_norm_epsilon": getattr(config, "layer_norm_eps", None),
+        "attention.layer_norm_epsilon": next(
+            (getattr(config, n) for n in ("layer_norm_eps", "norm_eps", "norm_epsilon") if hasattr(config, n)), None
+        ),
         "rope.freq_base": float(parameters["rope_theta"]),
         "rope.dimension_count": int(head_dim * parameters.get("partial_rotary_factor", 1.0)),
     }
     if architecture in ("gemma2", "gemma3", "phi3"):
         own["attention.sliding_window"] = config.sliding_window
+    if architecture in ("olmo2", "cohere2", "exaone4", "starcoder2"):
+        own["attention.sliding_window"] = getattr(config, "sliding_window", None)
+    if architecture == "olmo":
+        own["attention.clamp_kqv"] = config.clip_qkv
+    if architecture in ("command-r", "cohere2"):
+        own["logit_scale"] = float(config.logit_scale)
     if architecture == "gemma2":
         own["attn_logit_softcapping"] = config.attn_logit_softcapping
         own["final_logit_softcapping"] = config.final_logit_softcapping
@@ -280,6 +290,8 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         own["residual_scale"] = float(config.residual_multiplier)
         own["logit_scale"] = float(config.logits_scaling)
     kinds = getattr(config, "layer_types", None)
+    if architecture == "olmo2" and kinds:
+        own["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in kinds]
     if architecture in ("falcon-h1", "granitehybrid"):
         own |= _sizes_of_states(
             config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_n_groups, config.mamba_d_conv

@@ -77,7 +77,8 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     if given["vocab_size"] is None:
         raise ValueError(f"{file.paths[0]} has no token_embd.weight; the file is not a whole model")
     try:
-        return AutoConfig.for_model(family.model_type, **given | family.more(file))
+        given |= family.more(file)
+        return AutoConfig.for_model(given.pop("model_type", family.model_type), **given)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(f"the configuration in {file.paths[0]} does not fit a {family.model_type}: {error}") from error
 
@@ -238,10 +239,63 @@ def _stablelm(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def _windows(file: GGUFFile, every: int) -> dict[str, Any]:
+    """Of each `every` layers the last one sees all tokens, unless the file says for each layer whether it has a window."""
+    layers, pattern = _number(file, "block_count"), file.get("attention.sliding_window_pattern", every)
+    local = pattern if isinstance(pattern, list) else [(i + 1) % pattern for i in range(layers)]
+    return {
+        "sliding_window": _number(file, "attention.sliding_window"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in local],
+    }
+
+
 def _olmo2(file: GGUFFile) -> dict[str, Any]:
-    if file.get("attention.sliding_window"):
-        raise UnsupportedModel(f"{file.paths[0]} is an OLMo 3, with windows; outrider reads GGUF files of OLMo 2")
-    return {}
+    """OLMo 3 has the same name, and windows. Its angles are scaled in the layers without a window only."""
+    if not file.get("attention.sliding_window"):
+        return {}
+    plain = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10000.0))}
+    own = {"full_attention": _rotary(file, 1, False) | {"partial_rotary_factor": 1.0}, "sliding_attention": plain}
+    return _windows(file, 4) | {"model_type": "olmo3", "rope_parameters": own}
+
+
+def _olmo(file: GGUFFile) -> dict[str, Any]:
+    return {"clip_qkv": file.get("attention.clamp_kqv")}
+
+
+def _smollm3(file: GGUFFile) -> dict[str, Any]:
+    return _llama(file) | {"no_rope_layers": None, "use_sliding_window": False}
+
+
+def _attention_bias(file: GGUFFile) -> dict[str, Any]:
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
+    }
+
+
+def _layer_norms(file: GGUFFile) -> dict[str, Any]:
+    eps = file.get("attention.layer_norm_epsilon", 1e-5)
+    return _llama(file) | {"layer_norm_eps": eps, "norm_eps": eps, "norm_epsilon": eps}
+
+
+def _cohere(file: GGUFFile) -> dict[str, Any]:
+    scale = file.get("logit_scale", 0.0625)
+    return _layer_norms(file) | {"logit_scale": scale, "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
+
+
+def _starcoder2(file: GGUFFile) -> dict[str, Any]:
+    window = file.get("attention.sliding_window") or None
+    return _layer_norms(file) | {"use_bias": "blk.0.attn_q.bias" in file.tensors, "sliding_window": window}
+
+
+def _exaone4(file: GGUFFile) -> dict[str, Any]:
+    if not file.get("attention.sliding_window"):
+        return {"sliding_window": None, "layer_types": ["full_attention"] * _number(file, "block_count")}
+    return _windows(file, 4)
+
+
+def _ernie(file: GGUFFile) -> dict[str, Any]:
+    return {"use_bias": any(name.endswith(".bias") for name in file.tensors)}
 
 
 ARCHITECTURES = {
@@ -255,6 +309,19 @@ ARCHITECTURES = {
     "granite": Architecture("granite", interleaved=True, biases_by_tensor=True, more=_granite),
     "stablelm": Architecture("stablelm", more=_stablelm),
     "olmo2": Architecture("olmo2", more=_olmo2),
+    "olmo": Architecture("olmo", interleaved=True, more=_olmo),
+    "smollm3": Architecture("smollm3", interleaved=True, more=_smollm3),
+    "glm4": Architecture("glm4", more=_attention_bias),
+    "command-r": Architecture("cohere", more=_cohere),
+    "cohere2": Architecture("cohere2", more=lambda file: _cohere(file) | _windows(file, 4)),
+    "starcoder2": Architecture("starcoder2", more=_starcoder2),
+    "internlm2": Architecture("llama", interleaved=True, biases_by_tensor=True, more=_llama),
+    "exaone4": Architecture("exaone4", more=_exaone4),
+    "ernie4_5": Architecture("ernie4_5", more=_ernie),
+    "seed_oss": Architecture("seed_oss", more=_attention_bias),
+    "arcee": Architecture("arcee", interleaved=True, biases_by_tensor=True, more=_llama),
+    "phi2": Architecture("phi", more=_layer_norms),
+    "nemotron": Architecture("nemotron", one_added=True, more=_layer_norms),
     "falcon-h1": Architecture("falcon_h1", more=hybrids.falcon_h1),
     "granitehybrid": Architecture(
         "granitemoehybrid",

@@ -55,6 +55,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {}),
     "stablelm-2": ("stablelm", {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "olmo": ("olmo", {"clip_qkv": 1.5}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": None}),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "command-r": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 5, "layer_types": None}),
+    "starcoder2": ("starcoder2", {}),
+    "internlm2": ("llama", {}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 5, "layer_types": None, "sliding_window": 6}),
+    "ernie4_5": ("ernie4_5", {}),
+    "seed_oss": ("seed_oss", {"attention_bias": True}),
+    "arcee": ("arcee", {}),
+    "phi2": ("phi", {}),
+    "nemotron": ("nemotron", {}),
     "falcon-h1": ("falcon_h1", {"ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3], "ssm_in_multiplier": 1.2, "key_multiplier": 0.6,
         "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "ssm_out_multiplier": 0.8, "lm_head_multiplier": 0.5,
         "embedding_multiplier": 2.0, "mlp_multipliers": [0.9, 1.4]}),
@@ -92,7 +106,9 @@ def test_an_architecture_gives_the_logits_of_transformers(name: str, tmp_path: P
         for n, p in raw.named_parameters():
             if "layernorm.norms" in n:
                 p.data.normal_()
-    write_gguf(raw, file, "F32" if kind == "falcon_h1" else "Q8_0")  # its matrices are multiplied first
+    named = {"general.architecture": name} if name == "internlm2" else None
+    form = "F32" if kind == "falcon_h1" else "Q8_0"  # its matrices are multiplied first
+    write_gguf(raw, file, form, metadata=named)
     loaded = load(file, dtype="float32")
     assert loaded.weights == "float32"
     assert type(loaded.model) is (LlamaModel if kind in NATIVE else HFModel)
