@@ -101,9 +101,9 @@ class Service:
             if self.settings.log_prompts:
                 log.info("%s asks %s", request_id, [self.decode(p) for p in prompts])
             writer = ResponseWriter(
-                id=("chatcmpl-" if body.chat else "cmpl-") + request_id,
+                id=("chatcmpl-" if body.is_chat else "cmpl-") + request_id,
                 model=self.settings.model_name,
-                chat=body.chat,
+                chat=body.is_chat,
                 guarantee=self.engine.decoder.guarantee,
                 decode=self.decode,
                 shown=body.shown,

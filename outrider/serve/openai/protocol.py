@@ -97,7 +97,7 @@ class Prediction(JsonObject):
 class CommonRequest(JsonObject):
     """The fields of text completions and chat completions. missing: fields that are refused, and what is said of each.
 
-    chat: the prompt is messages.
+    is_chat: the prompt is messages.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -105,7 +105,7 @@ class CommonRequest(JsonObject):
         "use_beam_search": "this server has no beam search; leave it out, or send temperature=0 for greedy decoding"
     }
 
-    chat: ClassVar[bool] = False
+    is_chat: ClassVar[bool] = False
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -309,7 +309,7 @@ class CompletionRequest(CommonRequest):
 class ChatRequest(CommonRequest):
     """POST /v1/chat/completions"""
 
-    chat: ClassVar[bool] = True
+    is_chat: ClassVar[bool] = True
     messages: Objects = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
