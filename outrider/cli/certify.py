@@ -42,9 +42,9 @@ else:
 
         def subject_of(options: CertifyOptions) -> Any:
             with loading(options.subject or ""):
-                from outrider.lab.certify import subject
+                from outrider.lab.certify import engine
 
-                return subject.subject_of(options, config, dict(load))
+                return engine.subject_of(options, config, dict(load))
 
         with readable(debug):
             config = _config(options.subject or "", speculative_config)

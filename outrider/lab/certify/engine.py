@@ -25,13 +25,14 @@ from outrider.engine.request import Sequence as Text
 from outrider.engine.runtime import build
 from outrider.engine.scheduler import Scheduler
 from outrider.kernels.machine import machine
+from outrider.lab.certify.exact import VerifierFunction
 from outrider.models.base import LanguageModel
-from outrider.models.cache import SlotCache
 from outrider.models.identity import public_name, sha256, weight_files
-from outrider.models.load import Loaded, load
+from outrider.models.load import Loaded, files_of, load
 from outrider.models.nodes import Nodes
 from outrider.testing.stubs import Wrong
 from outrider.verify import VERIFIERS
+from outrider_certify.cli import CertifyOptions, parse_json, read_prompts, server_subject
 from outrider_certify.subject import (
     GeneratedText,
     Prompt,
@@ -43,6 +44,7 @@ from outrider_certify.subject import (
     failed,
 )
 from outrider_certify.subject import SamplingParams as CertifiedParams
+from outrider_certify.subjects.function import EXAMPLE, imported, is_python_name, python_subject
 from outrider_certify.trials import counted
 
 _PLAIN = SpeculativeConfig.of(None)
@@ -246,12 +248,30 @@ class EngineSubject(Subject):
 def forward(model: LanguageModel, tokens: Sequence[int], chunk: int = CHUNK) -> torch.Tensor:
     """float32 [token, vocab]: the logits after each token of one text, `chunk` tokens at a time."""
     cache, parts = model.new_cache(1, len(tokens)), list[torch.Tensor]()
-    assert isinstance(cache, SlotCache)
     for start in range(0, len(tokens), chunk):
         part = list(tokens[start : start + chunk])
         parts.append(model.forward(Nodes(torch.tensor([part]), cache, [0])).logits[0].float().cpu())
         cache.commit([0], [range(len(part))])
     return torch.cat(parts)
+
+
+def subject_of(options: CertifyOptions, speculative_config: dict[str, Any] | None, load: dict[str, Any]) -> Subject:
+    """The subject of a command line. load: as `outrider.models.load.load` takes it. Raises ValueError for no subject."""
+    name = options.subject or ""
+    if server := server_subject(options, lambda model, prompts: EngineSubject(model, None, prompts, **load)):
+        return server
+    if is_python_name(name):
+        target = imported(name)
+        if VerifierFunction.recognizes(target):
+            return VerifierFunction(target, name)
+        return python_subject(target, name, f"a verifier is f(tokens, parents, target, drafter, choose); {EXAMPLE}")
+    prompts = read_prompts(options)
+    if not options.generate:
+        return EngineSubject(name, speculative_config, prompts, **load)
+    from outrider_certify.subjects.transformers_generate import TransformersSubject
+
+    generate = parse_json(options.generate, "--generate")
+    return TransformersSubject(name, generate, prompts, dtype=load["dtype"], find=files_of)
 
 
 def weights_hash(model: str) -> str:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO
 
 import httpx
+import psutil
 
 _POLL = 0.2
 _STOP = 20.0  # seconds that a server has to stop by itself
@@ -140,15 +141,12 @@ def taken(port: int) -> bool:
 
 
 def members(session: int) -> list[int]:
-    """The processes of a session that still run, without zombies. Empty where there is no /proc."""
+    """The processes of a session that still run, without zombies."""
     out = list[int]()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, found, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (OSError, ValueError):
-            continue  # it ended meanwhile
-        if int(found) == session and state != "Z":
-            out.append(int(entry.name))
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
+                out.append(process.pid)
     return out
 
 

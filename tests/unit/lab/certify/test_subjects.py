@@ -14,9 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.lab.certify.engine import EngineSubject
+from outrider.lab.certify.engine import EngineSubject, subject_of
 from outrider.lab.certify.exact import VerifierFunction
-from outrider.lab.certify.subject import subject_of
 from outrider.models import checkpoint
 from outrider.models.load import Loaded
 from outrider.testing import ToyModel
