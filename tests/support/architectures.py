@@ -72,6 +72,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_BASE, **_EXPERTS, "head_dim": 8, "norm_topk_prob": True},
     "olmoe": {**_BASE, "num_experts": 5, "num_experts_per_tok": 3},
     "gpt_oss": {**_BASE, **_LOCAL, **_WINDOW, "head_dim": 8},
+    "granitemoe": {**_BASE, **_LOCAL, "attention_multiplier": 0.3, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
     "llama4_text": {
         **_BASE, "head_dim": 8, "attention_chunk_size": 7, "no_rope_layers": [1, 0], "floor_scale": 5, "num_local_experts": 4,
         "num_experts_per_tok": 1, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 1,

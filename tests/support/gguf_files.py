@@ -26,9 +26,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 # transformers' model type -> the architecture of the file. Others have the same name.
 ARCHITECTURE = {
     "mistral": "llama", "gemma3_text": "gemma3", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
-    "qwen3_5_text": "qwen35", "olmo3": "olmo2", "cohere": "command-r", "phi": "phi2",
+    "qwen3_5_text": "qwen35", "olmo3": "olmo2", "cohere": "command-r", "phi": "phi2", "mixtral": "llama",
+    "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
 }  # fmt: skip
-INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "olmo", "arcee", "internlm2")
+INTERLEAVED = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3", "olmo", "arcee", "internlm2")
 ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen35", "nemotron")
 # The gguf package cannot quantise to these; any bits do.
 RANDOM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ3_S")
@@ -136,6 +137,13 @@ def _tensors(
             name = name.replace("ffn_down_shexp", "ffn_down")
             values = values * _multiplier(path, config) if architecture == "falcon-h1" else values
             order = _value_heads(path, config)
+            if path.endswith(".experts"):
+                out |= _experts(values, suffix, f"blk.{path.split('.')[2]}", architecture == "gpt-oss", kind)
+                continue
+            if suffix == "sinks":
+                name = f"{names.get_name(f'{path}.sinks')}.weight"
+            elif path.endswith("block_sparse_moe.router"):
+                name = f"{names.get_name(f'{path}.layer')}.{suffix}"
             if architecture in INTERLEAVED and (found := re.search(r"attn_([qk])\.", name)):
                 heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
                 # the definition in llama.cpp's converter: [head, half, pair] -> [head, pair, half]
@@ -228,9 +236,30 @@ def _multiplier(path: str, config: Any) -> float | Tensor:
     return given.get(path.rpartition(".")[2], 1.0)
 
 
+def _experts(
+    values: Tensor, suffix: str, layer: str, alternate: bool, kind: str | Callable[[str], str]
+) -> dict[str, tuple[np.ndarray, str]]:
+    """The tensors of a parameter of all experts. alternate: gpt-oss, with matrices [in, out], and gate and up in turns."""
+    out, bias = dict[str, tuple[np.ndarray, str]](), suffix.endswith("_bias")
+    matrices = values.transpose(1, 2) if alternate and not bias else values
+    if suffix.startswith("gate_up"):
+        halves = (matrices[:, ::2], matrices[:, 1::2]) if alternate else matrices.chunk(2, 1)
+        parts = dict(zip(("gate", "up"), halves, strict=True))
+    else:
+        parts = {"down": matrices}
+    for part, each in parts.items():
+        name = f"{layer}.ffn_{part}_exps.{'bias' if bias else 'weight'}"
+        if bias:
+            out[name] = (each.contiguous().numpy(), "F32")
+            continue
+        made = [_matrix(m, None, kind if isinstance(kind, str) else kind(name)) for m in each]
+        out[name] = (np.stack([data for data, _ in made]), made[0][1])
+    return out
+
+
 def _matrix(values: Tensor, order: Tensor | None, kind: str) -> tuple[np.ndarray, str]:
     """The bytes in the file. `values` becomes what they mean."""
-    rows = (values if order is None else values[order]).numpy()
+    rows = (values if order is None else values[order]).contiguous().numpy()
     if rows.shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
         kind = "F16"
     known = GGMLQuantizationType[kind]
@@ -273,7 +302,11 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         "rope.freq_base": float(parameters["rope_theta"]),
         "rope.dimension_count": int(head_dim * parameters.get("partial_rotary_factor", 1.0)),
     }
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:
+        own["expert_count"], own["expert_used_count"] = experts, config.num_experts_per_tok
+        own["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         own["attention.sliding_window"] = config.sliding_window
     if architecture in ("olmo2", "cohere2", "exaone4", "starcoder2"):
         own["attention.sliding_window"] = getattr(config, "sliding_window", None)
@@ -284,7 +317,7 @@ def _metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     if architecture == "gemma2":
         own["attn_logit_softcapping"] = config.attn_logit_softcapping
         own["final_logit_softcapping"] = config.final_logit_softcapping
-    if architecture in ("granite", "granitehybrid"):
+    if architecture in ("granite", "granitehybrid", "granitemoe"):
         own["attention.scale"] = float(config.attention_multiplier)
         own["embedding_scale"] = float(config.embedding_multiplier)
         own["residual_scale"] = float(config.residual_multiplier)

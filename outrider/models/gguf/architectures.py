@@ -7,7 +7,7 @@ package.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
@@ -23,13 +23,15 @@ from outrider.models.hf.hooks import UnsupportedModel
 class Architecture:
     """How a family of models is stored.
 
-    model_type: transformers' name. interleaved: the rows of q and k are in the order of interleaved rotary pairs. one_added:
-    the norms are stored as w + 1. biases_by_tensor: a linear has a bias if the file has one for it. more: settings of this
-    family beside the common ones. attends: some layers have attention. joined: the end of a module's name -> those of the modules
-    that the gguf package knows in its place; of several, the rows follow one another. order: of rows or numbers, see `hybrids`.
+    model_type: transformers' name. mixture: that of files with experts. interleaved: the rows of q and k are in the order of
+    interleaved rotary pairs. one_added: the norms are stored as w + 1. biases_by_tensor: a linear has a bias if the file has
+    one for it. more: settings of this family beside the common ones. attends: some layers have attention. joined: the end of a
+    module's name -> those of the modules that the gguf package knows in its place; of several, the rows follow one another.
+    order: of rows or numbers, see `hybrids`.
     """
 
     model_type: str
+    mixture: str | None = None
     interleaved: bool = False
     one_added: bool = False
     biases_by_tensor: bool = False
@@ -55,7 +57,8 @@ def architecture_of(file: GGUFFile) -> Architecture:
         )
     if not file.tensors:
         raise UnsupportedModel(f"{path} has no tensors, only a vocabulary; give the file of the model itself")
-    return ARCHITECTURES[name]
+    found = ARCHITECTURES[name]
+    return replace(found, model_type=found.mixture) if found.mixture and file.get("expert_count") else found
 
 
 def config_of(file: GGUFFile) -> PretrainedConfig:
@@ -168,9 +171,41 @@ _NO_MODELS = {
 
 
 def _llama(file: GGUFFile) -> dict[str, Any]:
-    return {
+    return (_local_experts(file) if file.get("expert_count") else {}) | {
         "attention_bias": any(f"blk.0.attn_{n}.bias" in file.tensors for n in ("q", "k", "v", "output")),
         "mlp_bias": any(f"blk.0.ffn_{n}.bias" in file.tensors for n in ("gate", "up", "down")),
+    }
+
+
+def _local_experts(file: GGUFFile) -> dict[str, Any]:
+    return {
+        "num_local_experts": _number(file, "expert_count"),
+        "num_experts_per_tok": _number(file, "expert_used_count"),
+    }
+
+
+def _experts(file: GGUFFile) -> dict[str, Any]:
+    return {"num_experts": _number(file, "expert_count"), "num_experts_per_tok": _number(file, "expert_used_count")}
+
+
+def _qwen3moe(file: GGUFFile) -> dict[str, Any]:
+    """llama.cpp divides the weights of these by their sum, whatever their configuration says."""
+    width = _number(file, "expert_feed_forward_length")
+    return _experts(file) | {"moe_intermediate_size": width, "norm_topk_prob": True, "mlp_only_layers": []}
+
+
+def _olmoe(file: GGUFFile) -> dict[str, Any]:
+    return _experts(file) | {"norm_topk_prob": False, "clip_qkv": file.get("attention.clamp_kqv")}
+
+
+def _gpt_oss(file: GGUFFile) -> dict[str, Any]:
+    layers, heads = _number(file, "block_count"), _number(file, "attention.head_count")
+    head_dim = _number(file, "attention.key_length", _number(file, "embedding_length") // heads)
+    return _local_experts(file) | {
+        "intermediate_size": _number(file, "expert_feed_forward_length"),
+        "sliding_window": _number(file, "attention.sliding_window"),
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
+        "rope_parameters": _rotary(file, head_dim, False) | {"truncate": False},
     }
 
 
@@ -299,13 +334,23 @@ def _ernie(file: GGUFFile) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", interleaved=True, biases_by_tensor=True, more=_llama),
+    "llama": Architecture("llama", "mixtral", interleaved=True, biases_by_tensor=True, more=_llama),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "gemma": Architecture("gemma", one_added=True, more=_gemma),
     "gemma2": Architecture("gemma2", one_added=True, more=_gemma2),
     "gemma3": Architecture("gemma3_text", one_added=True, more=_gemma3),
     "phi3": Architecture("phi3", more=_phi3),
+    "qwen3moe": Architecture("qwen3_moe", more=_qwen3moe),
+    "olmoe": Architecture("olmoe", more=_olmoe),
+    "gpt-oss": Architecture("gpt_oss", more=_gpt_oss),
+    "granitemoe": Architecture(
+        "granitemoe",
+        interleaved=True,
+        biases_by_tensor=True,
+        more=_granite,
+        joined={"block_sparse_moe.router": ("block_sparse_moe.router.layer",)},
+    ),
     "granite": Architecture("granite", interleaved=True, biases_by_tensor=True, more=_granite),
     "stablelm": Architecture("stablelm", more=_stablelm),
     "olmo2": Architecture("olmo2", more=_olmo2),

@@ -21,6 +21,7 @@ from outrider.models.gguf import hybrids
 from outrider.models.gguf.architectures import Architecture, architecture_of, config_of, tensor_names
 from outrider.models.gguf.reader import FLOATS, GGUFFile
 from outrider.models.gguf.tokenizer import end_ids
+from outrider.models.hf.experts import dense_experts_, give_expert_blocks_, is_mixture
 from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.matrix import dense, give_matrix_, matrices_in, matrix_of
 from outrider.models.rotary import ExactPowers
@@ -68,6 +69,8 @@ def build(file: GGUFFile) -> PreTrainedModel:
                 values = values - 1
             values = hybrids.as_parameter(names[0], values, getattr(place.module, place.kind).shape)
             setattr(place.module, place.kind, nn.Parameter(values, requires_grad=False))
+    for path, module in _mixtures(model).items():
+        _give_experts_(module, file, path)
     if config.tie_word_embeddings:
         inputs: Any = model.get_input_embeddings()
         give_matrix_(model.get_output_embeddings(), matrix_of(inputs))  # pyright: ignore[reportArgumentType]
@@ -90,6 +93,8 @@ def dense_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     done: dict[int, Tensor] = {}
     for _, module, blocks in [*matrices_in(model)]:
         give_matrix_(module, done.setdefault(id(blocks), dense(blocks, dtype)))
+    for module in _mixtures(model).values():
+        dense_experts_(module, dtype)
 
 
 def _matrix(file: GGUFFile, names: Sequence[str], order: Tensor | None) -> Tensor | Blocks:
@@ -122,19 +127,21 @@ def _tensors_of(names: TensorNameMap, family: Architecture, path: str, kind: str
         if kind == "dt_bias" and (found := names.get_name(f"{prefix}.dt_proj")):
             return (f"{found}.bias",)
         if found := names.get_name(f"{prefix}.{kind}"):
-            return (found if kind in ("A_log", "D") else f"{found}.{kind}",)
+            return (found if kind in ("A_log", "D") else f"{found}.{'weight' if kind == 'sinks' else kind}",)
     return (f"{_OTHER_NAMES.get(path, path)}.{kind}",)
 
 
 def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...], _Place]]:
     """Each parameter's place, by the names of its tensors. Raises ValueError unless parameters and tensors are the same."""
     names, family = tensor_names(file), architecture_of(file)
+    mixtures = _mixtures(model)
+    experts = {name for path in mixtures for name in _expert_names(file, path)}
     found: list[tuple[tuple[str, ...], _Place]] = []
     head = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     missing = []
     for path, module in model.named_modules():
         for kind, parameter in [*module._parameters.items()]:
-            if parameter is None or module is head:
+            if parameter is None or module is head or path in mixtures:
                 continue
             each = re.fullmatch(r"(.*)\.norms\.(\d+)", path)  # StableLM has one norm per head, in one tensor
             own = _tensors_of(names, family, each[1] if each else path, kind)
@@ -152,12 +159,67 @@ def _places(model: PreTrainedModel, file: GGUFFile) -> list[tuple[tuple[str, ...
     used = {name for own, _ in found for name in own}
     layers = model.config.num_hidden_layers
     drafting = {n for n in file.tensors if (found_in := re.match(r"blk\.(\d+)\.", n)) and int(found_in[1]) >= layers}
-    if unknown := sorted(file.tensors.keys() - used - drafting - {*_ROTARY}):
+    if unknown := sorted(file.tensors.keys() - used - experts - drafting - {*_ROTARY}):
         raise UnsupportedModel(
             f"{file.paths[0]} has {unknown[0]} and {len(unknown) - 1} other tensors that a {type(model).__name__} does not "
             "have, so outrider cannot run it as it was trained"
         )
     return found
+
+
+def _mixtures(model: PreTrainedModel) -> dict[str, nn.Module]:
+    return {path: module for path, module in model.named_modules() if is_mixture(module)}
+
+
+def _expert_names(file: GGUFFile, path: str) -> list[str]:
+    """The tensors of the experts of a layer: gate, up and down, and their biases if there are any."""
+    layer = next(part for part in path.split(".") if part.isdecimal())
+    kinds = [f"blk.{layer}.ffn_{kind}_exps" for kind in ("gate", "up", "down")]
+    return [f"{n}.weight" for n in kinds] + [f"{n}.bias" for n in kinds if f"{n}.bias" in file.tensors]
+
+
+def _give_experts_(module: Any, file: GGUFFile, path: str) -> None:
+    """Give a mixture slices of the mapped file. Raises ValueError for tensors that are not there or do not fit."""
+    if not module.has_gate:
+        raise UnsupportedModel(
+            f"{file.paths[0]} has experts without gates, and outrider reads GGUF files of gated ones"
+        )
+    _, rows, columns = module.gate_up_proj.shape
+    experts, hidden, middle = module.down_proj.shape
+    if module.is_transposed:
+        rows, columns, hidden, middle = columns, rows, middle, hidden
+    names = _expert_names(file, path)
+    wanted = [(experts, rows // 2, columns)] * 2 + [(experts, hidden, middle)]
+    wanted += [(experts, rows // 2), (experts, rows // 2), (experts, hidden)] * (len(names) > 3)
+    if len(names) != (6 if module.has_bias else 3):
+        raise ValueError(
+            f"{file.paths[0]} has {names[3:]} as biases of experts, and a {type(module).__name__} has others"
+        )
+    for name, shape in zip(names, wanted, strict=True):
+        if name not in file.tensors or file.tensors[name].shape != shape:
+            found = list(file.tensors[name].shape) if name in file.tensors else "no shape: it is not there"
+            raise ValueError(
+                f"{file.paths[0]}: tensor {name} has shape {found}, and its metadata asks for {list(shape)}"
+            )
+    gate, up, down = (_slices(file, name) for name in names[:3])
+    give_expert_blocks_(module, "gate_up_proj", [*zip(gate, up, strict=True)])
+    give_expert_blocks_(module, "down_proj", [(matrix,) for matrix in down])
+    for name in ("gate_up_proj", "down_proj"):  # only the shapes are left, in one number
+        stand_in = torch.zeros(1).expand(getattr(module, name).shape)
+        setattr(module, name, nn.Parameter(stand_in, requires_grad=False))
+    if module.has_bias:
+        first, second, last = (file.floats(name) for name in names[3:])
+        both = torch.stack([first, second], -1).flatten(1)  # gate and up alternate in the modules that have biases
+        module.gate_up_proj_bias = nn.Parameter(both, requires_grad=False)
+        module.down_proj_bias = nn.Parameter(last, requires_grad=False)
+
+
+def _slices(file: GGUFFile, name: str) -> list[Tensor | Blocks]:
+    """The matrix of each expert."""
+    found, count = _matrix(file, (name,), None), file.tensors[name].shape[0]
+    if isinstance(found, Tensor):
+        return [*found.view(file.tensors[name].shape)]
+    return [replace(found, data=rows) for rows in found.data.chunk(count)]
 
 
 def _check_shape(file: GGUFFile, names: Sequence[str], place: _Place) -> None:

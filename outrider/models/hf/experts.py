@@ -7,7 +7,8 @@ token are added up in the order in which the router named its experts. So they d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from outrider.kernels.blocks import Blocks
 from outrider.kernels.cpu import Packed
 from outrider.models.hf.linear import PackedEmbedding, PackedLinear
-from outrider.models.matrix import EXPERTS
+from outrider.models.matrix import EXPERTS, dense
 
 NAME = "outrider"
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # how many a token has, in transformers' configurations
@@ -82,9 +83,36 @@ def _is_llama4(module: nn.Module) -> bool:
     return type(module).__name__ == "Llama4TextExperts"
 
 
-def give_expert_blocks_(module: nn.Module, name: str, blocks: list[Blocks]) -> None:
-    """Give a mixture blocks [out, in] of each expert in the place of a parameter. The parameter keeps its shape only."""
-    module.__dict__.setdefault(EXPERTS, {})[name] = blocks
+Expert = tuple[Tensor | Blocks, ...]
+"""The matrices [out, in] of an expert that a parameter has side by side: one, or gate and up."""
+
+
+def give_expert_blocks_(module: nn.Module, name: str, experts: Sequence[Expert]) -> None:
+    """Give a mixture the matrices of each expert in the place of a parameter. The parameter keeps its shape only.
+
+    Gate and up are joined as the parameter joins them: one below the other, or row by row if the module is transposed."""
+    module.__dict__.setdefault(EXPERTS, {})[name] = experts
+
+
+def dense_experts_(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give a mixture parameters in the place of blocks. For devices without kernels."""
+    given: dict[str, Sequence[Expert]] = module.__dict__.pop(EXPERTS, {})
+    for name, experts in given.items():
+        values = torch.stack([dense(_joined(module, expert), torch.float32).to(dtype) for expert in experts])
+        values = values.transpose(1, 2).contiguous() if module.is_transposed else values
+        setattr(module, name, nn.Parameter(values, requires_grad=False))
+
+
+def _joined(module: nn.Module, expert: Expert) -> Tensor | Blocks:
+    """One matrix of what a parameter has side by side."""
+    if len(expert) == 1:
+        return expert[0]
+    order = torch.arange(sum(m.shape[0] for m in expert))
+    order = order.view(2, -1).T.flatten() if module.is_transposed else order
+    blocks = [m for m in expert if isinstance(m, Blocks)]
+    if len(blocks) == len(expert) and len({b.format for b in blocks}) == 1:
+        return replace(blocks[0], data=torch.cat([b.data for b in blocks]), order=order)
+    return torch.cat([dense(m, torch.float32) for m in expert])[order]
 
 
 def add_expert_(model: nn.Module, name: str, matrix: Packed) -> None:
@@ -120,14 +148,14 @@ def pack_experts_(model: nn.Module, weights: str = "auto") -> None:
 def _packed(module: nn.Module, name: str, weights: str) -> nn.ModuleList:
     """One packed linear per expert, from [expert, out, in], or [expert, in, out] if the module is transposed."""
     matrices, biases = getattr(module, name, None), getattr(module, f"{name}_bias", None)
-    blocks: list[Blocks] | None = module.__dict__.get(EXPERTS, {}).pop(name, None)
+    given: Sequence[Expert] | None = module.__dict__.get(EXPERTS, {}).pop(name, None)
     if not isinstance(matrices, Tensor) or matrices.dim() != 3:
         raise ValueError(f"{type(module).__name__} has no {name} of shape [expert, out, in]; its layout is unknown")
     out = nn.ModuleList()
     for i, values in enumerate(matrices.detach()):
         bias = biases[i].detach() if biases is not None and module.has_bias else None
         transposed = _is_llama4(module) or module.is_transposed
-        matrix = blocks[i] if blocks else values.T if transposed else values
+        matrix = _joined(module, given[i]) if given else values.T if transposed else values
         out.append(PackedLinear(matrix, bias, weights))
     for used in (name, f"{name}_bias"):
         if used in module._parameters:

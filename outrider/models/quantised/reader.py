@@ -276,7 +276,7 @@ def _build(
             give_matrix_(module, held.pop(module.weight.data_ptr())[2])
     for name, blocks in experts.items():
         path, _, parameter = name.rpartition(".")
-        give_expert_blocks_(raw.get_submodule(path), parameter, blocks)
+        give_expert_blocks_(raw.get_submodule(path), parameter, [(b,) for b in blocks])
     with suppress(OSError):  # without one, the class's own stays
         raw.generation_config = GenerationConfig.from_pretrained(stored.folder)
     if grown and keep and not held:

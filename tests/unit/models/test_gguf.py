@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from architectures import VOCAB, prompts, tiny
-from gguf_files import tokenizer_metadata, write_gguf
+from gguf_files import tokenizer_metadata, write_file, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import LLM, SamplingParams
 from outrider.kernels import cpu as native
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.model import PACKED_FORMATS
+from outrider.models.gguf.reader import read
 from outrider.models.hf.linear import PackedEmbedding
 from outrider.models.hf.model import HFModel
 from outrider.models.load import load
@@ -80,6 +82,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"], "head_dim": 16,
         "mamba_head_dim": 16}),
     "qwen35": ("qwen3_5_text", {"linear_num_value_heads": 6}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
+    "olmoe": ("olmoe", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "granitemoe": ("granitemoe", {}),
 }  # fmt: skip
 NATIVE = ("llama", "mistral", "qwen2", "qwen3", "granite")
 
@@ -217,7 +224,7 @@ def test_a_draft_model_in_a_file_keeps_the_text(tmp_path: Path) -> None:
     assert fast[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt_oss"])
 def test_without_kernels_the_blocks_become_float32(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, file = tiny(kind, **_SHAPE), tmp_path / "model.gguf"
     write_gguf(raw, file, "Q5_0")
@@ -227,6 +234,29 @@ def test_without_kernels_the_blocks_become_float32(kind: str, tmp_path: Path, mo
     assert (loaded.weights, type(loaded.model)) == ("float32", HFModel)
     [ids] = prompts(9)
     assert far(logits(loaded.model, ids), expected(raw, ids)) < 3e-5
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("formats", [("Q8_0", "Q8_0", "Q8_0"), ("MXFP4", "MXFP4", "MXFP4"), ("Q8_0", "Q5_0", "F16")])
+def test_experts_keep_the_formats_of_a_file(formats: tuple[str, str, str], kind: str, tmp_path: Path) -> None:
+    raw, file = tiny(kind, **_SHAPE), tmp_path / "model.gguf"
+    of = dict(zip(("gate_exps", "up_exps", "down_exps"), formats, strict=True))
+    write_gguf(raw, file, lambda name: next((f for n, f in of.items() if n in name), "F32"))
+    [ids] = prompts(9)
+    loaded = load(file)
+    assert far(logits(loaded.model, ids), expected(raw, ids)) < 0.02
+    assert far(logits(load(file, dtype="float32").model, ids), expected(raw, ids)) < 3e-5
+
+
+@pytest.mark.parametrize("lost", ["blk.1.ffn_up_exps.weight", "blk.0.ffn_down_exps.bias"])
+def test_a_file_without_a_tensor_of_its_experts_is_refused(lost: str, tmp_path: Path) -> None:
+    file, broken = tmp_path / "model.gguf", tmp_path / "broken.gguf"
+    write_gguf(tiny("gpt_oss", **_SHAPE), file, "Q8_0")
+    whole = read([file])
+    tensors = {n: (np.asarray(whole.floats(n)), "F32") for n in whole.tensors if n != lost}
+    write_file(broken, whole.metadata, tensors)
+    with pytest.raises(ValueError, match=lost.rpartition(".")[0] if "weight" in lost else "biases of experts"):
+        load(broken)
 
 
 def test_rounded_activations_are_not_taken_for_another_attention(tmp_path: Path) -> None:
