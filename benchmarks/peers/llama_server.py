@@ -3,6 +3,9 @@
 The program is a `llama-server` of any build, or a Python that has the prebuilt package `xllamacpp` (xllamacpp_server.py
 beside this file). Both take the same options here: all threads for the target and the draft, and no reuse of prompts. The
 rest is llama.cpp's default: flash attention where it helps, repacked weights, a memory-mapped file.
+
+Two more peers are asked the same way. ik_llama.cpp is a fork with options of its own: flash attention and repacked weights are
+asked for. OpenVINO GenAI is a Python with that package (openvino_server.py).
 """
 
 from __future__ import annotations
@@ -23,6 +26,16 @@ from benchmarks.side import Missing, pinned, settle
 from outrider.lab.tune.server import free_port
 
 PATIENCE = 300.0  # seconds until a server must be up, and until it must have answered
+LLAMA, IK, OPENVINO = "llama.cpp", "ik_llama.cpp", "openvino"
+PEERS = (LLAMA, IK, OPENVINO)
+# A peer's module, for a Python that has its package, and how to get that package.
+_MODULES = {
+    LLAMA: ("xllamacpp_server", "pip install --no-deps xllamacpp"),
+    OPENVINO: ("openvino_server", "pip install openvino-genai"),
+}
+# A peer's own best settings, and its drafter without a model.
+_BEST = {LLAMA: ("--cache-ram", "0"), IK: ("--cache-ram", "0", "--flash-attn", "on", "--run-time-repack"), OPENVINO: ()}
+LOOKUP = {IK: ("--spec-type", "ngram-mod:n_max=16,n_min=2,ngram_size_n=8"), OPENVINO: ("--lookup", "5")}
 NEUTRAL = {
     "samplers": ["temperature"],
     "top_k": 0,
@@ -33,10 +46,12 @@ NEUTRAL = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One text. prompt_seconds, seconds: by the server's clock, of the prompt and from the first token to the last.
+    """One text. tokens: none where the server tells only text. written: how many tokens.
+    prompt_seconds, seconds: by the server's clock, of the prompt and from the first token to the last.
     wall: seconds by ours, from request to answer. drafted, accepted: draft tokens of the whole text."""
 
     tokens: list[int]
+    written: int
     prompt_tokens: int
     prompt_seconds: float
     seconds: float
@@ -45,20 +60,19 @@ class Answer:
     accepted: int
 
 
-def command(program: Path) -> list[str]:
+def command(program: Path, peer: str = LLAMA) -> list[str]:
     """What starts a server. Raises Missing for a program that is not there."""
+    module, install = _MODULES.get(peer, ("", "benchmarks/peers/build_ik_llama_cpp.sh"))
     if not program.is_file():
-        raise Missing(
-            f"there is no {program}; give a llama-server, or a Python with the package: pip install --no-deps xllamacpp"
-        )
-    if program.name.startswith("python"):
-        return [str(program), "-m", "benchmarks.peers.xllamacpp_server"]
+        raise Missing(f"there is no {program}; give a llama-server, or a Python with the package: {install}")
+    if module and program.name.startswith("python"):
+        return [str(program), "-m", f"benchmarks.peers.{module}"]
     return [str(program)]
 
 
-def about(program: Path) -> str:
+def about(program: Path, peer: str = LLAMA) -> str:
     """Version and instruction sets, as the program tells them. Raises Missing."""
-    done = subprocess.run([*command(program), "--version"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command(program, peer), "--version"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise Missing(f"{program} does not run: {done.stderr.strip()[-300:]}")
     return " ".join((done.stdout or done.stderr).split())
@@ -67,7 +81,8 @@ def about(program: Path) -> str:
 class LlamaServer:
     """A server with one model and one way of decoding. Use as a context manager.
 
-    draft: a draft model. longest: draft tokens of a step, at most. slots: requests side by side,
+    peer: whose program it is, one of `PEERS`. draft: a draft model.
+    longest: draft tokens of a step, at most. slots: requests side by side,
     each of `length` tokens. options: further ones of llama-server. Raises Missing, or RuntimeError if it does not start.
     """
 
@@ -81,17 +96,20 @@ class LlamaServer:
         slots: int = 1,
         length: int = 2048,
         options: tuple[str, ...] = (),
+        peer: str = LLAMA,
     ) -> None:
         port = free_port()
         given = ["--model", model, "--ctx-size", str(slots * length), "--parallel", str(slots), *options]
-        given += ["--threads", str(cores()), "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(port)]
-        if draft is not None:
+        given += ["--threads", str(cores()), *_BEST[peer], "--host", "127.0.0.1", "--port", str(port)]
+        if draft is not None and peer == IK:
+            given += ["--model-draft", draft, "--spec-type", f"draft:n_max={longest}"]
+        elif draft is not None:
             given += ["--spec-type", "draft-simple", "--spec-draft-model", draft, "--spec-draft-n-max", str(longest)]
         self.url = f"http://127.0.0.1:{port}"
         WORK.joinpath("logs").mkdir(parents=True, exist_ok=True)
         with WORK.joinpath("logs", f"llama-server-{port}.log").open("w+") as log:
             self.process = subprocess.Popen(
-                [*command(program), *given],
+                [*command(program, peer), *given],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT,
                 env={**os.environ, **pinned(cores())},
             )  # fmt: skip
@@ -100,7 +118,7 @@ class LlamaServer:
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     self.close()
                     log.seek(0)
-                    raise RuntimeError(f"llama.cpp's server did not start for {model}:\n{log.read()[-1500:]}")
+                    raise RuntimeError(f"{peer}'s server did not start for {model}:\n{log.read()[-1500:]}")
                 time.sleep(0.02)
 
     def complete(
@@ -120,7 +138,8 @@ class LlamaServer:
         out = self._post("/completion", body)
         wall, clock = time.perf_counter() - started, out["timings"]
         return Answer(
-            tokens=out["tokens"],
+            tokens=out.get("tokens", []),
+            written=clock.get("predicted_n") or len(out["tokens"]),
             prompt_tokens=clock["prompt_n"],
             prompt_seconds=clock["prompt_ms"] / 1e3,
             seconds=clock["predicted_ms"] / 1e3,

@@ -1,8 +1,9 @@
-"""Real models: every method on every kind of text, against plain decoding and against llama.cpp on the same file.
+"""Real models: every method on every kind of text, against plain decoding and against peers on the same file.
 
     python -m benchmarks.real --target model.gguf --draft draft.gguf --llama PYTHON-WITH-xllamacpp
     python -m benchmarks.real --target model.gguf --weights file int8 --workloads code chat --texts 4 --minutes 20
     python -m benchmarks.real --target model.gguf --draft draft.gguf --llama ... --only start served
+    python -m benchmarks.real --target model.gguf --llama ... --ik llama-server --openvino PYTHON --only prompt texts
 
 Targets and drafts are files, folders, hub names or built-in names. All sides read the same token ids, with the chat template
 where the model has one, and stop at the model's end tokens or after --tokens. Time per token runs from the first token to the
@@ -23,19 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, WORK, machine
-from benchmarks.peers.llama_server import about
+from benchmarks.peers.llama_server import IK, LLAMA, OPENVINO, about
 from benchmarks.real import report
 from benchmarks.real.forward import forwards
 from benchmarks.real.journal import Journal, identity
 from benchmarks.real.served import served
-from benchmarks.real.sides import METHODS, WEIGHTS, Llama, Ours
+from benchmarks.real.sides import METHODS, PLAIN, WEIGHTS, Ours, Peer
 from benchmarks.real.start import measure, measure_llama
 from benchmarks.real.texts import WORKLOADS, texts
 from outrider.core.params import SamplingParams
+from outrider.kernels import cpu as native
 from outrider.lab.bench.prompts import Prompt
 from outrider.models.identity import weight_files
 
-PARTS = ("texts", "forward", "start", "served")
+PARTS = ("texts", "prompt", "forward", "start", "served")
+PROMPT = 512  # tokens of the part `prompt`
 WARM = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
@@ -54,18 +57,25 @@ class Real:
         found = {"target": self.target, "sha256": digest, "draft": self.draft, "weights": weights}
         return found | ({"head": self.files[self.options.head]["sha256"]} if self.options.head else {})
 
-    def llama_reads(self, weights: str) -> tuple[Path, str, str | None] | None:
-        """llama.cpp's program with its target and draft files, where it reads the target as we do."""
+    def llama_reads(self, weights: str) -> tuple[str, str | None] | None:
+        """The target and draft files, where llama.cpp reads the target as we do."""
         target, draft = (_gguf(name) for name in (self.options.target, self.options.draft))
-        if self.options.llama is None or weights != "file" or target is None:
-            return None
-        return self.options.llama, target, draft
+        return None if weights != "file" or target is None else (target, draft)
+
+    def peers(self, weights: str, limit: int) -> Iterator[Peer]:
+        """All peers that are given, each started on the target's file."""
+        o, read = self.options, self.llama_reads(weights)
+        for peer, program in programs(o).items():
+            if read:
+                tuned = ("--spec-draft-p-min", str(o.llama_p_min), "--spec-draft-sampling", o.llama_sampling)
+                yield Peer(program, *read, o.llama_draft, limit, options=tuned if peer == LLAMA else (), peer=peer)
 
     def todo(self, weights: str, chat: bool) -> Iterator[tuple[dict[str, Any], Prompt]]:
         """Rounds that the journal does not have: the first text of every workload, then the second, and so on."""
         o = self.options
         every = {w: texts(w, chat, o.texts) for w in o.workloads}
         asked = {"methods": sorted(o.methods), "tokens": o.tokens, "ignore_eos": o.ignore_eos, "llama": bool(o.llama)}
+        asked |= {name: True for name in ("ik", "openvino") if getattr(o, name)}
         for n in range(o.texts):
             for workload in o.workloads:
                 for temperature in o.temperatures:
@@ -86,10 +96,8 @@ class Real:
         if ours.missing:
             self.journal.add("missing", self.key(weights), {"methods": ours.missing})
         with ExitStack() as stack:
-            sides: list[Ours | Llama] = [ours]
-            if read := self.llama_reads(weights):
-                how = {"p_min": o.llama_p_min, "sampling": o.llama_sampling}
-                sides.append(stack.enter_context(Llama(*read, o.llama_draft, ours.limit, **how)))
+            sides: list[Ours | Peer] = [ours]
+            sides += [stack.enter_context(peer) for peer in self.peers(weights, ours.limit)]
             warm = ours.encode(texts("code", ours.chat, 12)[-1].content)
             for side in sides:
                 side.write(warm, WARM)
@@ -112,8 +120,29 @@ class Real:
                     {"seed": number, "prompt_tokens": len(ids), "timings": timings},
                 )
                 told = {name: round(1e3 * t["seconds"] / max(t["tokens"], 1), 1) for name, t in timings.items()}
-                wrong = sum(t["differing"] for name, t in timings.items() if not name.startswith("llama.cpp"))
+                wrong = sum(t["differing"] for name, t in timings.items() if name in ours.llms)
                 print(f"  {prompt.id}, T={key['temperature']:g}: {told}, {wrong} differ", file=sys.stderr, flush=True)
+
+    def prompt(self, weights: str) -> None:
+        """Seconds to read a prompt of `PROMPT` tokens, all sides in turns."""
+        o, key = self.options, {**self.key(weights), "prompt_tokens": PROMPT}
+        if self.journal.has("prompt", key):
+            return
+        ours = Ours(o.target, None, weights, [PLAIN], PROMPT + 16)
+        lengths, o.llama_draft = o.llama_draft, []  # plain alone
+        with ExitStack() as stack:
+            sides: list[Ours | Peer] = [ours]
+            sides += [stack.enter_context(peer) for peer in self.peers(weights, ours.limit)]
+            ids = [token for prompt in texts("code", False, 12) for token in ours.encode(prompt.content)]
+            params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+            for number in range(o.texts + 1):
+                found = {}
+                for side in sides if number % 2 == 0 else sides[::-1]:
+                    found |= {n: t.prompt_seconds for n, t in side.write(ids[number : number + PROMPT], params).items()}
+                print(f"  prompt of {PROMPT}: {found}", file=sys.stderr, flush=True)
+                if number:  # the first one warms
+                    self.journal.add("prompt", {**key, "number": number}, {"seconds": found})
+        o.llama_draft = lengths
 
     def forward(self, weights: str) -> None:
         """Forwards over several rows."""
@@ -125,18 +154,23 @@ class Real:
     def start(self, weights: str) -> None:
         """Starts of new processes, ours and llama.cpp's."""
         size = self.files[self.options.target].get("bytes")
-        read, target = self.llama_reads(weights), self.options.target
+        read, target = self.llama_reads(weights) if self.options.llama else None, self.options.target
         for side in ("outrider", "llama.cpp") if read else ("outrider",):
             key = {**self.key(weights), "side": side, "bytes": size}
             if self.journal.has("start", key):
                 continue
-            for line in measure(target, weights) if side == "outrider" or not read else [measure_llama(*read[:2])]:
+            for line in (
+                measure(target, weights)
+                if side == "outrider" or not read
+                else [measure_llama(self.options.llama, read[0])]
+            ):
                 self.journal.add("start", key, line)
                 print(f"  {side} {line}", file=sys.stderr, flush=True)
 
     def served(self, weights: str) -> None:
         """Clients on servers."""
-        o, read = self.options, self.llama_reads(weights)
+        o, files = self.options, self.llama_reads(weights)
+        read = (o.llama, *files) if o.llama and files else None
         key = {
             **self.key(weights),
             "tokens": o.tokens,
@@ -150,6 +184,12 @@ class Real:
                 o.target, o.draft, weights, read, clients=o.clients, count=o.texts, tokens=o.tokens, llama_draft=longest
             ):
                 self.journal.add("served", key, line)
+
+
+def programs(options: argparse.Namespace) -> dict[str, Path]:
+    """The peers that are given."""
+    given = {LLAMA: options.llama, IK: options.ik, OPENVINO: options.openvino}
+    return {peer: program for peer, program in given.items() if program}
 
 
 def _gguf(name: str | None) -> str | None:
@@ -175,6 +215,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true", help="write on behind end tokens, on all sides")
     parser.add_argument("--llama", type=Path, help="a llama-server, or a Python that has xllamacpp; none: leave it out")
     parser.add_argument(
+        "--ik", type=Path, help="a llama-server of ik_llama.cpp: benchmarks/peers/build_ik_llama_cpp.sh"
+    )
+    parser.add_argument("--openvino", type=Path, help="a Python that has openvino-genai")
+    parser.add_argument(
         "--llama-draft", type=int, nargs="*", default=[4, 2, 8], help="llama.cpp's draft tokens of a step"
     )
     parser.add_argument("--llama-p-min", type=float, default=0.0, help="llama.cpp's least probability of a draft token")
@@ -198,9 +242,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     real = Real(options, journal)
     given = sys.argv[1:] if arguments is None else arguments
     command = " ".join(["python -m benchmarks.real", *(Path(a).name if a.startswith(("/", "~")) else a for a in given)])
+    told = {peer: about(program, peer) for peer, program in programs(options).items()}
     journal.add(
         "run", {"command": command},
-        {"files": real.files, "threads": machine.cores(), "llama.cpp": about(options.llama) if options.llama else None},
+        {"files": real.files, "threads": machine.cores(), "isa": native.isa(), "llama.cpp": told.pop(LLAMA, None), "peers": told},
     )  # fmt: skip
     end = time.monotonic() + 60 * options.minutes
     try:
@@ -208,6 +253,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             left = end - time.monotonic()
             if "texts" in options.only:
                 real.texts(weights, time.monotonic() + left / (len(options.weights) - number))
+            if "prompt" in options.only:
+                real.prompt(weights)
             if "forward" in options.only:
                 real.forward(weights)
             if "start" in options.only:

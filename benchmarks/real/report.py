@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peers.llama_server import LLAMA, PEERS
 from benchmarks.real.journal import Journal
 from benchmarks.real.sides import PLAIN
 from benchmarks.real.texts import WORKLOADS
@@ -19,7 +20,6 @@ from benchmarks.report import markdown
 from outrider.core.intervals import CONFIDENCE, DRAWS, Interval
 
 LEAST = 8  # decoded tokens of a text that counts; shorter ones say nothing about a speed
-LLAMA = "llama.cpp"
 Round = dict[str, Any]
 
 
@@ -75,16 +75,22 @@ def _record(name: str, rounds: list[Round], short: int) -> dict[str, Any]:
         "differing_tokens": total["differing"],
         "commits": sorted({r["commit"] for r in rounds}),
     }  # fmt: skip
-    own = LLAMA if name.startswith(LLAMA) else PLAIN
+    own = _side(name)
     if name != own:
         out["speedup"] = _ratio(rounds, lambda r: _per_token(r["timings"][own]), name)
-    if own == PLAIN:
-        peers = sorted({n for r in rounds for n in r["timings"] if n.startswith(LLAMA)})
-        if peers:
-            out["over_llama_plain"] = _ratio(rounds, lambda r: _per_token(r["timings"][LLAMA]), name)
-            best = min(peers, key=lambda p: median(_per_token(r["timings"][p]) for r in rounds if p in r["timings"]))
-            out["over_llama_best"] = _ratio(rounds, lambda r: _per_token(r["timings"][best]), name) | {"best": best}
+    for peer in PEERS if own == PLAIN else ():
+        theirs = sorted({n for r in rounds for n in r["timings"] if _side(n) == peer})
+        if theirs:
+            key = f"over_{peer.removesuffix('.cpp')}"
+            out[f"{key}_plain"] = _ratio(rounds, lambda r, p=peer: _per_token(r["timings"][p]), name)
+            best = min(theirs, key=lambda p: median(_per_token(r["timings"][p]) for r in rounds if p in r["timings"]))
+            out[f"{key}_best"] = _ratio(rounds, lambda r, b=best: _per_token(r["timings"][b]), name) | {"best": best}
     return out
+
+
+def _side(name: str) -> str:
+    """The plain setting of the side that a setting belongs to."""
+    return next((peer for peer in PEERS if name == peer or name.startswith(f"{peer} ")), PLAIN)
 
 
 def by_depth(texts: list[list[int]], steps: int) -> list[float]:
@@ -121,6 +127,9 @@ def result(journal: Journal, name: str) -> dict[str, Any]:
         "records": records(journal.of("round")),
         "missing": journal.of("missing"),
         "forward": journal.of("forward"),
+        "prompt": journal.of("prompt"),
+        "peers": runs[-1].get("peers", {}),
+        "isa": runs[-1].get("isa"),
         "start": journal.of("start"),
         "served": journal.of("served"),
     }
@@ -138,6 +147,8 @@ def tables(made: dict[str, Any]) -> str:
         some = [r for r in every if (r["target"], r["draft"], r["weights"]) == (target, draft, weights)]
         title = f"**{target}, {'as in the file' if weights == 'file' else weights}**"
         parts.append(f"{title}{f', draft model {draft}' if draft else ''}\n\n{_table(some)}")
+    if made.get("prompt"):
+        parts.append(f"**A prompt, in tokens per second**\n\n{_prompts(made['prompt'])}")
     if made.get("forward"):
         parts.append(f"**A forward over several rows, in forwards over one**\n\n{_forwards(made['forward'])}")
     if made["start"]:
@@ -157,6 +168,7 @@ def conditions(made: dict[str, Any]) -> str:
         f"- Python {m['python']}, torch {m['torch']}, transformers {m['transformers']}, outrider {m['outrider']} at "
         f"{', '.join(commits)}, {m['date']}",
         f"- llama.cpp: {made['llama.cpp'] or 'left out'}",
+        *(f"- {peer}: {version}" for peer, version in made.get("peers", {}).items()),
         *(
             f"- {f['name']}: {f['bytes']:,} bytes, sha256 `{f['sha256']}`"
             for f in made["files"].values()
@@ -197,17 +209,15 @@ def short(made: dict[str, Any]) -> str:
 def _table(some: list[dict[str, Any]]) -> str:
     columns = sorted({(r["workload"], r["temperature"]) for r in some}, key=lambda c: (c[1], WORKLOADS.index(c[0])))
     by = {(r["setting"], r["workload"], r["temperature"]): r for r in some}
-    names = sorted(dict.fromkeys(r["setting"] for r in some), key=lambda n: (n.startswith(LLAMA), n != PLAIN))
+    names = sorted(dict.fromkeys(r["setting"] for r in some), key=lambda n: (_side(n) != PLAIN, n != PLAIN))
     head = ["", *(f"{w}, T={t:g}" for w, t in columns)]
     body = [[name, *(_cell(by.get((name, *c))) for c in columns)] for name in names]
-    if any("over_llama_plain" in r for r in some):
-        ours = [n for n in names if not n.startswith(LLAMA)]
-        body.append(
-            ["plain over llama.cpp's plain", *(_over(by.get((PLAIN, *c)), "over_llama_plain") for c in columns)]
-        )
+    ours = [n for n in names if _side(n) == PLAIN]
+    for peer in (p for p in PEERS if p in names):
+        key = f"over_{peer.removesuffix('.cpp')}"
+        body.append([f"plain over {peer}'s plain", *(_over(by.get((PLAIN, *c)), f"{key}_plain") for c in columns)])
         for name in ours[1:]:
-            cells = [_over(by.get((name, *c)), "over_llama_best") for c in columns]
-            body.append([f"{name} over llama.cpp's best", *cells])
+            body.append([f"{name} over {peer}'s best", *(_over(by.get((name, *c)), f"{key}_best") for c in columns)])
     differing = [[r for r in some if (r["workload"], r["temperature"]) == c and _ours(r)] for c in columns]
     body.append(["differing tokens", *(f"{sum(r['differing_tokens'] for r in c)}" for c in differing)])
     body.append(["texts", *(f"{max((r['texts'] for r in c), default=0)}" for c in differing)])
@@ -215,7 +225,7 @@ def _table(some: list[dict[str, Any]]) -> str:
 
 
 def _ours(record: dict[str, Any]) -> bool:
-    return not record["setting"].startswith(LLAMA)
+    return _side(record["setting"]) == PLAIN
 
 
 def _cell(record: dict[str, Any] | None) -> str:
@@ -254,6 +264,20 @@ def _starts(lines: list[dict[str, Any]]) -> str:
             [f"{line['side']}, {line['target']}", line["weights"], line["start"], f"{line['seconds']:.1f}", f"{peak / 1e9:.2f}",
              f"{peak / size:.2f}" if size else "", f"{(peak - imports) / size:.2f}" if size and imports else ""]
         )  # fmt: skip
+    return markdown(head, body)
+
+
+def _prompts(lines: list[dict[str, Any]]) -> str:
+    """The median speed of each side, and how many times faster ours is, prompt by prompt."""
+    head = ["target", "side", "tokens/s", "ours over it"]
+    body = []
+    for target in dict.fromkeys(line["target"] for line in lines):
+        mine = [line for line in lines if line["target"] == target]
+        for name in mine[0]["seconds"]:
+            speeds = [line["prompt_tokens"] / line["seconds"][name] for line in mine]
+            over = median_interval([line["seconds"][name] / line["seconds"][PLAIN] for line in mine])
+            ratio = "" if name == PLAIN else f"{over.value:.2f} ({over.low:.2f}-{over.high:.2f})"
+            body.append([target, "outrider" if name == PLAIN else name, f"{median(speeds):.0f}", ratio])
     return markdown(head, body)
 
 

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: outrider's methods over one copy of the target in this process, and llama.cpp's servers."""
+"""The two sides of a comparison: outrider's methods over one copy of the target in this process, and peers' servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.identity import differing
-from benchmarks.peers.llama_server import LlamaServer
+from benchmarks.peers.llama_server import LLAMA, LOOKUP, LlamaServer
 from outrider.core.params import SamplingParams
 from outrider.engine.llm import LLM
 from outrider.engine.prefix_cache import PrefixCache
@@ -164,11 +164,11 @@ def _depths(accepted: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(n >= depth for n in accepted) for depth in range(1, max(accepted, default=0) + 1))
 
 
-class Llama:
-    """llama.cpp on the same file: a server that decodes plainly, and one with the draft for each length.
+class Peer:
+    """A peer on the same file: a server that decodes plainly, one with the draft for each length, and one with its own lookup.
 
-    lengths: draft tokens of a step, at most. p_min: the draft stops where its token is less probable. sampling: how it draws
-    draft tokens, greedy or probabilistic. Use as a context manager. Raises Missing, or RuntimeError if a server does not start.
+    peer: its name, of `llama_server.PEERS`. lengths: draft tokens of a step, at most. options: further ones of the servers with a
+    draft. Use as a context manager. Raises Missing, or RuntimeError if a server does not start.
     """
 
     def __init__(
@@ -179,15 +179,17 @@ class Llama:
         lengths: Sequence[int],
         limit: int,
         *,
-        p_min: float = 0.0,
-        sampling: str = "greedy",
+        options: tuple[str, ...] = (),
+        peer: str = LLAMA,
     ) -> None:
-        options = ("--spec-draft-p-min", str(p_min), "--spec-draft-sampling", sampling)
         with ExitStack() as stack:
-            self.servers = {"llama.cpp": stack.enter_context(LlamaServer(program, target, length=limit))}
+            self.servers = {peer: stack.enter_context(LlamaServer(program, target, length=limit, peer=peer))}
             for n in lengths if draft else ():
-                server = LlamaServer(program, target, draft, longest=n, length=limit, options=options)
-                self.servers[f"llama.cpp draft {n}"] = stack.enter_context(server)
+                server = LlamaServer(program, target, draft, longest=n, length=limit, options=options, peer=peer)
+                self.servers[f"{peer} draft {n}"] = stack.enter_context(server)
+            if peer in LOOKUP and lengths:
+                server = LlamaServer(program, target, length=limit, options=LOOKUP[peer], peer=peer)
+                self.servers[f"{peer} lookup"] = stack.enter_context(server)
             self._stack = stack.pop_all()
 
     def write(self, prompt: list[int], params: SamplingParams) -> dict[str, Timing]:
@@ -199,11 +201,11 @@ class Llama:
                 prompt, params.max_tokens, params.temperature, params.seed or 0, ignore_eos=params.ignore_eos
             )
             plain = plain or out.tokens
-            timed = len(out.tokens) - 1
+            timed = out.written - 1
             found[name] = Timing(
                 tokens=timed,
                 seconds=out.seconds,
-                written=len(out.tokens),
+                written=out.written,
                 prompt_seconds=out.prompt_seconds,
                 steps=timed - out.accepted,
                 drafted=out.drafted,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from benchmarks.real import report
 from benchmarks.real.__main__ import main
 from benchmarks.real.journal import Journal, identity
 from benchmarks.real.served import served
-from benchmarks.real.sides import Llama
+from benchmarks.real.sides import Peer
 from benchmarks.real.texts import WORKLOADS, texts
+from benchmarks.shapes import FAMILIES, cut, write
 from benchmarks.side import Missing
 from outrider.core.params import SamplingParams
 from outrider.drafters.heads.eagle.files import write_eagle
@@ -28,7 +30,8 @@ import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 if "--version" in sys.argv:
     sys.exit(print("stub 1"))
-given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+options = [a for a in sys.argv[1:] if a != "--run-time-repack"]
+given = dict(zip(options[::2], options[1::2]))
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer({{"status": "ok"}})
@@ -130,7 +133,7 @@ def test_shares_of_steps_by_depth() -> None:
 def test_llama_cpp_reads_the_same_tokens_and_its_own_clock_counts(stub: tuple[Path, Path]) -> None:
     program, log = stub
     assert about(program) == "stub 1"
-    with Llama(program, "t.gguf", "d.gguf", [4, 2], 64) as side:
+    with Peer(program, "t.gguf", "d.gguf", [4, 2], 64) as side:
         found = side.write([5, 6, 7], SamplingParams(temperature=0.8, max_tokens=11, seed=3))
     asked = [json.loads(line) for line in log.read_text().splitlines()]
     assert list(found) == ["llama.cpp", "llama.cpp draft 4", "llama.cpp draft 2"]
@@ -143,6 +146,14 @@ def test_llama_cpp_reads_the_same_tokens_and_its_own_clock_counts(stub: tuple[Pa
     plain, fast = found["llama.cpp"], found["llama.cpp draft 4"]
     assert (plain.tokens, plain.seconds, plain.steps) == (10, 0.2, 10)
     assert (fast.tokens, fast.seconds, fast.steps, fast.drafted, fast.accepted, fast.differing) == (10, 0.1, 4, 8, 6, 0)
+    with Peer(program, "t.gguf", "d.gguf", [3], 64, peer="ik_llama.cpp") as side:
+        found = side.write([5, 6, 7], SamplingParams(temperature=0.8, max_tokens=11, seed=3))
+    assert list(found) == ["ik_llama.cpp", "ik_llama.cpp draft 3", "ik_llama.cpp lookup"]
+    own = [json.loads(line)["given"] for line in log.read_text().splitlines()[3:]]
+    assert [a.get("--spec-type", "").partition(":")[0] for a in own] == ["", "draft", "ngram-mod"]
+    assert all(a["--flash-attn"] == "on" for a in own)
+    with pytest.raises(Missing, match="pip install openvino-genai"):
+        command(Path("nowhere/python"), "openvino")
     with pytest.raises(Missing, match="pip install --no-deps xllamacpp"):
         command(Path("nowhere/llama-server"))
 
@@ -161,7 +172,7 @@ def test_ratios_are_medians_over_texts_and_the_best_of_the_peer_counts() -> None
             **key, "prompt_tokens": 4,
             "timings": {
                 "plain": timing(1.0), "ngram": timing(1 / gain, differing=3), "llama.cpp": timing(2.0),
-                "llama.cpp draft 4": timing(1.6),
+                "llama.cpp draft 4": timing(1.6), "ik_llama.cpp": timing(1.2), "ik_llama.cpp lookup": timing(1.1),
             },
         }
         for gain in (1.0, 2.0, 9.0)
@@ -174,6 +185,9 @@ def test_ratios_are_medians_over_texts_and_the_best_of_the_peer_counts() -> None
     assert by["plain"]["over_llama_plain"]["value"] == 2.0
     assert by["plain"]["over_llama_best"] == {"value": 1.6, "low": 1.6, "high": 1.6, "best": "llama.cpp draft 4"}
     assert by["llama.cpp draft 4"]["speedup"]["value"] == 1.25
+    assert by["plain"]["over_ik_llama_plain"]["value"] == 1.2
+    assert by["plain"]["over_ik_llama_best"]["best"] == "ik_llama.cpp lookup"
+    assert by["ik_llama.cpp lookup"]["speedup"]["value"] == 1.091
     table = report.tables({"records": [*by.values()], "start": [], "served": []})
     assert "| plain over llama.cpp's plain | 2.00 (2.00-2.00) |" in table
     assert "| differing tokens | 9 |" in table
@@ -226,6 +240,21 @@ def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
         assert 0 < s["imports_bytes"] < s["peak_bytes"]
         assert s["seconds"] > 0
     assert main(command)["start"] == made["start"]
+
+
+def test_a_prompt_is_read_by_all_sides_and_none_is_read_twice(stub: tuple[Path, Path], tmp_path: Path) -> None:
+    program, log = stub
+    target = tmp_path / "a.gguf"
+    write(replace(cut(FAMILIES["qwen3-0.6b"], 1), vocab=300), target)
+    command = ["--target", str(target), "--ik", str(program), "--only", "prompt", "--texts", "2"]
+    command += ["--journal", str(tmp_path / "j"), "--out", str(tmp_path)]
+    made = main(command)
+    assert [sorted(line["seconds"]) for line in made["prompt"]] == 2 * [["ik_llama.cpp", "plain"]]
+    prompts = [tuple(json.loads(line)["body"]["prompt"]) for line in log.read_text().splitlines()]
+    assert [len(p) for p in prompts] == 3 * [512]
+    assert len(set(prompts)) == 3
+    assert "| a.gguf | ik_llama.cpp | 17067 |" in report.tables(made)
+    assert main(command)["prompt"] == made["prompt"]
 
 
 def test_forwards_over_several_rows_are_compared_with_one(tmp_path: Path) -> None:
