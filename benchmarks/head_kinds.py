@@ -28,7 +28,7 @@ from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native
 from outrider.models.base import LanguageModel
 from outrider.models.load import load
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.testing.contract import GREEDY, context
 
@@ -61,7 +61,7 @@ def made(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def llama(config: LlamaConfig) -> LanguageModel:
-    return LlamaModel(LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval(), own=True)
+    return NativeModel(LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval(), own=True)
 
 
 def sides(depth: int, draft_vocab: int, folder: Path) -> list[Side]:

@@ -15,7 +15,7 @@ import torch
 
 from outrider.core.files import read_settings
 from outrider.drafters.method import METHODS
-from outrider.models import checkpoint, native_llama, pretrained
+from outrider.models import checkpoint, pretrained
 from outrider.models.builtin.download import DOWNLOADS, find
 from outrider.models.builtin.shipped import BUILTIN, builtin_folder
 from outrider.models.dtypes import DTYPES, WEIGHT_FORMATS
@@ -24,6 +24,7 @@ from outrider.models.gguf.architectures import config_of
 from outrider.models.gguf.files import gguf_files
 from outrider.models.gguf.model import sizes as gguf_sizes
 from outrider.models.hf.model import UnsupportedModel, refuse, why_not_by_node
+from outrider.models.native.model import supports
 from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats
 
@@ -65,7 +66,7 @@ def check(name: str) -> dict[str, Any]:
         reason = f"no {kind} was tried with transformers {table['transformers']}, of which the table of classes is made"
         return found | {"status": "untried", "reason": reason}
     found |= table["classes"][kind]
-    if found["path"] == "native" and native_llama.supports(shell):
+    if found["path"] == "native" and supports(shell):
         found["path"] = "general"
     if why_not_by_node(shell):
         found["path"] = "recomputed"

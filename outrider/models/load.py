@@ -22,8 +22,8 @@ from outrider.models.builtin.shipped import BUILTIN, builtin_folder
 from outrider.models.cache import check_kv_cache_dtype
 from outrider.models.dtypes import DTYPES, QUANTIZATIONS, parse_dtype
 from outrider.models.gguf.files import gguf_files
-from outrider.models.llama_weights import LlamaWeights
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
+from outrider.models.native.program import Program
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
 from outrider.models.request import LoadRequest, ReadModel, token_ids
@@ -99,7 +99,7 @@ class Contents(NamedTuple):
     quantizable: bool
 
 
-# How the weights of a model are to be kept: (quantization, head_ids), see `load` and `LlamaModel`.
+# How the weights of a model are to be kept: (quantization, head_ids), see `load` and `NativeModel`.
 Reduction = tuple[str | None, Tensor | None]
 
 
@@ -174,8 +174,8 @@ def _made(
     if isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_named(str(tokenizer))
     ends = read.end_ids or token_ids(getattr(tokenizer, "eos_token_id", None))
-    if isinstance(read.model, LlamaWeights):
-        model, weights = LlamaModel(read.model, kv_cache_dtype=kv_cache_dtype), str(read.weights)
+    if isinstance(read.model, Program):
+        model, weights = NativeModel(read.model, kv_cache_dtype=kv_cache_dtype), str(read.weights)
         return Loaded(model, request.name, tokenizer, ends, weights, source, read.config)
     from outrider.models import pretrained
     from outrider.models.hf.model import refuse, vocabulary
@@ -297,7 +297,7 @@ def pack(
 def _contents_of(loaded: Loaded, read: ReadModel) -> packs.PackContents:
     path = Path(str(loaded.source)).expanduser()
     source = str(path.resolve()) if path.exists() else str(loaded.source)
-    native = getattr(loaded.model, "packed_weights", None)
+    native = loaded.model.program if isinstance(loaded.model, NativeModel) else None
     raw = cast("PreTrainedModel", read.model)
     return packs.contents(raw, loaded.weights, loaded.end_ids, loaded.tokenizer, source, native)
 

@@ -22,7 +22,6 @@ from outrider.core.files import read_settings
 from outrider.core.suggest import did_you_mean
 from outrider.kernels import for_device
 from outrider.models import checkpoint
-from outrider.models import native_llama as llama
 from outrider.models.base import LanguageModel
 from outrider.models.dtypes import DTYPES, dtype_name
 from outrider.models.gguf.architectures import architecture_of
@@ -31,6 +30,7 @@ from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of as gguf_tokenizer
 from outrider.models.hf.experts import mixtures
 from outrider.models.hf.model import HFModel, UnsupportedModel, shared_copy
+from outrider.models.native.model import NativeModel, supports
 from outrider.models.packs.folder import skeleton
 from outrider.models.quantised import formats, reader
 from outrider.models.request import LoadRequest, ReadModel, token_ids
@@ -54,8 +54,8 @@ def runnable(
         raw.to(where)  # pyright: ignore[reportArgumentType]
         if missing := for_device(where).missing:
             _say_once(f"outrider's native kernels are not in use ({missing}); running in float32 on oneDNN")
-        elif llama.supports(raw) is None:
-            return llama.LlamaModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
+        elif supports(raw) is None:
+            return NativeModel(raw, weights=weights, own=own, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
     model = HFModel(raw, weights=weights, own=True, kv_cache_dtype=kv_cache_dtype, head_ids=head_ids)
     if model.slow:
         _say_once(model.slow)

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from outrider.models.llama_weights import LlamaWeights
+    from outrider.models.native.program import Program
 
 
 class LoadRequest(NamedTuple):
@@ -39,7 +39,7 @@ class ReadModel(NamedTuple):
     config: of transformers. packed: it comes from a pack, so nothing of it can be reduced.
     """
 
-    model: PreTrainedModel | LlamaWeights
+    model: PreTrainedModel | Program
     tokenizer: Any | None
     weights: str | None
     end_ids: tuple[int, ...]

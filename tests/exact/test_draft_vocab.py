@@ -21,7 +21,7 @@ from outrider.models.base import LanguageModel, Output, Want
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.cache import SlotCache
 from outrider.models.load import load
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.testing.oracle import (
     RULES,
@@ -116,7 +116,7 @@ def test_the_twin_drafts_the_same_tokens(verifier: str, width: int) -> None:
         drafts = [step.draft.host for step, _ in scheduler.follow(rows) if step is not None]
         return [s.output for s in rows], drafts
 
-    small, twin = LlamaModel(raw, "float32", head_ids=ids), Masked(LlamaModel(raw, "float32"), ids)
+    small, twin = NativeModel(raw, "float32", head_ids=ids), Masked(NativeModel(raw, "float32"), ids)
     texts, drafts = run(small)
     assert (texts, drafts) == run(twin)
     drafted = {token for step in drafts for nodes in step for token, _ in nodes[1:]}
@@ -144,7 +144,7 @@ def test_a_request_that_allows_no_token_of_the_head(verifier: str, width: int, t
     if (verifier, width) in (("block", 3),):
         pytest.skip("block judges chains")
     ids = torch.arange(0, 8192, 2)
-    model = LlamaModel(LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft")), head_ids=ids)
+    model = NativeModel(LlamaForCausalLM.from_pretrained(builtin_folder("builtin:code-draft")), head_ids=ids)
     target = load("builtin:code")
     for allowed in (list(range(1, 8192, 2)), list(range(1, 8192, 3))):
         outputs = []

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.drafters.heads.eagle.module import Eagle, KeysValues
 from outrider.models.load import Loaded
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
 
 GOLDEN = Path(__file__).parents[1] / "unit" / "drafters" / "heads" / "golden"
 EAGLE3 = ("eagle3", "eagle3_full_vocab", "eagle31", "eagle3_before_fc", "eagle3_before_residual")
@@ -48,7 +48,7 @@ def small_target(vocab_size: int = 128, hidden_size: int = 32, layers: int = 8) 
         tables = load_file(GOLDEN / "target.safetensors")
         raw.get_input_embeddings().weight.data = tables["embedding"].float()
         raw.get_output_embeddings().weight.data = tables["lm_head"].float()
-    return Loaded(LlamaModel(raw), "golden-target", None, (), "float32", raw, raw.config)
+    return Loaded(NativeModel(raw), "golden-target", None, (), "float32", raw, raw.config)
 
 
 def golden(name: str) -> dict[str, Tensor]:

@@ -44,34 +44,30 @@ class AttentionStruct(ctypes.Structure):
     ]
 
 
-class LayerStruct(ctypes.Structure):
+class OpStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down", "norm1", "norm2", "q_norm", "k_norm")),
-        ("window", c_int64),
+        ("kind", c_int32),
+        ("flags", c_int32),
+        *((name, c_int32 * 3) for name in ("in", "other", "out")),
+        ("count", c_int32),
+        *((name, c_void_p) for name in ("w", "p", "q")),
+        ("i", c_int32 * 8),
+        ("f", c_float * 6),
     ]
 
 
-class PairsStruct(ctypes.Structure):
+class AnglesStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("fc", "token_norm", "hidden_norm", "feature_norm")),
-        *((name, c_int64) for name in ("feature_size", "parts")),
-        *((name, c_int32) for name in ("normed_residual", "norm_output")),
+        *((name, c_void_p) for name in ("inv_freq", "longer")),
+        *((name, c_float) for name in ("factor", "longer_factor")),
+        *((name, c_int32) for name in ("half", "limit")),
     ]
 
 
-class ModelStruct(ctypes.Structure):
+class ProgramStruct(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, c_void_p)
-            for name in ("layers", "pairs", "head", "head_ids", "table", "embedding", "final_norm", "inv_freq")
-        ),
-        *((n, c_int64) for n in ("count", "hidden", "intermediate", "heads", "kv_heads", "dim", "rotary", "vocab")),
-        ("embedding_format", c_int32),
-        ("activation", c_int32),
-        *(
-            (n, c_float)
-            for n in ("eps", "scale", "rope_factor", "embedding_factor", "residual_factor", "logits_factor")
-        ),
+        *((name, c_void_p) for name in ("ops", "width", "angles", "head_ids")),
+        *((name, c_int64) for name in ("count", "registers", "tables", "vocab")),
     ]
 
 
@@ -139,9 +135,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {  # by the names of src/abi.hpp
     "Packed": PackedStruct,
     "Plan": PlanStruct,
     "AttentionJob": AttentionStruct,
-    "Layer": LayerStruct,
-    "Pairs": PairsStruct,
-    "Model": ModelStruct,
+    "Op": OpStruct,
+    "Angles": AnglesStruct,
+    "Program": ProgramStruct,
     "ForwardJob": ForwardStruct,
     "ChainJob": ChainStruct,
     "ChainsJob": ChainsStruct,
@@ -167,8 +163,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "plan": (c_int64, (c_int64, c_int64, c_int64, c_void_p, c_void_p, POINTER(PlanStruct))),
     "attention": (None, (POINTER(AttentionStruct),)),
     "pack_vectors": (None, (c_int32, c_void_p, c_void_p, c_int64, c_int64)),
-    "decoder_new": (c_void_p, (POINTER(ModelStruct),)),
-    "decoder_free": (None, (c_void_p,)),
+    "program_new": (c_void_p, (POINTER(ProgramStruct),)),
+    "program_free": (None, (c_void_p,)),
     "forward": (c_int64, (c_void_p, POINTER(ForwardStruct))),
     "draft_chains": (c_int64, (c_void_p, POINTER(ChainsStruct))),
     "scan": (None, (POINTER(ScanStruct),)),

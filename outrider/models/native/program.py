@@ -6,44 +6,39 @@ A family writes its forward with a `Builder`. Each call adds one op, and returns
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
+from outrider.kernels.cpu.library import AnglesStruct, OpStruct, ProgramStruct
+from outrider.kernels.cpu.packed import MOST, rounded
+from outrider.models.base import FINAL_NORM
+from outrider.models.dtypes import dtype_name
+from outrider.models.native.weights import WeightSource
+
+# Numbers that src/abi.hpp and src/program.hpp have, in their order.
+_KINDS = (
+    "embed", "norm", "linear", "heads", "rope", "store", "attend", "route", "experts", "gate", "map", "conv", "scan", "rows",
+    "given", "head",
+)  # fmt: skip
+_FLAG_NAMES = ("add", "gated", "per_group", "interleaved", "normalised", "tap", "fresh", "fed")
+_FLAGS = {name: 1 << i for i, name in enumerate(_FLAG_NAMES)}
+_STORE, _ADD = 0, 1
+_GATES = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}  # finishes of a linear over gate and up
+_WHEN = {"always": (), "features": ("fresh",), "fed": ("fed",)}
+# Rotary types whose frequencies do not depend on the length of the text.
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+_TABLES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class WeightSource(Protocol):
-    """Where the weights of a program come from: modules of transformers, a pack, or a GGUF file.
-
-    config: the model's configuration. What is read of it is remembered, for packs.
-    """
-
-    config: Any
-
-    def matrix(self, *names: str, paired: bool = False) -> native.Packed:
-        """The linears of these names side by side, with their biases. paired: gate and up, see `native.Packed`.
-
-        Raises KeyError for a name that is not there."""
-        ...
-
-    def table(self, name: str) -> native.Packed | Tensor:
-        """An embedding: packed, or floats [vocab, hidden]."""
-        ...
-
-    def tensor(self, name: str) -> Tensor | None:
-        """A parameter or buffer as contiguous float32, or None if there is none."""
-        ...
-
-    def number(self, name: str, default: Any = None) -> Any:
-        """An attribute of a module, such as `model.rotary_emb.attention_scaling`."""
-        ...
-
-    def experts(self, name: str) -> list[tuple[native.Packed, native.Packed]]:
-        """gate_up (paired) and down of each expert of a mixture, such as `model.layers.0.mlp.experts`."""
-        ...
+class NotNative(ValueError):
+    """A model that the native step cannot run, and why."""
 
 
 @dataclass(frozen=True)
@@ -55,49 +50,211 @@ class Value:
     width: int
 
     def split(self, *widths: int) -> list[Value]:
-        """Views of consecutive columns."""
+        """Views of consecutive columns. Raises ValueError unless these are all columns."""
+        if sum(widths) != self.width:
+            raise ValueError(f"{self.width} columns cannot be split into {widths}")
         starts = [sum(widths[:i]) for i in range(len(widths))]
         return [Value(self.register, self.offset + start, width) for start, width in zip(starts, widths, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Op:
+    kind: str
+    layer: int
+    flags: tuple[str, ...] = ()
+    in_: Value | None = None
+    other: Value | None = None
+    out: Value | None = None
+    matrices: tuple[native.Packed, ...] = ()
+    p: Tensor | None = None
+    q: Tensor | None = None
+    i: tuple[int, ...] = ()
+    f: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Native code believes these numbers. Raises ValueError for one that no model has."""
+        if not all(type(n) is int and -MOST <= n <= MOST for n in self.i) or not all(map(math.isfinite, self.f)):
+            raise ValueError(f"{self.kind} in layer {self.layer} has the numbers {self.i} and {self.f}")
+
+    @property
+    def values(self) -> list[Value]:
+        return [v for v in (self.in_, self.other, self.out) if v is not None]
+
+
+@dataclass(frozen=True)
+class _Angles:
+    inv_freq: Tensor
+    factor: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a `Builder` has built.
+
+    cells: (heads, numbers of a key, numbers of a value) of each layer of the cache. head: the output matrix. head_ids: its
+    tokens, int64 [n], ascending; None for all. table: the embedding. hidden: numbers that a tap of a layer shows. fed_back:
+    numbers that each node feeds back. max_length: tokens of the longest sequence. facts: the settings that it was built from,
+    for packs.
+    """
+
+    ops: tuple[_Op, ...]
+    widths: tuple[int, ...]
+    angles: tuple[_Angles, ...]
+    cells: dict[int, tuple[int, int, int]]
+    head: native.Packed
+    head_ids: Tensor | None
+    table: native.Packed | Tensor
+    embedding_factor: float
+    vocab_size: int
+    num_layers: int
+    hidden: int
+    fed_back: int
+    max_length: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def subset(self, layers: Sequence[int]) -> Program:
+        """With these layers only, over the same cache."""
+        ops = tuple(
+            replace(op, i=(layers.index(op.layer),)) if op.layer >= 0 and "tap" in op.flags else op
+            for op in self.ops
+            if op.layer < 0 or op.layer in layers
+        )
+        used = {op.i[0] for op in ops if op.kind == "store"}
+        if any(op.kind == "attend" and op.i[0] not in used for op in ops):
+            raise ValueError("a layer reads the keys of another one, so that one cannot be left out")
+        cells = {layer: shape for layer, shape in self.cells.items() if layer in used}
+        return replace(self, ops=ops, cells=cells, num_layers=len(layers))
+
+    @property
+    def matrices(self) -> list[native.Packed]:
+        """Those that a forward multiplies with, if it is given no features."""
+        return [m for op in self.ops if op.kind != "embed" and "fresh" not in op.flags for m in op.matrices]
+
+    def compiled(self) -> tuple[ProgramStruct, object]:
+        """The struct for native code, and what it points to besides the program."""
+        last = max((op.layer for op in self.ops), default=-1)
+        ops = [op for op in self.ops if op.kind != "rows" or "tap" in op.flags or op.layer in (-1, last)]
+        places, widths = _places(ops, self.widths)
+        structs, keep = (OpStruct * len(ops))(), list[Any]()
+        for struct, op in zip(structs, ops, strict=True):
+            struct.kind, struct.flags = _KINDS.index(op.kind), sum(_FLAGS[flag] for flag in op.flags)
+            for name, value in (("in", op.in_), ("other", op.other), ("out", op.out)):
+                view = (0, 0, 0) if value is None else (places[value.register], value.offset, value.width)
+                setattr(struct, name, (ctypes.c_int32 * 3)(*view))
+            if op.matrices:
+                pointers = (ctypes.c_void_p * len(op.matrices))(*(ctypes.addressof(m.struct) for m in op.matrices))
+                keep.append(pointers)
+                struct.count, struct.w = len(op.matrices), ctypes.addressof(pointers)
+            struct.p, struct.q = address(op.p), address(op.q)
+            struct.i, struct.f = (ctypes.c_int32 * 8)(*op.i), (ctypes.c_float * 6)(*op.f)
+        tables = (AnglesStruct * len(self.angles))(
+            *(AnglesStruct(a.inv_freq.data_ptr(), None, a.factor, 0.0, len(a.inv_freq), 0) for a in self.angles)
+        )
+        width = (ctypes.c_int32 * len(widths))(*widths)
+        program = ProgramStruct(
+            ctypes.addressof(structs),
+            ctypes.addressof(width),
+            ctypes.addressof(tables),
+            address(self.head_ids),
+            len(ops),
+            len(widths),
+            len(tables),
+            self.vocab_size,
+        )
+        return program, (structs, keep, tables, width)
+
+
+def address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _places(ops: Sequence[_Op], widths: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+    """A place for each register, and the widths of places. Registers of one width that live one after another share one."""
+    lasts = {value.register: n for n, op in enumerate(ops) for value in op.values}
+    places, made, free = dict[int, int](), list[int](), dict[int, list[int]]()
+    for n, op in enumerate(ops):
+        for value in op.values:
+            register = value.register
+            if register in places:
+                continue
+            width = widths[register]
+            if free.get(width):
+                places[register] = free[width].pop()
+            else:
+                places[register] = len(made)
+                made.append(width)
+        for register in {value.register for value in op.values if lasts[value.register] == n}:
+            free.setdefault(widths[register], []).append(places[register])
+    return places, made
+
+
+@dataclass
 class Builder:
     """Adds ops to a program.
 
     x, a, b: values. add_to: the op adds to this value in place of making one. out: the op writes this value.
-    names: of modules. Widths are checked: what does not fit raises ValueError with both sizes.
+    name, names: of modules. Widths are checked: what does not fit raises ValueError with both sizes.
+    layer: the one that is being built; -1 outside of layers.
     """
 
     source: WeightSource
-    # The layer that is being built; -1 outside of layers.
-    layer: int
+    layer: int = -1
+    _ops: list[_Op] = field(default_factory=list)
+    _widths: list[int] = field(default_factory=list)
+    _angles: list[_Angles] = field(default_factory=list)
+    _cells: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    _layers: int = 0
+    _hidden: int = 0
 
-    def layers(self, x: Value, name: str = "model.layers") -> Iterator[str]:
+    def layers(self, x: Value, count: int, name: str = "model.layers") -> Iterator[str]:
         """The names of the layers in turn. After each, x is what a tap of that layer shows."""
+        self._layers, self._hidden = count, x.width
+        for self.layer in range(count):
+            yield f"{name}.{self.layer}"
+            self._add("rows", flags=("tap",), in_=x, i=(self.layer,))
+        self.layer = -1
 
     def value(self, width: int) -> Value:
         """A new register."""
+        if not (type(width) is int and 0 < width <= MOST):
+            raise ValueError(f"a value has {width!r} numbers, and it must be a whole number from 1 to {MOST}")
+        self._widths.append(width)
+        return Value(len(self._widths) - 1, 0, width)
 
-    def embed(self, name: str = "model.embed_tokens", factor: float = 1.0) -> Value: ...
+    def embed(self, name: str = "model.embed_tokens", factor: float = 1.0, out: Value | None = None) -> Value:
+        """The row of a node's token, times a factor."""
+        table = self.source.table(name)
+        rows, width = table.shape if isinstance(table, Tensor) else (table.n, table.k)
+        if rows < self.source.vocab_size:
+            raise ValueError(f"{name} has {rows} rows for {self.source.vocab_size} tokens")
+        if isinstance(table, Tensor) and not (table.is_contiguous() and table.dtype in _TABLES):
+            raise ValueError(f"{name} is {table.dtype}, and a table is one of {', '.join(map(str, _TABLES))}")
+        place = self._place(out, None, width)
+        if isinstance(table, Tensor):
+            return self._add("embed", out=place, p=table, i=(native.FORMATS[dtype_name(table.dtype)],), f=(factor,))
+        return self._add("embed", out=place, matrices=(table,), f=(factor,))
 
     def given(self, width: int, *, when: str = "always", out: Value | None = None) -> Value:
         """What the caller gives to each node. when: "features" or "fed": only if this is given."""
+        return self._add("given", flags=_WHEN[when], out=self._place(out, None, width))
 
     def norm(
         self,
         x: Value,
-        name: str | None,
+        name: str,
         *,
         eps: float,
-        kind: str = "rms",
         group: int = 0,
-        one_added: bool = False,
-        gate: Value | None = None,
-        add_to: Value | None = None,
-        factor: float = 1.0,
+        per_group: bool = False,
         out: Value | None = None,
+        when: str = "always",
     ) -> Value:
-        """norm(x) * weight + bias. kind: "rms", "layer" or "l2". name: None for no weight. group: numbers normed together,
-        such as a head; 0 for all. one_added: the weight is 1 + w. gate: the result is multiplied by silu of it."""
+        """norm(x) * weight. group: numbers that are normed together, such as a head; 0 for all. per_group: groups have weights of
+        their own."""
+        weight = self._vector(f"{name}.weight", x.width if per_group else group or x.width)
+        place = self._place(out, None, x.width)
+        flags = (*_WHEN[when], *(("per_group",) if per_group else ()))
+        return self._add("norm", flags=flags, in_=x, out=place, p=weight, i=(0, group), f=(eps,))
 
     def linear(
         self,
@@ -108,104 +265,122 @@ class Builder:
         factor: float = 1.0,
         add_to: Value | None = None,
         out: Value | None = None,
+        when: str = "always",
     ) -> Value:
         """The linears of these names side by side. width: of the result. gate: of gate and up, "silu" or "gelu_pytorch_tanh"."""
+        if gate is not None and gate not in _GATES:
+            raise NotNative(f"its activation is {gate}")
+        matrix = self.source.matrix(*names, paired=gate is not None)
+        self._check_matrix(names[0], matrix, 2 * rounded(width) if gate else width, x.width)
+        finish = _GATES[gate] if gate else _STORE if add_to is None else _ADD
+        place = self._place(out, add_to, width)
+        return self._add("linear", flags=_WHEN[when], in_=x, out=place, matrices=(matrix,), i=(finish,), f=(factor,))
 
-    def heads(self, x: Value, matrices: Sequence[native.Packed], *, out: Value | None = None) -> Value:
-        """Head h of the result is matrix h times head h of x."""
+    def has(self, name: str) -> bool:
+        """Whether there is a module with a weight of this name."""
+        return self.source.tensor(f"{name}.weight") is not None
 
-    def rotary(self, name: str = "model.rotary_emb", factor: float | None = None) -> int:
-        """The number of a table of angles, for `rope`."""
+    def rotary(self, settings: Mapping[str, Any] | None, name: str = "model.rotary_emb") -> int:
+        """The number of a table of angles, for `rope`. settings: `rope_parameters` of the configuration."""
+        kind = (settings or {}).get("rope_type", "default")
+        if kind not in _FIXED_ROTARY:
+            raise NotNative(f"its rotary embedding ({kind}) changes with the length of the text")
+        frequencies = self.source.tensor(f"{name}.inv_freq")
+        if frequencies is None or frequencies.dim() != 1:
+            raise NotNative(f"it has no frequencies {name}.inv_freq")
+        return self.angles(frequencies, float(self.source.number(f"{name}.attention_scaling", 1.0)))
 
-    def rope(self, x: Value, table: int, dim: int, *, offset: int = 0, interleaved: bool = False) -> None:
+    def angles(self, frequencies: Tensor, factor: float) -> int:
+        """The number of a table of angles. frequencies: float32 [n]. factor: of cosines and sines."""
+        if frequencies.dtype != torch.float32:
+            raise ValueError(f"rotary frequencies are {frequencies.dtype}, and they must be float32")
+        self._angles.append(_Angles(frequencies.contiguous(), factor))
+        return len(self._angles) - 1
+
+    def rope(self, x: Value, table: int, dim: int, *, offset: int = 0) -> None:
         """Rotate the heads of x in place. dim: of a head. offset: where the rotated numbers of a head begin."""
+        rotary = 2 * len(self._angles[table].inv_freq)
+        if not 0 < rotary <= dim - offset or x.width % dim:
+            raise ValueError(f"there are {rotary // 2} rotary frequencies for heads of {dim} numbers")
+        self._add("rope", in_=x, i=(table, dim, offset, rotary))
 
     def store(self, key: Value, value: Value, heads: int) -> int:
         """Keys and values into the cache. Returns the number of the cache's layer, for `attend`."""
+        if heads < 1 or key.width % heads or value.width % heads:
+            raise ValueError(f"{heads} heads do not divide keys of {key.width} and values of {value.width} numbers")
+        cache = max(self.layer, 0)
+        self._cells[cache] = heads, key.width // heads, value.width // heads
+        self._add("store", in_=key, other=value, i=(cache, *self._cells[cache]))
+        return cache
 
     def attend(
-        self,
-        query: Value,
-        cache: int,
-        *,
-        heads: int,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: str | None = None,
-    ) -> Value: ...
-
-    def gate(
-        self,
-        a: Value,
-        b: Value | None,
-        function: str,
-        *,
-        limit: float = 0.0,
-        alpha: float = 0.0,
-        plus: float = 0.0,
-        add_to: Value | None = None,
-        out: Value | None = None,
+        self, query: Value, cache: int, *, heads: int, scale: float, window: int = 0, out: Value | None = None
     ) -> Value:
-        """function(a) * (b + plus). One number of a may be for several of b. limit: a is at most this, and b is in +-limit."""
-
-    def map(
-        self,
-        x: Value,
-        function: str,
-        *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        factor: float = 1.0,
-        cap: float = 0.0,
-        out: Value | None = None,
-    ) -> Value:
-        """function(x * scale + shift) * factor: "linear", "softplus", "exp", "exp_negative", "sigmoid" or "softcap"."""
-
-    def conv(self, x: Value, name: str, *, activation: str | None) -> Value: ...
-
-    def scan(
-        self, kind: str, inputs: Sequence[Value], *, heads: int, keys: int, width: int, groups: int = 1
-    ) -> Value: ...
-
-    def route(
-        self,
-        logits: Value,
-        *,
-        k: int,
-        kind: str,
-        normalised: bool = False,
-        factor: float = 1.0,
-        correction: str | None = None,
-        groups: int = 0,
-        kept_groups: int = 0,
-    ) -> Value:
-        """The experts of each node. kind: "softmax_top", "top_softmax" or "sigmoid_top"."""
-
-    def experts(
-        self,
-        x: Value,
-        routed: Value,
-        name: str,
-        *,
-        activation: str,
-        limit: float = 0.0,
-        alpha: float = 0.0,
-        plus: float = 0.0,
-        factor: float = 1.0,
-        add_to: Value | None = None,
-    ) -> Value: ...
+        """Attention over the keys and values of a layer of the cache. window: tokens that a node sees; 0: all."""
+        kv_heads, dim, value_dim = self._cells[cache]
+        if heads % kv_heads:
+            raise ValueError(f"{kv_heads} heads of keys do not divide {heads} heads")
+        if query.width != heads * dim or window < 0:
+            raise ValueError(f"queries are {query.width} numbers for {heads} heads of {dim}, and the window {window}")
+        place = self._place(out, None, heads * value_dim)
+        numbers = (cache, heads, kv_heads, dim, value_dim, window)
+        return self._add("attend", in_=query, out=place, i=numbers, f=(scale, 0.0))
 
     def rows(self) -> None:
         """From here on in the last layer only the nodes whose logits are wanted. Call it where no node needs another's values."""
+        self._add("rows")
 
-    def head(
-        self,
-        x: Value,
-        name: str = "lm_head",
-        *,
-        factor: float = 1.0,
-        softcap: float = 0.0,
-        fed_back: Value | None = None,
-    ) -> None:
-        """The logits. x: after the final norm, which is what the tap FINAL_NORM shows."""
+    def head(self, x: Value, name: str = "lm_head", *, factor: float = 1.0, fed_back: Value | None = None) -> None:
+        """The logits. x: after the final norm, which is what the tap FINAL_NORM shows. fed_back: what a node feeds back."""
+        matrix, ids = self.source.matrix(name), self.source.head_ids
+        self._check_matrix(name, matrix, self.source.vocab_size if ids is None else len(ids), x.width)
+        self._add("rows", flags=("tap",), in_=x, i=(FINAL_NORM,))
+        self.rows()
+        self._add("head", in_=x, other=fed_back, matrices=(matrix,), f=(factor,))
+
+    def program(self) -> Program:
+        """What was built. Raises ValueError unless it has an embedding and a head."""
+        embed, head = self._ops[0], self._ops[-1]
+        if embed.kind != "embed" or head.kind != "head":
+            raise ValueError("a program begins with an embedding and ends with a head")
+        return Program(
+            tuple(self._ops),
+            tuple(self._widths),
+            tuple(self._angles),
+            dict(self._cells),
+            head.matrices[0],
+            self.source.head_ids,
+            embed.matrices[0] if embed.matrices else embed.p,  # pyright: ignore[reportArgumentType]
+            embed.f[0],
+            self.source.vocab_size,
+            self._layers,
+            self._hidden,
+            head.other.width if head.other else 0,
+        )
+
+    def _add(self, kind: str, **settings: Any) -> Value:
+        op = _Op(kind, self.layer, **settings)
+        self._ops.append(op)
+        return op.out or Value(0, 0, 0)
+
+    def _place(self, out: Value | None, add_to: Value | None, width: int) -> Value:
+        place = out or add_to or self.value(width)
+        if place.width != width:
+            raise ValueError(f"{width} numbers do not fit a value of {place.width}")
+        return place
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        found = self.source.tensor(name)
+        if found is None:
+            raise ValueError(f"{name} is not there")
+        if found.shape != (size,) or found.dtype != torch.float32:
+            raise ValueError(f"{name} is {found.dtype} {list(found.shape)}, and the settings say float32 [{size}]")
+        return found
+
+    def _check_matrix(self, name: str, given: native.Packed, n: int, k: int) -> None:
+        if (given.n, given.k) != (n, k):
+            raise ValueError(f"{name} is {given.n} x {given.k}, and the settings say {n} x {k}")
+
+
+Build = Callable[[Builder, Any], None]
+"""How a family builds its program: (builder, configuration). It ends with `Builder.head`."""

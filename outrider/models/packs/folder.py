@@ -4,8 +4,8 @@
     packed.safetensors                     the packed matrices, and the parameters and buffers that are not packed
     config.json and the tokenizer's files  as save_pretrained writes them
 
-A model that the native step runs is read as its `LlamaWeights`, without transformers. Any other one is read as a model of
-transformers without weights, whose modules have their packed matrices (`models.matrix`). So `LlamaModel` and `HFModel` are
+A model that the native step runs is read as its `Program`, without transformers. Any other one is read as a model of
+transformers without weights, whose modules have their packed matrices (`models.matrix`). So `NativeModel` and `HFModel` are
 made of it as of any model, and give the same bits.
 """
 
@@ -37,8 +37,9 @@ from outrider.kernels.blocks import Blocks
 from outrider.models import checkpoint
 from outrider.models.dtypes import STORED_DTYPES
 from outrider.models.lazy import Lazy
-from outrider.models.llama_weights import LlamaSettings, LlamaWeights
 from outrider.models.matrix import give_matrix_, matrices_in
+from outrider.models.native.model import stored
+from outrider.models.native.program import Program
 from outrider.models.request import LoadRequest, ReadModel
 from outrider.models.tokenizer import LazyTokenizer, tokenizer_of
 
@@ -68,7 +69,7 @@ class Manifest:
     source: what the model was loaded from. weights: the precision. end_ids: the end tokens. made_by: what a reader must have in
     common with the writer.
     matrices: the settings of each `Packed`, by the name of its module. sums: a checksum of each tensor of the file.
-    native: the `LlamaSettings` of a model that the native step runs. tokenizer: the settings of a `LazyTokenizer`. None: it is
+    native: the `Program.facts` of a model that the native step runs. tokenizer: the settings of a `LazyTokenizer`. None: it is
     read by transformers.
     """
 
@@ -159,11 +160,11 @@ def contents(
     end_ids: tuple[int, ...],
     tokenizer: Any,
     source: str,
-    native: LlamaWeights | None = None,
+    native: Program | None = None,
 ) -> PackContents:
     """The pack of a model whose linears are packed. The tensors are those of the model, not copies.
 
-    model: the modules, after `LlamaModel` or `HFModel` was made of them. native: what the `LlamaModel` computes with. Raises
+    model: the modules, after `NativeModel` or `HFModel` was made of them. native: what the `NativeModel` computes with. Raises
     NotRestorable.
     """
     tensors, matrices = dict[str, Tensor](), dict[str, Any]()
@@ -186,7 +187,7 @@ def contents(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         files = {f.name: f.read_bytes() for f in Path(temporary).iterdir() if f.is_file()}
-    settings = None if native is None else asdict(native.settings)
+    settings = None if native is None else native.facts
     lazy = tokenizer.settings if isinstance(tokenizer, LazyTokenizer) else None
     return PackContents(Manifest(source, weights, end_ids, made_by(), matrices, {}, settings, lazy), tensors, files)
 
@@ -240,10 +241,9 @@ def read(folder: Path, request: LoadRequest) -> ReadModel:
         if pack.native is None or request.modules:
             model: Any = _restored(config.complete, pack, matrices, tensors)
         else:
-            settings = LlamaSettings(**{**pack.native, "windows": tuple(pack.native["windows"])})
-            model = LlamaWeights.of_parts(settings, matrices, tensors)
-            if (length := given.get("max_position_embeddings")) != model.settings.max_length:
-                raise ValueError(f"max_length is {model.settings.max_length}, and {CONFIG} says {length}")
+            model = stored(pack.native, matrices, tensors)
+            if (length := given.get("max_position_embeddings")) != model.max_length:
+                raise ValueError(f"max_length is {model.max_length}, and {CONFIG} says {length}")
     except BadPack:
         raise
     except Exception as error:  # transformers, and files that are not what they were, raise many kinds of errors

@@ -16,16 +16,16 @@ from outrider.core.types import Budget
 from outrider.drafters.model.self_speculation import LayerSearch, LayerSkipDrafter, search_layers
 from outrider.models.base import LanguageModel
 from outrider.models.hf.model import HFModel
-from outrider.models.native_llama import LlamaModel, supports
+from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 from outrider.testing.toy import ToyModel
 
 
-def fused() -> LlamaModel:
+def fused() -> NativeModel:
     model = tiny("llama", num_hidden_layers=4)
     if why := supports(model):
         pytest.skip(why)
-    return LlamaModel(model)
+    return NativeModel(model)
 
 
 MODELS = {
@@ -68,7 +68,7 @@ def test_a_part_is_the_model_without_the_others() -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     models: list[LanguageModel] = [whole]
     if supports(raw) is None:
-        models.append(LlamaModel(raw))
+        models.append(NativeModel(raw))
     for model in models:
         skipped = model.layer_subset([0, 3])
         got = skipped.forward(Nodes(ids, skipped.new_cache(1, 8), [0])).logits

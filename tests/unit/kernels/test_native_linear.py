@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu.library import STRUCTS, PairsStruct, layout, load
+from outrider.kernels.cpu.library import STRUCTS, AnglesStruct, layout, load
 from outrider.models.hf.linear import PackedLinear, pack_linears_
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
@@ -163,13 +163,13 @@ def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_structs_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two fields of one size that are swapped would otherwise be read as each other."""
     assert native.library().layout().decode() == layout()
-    fields = list(PairsStruct._fields_)
+    fields = list(AnglesStruct._fields_)
     fields[0], fields[1] = fields[1], fields[0]
     swapped = type("Swapped", (ctypes.Structure,), {"_fields_": fields})
-    monkeypatch.setitem(STRUCTS, "Pairs", swapped)
+    monkeypatch.setitem(STRUCTS, "Angles", swapped)
     found, why = load()
     assert found is None
-    assert "its Pairs differs" in str(why)
+    assert "its Angles differs" in str(why)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")

@@ -20,7 +20,7 @@ from outrider.models.gguf.reader import read
 from outrider.models.hf.linear import PackedEmbedding
 from outrider.models.hf.model import HFModel
 from outrider.models.load import load
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 
 _LLAMA3 = {
@@ -118,7 +118,7 @@ def test_an_architecture_gives_the_logits_of_transformers(name: str, tmp_path: P
     write_gguf(raw, file, form, metadata=named)
     loaded = load(file, dtype="float32")
     assert loaded.weights == "float32"
-    assert type(loaded.model) is (LlamaModel if kind in NATIVE else HFModel)
+    assert type(loaded.model) is (NativeModel if kind in NATIVE else HFModel)
     [ids] = prompts(12)
     # transformers' own Nemotron-H limits its time steps in a prompt, and not in the tokens that follow
     reference = logits(HFModel(raw), ids) if kind == "nemotron_h" else expected(raw, ids)
@@ -198,8 +198,8 @@ def test_a_tied_embedding_is_packed_once(tmp_path: Path) -> None:
     for tied in (True, False):
         write_gguf(tiny("llama", **_SHAPE, tie_word_embeddings=tied), file, "Q8_0")
         model = load(file).model
-        assert isinstance(model, LlamaModel)
-        assert (model.packed_weights.table is model.packed_weights.head) == tied
+        assert isinstance(model, NativeModel)
+        assert (model.program.table is model.program.head) == tied
 
 
 def test_nothing_of_the_file_stays_mapped(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from outrider.kernels.vectors import unpack_vectors
 from outrider.models.base import EMBEDDING, FINAL_NORM, Chain
 from outrider.models.cache import KV_CACHE_DTYPES
 from outrider.models.hf.model import HFModel
-from outrider.models.native_llama import LlamaModel, supports
+from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.why()))
@@ -92,7 +92,7 @@ NAMES = ("llama", "llama3", "yarn", "mistral", "qwen2", "qwen3", "granite")
 TEXT = torch.randint(0, VOCAB, (1, 120), generator=torch.Generator().manual_seed(3))
 
 
-def one_at_a_time(model: LlamaModel, text: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+def one_at_a_time(model: NativeModel, text: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
     cache, logits, features = model.new_cache(1, 512), [], []
     for i in range(text.shape[1]):
         out = model.forward(Nodes(text[:, i : i + 1], cache, [0]), taps=taps)
@@ -106,7 +106,7 @@ def one_at_a_time(model: LlamaModel, text: Tensor, taps: tuple[int, ...] = ()) -
 def test_close_to_transformers(name: str) -> None:
     theirs = build(name)
     assert supports(theirs) is None
-    ours = LlamaModel(theirs)
+    ours = NativeModel(theirs)
     with torch.no_grad():
         expected = theirs(TEXT).logits
     assert (ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits - expected).abs().max() < 1e-4
@@ -116,7 +116,7 @@ def test_close_to_transformers(name: str) -> None:
 def test_taps_are_those_of_transformers_modelling_code(name: str) -> None:
     """The last layer too, whose output transformers itself replaces by that of the final norm."""
     theirs, taps = build(name), (EMBEDDING, 0, 2, FINAL_NORM)
-    ours, reference = LlamaModel(theirs), HFModel(theirs)
+    ours, reference = NativeModel(theirs), HFModel(theirs)
     assert ours.num_layers == reference.num_layers == 3
     tokens, parents = TEXT[:, :6], torch.tensor([[-1, 0, 0, 1, 3, -2]])
     for tree in (None, parents):
@@ -136,7 +136,7 @@ def test_taps_are_those_of_transformers_modelling_code(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str, kv_cache_dtype: str) -> None:
     rng = random.Random(name)
-    model = LlamaModel(build(name), weights=weights, kv_cache_dtype=kv_cache_dtype)
+    model = NativeModel(build(name), weights=weights, kv_cache_dtype=kv_cache_dtype)
     ones, tapped = one_at_a_time(model, TEXT, taps=(0, -1))
     whole = model.forward(Nodes(TEXT, model.new_cache(2, 512), [1]), taps=(0, -1))
     assert torch.equal(whole.logits, ones)
@@ -156,7 +156,7 @@ def test_any_chunking_has_the_bits_of_one_at_a_time(name: str, weights: str, kv_
 def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str, kv_cache_dtype: str) -> None:
     rng = random.Random(name)
     torch.manual_seed(1)
-    model = LlamaModel(build(name), weights="bfloat16", kv_cache_dtype=kv_cache_dtype)
+    model = NativeModel(build(name), weights="bfloat16", kv_cache_dtype=kv_cache_dtype)
     cache, lengths, rows, sizes = model.new_cache(3, 512), [10, 70, 0], [2, 0, 1], [12, 5, 9]
     for row, n in enumerate(lengths):
         if n:
@@ -198,7 +198,7 @@ def test_trees_and_batches_have_the_bits_of_one_at_a_time(name: str, kv_cache_dt
 def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, kv_cache_dtype: str, seed: int) -> None:
     """Random trees and chains, padding anywhere, cut at random places: the bits of one forward over all nodes."""
     rng, nodes = random.Random(f"{weights} {seed}"), 14
-    model = LlamaModel(build(NAMES[seed % len(NAMES)]), weights=weights, kv_cache_dtype=kv_cache_dtype)
+    model = NativeModel(build(NAMES[seed % len(NAMES)]), weights=weights, kv_cache_dtype=kv_cache_dtype)
     lengths, rows = [33, 0, 5], [2, 0, 1][: rng.randint(1, 3)]
     parents = torch.full((len(rows), nodes), -2)
     for b in range(len(rows)):
@@ -231,7 +231,7 @@ def test_a_forward_goes_on_from_nodes_in_the_scratch(weights: str, kv_cache_dtyp
 
 
 def test_64_nodes_behind_32k_tokens_have_the_bits_of_one_at_a_time() -> None:
-    model, length, nodes = LlamaModel(build("llama"), weights="int8"), 32_700, 64
+    model, length, nodes = NativeModel(build("llama"), weights="int8"), 32_700, 64
     cache, tokens = model.new_cache(1, length + nodes), TEXT[:, :nodes]
     model.forward(Nodes(tokens[:, :1], cache, [0]), want="none")  # makes the tensors
     cache.reserve([0], length + nodes)
@@ -250,7 +250,7 @@ def test_64_nodes_behind_32k_tokens_have_the_bits_of_one_at_a_time() -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
 def test_the_cache_grows_under_way(kv_cache_dtype: str) -> None:
-    model = LlamaModel(build("llama"), kv_cache_dtype=kv_cache_dtype)
+    model = NativeModel(build("llama"), kv_cache_dtype=kv_cache_dtype)
     text = TEXT.repeat(1, 4)[:, :400]
     cache = model.new_cache(1, 500)
     for i in range(0, 400, 50):
@@ -265,7 +265,7 @@ def test_the_cache_grows_under_way(kv_cache_dtype: str) -> None:
 def test_weights_are_close_to_what_they_round(weights: str) -> None:
     """A model whose matrices are replaced by what the kernels hold gives, in transformers, the same logits."""
     theirs = build("llama3")
-    ours = LlamaModel(theirs, weights=weights)
+    ours = NativeModel(theirs, weights=weights)
     head = "int8" if weights in ("int8", "int4") else weights
     with torch.no_grad():
         for module in theirs.modules():
@@ -284,7 +284,7 @@ def test_rounded_keys_and_values_are_close_and_the_same_as_on_the_general_path(n
     theirs = build(name)
     exact, ours, general = (
         make(theirs, kv_cache_dtype=dtype)
-        for make, dtype in ((LlamaModel, "auto"), (LlamaModel, kv_cache_dtype), (HFModel, kv_cache_dtype))
+        for make, dtype in ((NativeModel, "auto"), (NativeModel, kv_cache_dtype), (HFModel, kv_cache_dtype))
     )
     cache, twin = ours.new_cache(1, 512), general.new_cache(1, 512)
     got, other = ours.forward(Nodes(TEXT, cache, [0])).logits, general.forward(Nodes(TEXT, twin, [0])).logits
@@ -304,15 +304,15 @@ def test_rounded_keys_and_values_are_close_and_the_same_as_on_the_general_path(n
 @pytest.mark.parametrize("tied", [True, False])
 def test_own_frees_the_originals(tied: bool) -> None:
     theirs = build("llama" if tied else "qwen3")
-    kept = LlamaModel(theirs).forward(Nodes(TEXT, LlamaModel(theirs).new_cache(1, 512), [0])).logits
-    ours = LlamaModel(theirs, own=True)
+    kept = NativeModel(theirs).forward(Nodes(TEXT, NativeModel(theirs).new_cache(1, 512), [0])).logits
+    ours = NativeModel(theirs, own=True)
     assert sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear)) == 0
     assert torch.equal(ours.forward(Nodes(TEXT, ours.new_cache(1, 512), [0])).logits, kept)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_goes_on() -> None:
-    model = LlamaModel(build("llama"))
+    model = NativeModel(build("llama"))
     expected = model.forward(Nodes(TEXT, model.new_cache(1, 512), [0])).logits
     child = os.fork()
     if child == 0:
@@ -330,7 +330,7 @@ def test_a_forked_process_goes_on() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
 def test_draft_chains_are_the_loop_in_one_call(kv_cache_dtype: str) -> None:
     """Rows of other lengths, depths, temperatures and seeds: each as the loop draws it alone, and the scratch too."""
-    model = LlamaModel(build("llama"), kv_cache_dtype=kv_cache_dtype)
+    model = NativeModel(build("llama"), kv_cache_dtype=kv_cache_dtype)
     cache = model.new_cache(4, 300)
     starts = {0: 40, 1: 250, 3: 7}
     for row, n in starts.items():
@@ -368,7 +368,7 @@ def test_draft_chains_are_the_loop_in_one_call(kv_cache_dtype: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
 @pytest.mark.parametrize("ids", [None, "some"])
 def test_a_chain_states_its_chances_and_ends_where_they_are_low(temperature: float, ids: str | None) -> None:
-    model = LlamaModel(build("llama"), head_ids=None if ids is None else SOME)
+    model = NativeModel(build("llama"), head_ids=None if ids is None else SOME)
     cache, error, ended = model.new_cache(1, 64), LogitError(), set[int]()
     for first in range(1, 30):
         noise = (first, 0, 0, 5)
@@ -399,20 +399,22 @@ SOME = torch.tensor([0, 3, 4, 7, 8, 11, 12, 19, 20, 21, 22, 23, 29, 30, 31, 34, 
 def test_a_head_of_some_tokens(name: str, weights: str) -> None:
     """Its logits are those of the whole head, bit for bit, and -inf for every other token."""
     raw = build(name).to(torch.bfloat16)  # the embedding has the same values in a table and in a packed head
-    whole, some = LlamaModel(raw, weights), LlamaModel(raw, weights, head_ids=SOME)
+    whole, some = NativeModel(raw, weights), NativeModel(raw, weights, head_ids=SOME)
     masked = whole.forward(Nodes(TEXT, whole.new_cache(1, 512), [0])).logits
     masked[..., [t for t in range(VOCAB) if t not in SOME]] = -torch.inf
     for want in ("all", "last", "none"):
         logits = some.forward(Nodes(TEXT, some.new_cache(1, 512), [0]), want=want).logits  # type: ignore[arg-type]
         assert torch.equal(logits, {"all": masked, "last": masked[:, -1:], "none": masked[:, :0]}[want])
     assert some.vocab_size == VOCAB
-    assert whole.weight_bytes - some.weight_bytes == (3 - 2) * 16 * whole.hidden * (4 if weights == "float32" else 2)
+    assert whole.weight_bytes - some.weight_bytes == (3 - 2) * 16 * whole.program.hidden * (
+        4 if weights == "float32" else 2
+    )
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
 def test_chains_from_a_head_of_some_tokens(weights: str) -> None:
     """Chains are those that a caller draws from the logits over the whole vocabulary: the noise is that of the token."""
-    model = LlamaModel(build("llama"), weights, head_ids=SOME)
+    model = NativeModel(build("llama"), weights, head_ids=SOME)
     cache = model.new_cache(2, 300)
     chains = [Chain(0, [3, 4], 20, 0.8, (9, 1, 2, 11)), Chain(1, [5], 9, 0.0), Chain(0, [1], 20, 1.5, (3, 0, 0, 2))]
     for c in chains:
@@ -436,14 +438,14 @@ def test_chains_from_a_head_of_some_tokens(weights: str) -> None:
     [([], "at least one"), ([3, 3], "ascending"), ([4, 3], "ascending"), ([0, VOCAB], "0 to 36"), ([-1, 3], "0 to 36")],
 )
 def test_a_head_of_tokens_that_are_none(ids: list[int], words: str) -> None:
-    for make in (LlamaModel, HFModel):
+    for make in (NativeModel, HFModel):
         with pytest.raises(ValueError, match=words):
             make(build("llama"), head_ids=torch.tensor(ids, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_DTYPES))
 def test_every_instruction_set_gives_the_same_bits(kv_cache_dtype: str) -> None:
-    model = LlamaModel(build("qwen3"), weights="int8", kv_cache_dtype=kv_cache_dtype)
+    model = NativeModel(build("qwen3"), weights="int8", kv_cache_dtype=kv_cache_dtype)
     before, out = native.isa(), []
     for isa in native.isas():
         if native.use_isa(isa):
@@ -453,7 +455,7 @@ def test_every_instruction_set_gives_the_same_bits(kv_cache_dtype: str) -> None:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    model = LlamaModel(build("llama"))
+    model = NativeModel(build("llama"))
     cache = model.new_cache(1, 64)
     with pytest.raises(ValueError, match=r"token 99 .* vocabulary of 37"):
         model.forward(Nodes(torch.tensor([[1, 99]]), cache, [0]))
@@ -477,8 +479,8 @@ def test_errors_name_what_is_wrong() -> None:
         model.draft_chains(cache, [Chain(0, [99], 2)])
     with pytest.raises(IndexError, match="slots are 0 to 0"):
         model.forward(Nodes(torch.tensor([[1]]), cache, [-1]))
-    other = LlamaModel(build("qwen2")).new_cache(1, 64)
-    LlamaModel(build("qwen2")).forward(Nodes(torch.tensor([[1]]), other, [0]))
+    other = NativeModel(build("qwen2")).new_cache(1, 64)
+    NativeModel(build("qwen2")).forward(Nodes(torch.tensor([[1]]), other, [0]))
     with pytest.raises(ValueError, match="another model"):
         model.forward(Nodes(torch.tensor([[1]]), other, [0]))
 
@@ -490,4 +492,4 @@ def test_what_it_cannot_run_it_says() -> None:
     model = LlamaForCausalLM(LlamaConfig(**ODD, head_dim=20, hidden_act="relu"))
     assert "relu" in str(supports(model))
     with pytest.raises(ValueError, match="HFModel can"):
-        LlamaModel(model)
+        NativeModel(model)

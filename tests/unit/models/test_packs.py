@@ -26,7 +26,7 @@ from outrider.models import load as loading
 from outrider.models.base import LanguageModel
 from outrider.models.hf.model import HFModel
 from outrider.models.load import Loaded, Reduction, pack
-from outrider.models.native_llama import LlamaModel, supports
+from outrider.models.native.model import NativeModel, supports
 from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
@@ -44,7 +44,7 @@ def load(*given: Any, **more: Any) -> Loaded:
 
 
 def run_by(raw: PreTrainedModel, weights: str, head_ids: torch.Tensor | None = None) -> LanguageModel:
-    return (LlamaModel if supports(raw) is None else HFModel)(raw, weights=weights, own=True, head_ids=head_ids)
+    return (NativeModel if supports(raw) is None else HFModel)(raw, weights=weights, own=True, head_ids=head_ids)
 
 
 def modules_of(folder: Path) -> PreTrainedModel:

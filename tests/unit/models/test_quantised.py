@@ -18,7 +18,7 @@ from outrider.kernels.blocks import Blocks
 from outrider.models.hf.hooks import UnsupportedModel
 from outrider.models.load import load, modules
 from outrider.models.matrix import matrix_of
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 from outrider.models.quantised.weights import QuantisedWeight
 
@@ -70,7 +70,7 @@ def test_the_values_of_the_formula(kind: str, tmp_path: Path) -> None:
             assert torch.equal(matrix.dense(), exact), name
     assert any("exact values as float16" in str(w.message) for w in said) == (form is None)
     if native.available():
-        assert isinstance(loaded.model, LlamaModel)
+        assert isinstance(loaded.model, NativeModel)
         assert loaded.weights == ("gguf" if form else "float16")
 
 

@@ -30,9 +30,9 @@ from outrider.models import load as loading
 from outrider.models.builtin.shipped import builtin_folder
 from outrider.models.gguf.reader import read
 from outrider.models.gguf.tokenizer import tokenizer_of
-from outrider.models.llama_weights import LlamaWeights
 from outrider.models.load import load, pack
-from outrider.models.native_llama import LlamaModel, supports
+from outrider.models.native.model import NativeModel, supports
+from outrider.models.native.program import Program
 from outrider.models.nodes import Nodes
 from outrider.models.packs import folder as packs
 from outrider.models.packs import store
@@ -127,13 +127,13 @@ print(LLM(sys.argv[1], speculative_config={"method": "auto"}).generate("def f")[
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_model_from_a_pack_gives_the_same_bits(name: str, weights: str, tmp_path: Path) -> None:
     raw = tiny(name).bfloat16()
-    made = LlamaModel(raw, weights=weights, own=True)
-    packs.contents(raw, weights, (5, 7), None, name, made.packed_weights).write(tmp_path)
+    made = NativeModel(raw, weights=weights, own=True)
+    packs.contents(raw, weights, (5, 7), None, name, made.program).write(tmp_path)
     found = packs.read(tmp_path, LoadRequest(name, tokenizer=False)).model
-    assert isinstance(found, LlamaWeights)
-    again = LlamaModel(found)
+    assert isinstance(found, Program)
+    again = NativeModel(found)
     assert torch.equal(logits(made), logits(again))
-    assert again.packed_weights.settings == made.packed_weights.settings
+    assert again.program.facts == made.program.facts
     assert (again.weight_bytes, again.num_layers, again.max_length) == (
         made.weight_bytes, made.num_layers, made.max_length,
     )  # fmt: skip
@@ -159,9 +159,9 @@ def test_embeddings_of_a_gguf_file(tied: bool, tmp_path: Path) -> None:
     first = load(tmp_path / "model.gguf")
     store.wait()
     second = load(tmp_path / "model.gguf")
-    assert isinstance(second.model, LlamaModel)
+    assert isinstance(second.model, NativeModel)
     assert torch.equal(logits(first.model), logits(second.model))
-    weights = second.model.packed_weights
+    weights = second.model.program
     assert (weights.table is weights.head) == tied
 
 
@@ -312,8 +312,8 @@ def test_packs_of_one_process_are_written_one_after_another(file: Path, tmp_path
 
 def test_the_memory_of_a_model_is_not_kept_after_its_pack(file: Path) -> None:
     found = load(file)
-    assert isinstance(found.model, LlamaModel)
-    _, buffers = found.model.packed_weights.layers[0].down.state()
+    assert isinstance(found.model, NativeModel)
+    _, buffers = found.model.program.matrices[3].state()
     matrix = weakref.ref(buffers["data"])
     del found, buffers
     while matrix() is not None:  # nobody waits for the pack

@@ -5,12 +5,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.hf.model import HFModel
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("kind", [LlamaModel, HFModel])
+@pytest.mark.parametrize("kind", [NativeModel, HFModel])
 def test_rows_are_those_of_the_checkpoint(kind: type, weights: str, tied: bool) -> None:
     torch.manual_seed(0)
     raw = LlamaForCausalLM(
@@ -35,7 +35,7 @@ def test_rows_are_those_of_the_checkpoint(kind: type, weights: str, tied: bool) 
     assert model.embedding_rows(torch.empty(0, dtype=torch.long)).shape == (0, 32)
 
 
-@pytest.mark.parametrize("kind", [LlamaModel, HFModel])
+@pytest.mark.parametrize("kind", [NativeModel, HFModel])
 def test_a_head_of_some_tokens_has_no_rows_of_others(kind: type) -> None:
     raw = LlamaForCausalLM(
         LlamaConfig(vocab_size=70, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)

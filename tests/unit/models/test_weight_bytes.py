@@ -6,14 +6,14 @@ import pytest
 from architectures import tiny
 
 from outrider.models.hf.model import HFModel
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 def test_a_model_of_transformers_reads_what_the_native_step_reads(weights: str) -> None:
     raw = tiny("llama", hidden_size=64, intermediate_size=96)
     norms = sum(p.nbytes for p in raw.parameters() if p.dim() == 1)
-    found, native = HFModel(raw, weights=weights), LlamaModel(raw, weights=weights)
+    found, native = HFModel(raw, weights=weights), NativeModel(raw, weights=weights)
     assert found.weight_bytes == pytest.approx(native.weight_bytes + norms, rel=0.02)
     assert found.head_bytes == native.head_bytes > 0
     if weights == "auto":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +15,15 @@ from outrider.drafters.heads.layers import Linears, PackedLayer, Rotary, precisi
 from outrider.drafters.heads.reading import HeadWeights
 from outrider.kernels import cpu as native
 from outrider.kernels.attention import Scoring
-from outrider.kernels.cpu.library import LayerStruct, PairsStruct
 from outrider.models.attention import attend, write
 from outrider.models.base import Chain, DrawnChain, LanguageModel, Want
 from outrider.models.cache import SCRATCH, SlotCache
-from outrider.models.llama_weights import LlamaLayerWeights, LlamaSettings
-from outrider.models.native_decoder import NativeDecoder
-from outrider.models.native_llama import address, layer_struct, model_struct
+from outrider.models.native.parts import attention, gated_mlp
+from outrider.models.native.program import Builder, Program
+from outrider.models.native.step import NativeStep
 from outrider.models.nodes import Nodes
+
+_FEATURE_NORM = "feature_norm"  # of what comes from the target: one norm, or one for each tap
 
 
 def eagle_model(
@@ -84,73 +85,90 @@ class NativeEagle(EagleModel):
     has_draft_chains = True
 
     def _build(self, head: HeadWeights[EagleConfig], target: LanguageModel, precision: str) -> None:
-        config, tensors = head.config, head.tensors
-
-        def matrix(*names: str, paired: bool = False) -> native.Packed:
-            biases = [tensors.get(f"{n}.bias") for n in names]
-            return native.Packed([tensors[f"{n}.weight"] for n in names], precision, biases, paired=paired)
-
-        def norm(*names: str) -> Tensor | None:
-            found = [tensors[f"{n}.weight"].float() for n in names if f"{n}.weight" in tensors]
-            return torch.cat(found).contiguous() if found else None
-
-        layer = "layers.0."
-        attention, mlp, taps = f"{layer}self_attn.", f"{layer}mlp.", len(config.taps)
-        fc, qkv = matrix("fc"), matrix(*(f"{attention}{n}_proj" for n in "qkv"))
-        out, gate_up = matrix(f"{attention}o_proj"), matrix(f"{mlp}gate_proj", f"{mlp}up_proj", paired=True)
-        down, lm_head = matrix(f"{mlp}down_proj"), matrix("lm_head")
-        read = [qkv, out, gate_up, down, lm_head, *([fc] if config.eagle1 else [])]
-        self.weight_bytes = sum(m.bytes for m in read)
-        token_norm, hidden_norm = norm(f"{layer}input_layernorm"), norm(f"{layer}hidden_norm")
-        middle_norm, last_norm = norm(f"{layer}post_attention_layernorm"), norm("norm")
-        feature_norm = norm("input_norm", *(f"fc_norm.{i}" for i in range(taps)))
-        frequencies, rope_factor = config.rotary()
-        inv_freq, ids, table = frequencies.contiguous(), head.token_ids.long().contiguous(), _table(head, target)
-        weights = LlamaLayerWeights(qkv, out, gate_up, down, None, middle_norm, None, None)
-        pairs = PairsStruct(
-            fc=ctypes.addressof(fc.struct),
-            token_norm=address(token_norm),
-            hidden_norm=address(hidden_norm),
-            feature_norm=address(feature_norm),
-            feature_size=config.hidden_size if config.eagle1 else taps * config.target_hidden_size,
-            parts=taps if config.fc_norm else 1,
-            normed_residual=int(config.norm_before_residual),
-            norm_output=int(config.norm_output),
-        )
-        settings = LlamaSettings(
-            vocab_size=config.vocab_size,
-            max_length=self.max_length,
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            dim=config.head_dim,
-            activation="silu",
-            eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
-            rope_factor=rope_factor,
-            embedding_factor=1.0,
-            residual_factor=1.0,
-            logits_factor=1.0,
-            windows=(0,),
-        )
-        kept = None if self.subset is None else ids
-        model = model_struct(settings, lm_head, table, kept, last_norm, inv_freq, pairs)
-        norms = (token_norm, hidden_norm, middle_norm, last_norm, feature_norm)
-        keep = (fc, *read, *norms, inv_freq, ids, table, pairs)
-        self._decoder = NativeDecoder(model, (LayerStruct * 1)(layer_struct(weights, 0)), [0], keep)
+        program = _program(head, _EagleSource(head, precision, _table(head, target)))
+        self.weight_bytes = sum(m.bytes for m in program.matrices)
+        self._step = NativeStep(program)
 
     def forward(
         self, nodes: Nodes, features: Tensor | None = None, *, g: Tensor | None = None, want: Want = "all"
     ) -> HeadOutput:
         given = self._given(nodes, g) if features is None else features
-        logits, _, fed_back = self._decoder.forward(nodes, (), want, given.float().contiguous(), features is None)
+        logits, _, fed_back = self._step.forward(nodes, (), want, given.float().contiguous(), features is None)
         assert fed_back is not None
         return HeadOutput(logits, fed_back)
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
         """See `LanguageModel.draft_chains`. What the head feeds back stays in the call."""
-        return self._decoder.draft_chains(cache, chains)
+        return self._step.draft_chains(cache, chains)
+
+
+class _EagleSource:
+    """The tensors of a head, by their names in its file."""
+
+    def __init__(self, head: HeadWeights[EagleConfig], precision: str, table: native.Packed | Tensor | None) -> None:
+        self._tensors, self._precision, self._embedding = dict(head.tensors), precision, table
+        self.vocab_size, ids = head.config.vocab_size, head.token_ids.long().contiguous()
+        self.head_ids = ids if len(ids) < self.vocab_size else None
+        taps = range(len(head.config.taps))
+        parts = [self.tensor(f"{n}.weight") for n in ("input_norm", *(f"fc_norm.{i}" for i in taps))]
+        if found := [t for t in parts if t is not None]:
+            self._tensors[f"{_FEATURE_NORM}.weight"] = torch.cat(found)
+
+    def matrix(self, *names: str, paired: bool = False) -> native.Packed:
+        biases = [self._tensors.get(f"{n}.bias") for n in names]
+        return native.Packed([self._tensors[f"{n}.weight"] for n in names], self._precision, biases, paired=paired)
+
+    def table(self, name: str) -> native.Packed | Tensor:
+        assert self._embedding is not None
+        return self._embedding
+
+    def tensor(self, name: str) -> Tensor | None:
+        found = self._tensors.get(name)
+        return None if found is None else found.float().contiguous()
+
+    def number(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+def _program(head: HeadWeights[EagleConfig], source: _EagleSource) -> Program:
+    """EAGLE-3: its only layer attends over [norm(e); norm(g)]. EAGLE-1: over fc([e; g]). e is the embedding of a token, and g the
+    state before it: made by fc of features of the target, or what the head fed back."""
+    c, b, eps, layer = head.config, Builder(source), head.config.rms_norm_eps, "layers.0"
+    hidden, taps = c.hidden_size, len(c.taps)
+    pair = b.value(2 * hidden)
+    token, state = pair.split(hidden, hidden)
+    b.embed(out=token)
+    if c.eagle1:
+        b.given(hidden, out=state)
+        x = h = b.linear(pair, "fc", width=hidden)
+    else:
+        features = b.given(taps * c.target_hidden_size, when="features")
+        if b.has(_FEATURE_NORM):
+            group = c.target_hidden_size if c.fc_norm else 0
+            b.norm(features, _FEATURE_NORM, eps=eps, group=group, per_group=True, out=features, when="features")
+        x, h = b.linear(features, "fc", width=hidden, when="features"), pair
+        b.given(hidden, when="fed", out=x)
+        b.norm(token, f"{layer}.input_layernorm", eps=eps, out=token)
+        b.norm(x, f"{layer}.hidden_norm", eps=eps, out=state)
+        x = state if c.norm_before_residual else x
+    frequencies, factor = c.rotary()
+    attention(
+        b,
+        h,
+        x,
+        f"{layer}.self_attn",
+        heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads,
+        dim=c.head_dim,
+        table=b.angles(frequencies, factor),
+        scale=c.head_dim**-0.5,
+        eps=eps,
+    )
+    h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps)
+    gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation="silu")
+    last = b.norm(x, "norm", eps=eps) if b.has("norm") else x
+    b.head(last, fed_back=last if c.norm_output else x)
+    return b.program()
 
 
 class TorchEagle(EagleEquations, EagleModel):

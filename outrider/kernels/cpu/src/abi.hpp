@@ -88,36 +88,33 @@ struct AttentionJob {
     int32_t format;  // a CacheFormat
 };
 
-// One layer of a Llama-like decoder: norm, attention, residual, norm, gated MLP, residual.
-struct Layer {
-    const Packed *qkv, *out, *gate_up, *down;
-    const float *norm1, *norm2, *q_norm, *k_norm;  // norm1 [hidden], null with Pairs; q_norm and k_norm [dim], or null
-    int64_t window;
+struct View {
+    int32_t reg, offset, width;  // width 0: there is none
 };
 
-// What a trained head of the EAGLE family reads in place of a token: a token and the state g of the position before it. g is made
-// of features of the target, or is what the head fed back. EAGLE-3: the only layer attends over [token_norm(e); hidden_norm(g)].
-// EAGLE-1: over fc([e; g]).
-struct Pairs {
-    const Packed* fc;
-    const float *token_norm, *hidden_norm;  // [hidden]; null: EAGLE-1
-    const float* feature_norm;              // [feature_size], or null
-    int64_t feature_size, parts;            // parts of a feature that are normed each on its own
-    int32_t normed_residual, norm_output;   // hidden_norm(g) is the residual, and not g; the last norm is fed back, and not its input
+struct Op {  // program.hpp says what each kind reads
+    int32_t kind, flags;
+    View in, other, out;
+    int32_t count;  // of w
+    const Packed* const* w;
+    const float *p, *q;
+    int32_t i[8];
+    float f[6];
 };
 
-struct Model {
-    const Layer* layers;
-    const Pairs* pairs;       // null: it reads tokens
-    const Packed* head;
+// A rotary embedding: cosines, then sines, of each node. From position `limit` on `longer` is in force; limit 0: never.
+struct Angles {
+    const float *inv_freq, *longer;  // [half]
+    float factor, longer_factor;
+    int32_t half, limit;
+};
+
+struct Program {
+    const Op* ops;
+    const int32_t* width;  // of each register
+    const Angles* angles;
     const int64_t* head_ids;  // the token of each row of the head, ascending; null: row i is token i
-    const Packed* table;      // the embedding; null: it is not packed
-    const void* embedding;    // [vocab, hidden] row-major; or null
-    const float* final_norm;  // null: none
-    const float* inv_freq;  // [rotary / 2]
-    int64_t count, hidden, intermediate, heads, kv_heads, dim, rotary, vocab;
-    int32_t embedding_format, activation;
-    float eps, scale, rope_factor, embedding_factor, residual_factor, logits_factor;
+    int64_t count, registers, tables, vocab;
 };
 
 struct ForwardJob {
@@ -132,14 +129,14 @@ struct ForwardJob {
     int64_t batch, held, nodes, capacity, taps_count;  // held: nodes that are in the scratch already
     int32_t want;  // 0 none, 1 last, 2 all
     int32_t cache_format;
-    const float* given;  // with Pairs: features [batch, nodes, feature_size], or g [batch, nodes, hidden]
-    float* fed_back;     // with Pairs: g of the children, [batch, nodes or 1, hidden] as `want` says
-    int32_t fused;       // 1: `given` is g
+    const float* given;  // to each node [batch, nodes, width]: features, or what was fed back
+    float* fed_back;     // what the nodes feed back to their children, [batch, nodes or 1, width] as `want` says
+    int32_t fused;       // 1: `given` was fed back
 };
 
 struct ChainJob {  // draft `depth` tokens of a slot one after another, after the given ones
     const int64_t* tokens;  // [count] ingested first
-    const float* features;  // [count, feature_size] with Pairs
+    const float* features;  // [count, width] of a program that is given some
     int64_t* drafted;       // [depth]
     int64_t count, depth;
     float* chances;         // [depth] out: chance of each token to be accepted, given those before; unset without `error`

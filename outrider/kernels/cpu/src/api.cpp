@@ -1,4 +1,4 @@
-// The C interface of everything but the fused decoder.
+// The C interface of everything but programs.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif

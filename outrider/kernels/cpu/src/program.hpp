@@ -11,10 +11,6 @@
 
 namespace outrider {
 
-struct View {
-    int32_t reg, offset, width;  // width 0: there is none
-};
-
 // What an op reads and writes. [x]: only if the view or pointer is there.
 enum OpKind : int32_t {
     // out = f0 * the row of the token. w0, or p: a table of i1 rows in format i0.
@@ -71,31 +67,6 @@ enum Activation : int32_t { IDENTITY, SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOI
 enum Map : int32_t { LINEAR_MAP, SOFTPLUS, EXP, EXP_NEGATIVE, SIGMOID_MAP, SOFTCAP };
 enum Router : int32_t { SOFTMAX_TOP, TOP_SOFTMAX, SIGMOID_TOP };  // softmax and then the top; softmax of the top; sigmoid
 
-struct Op {
-    int32_t kind, flags;
-    View in, other, out;
-    int32_t count;  // of w
-    const Packed* const* w;
-    const float *p, *q;
-    int32_t i[8];
-    float f[6];
-};
-
-// A rotary embedding: cosines, then sines, of each node. From position `limit` on `longer` is in force; limit 0: never.
-struct Angles {
-    const float *inv_freq, *longer;  // [half]
-    float factor, longer_factor;
-    int32_t half, limit;
-};
-
-struct Program {
-    const Op* ops;
-    const int32_t* width;  // of each register
-    const Angles* angles;
-    const int64_t* head_ids;  // the token of each row of the head, ascending; null: row i is token i
-    int64_t count, registers, tables, vocab;
-};
-
 // A buffer that only grows.
 class Buffer {
    public:
@@ -120,6 +91,9 @@ struct Context {
     int64_t count;              // rows of the registers from here on
     const int32_t* node;        // [count] the plan's node of each row; ascending
     const int32_t* segment_of;  // of the plan's nodes
+    const int32_t* row_of;      // of the plan's nodes, if only the wanted ones are left
+    const int32_t* begin;       // [batch] first node of each entry that is left; null: all are
+    const int32_t* place;       // [count] the row of the logits of each, if there are any
     float* const* registers;
     const int64_t* stride;       // floats from a row to the next
     float* const* angles;        // of each table: [plan's node][2 * half]

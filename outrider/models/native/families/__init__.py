@@ -1,1 +1,34 @@
 """One file per family of models: from a configuration to a program."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+from outrider.models.native.program import Build
+
+_FAMILIES = dict[str, Build]()
+
+
+def family(*classes: str) -> Callable[[Build], Build]:
+    """Register what builds the program of these classes of transformers."""
+
+    def register(build: Build) -> Build:
+        _FAMILIES.update(dict.fromkeys(classes, build))
+        return build
+
+    return register
+
+
+def family_of(name: str) -> Build | None:
+    """What builds the program of a class of transformers; None if nothing does."""
+    _import_all()
+    return _FAMILIES.get(name)
+
+
+@functools.cache
+def _import_all() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")

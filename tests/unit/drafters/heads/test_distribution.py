@@ -20,14 +20,14 @@ from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
 from outrider.drafters.heads.medusa.drafter import MedusaDrafter
 from outrider.drafters.heads.medusa.files import MedusaWeights
 from outrider.drafters.heads.reading import HeadWeights
-from outrider.models.native_llama import LlamaModel
+from outrider.models.native.model import NativeModel
 from outrider.models.nodes import Nodes
 
 VOCAB, SAMPLES, FEW, TOKENS = 5, 3000, 400, 3
 PROMPT = [1, 4, 2]
 
 
-def target() -> tuple[LlamaModel, LlamaConfig]:
+def target() -> tuple[NativeModel, LlamaConfig]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
@@ -37,7 +37,7 @@ def target() -> tuple[LlamaModel, LlamaConfig]:
     for p in raw.parameters():
         if p.dim() == 2:
             p.data.normal_(0, 0.5)
-    return LlamaModel(raw), config
+    return NativeModel(raw), config
 
 
 MODEL, CONFIG = target()

@@ -1,4 +1,4 @@
-"""The native step as Python calls it: one call for a forward, and one for whole chains of draft tokens."""
+"""A program as Python calls it: one call for a forward, and one for whole chains of draft tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
-from outrider.kernels.cpu.library import (
-    ChainsStruct,
-    ChainStruct,
-    ForwardStruct,
-    LayerStruct,
-    ModelStruct,
-    PackedStruct,
-)
+from outrider.kernels.cpu.library import ChainsStruct, ChainStruct, ForwardStruct
 from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
+from outrider.models.native.program import Program
 from outrider.models.nodes import Nodes
 
 _WANT = {"none": 0, "last": 1, "all": 2}
@@ -30,8 +24,8 @@ _WANT = {"none": 0, "last": 1, "all": 2}
 class Forwarded(NamedTuple):
     """What a call gives. logits: float32 [batch, node, rows of the head], of the nodes that were wanted.
 
-    features: [batch, node, taps * hidden], or None without taps. fed_back: [batch, node, hidden] of the nodes that were wanted,
-    from a model that reads pairs; else None.
+    features: [batch, node, taps * hidden], or None without taps. fed_back: [batch, node, width] of the nodes that were wanted,
+    from a program that is given something; else None.
     """
 
     logits: Tensor
@@ -39,38 +33,23 @@ class Forwarded(NamedTuple):
     fed_back: Tensor | None
 
 
-class NativeDecoder:
-    """A decoder of the native library.
+class NativeStep:
+    """A program that is ready to run."""
 
-    model: what it computes with; `layers` and `count` are set here. layers: a ctypes array. numbers: where the cache keeps the
-    keys and values of each layer. keep: what the structs point to. A model with `pairs` reads a token and `given` (Pairs of
-    src/abi.hpp).
-    """
-
-    def __init__(self, model: ModelStruct, layers: Any, numbers: Sequence[int], keep: object) -> None:
-        if model.rotary > model.dim or model.kv_heads < 1 or model.heads % model.kv_heads:
-            raise ValueError(
-                f"{model.kv_heads} heads of keys must divide {model.heads} heads, and {model.rotary} numbers of a head of "
-                f"{model.dim} cannot be rotated"
-            )
-        self.model, self.layers, self.numbers, self._keep = model, layers, numbers, keep
-        model.layers, model.count = ctypes.addressof(layers), len(numbers)
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        struct, self._keep = program.compiled()
         library = native.library()
-        self._decoder = library.decoder_new(model)
+        self._handle = library.program_new(struct)
         self._forward, self._chains = library.forward, library.draft_chains
-        self._head_size: int = PackedStruct.from_address(model.head).n
+        self._head_size, self._numbers = program.head.n, max(program.cells) + 1
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
-        weakref.finalize(self, library.decoder_free, self._decoder)
-
-    def layer_subset(self, chosen: Sequence[int]) -> NativeDecoder:
-        structs = (LayerStruct * len(chosen))(*(self.layers[i] for i in chosen))
-        numbers = [self.numbers[i] for i in chosen]
-        return NativeDecoder(ModelStruct.from_buffer_copy(self.model), structs, numbers, self._keep)
+        weakref.finalize(self, library.program_free, self._handle)
 
     def forward(
         self, nodes: Nodes, taps: tuple[int, ...], want: Want, given: Tensor | None = None, fused: bool = False
     ) -> Forwarded:
-        """given: float32 [batch, node, feature_size], or g [batch, node, hidden] if fused, for a model that reads pairs.
+        """given: float32 [batch, node, width], what the program is given: features, or if fused what was fed back.
 
         Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""
         tokens, parents, slots, cache = nodes.tokens, nodes.parents, nodes.slots, nodes.cache
@@ -92,10 +71,10 @@ class NativeDecoder:
         table = self._cache_table(cache, slots, held + count)
         shown = count if want == "all" else 1 if want == "last" else 0
         empty = torch.empty if parents is None else torch.zeros  # padding is not written
-        hidden = self.model.hidden
+        program = self.program
         logits = torch.empty(batch, shown, self._head_size)
-        features = empty(batch, count, len(taps) * hidden) if taps else None
-        fed_back = None if given is None else empty(batch, shown, hidden)
+        features = empty(batch, count, len(taps) * program.hidden) if taps else None
+        fed_back = None if given is None else empty(batch, shown, program.fed_back)
         ints = ctypes.c_int32 * batch
         slot, length, tap = ints(*slots), ints(*nodes.lengths), (ctypes.c_int32 * len(taps))(*taps)
         job = ForwardStruct(
@@ -118,9 +97,9 @@ class NativeDecoder:
             None if fed_back is None else fed_back.data_ptr(),
             int(fused),
         )
-        error = self._forward(self._decoder, job)
+        error = self._forward(self._handle, job)
         if error:
-            raise _explained(error, tokens, parents, self.model.vocab)
+            raise _explained(error, tokens, parents, self.program.vocab_size)
         return Forwarded(logits, features, fed_back)
 
     def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
@@ -147,11 +126,14 @@ class NativeDecoder:
         job = ChainsStruct(
             ctypes.addressof(structs), ctypes.addressof(table), len(asked), cache.capacity, _cell_format(cache)
         )
-        error = self._chains(self._decoder, job)
+        error = self._chains(self._handle, job)
         if error:
             width = max(len(chains[i].tokens) for i in asked)
             raise _explained(
-                error, torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked]), None, self.model.vocab
+                error,
+                torch.tensor([[*chains[i].tokens, *[0] * width][:width] for i in asked]),
+                None,
+                self.program.vocab_size,
             )
         for struct, i, (_, out, chances) in zip(structs, asked, keep, strict=True):
             drawn[i] = DrawnChain(out[: struct.made], chances[: struct.made] if chains[i].error else [])
@@ -165,14 +147,13 @@ class NativeDecoder:
         found = self._addresses.get(cache)
         if found is not None and found[0] is cache.layers:
             return found[1]
-        like, shape = torch.empty(0), (self.model.kv_heads, self.model.dim)
-        width = packed_width(self.model.dim, _cell_dtype(cache))
-        for i in self.numbers:
-            keys, _ = cache.layer(i, shape, shape, like)
-            if keys.shape[1:] != (self.model.kv_heads, cache.capacity, width) or not keys.is_contiguous():
-                raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
-        pairs = [cache.layers[i] for i in self.numbers]
-        table = (ctypes.c_void_p * (2 * len(pairs)))(*(t.data_ptr() for pair in pairs for t in pair))
+        like, dtype, table = torch.empty(0), _cell_dtype(cache), (ctypes.c_void_p * (2 * self._numbers))()
+        for i, (heads, dim, value_dim) in self.program.cells.items():
+            pair = cache.layer(i, (heads, dim), (heads, value_dim), like)
+            for part, (t, size) in enumerate(zip(pair, (dim, value_dim), strict=True)):
+                if t.shape[1:] != (heads, cache.capacity, packed_width(size, dtype)) or not t.is_contiguous():
+                    raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
+                table[2 * i + part] = t.data_ptr()
         self._addresses[cache] = (cache.layers, table)
         return table
 

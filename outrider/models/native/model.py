@@ -1,0 +1,182 @@
+"""Models of every family in `families`: one native call per forward, without the modelling code of transformers.
+
+A node has the same bits as a node of a tree, in a batch, and in any chunk of a prompt. The reference is `HFModel`, which
+runs the modelling code of transformers. The two agree up to rounding, not to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.kernels import cpu as native
+from outrider.models.base import (
+    EMBEDDING,
+    Chain,
+    DrawnChain,
+    LanguageModel,
+    Output,
+    Want,
+    check_layers,
+    check_taps,
+    over_vocabulary,
+)
+from outrider.models.cache import SlotCache
+from outrider.models.matrix import float_rows
+from outrider.models.native.families import family_of
+from outrider.models.native.program import Builder, NotNative, Program
+from outrider.models.native.step import NativeStep
+from outrider.models.native.weights import Facts, ModuleSource, ShapeSource, StoredSource
+from outrider.models.nodes import Nodes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Settings that change nothing in a forward without training: it is seen in the weights, or it is for training and generation.
+_WITHOUT_EFFECT = (
+    "architectures attention_bias bos_token_id chunk_size_feed_forward dtype eos_token_id hidden_size id2label "
+    "initializer_range label2id max_window_layers mlp_bias model_type output_attentions output_hidden_states pad_token_id "
+    "pretraining_tp problem_type return_dict tie_word_embeddings transformers_version use_cache use_sliding_window vocab_size"
+)
+
+
+def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Program:
+    """The program of a model of this class of transformers. Raises NotNative or ValueError if there is none.
+
+    config: all that is read of it is in `Program.facts`."""
+    family = family_of(kind)
+    if family is None:
+        raise NotNative(f"{kind} is not one of the families that it runs")
+    settings, builder = Facts(config), Builder(source)
+    max_length = int(settings.max_position_embeddings)
+    if max_length < 1:
+        raise ValueError(f"max_position_embeddings is {max_length}")
+    family(builder, settings)
+    facts = {"kind": kind, "config": settings.read, "numbers": source.facts, "vocab_size": source.vocab_size}
+    return replace(builder.program(), max_length=max_length, facts=facts)
+
+
+def stored(facts: Mapping[str, Any], matrices: Mapping[str, native.Packed], tensors: Mapping[str, Tensor]) -> Program:
+    """The program of a pack. facts: of the program that it was made of. Raises what `build` raises, and KeyError."""
+    source = StoredSource(facts["numbers"], matrices, tensors, facts["vocab_size"])
+    return build(facts["kind"], SimpleNamespace(**facts["config"]), source)
+
+
+def supports(model: PreTrainedModel) -> str | None:
+    """None if the native step can run this model, else the reason why not."""
+    if not native.available():
+        return f"the native kernels are not available: {native.why()}"
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            return f"its linears are {type(module).__name__}, not plain matrices"
+    for p in model.parameters():
+        if p.device.type not in ("cpu", "meta") or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"a weight is {p.dtype} on {p.device}"
+    try:
+        program = build(type(model).__name__, model.config, ShapeSource(model, "auto", False, None))
+    except (ValueError, KeyError, AttributeError) as error:
+        return str(error)
+    given, usual = model.config.to_dict(), type(model.config)().to_dict()
+    known = {*program.facts["config"], *_WITHOUT_EFFECT.split()}
+    for name in usual:
+        if name not in known and name[0] != "_" and "dropout" not in name and given.get(name) != usual[name]:
+            return f"it does not know the setting {name} = {given.get(name)}"
+    return None
+
+
+class NativeModel(LanguageModel):
+    """A model of a family in `families`, run by the native step.
+
+    model: of transformers, or its `Program`; then weights, own and head_ids are those that it was made with.
+    weights: the precision of the packed weights: float32, bfloat16, float16, int8, int4, or gguf for the blocks of a GGUF
+    file. "auto" keeps the checkpoint's own. With int4 weights the output head is int8, and so is an embedding that is tied
+    to it. A separate embedding of floats is not packed, because a forward reads only a few of its rows.
+    own: free the weights of `model` as they are packed. `model` cannot be used afterwards.
+    head_ids: int64 [n], ascending: the tokens that the output head keeps. All other logits are -inf, and their weights are
+    not read. None keeps all. A tied embedding is then kept as a table of its own, with every token.
+    kv_cache_dtype: how the caches of `new_cache` keep keys and values. A forward takes a cache of any dtype.
+    program: what it computes.
+
+    Raises ValueError if the native step cannot run the model (see `supports`), or for tokens that it does not have.
+    """
+
+    has_draft_chains = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel | Program,
+        weights: str = "auto",
+        own: bool = False,
+        head_ids: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        if not isinstance(model, Program):
+            reason = supports(model)
+            if reason is not None:
+                raise ValueError(f"the native step cannot run this model: {reason}; HFModel can")
+            model = build(type(model).__name__, model.config, ModuleSource(model, weights, own, head_ids))
+        self.vocab_size, self.max_length, self.kv_cache_dtype = model.vocab_size, model.max_length, kv_cache_dtype
+        self.device = torch.device("cpu")
+        self.batch_invariant = True
+        self.weight_bytes, self.head_bytes = sum(m.bytes for m in model.matrices), model.head.bytes
+        self._run(model)
+
+    def _run(self, program: Program) -> None:
+        self.program, self.num_layers, self._step = program, program.num_layers, NativeStep(program)
+
+    @property
+    def path(self) -> str:
+        return "native"
+
+    def layer_subset(self, layers: Sequence[int]) -> NativeModel:
+        out = copy.copy(self)
+        out._run(self.program.subset(check_layers(layers, self.num_layers)))
+        return out
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(num_slots, max_length, self.kv_cache_dtype)
+
+    def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
+        """See `LanguageModel.forward`. Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""
+        check_taps(taps, self.num_layers)
+        logits, features, _ = self._step.forward(nodes, taps, want)
+        if self.program.head_ids is not None:
+            logits = over_vocabulary(logits, self.program.head_ids, self.vocab_size)
+        for i, t in enumerate(taps):
+            if features is not None and t == EMBEDDING:
+                features[..., i * self.program.hidden : (i + 1) * self.program.hidden] = self._embedded(nodes.tokens)
+        return Output(logits, features)
+
+    @property
+    def embedding_table(self) -> native.Packed | Tensor:
+        return self.program.table
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        return float_rows(self.program.table, tokens)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        kept = self.program.head_ids
+        places = tokens if kept is None else torch.searchsorted(kept, tokens)
+        if kept is not None and not torch.equal(kept[places.clamp_max(len(kept) - 1)], tokens):
+            raise ValueError(
+                "the output head of this model does not keep some of these tokens; load it without head_ids"
+            )
+        return float_rows(self.program.head, places)
+
+    def output_head(self, hidden: Tensor) -> Tensor:
+        if self.program.head_ids is not None:
+            raise ValueError("the output head of this model keeps some of its tokens only; load it without head_ids")
+        return self.program.head.linear(hidden)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """float32 [batch, node, hidden]: the input of layer 0."""
+        return self.embedding_rows(tokens) * self.program.embedding_factor
+
+    def draft_chains(self, cache: SlotCache, chains: Sequence[Chain]) -> list[DrawnChain]:
+        return self._step.draft_chains(cache, chains)

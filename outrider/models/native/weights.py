@@ -1,0 +1,183 @@
+"""Where the weights of a program come from: modules of transformers, a pack, or plain tensors, by the names of their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.cpu import Packed
+from outrider.kernels.cpu.packed import rounded
+from outrider.models.base import check_head_ids
+from outrider.models.matrix import (
+    Matrix,
+    free_matrix_,
+    give_matrix_,
+    is_packed,
+    matrix_of,
+    packed,
+    precision,
+    rows_of,
+    share_matrix,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class WeightSource(Protocol):
+    """Gives weights by the names of modules. Raises KeyError for a name that is not there.
+
+    vocab_size: tokens of the model. head_ids: int64 [n], ascending: the tokens that its output head keeps; None for all.
+    """
+
+    vocab_size: int
+    head_ids: Tensor | None
+
+    def matrix(self, *names: str, paired: bool = False) -> Packed:
+        """The linears of these names side by side, with their biases. paired: gate and up, see `Packed`."""
+        ...
+
+    def table(self, name: str) -> Packed | Tensor:
+        """An embedding: packed, or floats [vocab, hidden]."""
+        ...
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A parameter or buffer as contiguous float32; None if there is none."""
+        ...
+
+    def number(self, name: str, default: Any = None) -> Any:
+        """A setting: an attribute of a module, such as `model.rotary_emb.attention_scaling`."""
+        ...
+
+
+class Facts:
+    """The settings that a family reads, remembered for packs. `facts.x` is setting x of the configuration.
+
+    It raises AttributeError for a setting that the configuration does not have.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config, self.read = config, dict[str, Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.read[name] = getattr(self._config, name)
+        return found
+
+
+class ModuleSource:
+    """The modules of a transformers model. Its matrices are packed when they are asked for, unless they are packed already.
+
+    packing: the precision. own: free the weights of the model as they are packed. The others are those of `NativeModel`.
+    facts: what was read of the modules' attributes.
+    """
+
+    def __init__(self, model: PreTrainedModel, packing: str, own: bool, head_ids: Tensor | None) -> None:
+        self.packing = precision(model) if packing == "auto" else packing
+        self.facts, self._own = dict[str, Any](), own
+        self._modules: dict[str, Any] = dict(model.named_modules())
+        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        inputs, outputs = cast("Any", model.get_input_embeddings()), cast("Any", model.get_output_embeddings())
+        self.vocab_size = int(outputs.out_features)
+        self.head_ids = None if head_ids is None else check_head_ids(head_ids, self.vocab_size)
+        # The largest first: while a matrix is packed, it is in memory twice.
+        self._head, self._table = self._embeddings(inputs, outputs)
+        self._outputs, self._inputs = outputs, inputs
+
+    def matrix(self, *names: str, paired: bool = False) -> Packed:
+        linears = [self._modules[name] for name in names]
+        if linears == [self._outputs]:
+            return self._head
+        made = packed([matrix_of(m) for m in linears], self.packing, [m.bias for m in linears], paired=paired)
+        if self._own:
+            free_matrix_(*linears)
+            give_matrix_(linears[0], made)
+        return made
+
+    def table(self, name: str) -> Packed | Tensor:
+        module = self._modules[name]
+        return self._table if module is self._inputs else _table(matrix_of(module))
+
+    def tensor(self, name: str) -> Tensor | None:
+        found = self._tensors.get(name)
+        return None if found is None else _floats(found)
+
+    def number(self, name: str, default: Any = None) -> Any:
+        owner, _, leaf = name.rpartition(".")
+        self.facts[name] = found = getattr(self._modules[owner], leaf, default)
+        return found
+
+    def _embeddings(self, inputs: Any, outputs: Any) -> tuple[Packed, Packed | Tensor]:
+        """The output head, and the embedding. A forward reads only a few rows of a table, so floats are not packed."""
+        matrix, bias, ids = matrix_of(outputs), outputs.bias, self.head_ids
+        tied, embedding = ids is None and share_matrix(inputs, outputs), matrix_of(inputs)
+        if ids is not None and not is_packed(outputs):
+            matrix, bias = rows_of(matrix, ids), None if bias is None else bias[ids]
+        head = packed([matrix], "int8" if self.packing == "int4" else self.packing, [bias])
+        table = _table(head if tied else embedding)
+        if self._own:
+            give_matrix_(outputs, head)
+            if isinstance(table, Packed):
+                give_matrix_(inputs, table)
+        return head, table
+
+
+def _table(matrix: Matrix) -> Packed | Tensor:
+    return matrix.contiguous() if isinstance(matrix, Tensor) else packed([matrix], "gguf", [None])
+
+
+def _floats(weight: Tensor) -> Tensor:
+    return weight.detach().float().clone(memory_format=torch.contiguous_format)
+
+
+class StoredSource:
+    """A pack: packed matrices and tensors by the names of their modules, and the facts that were read when it was made."""
+
+    def __init__(
+        self, facts: Mapping[str, Any], matrices: Mapping[str, Packed], tensors: Mapping[str, Tensor], vocab_size: int
+    ) -> None:
+        self.facts, self.vocab_size, self.head_ids = facts, vocab_size, None
+        self._matrices, self._tensors = matrices, tensors
+
+    def matrix(self, *names: str, paired: bool = False) -> Packed:
+        return self._matrices[names[0]]
+
+    def table(self, name: str) -> Packed | Tensor:
+        return self._matrices.get(name) or self._tensors[f"{name}.weight"]
+
+    def tensor(self, name: str) -> Tensor | None:
+        found = self._tensors.get(name)
+        return None if found is None else _floats(found)
+
+    def number(self, name: str, default: Any = None) -> Any:
+        return self.facts.get(name, default)
+
+
+class _Shape(NamedTuple):
+    """What a program asks of a matrix before it is packed."""
+
+    n: int
+    k: int
+
+
+class ShapeSource(ModuleSource):
+    """The sizes of the modules alone: a program over it shows whether the native step can run a model."""
+
+    def matrix(self, *names: str, paired: bool = False) -> Packed:
+        first = matrix_of(self._modules[names[0]])
+        if self._modules[names[0]] is self._outputs:  # a packed one may keep some tokens only
+            return cast("Packed", _Shape(self.vocab_size, first.shape[1]))
+        if isinstance(first, Packed):
+            return first
+        shapes = [matrix_of(self._modules[name]).shape for name in names]
+        n = 2 * rounded(shapes[0][0]) if paired else sum(shape[0] for shape in shapes)
+        return cast("Packed", _Shape(n, shapes[0][1]))
+
+    def table(self, name: str) -> Packed | Tensor:
+        return cast("Packed", _Shape(*matrix_of(self._modules[name]).shape))
+
+    def _embeddings(self, inputs: Any, outputs: Any) -> tuple[Packed, Packed | Tensor]:
+        empty = torch.empty(0)
+        return cast("Packed", empty), empty
