@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.core.suggest import did_you_mean
 from outrider.kernels.vectors import packed_width
-from outrider.models.states import KEPT, LayerStates
+from outrider.models.states import SlotStates
 
 # How keys and values may be kept. None: as the model computes them, which is float32 on the CPU.
 KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -31,7 +31,7 @@ class SlotCache:
 
     layers: (keys, values) of each layer, both [slot, kv_head, cell, head_dim]. They are made on first use; a layer without
     keys has no kv_head. With another dtype than "auto" the last dim is that of `outrider.kernels.vectors`.
-    states: of each recurrent layer, by a key that the model chooses. Empty without such layers.
+    states: of recurrent layers, by a key that the model chooses. Empty without such layers.
     dtype: how keys and values are kept, a name of KV_CACHE_DTYPES.
     length: committed tokens of each slot. A committed token at position n is in cell n.
     max_length: tokens that a slot may commit. The scratch of a step comes on top.
@@ -43,10 +43,9 @@ class SlotCache:
         num_slots: int,
         max_length: int,
         dtype: str = "auto",
-        starts: Mapping[Hashable, Sequence[Tensor]] | None = None,
+        states: Mapping[Hashable, SlotStates] | None = None,
     ) -> None:
-        """starts: the state of each recurrent layer before the first token, as `LayerStates` takes it. Raises ValueError for
-        fewer than one slot or cell, and for an unknown dtype."""
+        """Raises ValueError for fewer than one slot or cell, and for an unknown dtype."""
         if num_slots < 1 or max_length < 1:
             raise ValueError(f"a cache needs at least one slot and one cell, got {num_slots=}, {max_length=}")
         check_kv_cache_dtype(dtype)
@@ -54,7 +53,7 @@ class SlotCache:
         self.length = [0] * num_slots
         self.capacity = min(max_length, _BLOCK)
         self.layers: list[tuple[Tensor, Tensor]] = []
-        self.states = {key: LayerStates(start, num_slots) for key, start in (starts or {}).items()}
+        self.states = dict(states or {})
 
     def layer(self, index: int, key: tuple[int, int], value: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
         """The tensors of a layer; made on first use from (kv_heads, head_dim) of keys and of values.
@@ -142,8 +141,9 @@ class SlotCache:
     @property
     def bytes(self) -> int:
         """Taken now: keys, values and states."""
-        states = sum(s.bytes * self.num_slots + s.scratch_bytes for s in self.states.values())
-        return states + sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
+        return sum(states.bytes for states in self.states.values()) + sum(
+            t.numel() * t.element_size() for pair in self.layers for t in pair
+        )
 
     @property
     def bytes_per_token(self) -> int:
@@ -155,7 +155,7 @@ class SlotCache:
     @property
     def bytes_per_slot(self) -> int:
         """The most that the states of one slot take, however long its text: the committed ones and those of a step."""
-        return sum(states.bytes for states in self.states.values()) * (1 + KEPT)
+        return sum(states.most_bytes for states in self.states.values())
 
 
 def check_kv_cache_dtype(given: str) -> None:

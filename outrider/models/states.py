@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,24 @@ State = tuple[Tensor, ...]
 
 # States of each slot and layer that stay in memory during a step, besides the committed one.
 KEPT = 16
+
+
+class SlotStates(Protocol):
+    """What a cache keeps of recurrent layers. `LayerStates` says what each does."""
+
+    def commit(self, slot: int, path: Sequence[int]) -> None: ...
+
+    def reset(self, slot: int) -> None: ...
+
+    def snapshot(self, slot: int) -> list[Tensor]: ...
+
+    def restore(self, slot: int, state: Sequence[Tensor]) -> None: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def most_bytes(self) -> int: ...
 
 
 class NodeChain(NamedTuple):
@@ -212,13 +230,17 @@ class LayerStates:
 
     @property
     def bytes(self) -> int:
-        """Of the committed state of one slot."""
-        return sum(t.numel() * t.element_size() for t in self._start)
+        """Of the committed states of all slots, and of the states after nodes that are in memory now."""
+        return self._each * (len(self.committed[0]) + sum(len(scratch.states) for scratch in self._scratch.values()))
 
     @property
-    def scratch_bytes(self) -> int:
-        """Of the states after nodes that are in memory now."""
-        return self.bytes * sum(len(scratch.states) for scratch in self._scratch.values())
+    def most_bytes(self) -> int:
+        """The most that one slot takes: the committed state, and those of a step."""
+        return self._each * (1 + KEPT)
+
+    @property
+    def _each(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._start)
 
     def _expect(self, scratch: _Scratch, new: Iterable[int]) -> None:
         """Make room for the states after new nodes, and forget those of the earliest."""

@@ -79,6 +79,7 @@ class ForwardStruct(ctypes.Structure):
         ("cache_format", c_int32),
         *((name, c_void_p) for name in ("given", "fed_back")),
         ("fused", c_int32),
+        ("states", c_void_p),
     ]
 
 
@@ -168,6 +169,14 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "forward": (c_int64, (c_void_p, POINTER(ForwardStruct))),
     "draft_chains": (c_int64, (c_void_p, POINTER(ChainsStruct))),
     "scan": (None, (POINTER(ScanStruct),)),
+    "states_new": (c_void_p, (c_void_p, c_int64, c_int64, c_int64)),
+    "states_free": (None, (c_void_p,)),
+    "states_commit": (c_int64, (c_void_p, c_int64, c_void_p, c_int64)),
+    "states_reset": (None, (c_void_p, c_int64)),
+    "states_read": (None, (c_void_p, c_int64, c_void_p)),
+    "states_write": (None, (c_void_p, c_int64, c_void_p)),
+    "states_size": (c_int64, (c_void_p,)),
+    "states_made": (c_int64, (c_void_p,)),
     "route": (None, (POINTER(RouteStruct),)),
     "experts": (None, (POINTER(ExpertsStruct),)),
     "words": (None, (*_NOISE, c_int64, c_void_p)),

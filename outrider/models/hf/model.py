@@ -43,6 +43,7 @@ from outrider.models.hf.recomputed import WholeText, longest
 from outrider.models.hf.recurrent import Recurrences, StateView, attends, stores_state
 from outrider.models.matrix import float_rows, give_matrix_, is_packed, matrix_of, rows_of
 from outrider.models.nodes import Nodes
+from outrider.models.states import LayerStates
 
 # What transformers calls the attention that a model runs with on each route.
 _IMPLEMENTATION = {
@@ -136,7 +137,8 @@ class HFModel(LanguageModel):
         return {AttentionRoute.MASK: "masked", AttentionRoute.RECOMPUTED: "recomputed"}.get(self._route, "general")
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        states = self.recurrences.starts if self._whole is None else {}
+        starts = self.recurrences.starts if self._whole is None else {}
+        states = {key: LayerStates(start, num_slots) for key, start in starts.items()}
         return SlotCache(num_slots, max_length, self.kv_cache_dtype, states)
 
     @torch.no_grad()  # not inference_mode: the cache is written to outside of it, too

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from outrider.models.hf.hooks import CacheView, ForwardState
 from outrider.models.hf.steps import STEPS, RecurrentCall, step_of, windows
-from outrider.models.states import Advance, NodeChain, State, one_by_one
+from outrider.models.states import Advance, LayerStates, NodeChain, State, one_by_one
 
 # Methods of transformers' caches that store a state.
 _STORES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
@@ -74,7 +74,7 @@ class Recurrences:
 
     @property
     def starts(self) -> dict[Hashable, list[Tensor]]:
-        """The states before the first token, as `SlotCache` takes them."""
+        """The states before the first token, as `LayerStates` takes them."""
         if self.by_node:
             return {number: list(parts.values()) for number, parts in self._parts.items()}
         return {(number, name): [part] for number, parts in self._parts.items() for name, part in parts.items()}
@@ -90,7 +90,8 @@ class Recurrences:
 
         assert self.call.nodes is not None
         nodes = self.call.nodes
-        return nodes.cache.states[key].scan(nodes.slots, nodes.parent_lists, nodes.count, same, inputs)
+        states = cast("LayerStates", nodes.cache.states[key])
+        return states.scan(nodes.slots, nodes.parent_lists, nodes.count, same, inputs)
 
     def _forward(self, number: int, module: nn.Module, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """A layer's forward over nodes [batch, node, hidden], as one over [batch * node, 1, hidden]."""

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 # Settings that change nothing in a forward without training: it is seen in the weights, or it is for training and generation.
 _WITHOUT_EFFECT = (
     "architectures attention_bias bos_token_id chunk_size_feed_forward dtype eos_token_id hidden_size id2label "
-    "initializer_range label2id max_window_layers mlp_bias model_type output_attentions output_hidden_states pad_token_id "
+    "chunk_size expand initializer_range label2id mamba_chunk_size mamba_expand mamba_ssm_cache_dtype num_logits_to_keep "
+    "rescale_prenorm_residual residual_in_fp32 state_size time_step_floor time_step_max time_step_rank use_mamba_kernels "
+    "label2id max_window_layers mlp_bias model_type output_attentions output_hidden_states pad_token_id "
     "pretraining_tp problem_type return_dict tie_word_embeddings transformers_version use_cache use_sliding_window vocab_size"
 )
 
@@ -54,7 +56,7 @@ def build(kind: str, config: Any, source: ModuleSource | StoredSource) -> Progra
     if family is None:
         raise NotNative(f"{kind} is not one of the families that it runs")
     settings, builder = Facts(config), Builder(source)
-    max_length = int(settings.max_position_embeddings)
+    max_length = int(getattr(settings, "max_position_embeddings", 2048))
     if max_length < 1:
         raise ValueError(f"max_position_embeddings is {max_length}")
     family(builder, settings)
@@ -106,8 +108,6 @@ class NativeModel(LanguageModel):
     Raises ValueError if the native step cannot run the model (see `supports`), or for tokens that it does not have.
     """
 
-    has_draft_chains = True
-
     def __init__(
         self,
         model: PreTrainedModel | Program,
@@ -129,6 +129,8 @@ class NativeModel(LanguageModel):
 
     def _run(self, program: Program) -> None:
         self.program, self.num_layers, self._step = program, program.num_layers, NativeStep(program)
+        # A chain runs on cells that nothing has committed, and a state has no cells.
+        self.has_draft_chains = not program.recurrent
 
     @property
     def path(self) -> str:
@@ -140,7 +142,7 @@ class NativeModel(LanguageModel):
         return out
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        return SlotCache(num_slots, max_length, self.kv_cache_dtype)
+        return SlotCache(num_slots, max_length, self.kv_cache_dtype, self._step.states(num_slots))
 
     def forward(self, nodes: Nodes, *, taps: tuple[int, ...] = (), want: Want = "all") -> Output:
         """See `LanguageModel.forward`. Raises ValueError for tokens, parents or a cache that do not fit, IndexError for slots."""

@@ -31,6 +31,10 @@ _FLAG_NAMES = ("add", "gated", "per_group", "interleaved", "normalised", "tap", 
 _FLAGS = {name: 1 << i for i, name in enumerate(_FLAG_NAMES)}
 _STORE, _ADD = 0, 1
 _GATES = {"silu": 2, "swish": 2, "gelu_pytorch_tanh": 3}  # finishes of a linear over gate and up
+_ACTIVATIONS = {
+    "identity": 0, "silu": 1, "swish": 1, "gelu_pytorch_tanh": 3, "relu2": 5, "sigmoid": 6,
+}  # fmt: skip
+_MAPS = {"linear": 0, "softplus": 1, "exp": 2, "sigmoid": 4}
 _WHEN = {"always": (), "features": ("fresh",), "fed": ("fed",)}
 # Rotary types whose frequencies do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -126,6 +130,11 @@ class Program:
         return replace(self, ops=ops, cells=cells, num_layers=len(layers))
 
     @property
+    def recurrent(self) -> dict[int, object]:
+        """The numbers of recurrent ops, by the number of their state."""
+        return {op.i[0]: (op.kind, op.in_ and op.in_.width, *op.i) for op in self.ops if op.kind in ("conv", "scan")}
+
+    @property
     def matrices(self) -> list[native.Packed]:
         """Those that a forward multiplies with, if it is given no features."""
         return [m for op in self.ops if op.kind != "embed" and "fresh" not in op.flags for m in op.matrices]
@@ -204,6 +213,7 @@ class Builder:
     _angles: list[_Angles] = field(default_factory=list)
     _cells: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     _layers: int = 0
+    _states: int = 0
     _hidden: int = 0
 
     def layers(self, x: Value, count: int, name: str = "model.layers") -> Iterator[str]:
@@ -246,15 +256,22 @@ class Builder:
         eps: float,
         group: int = 0,
         per_group: bool = False,
+        one_added: bool = False,
         out: Value | None = None,
         when: str = "always",
     ) -> Value:
-        """norm(x) * weight. group: numbers that are normed together, such as a head; 0 for all. per_group: groups have weights of
-        their own."""
-        weight = self._vector(f"{name}.weight", x.width if per_group else group or x.width)
+        """norm(x) * weight, or (1 + weight) with `one_added`. group: numbers that are normed together, such as a head; 0 for all.
+        per_group: groups have weights of their own."""
+        weight = self.vector(f"{name}.weight", x.width if per_group else group or x.width)
+        weight = weight + 1 if one_added else weight
         place = self._place(out, None, x.width)
         flags = (*_WHEN[when], *(("per_group",) if per_group else ()))
         return self._add("norm", flags=flags, in_=x, out=place, p=weight, i=(0, group), f=(eps,))
+
+    def l2_norm(self, x: Value, *, group: int, eps: float) -> None:
+        """Each group of numbers of x over the root of its sum of squares and eps, in place."""
+        weight = torch.full((group,), group**-0.5)  # a root mean square has the number of them in it
+        self._add("norm", in_=x, out=x, p=weight, i=(0, group), f=(eps / group,))
 
     def linear(
         self,
@@ -326,6 +343,76 @@ class Builder:
         numbers = (cache, heads, kv_heads, dim, value_dim, window)
         return self._add("attend", in_=query, out=place, i=numbers, f=(scale, 0.0))
 
+    def gate(self, a: Value, b: Value | None, function: str, *, out: Value | None = None) -> Value:
+        """function(a) * b."""
+        if function not in _ACTIVATIONS:
+            raise NotNative(f"its activation is {function}")
+        if b is not None and a.width != b.width:
+            raise ValueError(f"a gate of {a.width} numbers does not fit {b.width}")
+        return self._add("gate", in_=a, other=b, out=self._place(out, None, a.width), i=(_ACTIVATIONS[function],))
+
+    def map(
+        self,
+        x: Value,
+        function: str,
+        *,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        factor: float = 1.0,
+        out: Value | None = None,
+    ) -> Value:
+        """function(x * scale + shift) * factor. function: "linear", "softplus", "exp" or "sigmoid"."""
+        for t in (scale, shift):
+            if t is not None and (t.shape != (x.width,) or t.dtype != torch.float32 or not t.is_contiguous()):
+                raise ValueError(f"a scale or shift is {t.dtype} {list(t.shape)} for {x.width} numbers")
+        return self._add(
+            "map", in_=x, out=self._place(out, None, x.width), p=scale, q=shift, i=(_MAPS[function],), f=(factor,)
+        )
+
+    def conv(self, x: Value, name: str, *, activation: str | None = None) -> Value:
+        """The causal convolution over the node's path, with its bias if there is one. activation: None or "silu"."""
+        weight = self.source.tensor(f"{name}.weight")
+        if weight is None or weight.dim() != 3 or weight.shape[:2] != (x.width, 1) or not 1 < weight.shape[2] <= 8:
+            raise ValueError(f"{name} has no weights [{x.width}, 1, taps] of 2 to 8 taps")
+        if activation not in (None, "silu", "swish"):
+            raise NotNative(f"its convolution has the activation {activation}")
+        bias = self.vector(f"{name}.bias", x.width) if self.source.tensor(f"{name}.bias") is not None else None
+        numbers = (self._state(), weight.shape[2], _ACTIVATIONS["silu" if activation else "identity"])
+        taps = weight[:, 0].T.contiguous()
+        return self._add("conv", in_=x, out=self.value(x.width), p=taps, q=bias, i=numbers)
+
+    def delta_rule(
+        self, x: Value, more: Value, *, heads: int, keys: int, width: int, groups: int, factor: float = 1.0
+    ) -> Value:
+        """The gated delta rule. x: queries and keys of the groups, then the values of the heads. more: beta, then the decay, of
+        each head. factor: of the result."""
+        if not (groups > 0 and heads % groups == 0 and x.width == 2 * groups * keys + heads * width):
+            raise ValueError(
+                f"{x.width} numbers are not {groups} queries and keys of {keys} and {heads} values of {width}"
+            )
+        if more.width != 2 * heads:
+            raise ValueError(f"{more.width} numbers are not beta and decay of {heads} heads")
+        numbers = (self._state(), 0, heads, keys, width, groups, 0)
+        return self._add("scan", in_=x, other=more, out=self.value(heads * width), i=numbers, f=(factor,))
+
+    def selective(
+        self, x: Value, step: Value, *, a: Tensor, through: Tensor, heads: int, channels: int, width: int, groups: int
+    ) -> Value:
+        """The selective state space of Mamba 2. x: the channels of the heads, then B and C of the groups. step: of each head.
+        a, through: float32 [heads]: the decay, and how much of a channel goes to the result as it is."""
+        if not (groups > 0 and heads % groups == 0 and x.width == heads * channels + 2 * groups * width):
+            raise ValueError(f"{x.width} numbers are not {heads} heads of {channels} and {groups} groups of {width}")
+        if not step.width == len(a) == len(through) == heads:
+            raise ValueError(f"{heads} heads have {step.width} steps, {len(a)} decays and {len(through)} factors")
+        numbers = (self._state(), 1, heads, channels, width, groups, 0)
+        return self._add(
+            "scan", in_=x, other=step, out=self.value(heads * channels), p=a, q=through, i=numbers, f=(1.0,)
+        )
+
+    def _state(self) -> int:
+        self._states += 1
+        return self._states - 1
+
     def rows(self) -> None:
         """From here on in the last layer only the nodes whose logits are wanted. Call it where no node needs another's values."""
         self._add("rows")
@@ -369,7 +456,8 @@ class Builder:
             raise ValueError(f"{width} numbers do not fit a value of {place.width}")
         return place
 
-    def _vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> Tensor:
+        """A parameter of one dimension. Raises ValueError if it is not there."""
         found = self.source.tensor(name)
         if found is None:
             raise ValueError(f"{name} is not there")

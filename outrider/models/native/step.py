@@ -16,8 +16,10 @@ from outrider.kernels.vectors import VECTOR_FORMATS, packed_width
 from outrider.models.base import Chain, DrawnChain, Want
 from outrider.models.cache import KV_CACHE_DTYPES, SlotCache
 from outrider.models.native.program import Program
+from outrider.models.native.states import NativeStates
 from outrider.models.nodes import Nodes
 
+_STATES = "native"
 _WANT = {"none": 0, "last": 1, "all": 2}
 
 
@@ -42,9 +44,15 @@ class NativeStep:
         library = native.library()
         self._handle = library.program_new(struct)
         self._forward, self._chains = library.forward, library.draft_chains
-        self._head_size, self._numbers = program.head.n, max(program.cells) + 1
+        self._head_size, self._numbers = program.head.n, max(program.cells, default=-1) + 1
+        self._ops = struct.ops, struct.count
         self._addresses: weakref.WeakKeyDictionary[SlotCache, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
         weakref.finalize(self, library.program_free, self._handle)
+
+    def states(self, num_slots: int) -> dict[str, NativeStates]:
+        """Of the recurrent layers, for a cache. Empty without such layers."""
+        layout = self.program.recurrent
+        return {_STATES: NativeStates(self._ops, (self._keep, self.program), layout, num_slots)} if layout else {}
 
     def forward(
         self, nodes: Nodes, taps: tuple[int, ...], want: Want, given: Tensor | None = None, fused: bool = False
@@ -96,8 +104,11 @@ class NativeStep:
             None if given is None else given.data_ptr(),
             None if fed_back is None else fed_back.data_ptr(),
             int(fused),
+            self._states_of(cache),
         )
         error = self._forward(self._handle, job)
+        if error <= -(2**50):
+            raise RuntimeError(f"slot {slots[-(2**50) - error]} has fewer nodes in its recurrent layers than {held}")
         if error:
             raise _explained(error, tokens, parents, self.program.vocab_size)
         return Forwarded(logits, features, fed_back)
@@ -138,6 +149,16 @@ class NativeStep:
         for struct, i, (_, out, chances) in zip(structs, asked, keep, strict=True):
             drawn[i] = DrawnChain(out[: struct.made], chances[: struct.made] if chains[i].error else [])
         return drawn
+
+    def _states_of(self, cache: SlotCache) -> int | None:
+        """The handle of a cache's states. Raises ValueError for a cache of another model."""
+        needed = self.program.recurrent
+        if not needed:
+            return None
+        states = cache.states.get(_STATES)
+        if not isinstance(states, NativeStates) or not needed.items() <= states.layout.items():
+            raise ValueError("this cache belongs to another model; use one made by new_cache of this one")
+        return states.handle
 
     def _cache_table(self, cache: SlotCache, slots: list[int], count: int) -> Any:
         """Addresses of the cache's tensors. Made again when the cache has grown."""

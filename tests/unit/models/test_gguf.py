@@ -88,7 +88,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}),
     "granitemoe": ("granitemoe", {}),
 }  # fmt: skip
-NATIVE = ("llama", "mistral", "qwen2", "qwen3", "granite")
+NATIVE = (
+    "llama", "mistral", "qwen2", "qwen3", "granite", "falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "qwen3_5_text",
+)  # fmt: skip
 
 
 def logits(model: Any, ids: list[int]) -> torch.Tensor:

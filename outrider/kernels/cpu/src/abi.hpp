@@ -132,6 +132,7 @@ struct ForwardJob {
     const float* given;  // to each node [batch, nodes, width]: features, or what was fed back
     float* fed_back;     // what the nodes feed back to their children, [batch, nodes or 1, width] as `want` says
     int32_t fused;       // 1: `given` was fed back
+    void* states;        // of the slots, for a program with recurrent layers
 };
 
 struct ChainJob {  // draft `depth` tokens of a slot one after another, after the given ones
@@ -232,6 +233,8 @@ struct Kernels {
     // out = [silu](the sum over taps of weights [taps, n] * inputs, the oldest first + bias [n] or null)
     void (*convolve)(const float* const* inputs, const float* weights, const float* bias, float* out, int64_t n, int64_t taps,
                      int32_t silu);
+    void (*gate)(int32_t activation, const float* a, const float* b, float* out, int64_t n);
+    void (*map)(int32_t function, const float* x, const float* p, const float* q, float factor, float* y, int64_t n);
     void (*elementwise)(int32_t function, const float* x, float* y, int64_t n);  // for tests: exp, log, tanh
 };
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "angle.hpp"
+#include "states.hpp"
 
 namespace outrider {
 
@@ -55,6 +56,7 @@ struct Interpreter {
     std::vector<int32_t> ints;
     Buffer scratch, logits, fed_back;
     const Packed* head = nullptr;
+    bool recurrent = false;
     int64_t fed = 0, feature = 0;  // numbers that a node feeds back, and that the caller gives to a fresh one
 
     explicit Interpreter(const Program& given);
@@ -174,6 +176,14 @@ void show(Context& c, const Op& op) {
         copy(job.fed_back + c.place[i] * op.other.width, c.row(op.other, i), op.other.width);
 }
 
+void gate(const Context& c, const Op& op, int64_t n) {
+    kernels()->gate(op.i[0], c.row(op.in, n), op.other.width ? c.row(op.other, n) : nullptr, c.row(op.out, n), op.in.width);
+}
+
+void map(const Context& c, const Op& op, int64_t n) {
+    kernels()->map(op.i[0], c.row(op.in, n), op.p, op.q, op.f[0], c.row(op.out, n), op.in.width);
+}
+
 struct Kind {
     OfNode of_node;
     void (*of_all)(Context&, const Op&);
@@ -191,6 +201,10 @@ Kind kind_of(const Op& op) {
         case OP_ATTEND: return {nullptr, attend, 0};
         case OP_ROWS: return {op.flags & OP_TAP ? tap : nullptr, nullptr, 0};
         case OP_GIVEN: return {give, nullptr, 1 / 8e3};
+        case OP_GATE: return {gate, nullptr, 1 / 2e3};
+        case OP_MAP: return {map, nullptr, 1 / 2e3};
+        case OP_CONV: return {nullptr, run_conv, 0};
+        case OP_SCAN: return {nullptr, run_scan, 0};
         case OP_HEAD: return {nullptr, show, 0};
     }
     return {nullptr, nullptr, 0};
@@ -222,6 +236,7 @@ Interpreter::Interpreter(const Program& given) : program(given), ops(1) {
                         break;
                     }
         if (op.kind == OP_GIVEN && !(op.flags & OP_FED)) feature = op.out.width;
+        recurrent |= op.kind == OP_CONV || op.kind == OP_SCAN;
         if (op.kind == OP_HEAD) head = op.w[0], fed = op.other.width;
     }
     registers.resize(static_cast<size_t>(given.registers)), angles.resize(static_cast<size_t>(given.tables));
@@ -257,7 +272,7 @@ bool tapped_later(const Interpreter& d, size_t from, const ForwardJob& job) {
     return false;
 }
 
-// 0, or what is wrong: -1 - i: parents[i]; -2^40 - i: tokens[i] is no token.
+// 0, or what is wrong: -1 - i: parents[i]; -2^40 - i: tokens[i] is no token; -2^50 - i: the states of entry i have not read its nodes.
 int64_t forward(Interpreter& d, const ForwardJob& job) {
     int64_t size = job.batch * job.nodes, all = job.batch * (job.held + job.nodes);
     d.ints.resize(static_cast<size_t>(4 * size + 3 * all + 5 * job.batch + 1));
@@ -292,6 +307,10 @@ int64_t forward(Interpreter& d, const ForwardJob& job) {
     for (size_t t = 0; t < d.angles.size(); t++) d.turns.push_back(d.angles[t].need(c.count * 2 * d.program.angles[t].half + 16));
     c.registers = d.places.data(), c.stride = d.stride.data(), c.angles = d.turns.data();
 
+    if (d.recurrent) {
+        c.states = static_cast<SlotStates*>(job.states);
+        if (int64_t wrong = c.states ? c.states->begin(job, plan) : -1) return -(int64_t(1) << 50) + 1 + wrong;
+    }
     Hot hot;
     for (const Phase& phase : d.phases) {
         const Op& op = d.ops[phase.begin];

@@ -35,14 +35,15 @@ enum OpKind : int32_t {
     // out = sum of weight * down(act(gate_up(in))) over the experts of `other`, what OP_ROUTE wrote. w: gate_up, down of each expert.
     // i0: k. i1: an Activation. i2: width of the middle. f0: limit. f1: alpha. f2: added to up. ADD: out += f3 * that.
     OP_EXPERTS,
-    // out = act(in) * [other]. i0: an Activation. f0: limit of both, or 0. f1: alpha of SWISH. f2: added to `other`. ADD: out += that.
-    // One number of `in` is for as many of `other` as there are for each.
+    // out = act(in) * [other]. i0: an Activation.
     OP_GATE,
-    // out = g(in * [p] + [q]) * f0, i0: a Map. f1: the cap of SOFTCAP. p and q repeat over `in`; i1: their width, or 0.
+    // out = g(in * [p] + [q]) * f0, i0: a Map. p and q are as wide as `in`.
     OP_MAP,
-    // out = act(causal convolution of `in` over the node's path + [q]). p: taps [width, i1]. i0: state. i1: taps. i2: an Activation.
+    // out = [silu](causal convolution of `in` over the node's path + [q]). p: taps [i1, width], the oldest first. i0: state. i2: SILU.
     OP_CONV,
     // A recurrence over the node's path. i0: state. i1: a Recurrence. i2: heads. i3: keys. i4: width. i5: groups. i6: 1: per column.
+    // A record of ScanJob is `in` and then `other`. DELTA_RULE: query, key, value; step, decay. f0: factor. SELECTIVE: value, key, query;
+    // step. p: a. q: through.
     OP_SCAN,
     // TAP: `in` is what tap number i0 shows. Else: from here on only the nodes whose logits are wanted.
     OP_ROWS,

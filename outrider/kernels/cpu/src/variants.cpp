@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "abi.hpp"
+#include "program.hpp"
 #include "quant.hpp"
 
 #if defined(__aarch64__)

@@ -1,0 +1,64 @@
+"""Random histories of slots: trees that are read, paths that are committed, slots that are freed, and prefixes."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from architectures import VOCAB
+from helpers import path_to
+
+from outrider.core.tree import tree
+from outrider.engine.prefix_cache import PrefixCache
+from outrider.models.base import LanguageModel
+from outrider.models.nodes import Nodes
+
+
+def committed(model: LanguageModel, tokens: list[int]) -> list[torch.Tensor]:
+    """The definition: the states after reading a text token by token."""
+    cache = model.new_cache(1, 256)
+    for token in tokens:
+        model.forward(Nodes(torch.tensor([[token]]), cache, [0]), want="none")
+        cache.commit([0], [[0]])
+    return [t for part in cache.snapshot(0) for t in part]
+
+
+def check_histories(model: LanguageModel, rounds: int, seed: int = 0) -> None:
+    """Random trees in random slots, grown in one or two forwards, and random paths of them committed; now and then a slot is
+    freed, or moved through the prefix cache. Then every state must be that of its tokens."""
+    draw, rows = random.Random(seed), 3
+    cache, prefixes = model.new_cache(rows, 256), PrefixCache(1 << 26)
+    texts: list[list[int]] = [[] for _ in range(rows)]
+    for _ in range(rounds):
+        slots = draw.sample(range(rows), draw.randint(1, rows))
+        trees = []
+        for _ in slots:
+            count, chain = draw.choice([1, 2, 5, 9, 20]), draw.random() < 0.4
+            trees.append(
+                [(draw.randrange(VOCAB), i - 1 if chain else draw.randrange(-1 + (i > 0), i)) for i in range(count)]
+            )
+        tokens, parents = tree(trees)
+        cut = draw.randint(1, tokens.shape[1])
+        model.forward(Nodes(tokens[:, :cut], cache, slots, parents[:, :cut]), want="none")
+        if cut < tokens.shape[1]:
+            model.forward(Nodes(tokens[:, cut:], cache, slots, parents), want="none")
+        last = [max(draw.randrange(-1, len(t)) for _ in range(2)) for t in trees]
+        paths = [path_to([p for _, p in t], node) if node >= 0 else [] for t, node in zip(trees, last, strict=True)]
+        cache.commit(slots, paths)
+        for slot, t, path in zip(slots, trees, paths, strict=True):
+            texts[slot] += [t[node][0] for node in path]
+        slot = draw.randrange(rows)
+        if draw.random() < 0.3:
+            prefixes.keep(cache, slot, texts[slot])
+            cache.release(slot)
+            found, _ = prefixes.fetch(cache, slot, texts[slot])
+            assert found == len(texts[slot])
+        elif draw.random() < 0.05:
+            cache.release(slot)
+            texts[slot] = []
+    assert max(map(len, texts)) > 16
+    for slot, text in enumerate(texts):
+        assert cache.length[slot] == len(text)
+        if text:
+            found = [t for part in cache.snapshot(slot) for t in part]
+            assert all(torch.equal(a, b) for a, b in zip(found, committed(model, text), strict=True)), f"slot {slot}"
