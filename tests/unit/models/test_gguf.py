@@ -89,7 +89,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {}),
 }  # fmt: skip
 NATIVE = (
-    "llama", "mistral", "qwen2", "qwen3", "granite", "falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "qwen3_5_text",
+    "llama", "mistral", "qwen2", "qwen3", "granite", "falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h",
+    "qwen3_5_text",
 )  # fmt: skip
 
 
