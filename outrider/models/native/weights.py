@@ -155,7 +155,7 @@ class StoredSource:
         return self.facts.get(name, default)
 
 
-class _Shape(NamedTuple):
+class _MatrixSize(NamedTuple):
     """What a program asks of a matrix before it is packed."""
 
     n: int
@@ -168,15 +168,15 @@ class ShapeSource(ModuleSource):
     def matrix(self, *names: str, paired: bool = False) -> Packed:
         first = matrix_of(self._modules[names[0]])
         if self._modules[names[0]] is self._outputs:  # a packed one may keep some tokens only
-            return cast("Packed", _Shape(self.vocab_size, first.shape[1]))
+            return cast("Packed", _MatrixSize(self.vocab_size, first.shape[1]))
         if isinstance(first, Packed):
             return first
         shapes = [matrix_of(self._modules[name]).shape for name in names]
         n = 2 * rounded(shapes[0][0]) if paired else sum(shape[0] for shape in shapes)
-        return cast("Packed", _Shape(n, shapes[0][1]))
+        return cast("Packed", _MatrixSize(n, shapes[0][1]))
 
     def table(self, name: str) -> Packed | Tensor:
-        return cast("Packed", _Shape(*matrix_of(self._modules[name]).shape))
+        return cast("Packed", _MatrixSize(*matrix_of(self._modules[name]).shape))
 
     def _embeddings(self, inputs: Any, outputs: Any) -> tuple[Packed, Packed | Tensor]:
         empty = torch.empty(0)
