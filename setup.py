@@ -27,6 +27,8 @@ FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-f
 FLAGS += ["-fwrapv"]
 # gcc would sum integer products as trees, and then has too few registers. clang does not know the flag.
 GCC_FLAGS = ["-fno-tree-reassoc"]
+# clang would split each sum of products of words in two, which takes 1.16 of the time of five rows of Q8_0.
+CLANG_X86_FLAGS = ["-Xclang", "-target-feature", "-Xclang", "+fast-dpwssd"]
 
 
 class BuildLibrary(build_ext):
@@ -39,7 +41,10 @@ class BuildLibrary(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         compiler = shlex.split(os.environ.get("CXX", "c++"))
-        flags = FLAGS if "clang" in run([*compiler, "--version"]) else FLAGS + GCC_FLAGS
+        version = run([*compiler, "--version"])
+        flags = FLAGS + ([] if "clang" in version else GCC_FLAGS)
+        if "Target: x86_64" in version:  # clang says so, gcc does not
+            flags += CLANG_X86_FLAGS
         folder, library = Path(self.build_temp), Path(self.get_ext_fullpath(ext.name))
         folder.mkdir(parents=True, exist_ok=True)
         library.parent.mkdir(parents=True, exist_ok=True)

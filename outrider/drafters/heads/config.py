@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.models.base import EMBEDDING
 
@@ -75,6 +73,9 @@ class HeadShape:
         if kind == "default":
             at = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
             return 1.0 / float(rope["rope_theta"]) ** at, 1.0
+        from transformers import LlamaConfig  # seconds of a start, and few heads need it
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         config = LlamaConfig(
             hidden_size=self.hidden_size,
             num_attention_heads=max(self.hidden_size // dim, 1),

@@ -220,7 +220,7 @@ class HeadReader:
     @property
     def target_width(self) -> int:
         """Numbers in a hidden state of the target."""
-        return int(self.target.config.get_text_config().hidden_size)
+        return self.target.model.embedding_rows(torch.zeros(1, dtype=torch.int64)).shape[1]
 
     def _needed(self, *names: str) -> None:
         if missing := [n for n in names if n not in self.tensors]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -95,12 +94,14 @@ class EngineServer:
         return f"{what}. The log is {self.log}" + "".join(f"\n    {line[:200]}" for line in lines)
 
     def stop(self) -> None:
-        """Stop the process and its children: first by SIGTERM, then by SIGKILL. Does nothing if it does not run."""
+        """Stop the process and its children: first politely, then by force. Does nothing if it does not run."""
         if self._process is not None:
             session = self._process.pid
-            for number, seconds in ((signal.SIGTERM, _STOP), (signal.SIGKILL, _STOP)):
-                _signal(session, number)
-                deadline = monotonic() + seconds
+            for act in (psutil.Process.terminate, psutil.Process.kill):
+                for process in members(session):
+                    with contextlib.suppress(psutil.Error):
+                        act(process)
+                deadline = monotonic() + _STOP
                 while (self._process.poll() is None or members(session)) and monotonic() < deadline:
                     sleep(_POLL / 4)
                 if self._process.poll() is not None and not members(session):
@@ -140,20 +141,19 @@ def taken(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def members(session: int) -> list[int]:
-    """The processes of a session that still run, without zombies."""
-    out = list[int]()
-    for process in psutil.process_iter(["status"]):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
-                out.append(process.pid)
+def members(session: int) -> list[psutil.Process]:
+    """The processes of a session that still run, without zombies. session: the process that leads it.
+
+    Windows has no sessions. There it is this process and all below it.
+    """
+    out = list[psutil.Process]()
+    if not hasattr(os, "getsid"):
+        with contextlib.suppress(psutil.Error):
+            leader = psutil.Process(session)
+            out += [leader, *leader.children(recursive=True)]
+        return out
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                out.append(process)
     return out
-
-
-def _signal(session: int, number: int) -> None:
-    """Send a signal to the process group of a session's leader, and to the session's other processes."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, number)
-    for process in members(session):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process, number)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers.pytorch_utils import Conv1D
 
 from outrider.kernels import cpu as native
 from outrider.kernels import for_device
@@ -113,6 +112,8 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> None:
     A matrix shared with the embedding is packed as another copy, and the embedding stays. An embedding in blocks is packed, too,
     and shares the packed matrix. The other matrices are freed one by one, so only one extra matrix is in memory at a time.
     """
+    from transformers.pytorch_utils import Conv1D  # seconds of a start, and a head from a file does not need it
+
     linears = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
     # The largest first: while a matrix is packed, it is in memory twice.
     linears.sort(key=lambda linear: -math.prod(_matrix(linear[1]).shape))
@@ -127,10 +128,10 @@ def pack_linears_(model: nn.Module, weights: str = "auto") -> None:
     _pack_embeddings_(model, weights, blocks)
 
 
-def _matrix(module: nn.Linear | Conv1D) -> Matrix:
-    """[out, in]."""
+def _matrix(module: nn.Module) -> Matrix:
+    """[out, in]. module: a linear, or transformers' Conv1D."""
     matrix = matrix_of(module)
-    return matrix.T if isinstance(module, Conv1D) and isinstance(matrix, Tensor) else matrix
+    return matrix if isinstance(module, nn.Linear) or not isinstance(matrix, Tensor) else matrix.T
 
 
 def _pack_embeddings_(model: nn.Module, weights: str, packed_blocks: dict[int, native.Packed]) -> None:

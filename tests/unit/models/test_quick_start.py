@@ -120,6 +120,21 @@ print(LLM(sys.argv[1], speculative_config={"method": "auto"}).generate("def f")[
     assert imported(command, cache / kept.name) <= small
 
 
+def test_a_second_start_with_a_head_imports_nothing_large(file: Path, tmp_path: Path) -> None:
+    from outrider.drafters.heads.eagle.files import write_eagle
+    from outrider.drafters.heads.eagle.module import Eagle, EagleConfig
+
+    command = """
+import sys
+from outrider import LLM
+head = {"method": "eagle3", "model": sys.argv[2]}
+print(LLM(sys.argv[1], speculative_config=head).generate("def f")[0].outputs[0].token_ids)
+"""
+    write_eagle(tmp_path / "head", Eagle(EagleConfig.for_target(load(file).config)))
+    store.wait()
+    assert imported(command, file, tmp_path / "head") <= {"torch", "numpy", "pydantic", "safetensors"}
+
+
 # -- the same model without modules ------------------------------------------------------------------------------------------
 
 

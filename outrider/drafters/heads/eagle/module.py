@@ -130,7 +130,10 @@ class Eagle(EagleEquations, HeadModule):
     def __init__(self, config: EagleConfig, token_ids: Tensor | None = None) -> None:
         super().__init__(config, token_ids)
         size, eps, taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        table = torch.empty(config.vocab_size, size)
+        if not table.is_meta:  # for a table without memory, torch would import its compiler here
+            table.normal_()
+        self.embed_tokens = nn.Embedding.from_pretrained(table)
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(taps * config.target_hidden_size, eps)
         if config.fc_norm:

@@ -183,7 +183,7 @@ def test_children_are_stopped_too(tmp_path: Path) -> None:
     with server, pytest.MonkeyPatch.context() as patch:
         child = int(log.read_text().split("child ")[1].split()[0])
         session = os.getsid(child)
-        assert child in members(session)
+        assert child in [process.pid for process in members(session)]
         patch.setattr("outrider.lab.tune.server._STOP", 1.0)
         server.stop()
     assert members(session) == []
