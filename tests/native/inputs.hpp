@@ -1,5 +1,6 @@
 // Small random inputs for every native function, and the functions that take them: for exercise.cpp and witness.cpp.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -9,6 +10,7 @@
 
 #include "abi.hpp"
 #include "plan.hpp"
+#include "program.hpp"
 #include "quant.hpp"
 
 using namespace outrider;
@@ -21,8 +23,8 @@ void outrider_pack(Packed*, const void*, int32_t, int64_t n, int64_t stride_n, i
 void outrider_pack_rows(Packed*, const void*, int64_t row_bytes, int64_t n, const int64_t* order, int64_t start, int32_t paired);
 void outrider_linear(const Packed*, const float* x, float* y, int64_t rows, int64_t ldx, int64_t ldy);
 void outrider_unpack_column(const Packed*, int64_t column, float* out);
-void* outrider_decoder_new(const Model*);
-void outrider_decoder_free(void*);
+void* outrider_program_new(const Program*);
+void outrider_program_free(void*);
 int64_t outrider_forward(void*, const ForwardJob*);
 int64_t outrider_draft_chains(void*, const ChainsJob*);
 void outrider_gumbel(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, float* out);
@@ -116,16 +118,15 @@ std::vector<float> product(const Packed& w, const std::vector<float>& x, int64_t
 
 enum Reads { TOKENS, EAGLE3, EAGLE1 };
 
-// A decoder of two layers with matrices in many formats; or the one layer of a trained head, which reads pairs.
+// A decoder of two layers with matrices in many formats, as a program. Of a head that reads pairs it has the weights only.
 struct Toy {
-    static constexpr int64_t HIDDEN = 256, HEADS = 4, KV = 2, DIM = 40, INNER = 256, VOCAB = 75, SLOTS = 3, CELLS = 70;
+    static constexpr int32_t HIDDEN = 256, HEADS = 4, KV = 2, DIM = 40, INNER = 256, VOCAB = 75, SLOTS = 3, CELLS = 70;
     std::vector<Owned> matrices;
     std::vector<std::vector<float>> vectors;
-    std::vector<Layer> layers;
-    std::vector<int64_t> ids;
-    Pairs pairs{};
-    Model model{};
-    void* decoder;
+    std::vector<std::unique_ptr<const Packed*>> pointers;
+    std::vector<Op> ops;
+    const Packed* head;
+    void* decoder = nullptr;
 
     const Packed* matrix(int32_t format, int64_t n, int64_t k, Random& random) {
         matrices.push_back(random_matrix(format, n, k, random));
@@ -139,39 +140,73 @@ struct Toy {
         vectors.emplace_back(static_cast<size_t>(n), 1.0f);
         return vectors.back().data();
     }
+    Op& add(int32_t kind, View in, View out, const Packed* w = nullptr, const float* p = nullptr) {
+        Op op{};
+        op.kind = kind, op.in = in, op.out = out, op.p = p, op.f[0] = kind == OP_NORM ? 1e-5f : 1;
+        if (w) {
+            pointers.push_back(std::make_unique<const Packed*>(w));
+            op.w = pointers.back().get(), op.count = 1;
+        }
+        ops.push_back(op);
+        return ops.back();
+    }
     explicit Toy(Random& random, Reads reads = TOKENS) {
+        constexpr int32_t Q = HEADS * DIM, K = KV * DIM;
+        const View x{0, 0, HIDDEN}, h{1, 0, HIDDEN}, q{2, 0, Q}, k{2, Q, K}, v{2, Q + K, K}, attended{3, 0, Q}, middle{4, 0, INNER};
         vectors.reserve(32);
-        for (int i = 0; i < (reads == TOKENS ? 2 : 1); i++) {
-            Layer l{};
+        for (int32_t i = 0; i < (reads == TOKENS ? 2 : 1); i++) {
             int64_t width = reads == EAGLE3 ? 2 * HIDDEN : HIDDEN;
-            l.qkv = mixed({matrix(Q4_K, HEADS * DIM, width, random), matrix(Q6_K, 2 * KV * DIM, width, random)}, false);
-            l.out = matrix(i ? Q5_0 : BFLOAT16, HIDDEN, HEADS * DIM, random);
-            l.gate_up = mixed({matrix(Q4_K, INNER, HIDDEN, random), matrix(Q8_0, INNER, HIDDEN, random)}, true);
-            l.down = matrix(Q3_K, HIDDEN, INNER, random);
-            l.norm1 = reads == TOKENS ? ones(HIDDEN) : nullptr, l.norm2 = ones(HIDDEN), l.q_norm = ones(DIM), l.k_norm = ones(DIM);
-            l.window = i ? 9 : 0;
-            layers.push_back(l);
+            const Packed* four = matrix(Q4_K, Q, width, random);
+            const Packed* six = matrix(Q6_K, 2 * K, width, random);
+            const Packed* qkv = mixed({four, six}, false);
+            const Packed* out = matrix(i ? Q5_0 : BFLOAT16, HIDDEN, Q, random);
+            const Packed* gate = matrix(Q4_K, INNER, HIDDEN, random);
+            const Packed* up = matrix(Q8_0, INNER, HIDDEN, random);
+            const Packed* down = matrix(Q3_K, HIDDEN, INNER, random);
+            add(OP_NORM, x, h, nullptr, ones(HIDDEN));
+            add(OP_LINEAR, h, {2, 0, Q + 2 * K}, qkv);
+            for (View part : {q, k}) {
+                add(OP_NORM, part, part, nullptr, ones(DIM)).i[1] = DIM;
+                Op& rope = add(OP_ROPE, part, {});
+                rope.i[1] = DIM, rope.i[3] = DIM;
+            }
+            Op& store = add(OP_STORE, k, {});
+            store.other = v, store.i[0] = i, store.i[1] = KV, store.i[2] = store.i[3] = DIM;
+            if (i) add(OP_ROWS, {}, {});
+            Op& attend = add(OP_ATTEND, q, attended);
+            for (int32_t at = 0; int32_t n : {i, HEADS, KV, DIM, DIM, i ? 9 : 0}) attend.i[at++] = n;
+            attend.f[0] = 0.2f;
+            add(OP_LINEAR, attended, x, out).i[0] = ADD;
+            add(OP_NORM, x, h, nullptr, ones(HIDDEN));
+            add(OP_LINEAR, h, middle, mixed({gate, up}, true)).i[0] = SWIGLU;
+            add(OP_LINEAR, middle, x, down).i[0] = ADD;
+            Op& tap = add(OP_ROWS, x, {});
+            tap.flags = OP_TAP, tap.i[0] = i;
         }
         vectors.push_back(reals(DIM / 2, random));
-        model.layers = layers.data(), model.inv_freq = vectors.back().data(), model.rotary = DIM;
-        model.head = model.table = matrix(Q8_0, VOCAB, HIDDEN, random);
-        model.final_norm = reads == EAGLE1 ? nullptr : ones(HIDDEN);
-        if (reads == EAGLE3) {
-            pairs = {matrix(Q8_0, HIDDEN, 3 * HIDDEN, random), ones(HIDDEN), ones(HIDDEN), ones(3 * HIDDEN), 3 * HIDDEN, 3, 1, 1};
-            model.head = matrix(BFLOAT16, 21, HIDDEN, random);
-            for (int64_t i = 0; i < 21; i++) ids.push_back(3 * i + 1);
-            model.head_ids = ids.data();
-        } else if (reads == EAGLE1) {
-            pairs = {matrix(FLOAT32, HIDDEN, 2 * HIDDEN, random), nullptr, nullptr, nullptr, HIDDEN, 1, 0, 0};
-        }
-        if (reads != TOKENS) model.pairs = &pairs;
-        model.count = static_cast<int64_t>(layers.size()), model.hidden = HIDDEN, model.intermediate = INNER, model.heads = HEADS, model.kv_heads = KV;
-        model.dim = DIM, model.vocab = VOCAB, model.activation = SWIGLU;
-        model.eps = 1e-5f, model.scale = 0.2f, model.rope_factor = model.embedding_factor = 1;
-        model.residual_factor = model.logits_factor = 1;
-        decoder = outrider_decoder_new(&model);
+        const float* frequencies = vectors.back().data();
+        const Packed* table = head = matrix(Q8_0, VOCAB, HIDDEN, random);
+        if (reads == EAGLE3) matrix(Q8_0, HIDDEN, 3 * HIDDEN, random), matrix(BFLOAT16, 21, HIDDEN, random);
+        if (reads == EAGLE1) matrix(FLOAT32, HIDDEN, 2 * HIDDEN, random);
+        if (reads != TOKENS) return;
+        add(OP_EMBED, {}, x, table);
+        std::rotate(ops.begin(), ops.end() - 1, ops.end());
+        add(OP_NORM, x, h, nullptr, ones(HIDDEN));
+        Op& tap = add(OP_ROWS, h, {});
+        tap.flags = OP_TAP, tap.i[0] = -1;
+        add(OP_ROWS, {}, {});
+        add(OP_HEAD, h, {}, head);
+        const int32_t widths[] = {HIDDEN, HIDDEN, Q + 2 * K, Q, INNER};
+        const Angles angles{frequencies, nullptr, 1, 0, DIM / 2, 0};
+        widths_.assign(widths, widths + 5), angles_ = angles;
+        Program program{ops.data(), widths_.data(), &angles_, nullptr, static_cast<int64_t>(ops.size()), 5, 1, VOCAB};
+        decoder = outrider_program_new(&program);
     }
-    ~Toy() { outrider_decoder_free(decoder); }
+    std::vector<int32_t> widths_;
+    Angles angles_{};
+    ~Toy() {
+        if (decoder) outrider_program_free(decoder);
+    }
 
     // Logits of a prompt of 6 tokens, then of a tree of 5 nodes and one of 3; then two chains are drafted.
     std::vector<float> text(int32_t format) {
@@ -180,21 +215,19 @@ struct Toy {
         void* cache[4] = {memory[0].data(), memory[1].data(), memory[2].data(), memory[3].data()};
         std::vector<int64_t> prompt = {5, 9, 2, 74, 0, 33, 8, 8, 1, 60, 61, 3};
         std::vector<int32_t> rows = {2, 0}, lengths = {0, 0}, taps = {0, -1};
-        int64_t shown = model.head->n, wide = pairs.feature_size;
+        int64_t shown = head->n;
         Random draw;
-        std::vector<float> logits(2 * shown), features(2 * 6 * 2 * HIDDEN), given = reals(12 * wide, draw), g = reals(10 * HIDDEN, draw);
-        std::vector<float> back(2 * HIDDEN), more_back(10 * HIDDEN);
-        ForwardJob job{};
+        std::vector<float> logits(2 * shown), features(2 * 6 * 2 * HIDDEN), given(12);
+            ForwardJob job{};
         job.tokens = prompt.data(), job.rows = rows.data(), job.lengths = lengths.data(), job.cache = cache;
         job.logits = logits.data(), job.features = features.data(), job.taps = taps.data(), job.taps_count = 2;
         job.batch = 2, job.nodes = 6, job.capacity = CELLS, job.want = 1, job.cache_format = format;
-        job.given = given.data(), job.fed_back = back.data();
         expect(outrider_forward(decoder, &job) == 0, "a prompt");
         std::vector<int64_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 0, 0}, parents = {-1, 0, 0, 1, 3, -1, 0, -1, -2, -2};
         std::vector<float> tree(10 * shown);
         lengths = {6, 6};
         job.tokens = tokens.data(), job.parents = parents.data(), job.nodes = 5, job.want = 2, job.taps_count = 0;
-        job.logits = tree.data(), job.given = g.data(), job.fed_back = more_back.data(), job.fused = 1;
+        job.logits = tree.data();
         expect(outrider_forward(decoder, &job) == 0, "two trees");
         parents[3] = 7;
         expect(outrider_forward(decoder, &job) < 0, "a parent that comes later is refused");
@@ -214,7 +247,6 @@ struct Toy {
         expect(chains[0].made == 4 && chains[1].made == 5, "chains are whole");
         tree.insert(tree.end(), logits.begin(), logits.end());
         tree.insert(tree.end(), chances.begin() + 4, chances.end());
-        if (model.pairs) tree.insert(tree.end(), back.begin(), back.end()), tree.insert(tree.end(), more_back.begin(), more_back.end());
         for (int64_t t : drafted) tree.push_back(static_cast<float>(t));
         return tree;
     }

@@ -124,13 +124,26 @@ void show_scan(int32_t kind, Random& random) {
     std::vector<float> decay = reals(NODES * heads * KEYS, random), start = reals(state, random);
     for (float& d : decay) d = -std::fabs(d);
     for (float& s : step) s = std::fabs(s);
-    std::vector<int64_t> chains = {0, NODES}, rows = {0, 1, 2, 3, 4, 5, 6};
+    const int64_t chains[] = {0, NODES};
     const float* starts[] = {start.data()};
-    float* states[NODES] = {};
     for (int32_t per_column : {0, 1}) {
-        std::vector<float> work(static_cast<size_t>(state)), out(static_cast<size_t>(NODES * heads * width));
-        ScanJob job{query.data(), key.data(), value.data(), step.data(), decay.data(), out.data(), chains.data(), rows.data(),
-                    starts, states, work.data(), 1, heads, KEYS, width, 1, kind, per_column};
+        std::vector<float> work(static_cast<size_t>(state)), out(static_cast<size_t>(NODES * heads * width)), all[NODES];
+        const float* records[NODES];
+        float *states[NODES], *outs[NODES];
+        ScanJob job{};
+        for (int64_t n = 0; n < NODES; n++) {
+            auto put = [&](int64_t& place, const std::vector<float>& from, int64_t count) {
+                place = static_cast<int64_t>(all[n].size());
+                all[n].insert(all[n].end(), from.begin() + n * count, from.begin() + (n + 1) * count);
+            };
+            put(job.query, query, kind ? width : heads * KEYS), put(job.key, key, kind ? width : heads * KEYS);
+            put(job.value, value, kind ? heads : heads * width), put(job.step, step, heads);
+            if (!kind) put(job.decay, decay, per_column ? heads * KEYS : heads);
+            records[n] = all[n].data(), states[n] = work.data(), outs[n] = out.data() + n * heads * (kind ? 1 : width);
+        }
+        job.records = records, job.out = outs, job.states = states, job.starts = starts, job.chains = chains, job.count = 1;
+        job.a = decay.data(), job.heads = heads, job.keys = kind ? 1 : KEYS, job.width = width, job.groups = kind ? 1 : heads;
+        job.factor = 1, job.kind = kind, job.per_column = per_column;
         outrider_scan(&job);
         show(std::string(kind ? "selective" : "delta rule") + (per_column ? ", per column" : ""), out);
     }
@@ -181,10 +194,11 @@ int main(int argc, char** argv) {
     Owned a = random_matrix(Q4_K, 32, 256, random), b = random_matrix(Q6_K, 32, 256, random), c = random_matrix(FLOAT32, 21, 256, random);
     show_matrix(Matrix({&a->packed, &b->packed, &c->packed}, false).packed, "mixed", random);
     show_matrix(Matrix({&a->packed, &b->packed}, true).packed, "alternating", random);
-    const char* kinds[] = {"decoder", "EAGLE-3", "EAGLE-1"};
     for (Reads reads : {TOKENS, EAGLE3, EAGLE1})
-        for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8})
-            show(std::string(kinds[reads]) + ", cache " + std::to_string(format), Toy(random, reads).text(format));
+        for (int32_t format : {CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8}) {
+            Toy toy(random, reads);
+            if (reads == TOKENS) show("decoder, cache " + std::to_string(format), toy.text(format));
+        }
     show_choices(random);
     show_numbers(random);
     for (int32_t kind : {DELTA_RULE, SELECTIVE}) show_scan(kind, random);
