@@ -88,6 +88,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 DENSE: dict[str, dict[str, Any]] = {
     "olmo3": {**_BASE, **_WINDOW},
     "olmo": _BASE,
+    "glm": {**_BASE, "head_dim": 8, "partial_rotary_factor": 0.5},
     "cohere": {**_BASE, "logit_scale": 0.5},
     "exaone4": {**_BASE, **_WINDOW},
     "ernie4_5": {**_BASE, "head_dim": 8},

@@ -1,7 +1,11 @@
-"""What the layers of families are made of: each part adds the ops of one module, and adds its result to the residual x."""
+"""What the layers of families are made of: each part adds the ops of one module.
+
+Its result is added to the residual x, or is a value of its own if x is None. c: a configuration.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +19,27 @@ def unused(c: Any, *names: str) -> None:
         getattr(c, name, None)
 
 
+def head_dim(c: Any) -> int:
+    """Numbers of a head."""
+    return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+
+
+def window_of(c: Any, layer: int) -> int:
+    """Tokens that the nodes of a layer see; 0: all."""
+    types, window = getattr(c, "layer_types", None), getattr(c, "sliding_window", None) or 0
+    return window if types is None or types[layer] == "sliding_attention" else 0
+
+
+def tables_by_type(b: Builder, c: Any) -> Callable[[int], int]:
+    """The number of a layer's table of angles, for models with one for each type of layers."""
+    made = {kind: b.rotary(c.rope_parameters[kind], kind) for kind in sorted({*c.layer_types})}
+    return lambda layer: made[c.layer_types[layer]]
+
+
 def attention(
     b: Builder,
     h: Value,
-    x: Value,
+    x: Value | None,
     name: str,
     *,
     heads: int,
@@ -26,26 +47,37 @@ def attention(
     dim: int,
     table: int | None,
     scale: float,
-    eps: float,
+    eps: float = 0.0,
     window: int = 0,
+    softcap: float = 0.0,
     factor: float = 1.0,
     norms: tuple[str, str] = ("q_norm", "k_norm"),
+    whole: bool = False,
+    kind: str = "rms",
+    per_group: bool = False,
+    one_added: bool = False,
+    interleaved: bool = False,
+    joined: bool = False,
     out: str = "o_proj",
-) -> None:
-    """x += factor * attention(h). dim: of a head. table: of the angles; None: no rotary embedding. norms: of queries and keys, if
-    they are there. out: the last matrix."""
+) -> Value:
+    """x += factor * attention(h). dim: of a head. table: of the angles; None: no rotary embedding. out: the last matrix.
+
+    norms: of queries and keys, if they are there. kind, per_group, one_added: as in `Builder.norm`. whole: they take all heads
+    together. joined: queries, keys and values are one linear."""
     width, kv_width = heads * dim, kv_heads * dim
-    qkv = b.linear(h, *(f"{name}.{n}_proj" for n in "qkv"), width=width + 2 * kv_width)
-    query, key, value = qkv.split(width, kv_width, kv_width)
+    names = [f"{name}.qkv_proj"] if joined else [f"{name}.{n}_proj" for n in "qkv"]
+    query, key, value = b.linear(h, *names, width=width + 2 * kv_width).split(width, kv_width, kv_width)
     for part, norm in zip((query, key), norms, strict=True):
         if b.has(f"{name}.{norm}"):
-            b.norm(part, f"{name}.{norm}", eps=eps, group=dim, out=part)
+            group = 0 if whole else dim
+            own = f"{name}.{norm}"
+            b.norm(part, own, eps=eps, kind=kind, group=group, per_group=per_group, one_added=one_added, out=part)
         if table is not None:
-            b.rope(part, table, dim)
+            b.rope(part, table, dim, interleaved=interleaved)
     cache = b.store(key, value, kv_heads)
     b.rows()
-    attended = b.attend(query, cache, heads=heads, scale=scale, window=window)
-    b.linear(attended, f"{name}.{out}", width=x.width, factor=factor, add_to=x)
+    attended = b.attend(query, cache, heads=heads, scale=scale, window=window, softcap=softcap)
+    return b.linear(attended, f"{name}.{out}", width=h.width, factor=factor, add_to=x)
 
 
 def mamba2(
@@ -87,7 +119,18 @@ def mamba2(
     b.linear(y, f"{name}.out_proj", width=x.width, factor=factor, add_to=x)
 
 
-def gated_mlp(b: Builder, h: Value, x: Value, name: str, *, width: int, activation: str, factor: float = 1.0) -> None:
-    """x += factor * down(act(gate(h)) * up(h)). width: between them."""
-    middle = b.linear(h, f"{name}.gate_proj", f"{name}.up_proj", width=width, gate=activation)
-    b.linear(middle, f"{name}.down_proj", width=x.width, factor=factor, add_to=x)
+def gated_mlp(
+    b: Builder,
+    h: Value,
+    x: Value | None,
+    name: str,
+    *,
+    width: int,
+    activation: str,
+    factor: float = 1.0,
+    joined: bool = False,
+) -> Value:
+    """x += factor * down(act(gate(h)) * up(h)). width: between them. joined: gate and up are one linear."""
+    names = [f"{name}.gate_up_proj"] if joined else [f"{name}.gate_proj", f"{name}.up_proj"]
+    middle = b.linear(h, *names, width=width, gate=activation)
+    return b.linear(middle, f"{name}.down_proj", width=h.width, factor=factor, add_to=x)

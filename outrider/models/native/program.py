@@ -251,22 +251,27 @@ class Builder:
     def norm(
         self,
         x: Value,
-        name: str,
+        name: str | None,
         *,
         eps: float,
+        kind: str = "rms",
         group: int = 0,
         per_group: bool = False,
         one_added: bool = False,
+        add_to: Value | None = None,
         out: Value | None = None,
         when: str = "always",
     ) -> Value:
-        """norm(x) * weight, or (1 + weight) with `one_added`. group: numbers that are normed together, such as a head; 0 for all.
-        per_group: groups have weights of their own."""
-        weight = self.vector(f"{name}.weight", x.width if per_group else group or x.width)
-        weight = weight + 1 if one_added else weight
-        place = self._place(out, None, x.width)
-        flags = (*_WHEN[when], *(("per_group",) if per_group else ()))
-        return self._add("norm", flags=flags, in_=x, out=place, p=weight, i=(0, group), f=(eps,))
+        """norm(x) * weight + bias, if there is one. name: None for no weight. kind: "rms" or "layer". group: numbers that are
+        normed together, such as a head; 0 for all. per_group: groups have weights of their own. one_added: it is 1 + weight."""
+        size = x.width if per_group else group or x.width
+        weight = None if name is None else self.vector(f"{name}.weight", size)
+        bias = None if self.source.tensor(f"{name}.bias") is None else self.vector(f"{name}.bias", size)
+        weight = weight + 1 if weight is not None and one_added else weight
+        place = self._place(out, add_to, x.width)
+        flags = (*_WHEN[when], *(("per_group",) if per_group else ()), *(("add",) if add_to else ()))
+        numbers = (("rms", "layer").index(kind), group)
+        return self._add("norm", flags=flags, in_=x, out=place, p=weight, q=bias, i=numbers, f=(eps,))
 
     def l2_norm(self, x: Value, *, group: int, eps: float) -> None:
         """Each group of numbers of x over the root of its sum of squares and eps, in place."""
@@ -284,7 +289,8 @@ class Builder:
         out: Value | None = None,
         when: str = "always",
     ) -> Value:
-        """The linears of these names side by side. width: of the result. gate: of gate and up, "silu" or "gelu_pytorch_tanh"."""
+        """The linears of these names side by side. width: of the result. gate: of gate and up, "silu" or "gelu_pytorch_tanh"; one
+        name is then of a linear that has both."""
         if gate is not None and gate not in _GATES:
             raise NotNative(f"its activation is {gate}")
         matrix = self.source.matrix(*names, paired=gate is not None)
@@ -297,15 +303,17 @@ class Builder:
         """Whether there is a module with a weight of this name."""
         return self.source.tensor(f"{name}.weight") is not None
 
-    def rotary(self, settings: Mapping[str, Any] | None, name: str = "model.rotary_emb") -> int:
-        """The number of a table of angles, for `rope`. settings: `rope_parameters` of the configuration."""
+    def rotary(self, settings: Mapping[str, Any] | None, layer_type: str = "") -> int:
+        """The number of a table of angles, for `rope`. settings: `rope_parameters` of the configuration. layer_type: of models
+        that have frequencies for each type of layers."""
         kind = (settings or {}).get("rope_type", "default")
         if kind not in _FIXED_ROTARY:
             raise NotNative(f"its rotary embedding ({kind}) changes with the length of the text")
-        frequencies = self.source.tensor(f"{name}.inv_freq")
+        name = f"model.rotary_emb.{layer_type}_" if layer_type else "model.rotary_emb."
+        frequencies = self.source.tensor(f"{name}inv_freq")
         if frequencies is None or frequencies.dim() != 1:
-            raise NotNative(f"it has no frequencies {name}.inv_freq")
-        return self.angles(frequencies, float(self.source.number(f"{name}.attention_scaling", 1.0)))
+            raise NotNative(f"it has no frequencies {name}inv_freq")
+        return self.angles(frequencies, float(self.source.number(f"{name}attention_scaling", 1.0)))
 
     def angles(self, frequencies: Tensor, factor: float) -> int:
         """The number of a table of angles. frequencies: float32 [n]. factor: of cosines and sines."""
@@ -314,12 +322,14 @@ class Builder:
         self._angles.append(_Angles(frequencies.contiguous(), factor))
         return len(self._angles) - 1
 
-    def rope(self, x: Value, table: int, dim: int, *, offset: int = 0) -> None:
-        """Rotate the heads of x in place. dim: of a head. offset: where the rotated numbers of a head begin."""
+    def rope(self, x: Value, table: int, dim: int, *, offset: int = 0, interleaved: bool = False) -> None:
+        """Rotate the heads of x in place. dim: of a head. offset: where the rotated numbers of a head begin. interleaved: the two
+        numbers of a pair are neighbours."""
         rotary = 2 * len(self._angles[table].inv_freq)
         if not 0 < rotary <= dim - offset or x.width % dim:
             raise ValueError(f"there are {rotary // 2} rotary frequencies for heads of {dim} numbers")
-        self._add("rope", in_=x, i=(table, dim, offset, rotary))
+        flags = ("interleaved",) if interleaved else ()
+        self._add("rope", flags=flags, in_=x, i=(table, dim, offset, rotary))
 
     def store(self, key: Value, value: Value, heads: int) -> int:
         """Keys and values into the cache. Returns the number of the cache's layer, for `attend`."""
@@ -331,9 +341,18 @@ class Builder:
         return cache
 
     def attend(
-        self, query: Value, cache: int, *, heads: int, scale: float, window: int = 0, out: Value | None = None
+        self,
+        query: Value,
+        cache: int,
+        *,
+        heads: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        out: Value | None = None,
     ) -> Value:
-        """Attention over the keys and values of a layer of the cache. window: tokens that a node sees; 0: all."""
+        """Attention over the keys and values of a layer of the cache. window: tokens that a node sees; 0: all. softcap: of the
+        scores; 0: none."""
         kv_heads, dim, value_dim = self._cells[cache]
         if heads % kv_heads:
             raise ValueError(f"{kv_heads} heads of keys do not divide {heads} heads")
@@ -341,7 +360,7 @@ class Builder:
             raise ValueError(f"queries are {query.width} numbers for {heads} heads of {dim}, and the window {window}")
         place = self._place(out, None, heads * value_dim)
         numbers = (cache, heads, kv_heads, dim, value_dim, window)
-        return self._add("attend", in_=query, out=place, i=numbers, f=(scale, 0.0))
+        return self._add("attend", in_=query, out=place, i=numbers, f=(scale, softcap))
 
     def gate(self, a: Value, b: Value | None, function: str, *, out: Value | None = None) -> Value:
         """function(a) * b."""
@@ -417,13 +436,22 @@ class Builder:
         """From here on in the last layer only the nodes whose logits are wanted. Call it where no node needs another's values."""
         self._add("rows")
 
-    def head(self, x: Value, name: str = "lm_head", *, factor: float = 1.0, fed_back: Value | None = None) -> None:
-        """The logits. x: after the final norm, which is what the tap FINAL_NORM shows. fed_back: what a node feeds back."""
+    def head(
+        self,
+        x: Value,
+        name: str = "lm_head",
+        *,
+        factor: float = 1.0,
+        softcap: float = 0.0,
+        fed_back: Value | None = None,
+    ) -> None:
+        """The logits. x: after the final norm, which is what the tap FINAL_NORM shows. softcap: of the logits; 0: none. fed_back:
+        what a node feeds back."""
         matrix, ids = self.source.matrix(name), self.source.head_ids
         self._check_matrix(name, matrix, self.source.vocab_size if ids is None else len(ids), x.width)
         self._add("rows", flags=("tap",), in_=x, i=(FINAL_NORM,))
         self.rows()
-        self._add("head", in_=x, other=fed_back, matrices=(matrix,), f=(factor,))
+        self._add("head", in_=x, other=fed_back, matrices=(matrix,), f=(factor, softcap))
 
     def program(self) -> Program:
         """What was built. Raises ValueError unless it has an embedding and a head."""
@@ -461,9 +489,9 @@ class Builder:
         found = self.source.tensor(name)
         if found is None:
             raise ValueError(f"{name} is not there")
-        if found.shape != (size,) or found.dtype != torch.float32:
+        if found.numel() != size or found.dtype != torch.float32:
             raise ValueError(f"{name} is {found.dtype} {list(found.shape)}, and the settings say float32 [{size}]")
-        return found
+        return found.flatten()
 
     def _check_matrix(self, name: str, given: native.Packed, n: int, k: int) -> None:
         if (given.n, given.k) != (n, k):

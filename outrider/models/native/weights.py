@@ -37,7 +37,8 @@ class WeightSource(Protocol):
     head_ids: Tensor | None
 
     def matrix(self, *names: str, paired: bool = False) -> Packed:
-        """The linears of these names side by side, with their biases. paired: gate and up, see `Packed`."""
+        """The linears of these names side by side, with their biases. paired: gate and up, see `Packed`; one
+        name is of a linear that has both."""
         ...
 
     def table(self, name: str) -> Packed | Tensor:
@@ -90,7 +91,12 @@ class ModuleSource:
         linears = [self._modules[name] for name in names]
         if linears == [self._outputs]:
             return self._head
-        made = packed([matrix_of(m) for m in linears], self.packing, [m.bias for m in linears], paired=paired)
+        matrices, biases = [matrix_of(m) for m in linears], [m.bias for m in linears]
+        if paired and len(linears) == 1 and not isinstance(matrices[0], Packed):
+            halves = torch.arange(matrices[0].shape[0]).chunk(2)
+            matrices = [rows_of(matrices[0], half) for half in halves]
+            biases = [None if linears[0].bias is None else linears[0].bias[half] for half in halves]
+        made = packed(matrices, self.packing, biases, paired=paired)
         if self._own:
             free_matrix_(*linears)
             give_matrix_(linears[0], made)
@@ -172,7 +178,7 @@ class ShapeSource(ModuleSource):
         if isinstance(first, Packed):
             return first
         shapes = [matrix_of(self._modules[name]).shape for name in names]
-        n = 2 * rounded(shapes[0][0]) if paired else sum(shape[0] for shape in shapes)
+        n = 2 * rounded(shapes[0][0] // (3 - len(shapes))) if paired else sum(shape[0] for shape in shapes)
         return cast("Packed", _MatrixSize(n, shapes[0][1]))
 
     def table(self, name: str) -> Packed | Tensor:

@@ -214,8 +214,9 @@ struct Kernels {
     void (*attention)(void* job, int64_t begin, int64_t end);  // tasks
     void (*pack_vectors)(int32_t format, const float* from, uint8_t* to, int64_t count, int64_t dim);  // a CacheFormat
     void (*weighted_sum)(const float* const* rows, const float* weights, int64_t count, float factor, int32_t add, float* y, int64_t n);
-    void (*rmsnorm)(const float* x, const float* weight, float* y, int64_t n, float eps);
-    void (*rope)(float* x, const float* cosine, const float* sine, int64_t rotary);
+    void (*norm)(const float* x, const float* weight, const float* bias, float* y, int64_t n, float eps, int32_t centred, int32_t add);
+    void (*rope)(float* x, const float* cosine, const float* sine, int64_t rotary, int32_t neighbours);
+    void (*softcap)(float* x, int64_t n, float cap);
     void (*unpack_column)(const Packed* w, int64_t column, float* out, float factor);
     void (*gumbel)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, int64_t n, float* out);
     void (*gumbel_at)(uint64_t seed, uint32_t stream, uint32_t step, uint32_t position, const int64_t* index, int64_t n,

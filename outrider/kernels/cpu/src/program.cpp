@@ -109,14 +109,19 @@ void norm(const Context& c, const Op& op, int64_t n) {
     float* to = c.row(op.out, n);
     int64_t group = op.i[1] ? op.i[1] : op.in.width;
     for (int64_t at = 0; at < op.in.width; at += group)
-        kernels()->rmsnorm(from + at, op.flags & OP_PER_GROUP ? op.p + at : op.p, to + at, group, op.f[0]);
+        {
+            int64_t own = op.flags & OP_PER_GROUP ? at : 0;
+            kernels()->norm(from + at, op.p ? op.p + own : nullptr, op.q ? op.q + own : nullptr, to + at, group, op.f[0],
+                            op.i[0] == LAYER_NORM, op.flags & OP_ADD);
+        }
 }
 
 void rope(const Context& c, const Op& op, int64_t n) {
     int64_t rotary = op.i[3];
     const float* cosine = c.angles[op.i[0]] + c.node[n] * rotary;
     float* x = c.row(op.in, n);
-    for (int64_t at = op.i[2]; at < op.in.width; at += op.i[1]) kernels()->rope(x + at, cosine, cosine + rotary / 2, rotary);
+    for (int64_t at = op.i[2]; at < op.in.width; at += op.i[1]) 
+        kernels()->rope(x + at, cosine, cosine + rotary / 2, rotary, op.flags & OP_INTERLEAVED);
 }
 
 void store(const Context& c, const Op& op, int64_t n) {
@@ -163,6 +168,24 @@ void attend(Context& c, const Op& op) {
     run_attention(a);
 }
 
+constexpr int64_t SLICE = 8192;  // logits of a unit of work
+
+struct Capped {
+    const Context* c;
+    float* logits;
+    int64_t n;
+    float cap;
+};
+
+void cap_logits(void* context, int64_t begin, int64_t end) {
+    const Capped& work = *static_cast<const Capped*>(context);
+    int64_t slices = (work.n + SLICE - 1) / SLICE;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t at = i % slices * SLICE, rest = work.n - at;
+        kernels()->softcap(work.logits + work.c->place[i / slices] * work.n + at, rest < SLICE ? rest : SLICE, work.cap);
+    }
+}
+
 void show(Context& c, const Op& op) {
     const ForwardJob& job = *c.job;
     int64_t shown = job.want == 1 ? job.batch : job.batch * job.nodes, n = op.w[0]->n;
@@ -172,6 +195,10 @@ void show(Context& c, const Op& op) {
     LinearJob head{.w = op.w[0], .x = c.row(op.in, 0), .y = job.logits, .rows = c.count, .ldx = c.stride[op.in.reg], .ldy = n,
                    .factor = op.f[0], .place = c.place};
     run_linear(head);
+    if (op.f[1] > 0) {
+        Capped work{&c, job.logits, n, op.f[1]};
+        parallel(cap_logits, &work, c.count * ((n + SLICE - 1) / SLICE), pool_threads());
+    }
     for (int64_t i = 0; i < c.count && op.other.width; i++)
         copy(job.fed_back + c.place[i] * op.other.width, c.row(op.other, i), op.other.width);
 }

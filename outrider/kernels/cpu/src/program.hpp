@@ -15,8 +15,8 @@ namespace outrider {
 enum OpKind : int32_t {
     // out = f0 * the row of the token. w0, or p: a table of i1 rows in format i0.
     OP_EMBED,
-    // out = norm(in) * [p] + [q]; GATED: and * silu(other); ADD: out += f1 * that. f0: eps. i0: a Norm. i1: numbers of a group, each
-    // normed on its own; 0: all. PER_GROUP: p and q are as wide as `in`, else as a group.
+    // out = norm(in) * [p] + [q]; ADD: out += that. f0: eps. i0: a Norm. i1: numbers of a group, each normed on its own; 0: all.
+    // PER_GROUP: p and q are as wide as `in`, else as a group.
     OP_NORM,
     // out = f0 * (W in + b), or as the finish i0 says. w0.
     OP_LINEAR,

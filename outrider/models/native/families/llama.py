@@ -1,21 +1,21 @@
-"""Llama, and what has its layers: Mistral, Qwen 2 and 3, and Granite with its four factors."""
+"""Llama, and what has its layers: Mistral, Qwen 2 and 3, SmolLM3, Seed-OSS, ERNIE 4.5, and Granite with its four factors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from outrider.models.native.families import family
-from outrider.models.native.parts import attention, gated_mlp
+from outrider.models.native.parts import attention, gated_mlp, head_dim, unused, window_of
 from outrider.models.native.program import Builder
 
 
 @family("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
-def llama(b: Builder, c: Any) -> None:
-    """norm, attention, residual, norm, gated MLP, residual."""
-    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    eps, factor = float(c.rms_norm_eps), float(getattr(c, "residual_multiplier", 1.0))
-    scale = float(getattr(c, "attention_multiplier", dim**-0.5))
-    types, window = getattr(c, "layer_types", None), getattr(c, "sliding_window", None) or 0
+@family("SmolLM3ForCausalLM", "SeedOssForCausalLM")
+def llama(b: Builder, c: Any, *, interleaved: bool = False, joined: bool = False) -> None:
+    """norm, attention, residual, norm, gated MLP, residual. joined: queries, keys and values are one linear; gate and up, too."""
+    dim, eps, factor = head_dim(c), float(c.rms_norm_eps), float(getattr(c, "residual_multiplier", 1.0))
+    scale, rotated = float(getattr(c, "attention_multiplier", dim**-0.5)), getattr(c, "no_rope_layers", None)
+    unused(c, "attention_out_bias", "no_rope_layer_interval", "use_bias")
     x = b.embed(factor=float(getattr(c, "embedding_multiplier", 1.0)))
     table = b.rotary(c.rope_parameters)
     for i, layer in enumerate(b.layers(x, c.num_hidden_layers)):
@@ -28,12 +28,28 @@ def llama(b: Builder, c: Any) -> None:
             heads=c.num_attention_heads,
             kv_heads=c.num_key_value_heads,
             dim=dim,
-            table=table,
+            table=table if rotated is None or rotated[i] else None,
             scale=scale,
             eps=eps,
-            window=window if types is None or types[i] == "sliding_attention" else 0,
+            window=window_of(c, i),
             factor=factor,
+            interleaved=interleaved,
+            joined=joined,
         )
         h = b.norm(x, f"{layer}.post_attention_layernorm", eps=eps)
-        gated_mlp(b, h, x, f"{layer}.mlp", width=c.intermediate_size, activation=c.hidden_act, factor=factor)
+        name, width = f"{layer}.mlp", c.intermediate_size
+        gated_mlp(b, h, x, name, width=width, activation=c.hidden_act, factor=factor, joined=joined)
     b.head(b.norm(x, "model.norm", eps=eps), factor=1.0 / float(getattr(c, "logits_scaling", 1.0)))
+
+
+@family("Ernie4_5ForCausalLM")
+def ernie(b: Builder, c: Any) -> None:
+    """The numbers of a rotary pair are neighbours."""
+    llama(b, c, interleaved=True)
+
+
+@family("Phi3ForCausalLM")
+def phi3(b: Builder, c: Any) -> None:
+    """Phi-3 and 4, without LongRoPE, whose angles change with the length of the text."""
+    unused(c, "original_max_position_embeddings", "embd_pdrop", "resid_pdrop")
+    llama(b, c, joined=True)

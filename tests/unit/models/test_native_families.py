@@ -1,0 +1,88 @@
+"""Families on the native step: the logits, taps and texts of HFModel, and the same bits in any company."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from architectures import prompts, tiny
+from row_checks import (
+    Guided,
+    assert_rows_do_not_depend_on_their_neighbours,
+    outputs,
+)
+from transformers import PreTrainedModel
+
+from outrider.models.base import EMBEDDING, FINAL_NORM
+from outrider.models.hf.model import HFModel
+from outrider.models.native.model import NativeModel, supports
+from outrider.models.nodes import Nodes
+
+# name: (model type, changes of the tiny model)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: (name, {})
+        for name in (
+            "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "seed_oss", "ernie4_5", "phi3", "gemma", "gemma2",
+            "gemma3_text", "olmo2", "olmo3", "exaone4", "glm", "glm4", "cohere", "cohere2", "stablelm",
+        )
+    },
+    "cohere-norms": ("cohere", {"use_qk_norm": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "gemma3-odd": ("gemma3_text", {"hidden_size": 36, "head_dim": 10, "final_logit_softcapping": 4.0}),
+}  # fmt: skip
+# name: settings that its family's file does not name
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"hidden_act": "relu"}),
+    "gemma3_text": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "phi3": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 16}}),
+    "stablelm": ("stablelm", {"qk_layernorm": True}),
+}  # fmt: skip
+TAPS = (EMBEDDING, 0, 1, FINAL_NORM)
+
+
+@cache
+def raw_of(name: str) -> PreTrainedModel:
+    kind, changes = FAMILIES[name]
+    raw = tiny(kind, **changes)
+    for where, parameter in raw.named_parameters():
+        if "norm" in where:  # all ones would hide a wrong place of a weight
+            parameter.data += torch.randn(parameter.shape) * 0.3
+    return raw
+
+
+@cache
+def native_of(name: str) -> NativeModel:
+    return NativeModel(raw_of(name), weights="float32")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_gives_the_logits_taps_and_texts_of_transformers(name: str) -> None:
+    ours, reference, texts = native_of(name), HFModel(raw_of(name), weights="float32"), prompts(30, 18)
+    for ids in texts:
+        made = [m.forward(Nodes(torch.tensor([ids]), m.new_cache(1, 64), [0]), taps=TAPS) for m in (ours, reference)]
+        for mine, right in ((made[0].logits, made[1].logits), (made[0].features, made[1].features)):
+            assert mine is not None
+            assert right is not None
+            torch.testing.assert_close(mine, right, atol=1e-4 * float(right.abs().max()), rtol=0)
+    assert outputs(ours, texts) == outputs(reference, texts)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_node_of_a_family_has_the_same_bits_in_any_company(name: str) -> None:
+    model = native_of(name)
+    assert_rows_do_not_depend_on_their_neighbours(model)
+    texts = prompts(30, 18)
+    plain = outputs(model, texts)
+    assert outputs(model, texts, Guided(plain)) == plain
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_setting_that_a_family_does_not_know_is_left_to_transformers(name: str) -> None:
+    kind, changes = OTHERS[name]
+    assert supports(tiny(kind, **changes)) is not None
