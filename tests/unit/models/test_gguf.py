@@ -135,7 +135,7 @@ def test_a_format_gives_the_logits_of_its_values(kind: str, tmp_path: Path) -> N
     assert far(logits(own.model, ids), expected(raw, ids)) < 0.08  # the activations are rounded
 
 
-@pytest.mark.parametrize("kind", ["llama", "starcoder2"])  # the native step, the general path
+@pytest.mark.parametrize("kind", ["llama", "olmo"])  # the native step, the general path
 def test_int8_and_bfloat16_of_a_file_are_those_of_its_values(kind: str, tmp_path: Path) -> None:
     raw, file = tiny(kind, **_SHAPE), tmp_path / "model.gguf"
     write_gguf(raw, file, "Q5_1")
@@ -172,7 +172,7 @@ def test_other_formats_become_bfloat16_with_a_warning(kind: str, tmp_path: Path)
 
 
 def test_tied_embeddings_share_the_packed_head(tmp_path: Path) -> None:
-    raw, file = tiny("starcoder2", **_SHAPE, tie_word_embeddings=True), tmp_path / "model.gguf"
+    raw, file = tiny("olmo", **_SHAPE, tie_word_embeddings=True), tmp_path / "model.gguf"
     write_gguf(raw, file, "Q8_0")
     model: Any = load(file).model.model  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(model.model.embed_tokens, PackedEmbedding)
@@ -263,7 +263,7 @@ def test_a_file_without_a_tensor_of_its_experts_is_refused(lost: str, tmp_path: 
 def test_rounded_activations_are_not_taken_for_another_attention(tmp_path: Path) -> None:
     """Gemma 3 270M in Q4_K_M differs by 0.05 from its own attention. A small model does not, so this asks for the limit."""
     file = tmp_path / "model.gguf"
-    write_gguf(tiny("starcoder2", **_SHAPE), file, "Q4_0")
+    write_gguf(tiny("olmo", **_SHAPE), file, "Q4_0")
     rounded, plain = load(file).model, load(file, dtype="float32").model
     assert isinstance(rounded, HFModel)
     assert isinstance(plain, HFModel)
